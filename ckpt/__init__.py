@@ -1,0 +1,64 @@
+"""Checkpoints of large training jobs: saved at the speed of the disk, verified on every read.
+
+    import ckpt
+    ckpt.save(state, url, step=10)
+    state = ckpt.load(url)
+"""
+
+from ckpt.api import load, open, save
+from ckpt.checkpoint import Checkpoint, LazyArray, LeafInfo
+from ckpt.checkpointer import Checkpointer
+from ckpt.handle import SaveHandle
+from ckpt.repository import Repository
+from ckpt.retention import Keep
+from ckpt.stateful import RandomState
+from ckpt.storage.errors import (
+    AlreadyExists,
+    CkptError,
+    Fenced,
+    FormatError,
+    IntegrityError,
+    InvalidName,
+    LeafMismatch,
+    LeafNotFound,
+    NotFound,
+    RepositoryBusy,
+    SaveFailed,
+    StateChanged,
+    StepNotFound,
+    StoreError,
+    UnknownScheme,
+    UnsupportedLeaf,
+)
+from ckpt.version import __version__
+
+__all__ = [
+    "AlreadyExists",
+    "Checkpoint",
+    "Checkpointer",
+    "CkptError",
+    "Fenced",
+    "FormatError",
+    "IntegrityError",
+    "InvalidName",
+    "Keep",
+    "LazyArray",
+    "LeafInfo",
+    "LeafMismatch",
+    "LeafNotFound",
+    "NotFound",
+    "RandomState",
+    "Repository",
+    "RepositoryBusy",
+    "SaveFailed",
+    "SaveHandle",
+    "StateChanged",
+    "StepNotFound",
+    "StoreError",
+    "UnknownScheme",
+    "UnsupportedLeaf",
+    "__version__",
+    "load",
+    "open",
+    "save",
+]

@@ -1,0 +1,194 @@
+"""One committed step, read lazily: its leaves, parts of them, all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt import manifest as manifests
+from ckpt.digest import digest
+from ckpt.dtypes import numpy_dtype
+from ckpt.fill import Saved
+from ckpt.leaves.base import ArrayLeaf
+from ckpt.leaves.host import NumpyLeaf
+from ckpt.manifest import Manifest, Row
+from ckpt.read import Progress, read_leaves, verify_blocks
+from ckpt.records import CommitRecord, FileRecord
+from ckpt.select import suggest
+from ckpt.shard import Box
+from ckpt.storage.base import Store
+from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound
+from ckpt.tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """What a checkpoint holds of one array."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored_bytes: float
+    """Its share of the bytes in the packs."""
+    codec: str | None
+    written_in: int | None
+    """The step whose packs hold it, for leaves that were referenced rather than written; None where it has no bytes."""
+
+
+class Checkpoint:
+    """A committed step: `c.leaves()`, `c["model.embed.weight"][0:8]`, `c.verify()`."""
+
+    def __init__(self, store: Store, commit: CommitRecord) -> None:
+        self.store = store
+        self.commit = commit
+        self.step = commit.step
+        self._manifest: Manifest | None = None
+        self._tree: Node = None
+
+    @property
+    def where(self) -> str:
+        """For messages: the step and its repository."""
+        return f"step {self.step} of {self.store.url}"
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, url={self.store.url!r}, leaves={self.commit.leaves})"
+
+    def manifest(self) -> Manifest:
+        """All rows, verified against the commit record."""
+        if self._manifest is None:
+            rows: list[Row] = []
+            algorithm = "xxh3-128"
+            for file in self.commit.manifests:
+                part = manifests.decode(self._verified(file), f"{self.store.url}/{file.name}")
+                rows += part.rows
+                algorithm = part.digest_algorithm
+            self._manifest = Manifest(rows, algorithm)
+        return self._manifest
+
+    def tree(self) -> Node:
+        """The description of the state, verified against the commit record."""
+        if self._tree is None:
+            file = self.commit.trees[0]
+            data = self._verified(file)
+            try:
+                self._tree = json.loads(data)["tree"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
+        return self._tree
+
+    def _verified(self, file: FileRecord) -> bytes:
+        try:
+            data = self.store.get(file.name)
+        except NotFound as error:
+            raise IntegrityError(f"{self.store.url}/{file.name} of step {self.step} is missing") from error
+        if len(data) != file.nbytes or digest("xxh3-128", data).hex() != file.digest:
+            raise IntegrityError(
+                f"{self.store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "
+                "record; restore the file, or load another step"
+            )
+        return data
+
+    # --- leaves ------------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Saved]:
+        """Type and shape of each array."""
+        return {name: Saved(rows[0].dtype, rows[0].global_shape) for name, rows in self.manifest().by_leaf().items()}
+
+    def leaves(self) -> list[LeafInfo]:
+        """Every array, in the order in which it was saved."""
+        found = []
+        for name, rows in self.manifest().by_leaf().items():
+            first = rows[0]
+            stored = sum(r.stored * r.nbytes / r.raw for r in rows if r.raw)
+            step = int(first.pack.split("/")[1]) if first.pack else None
+            nbytes = sum(r.nbytes for r in rows)
+            found.append(LeafInfo(name, first.dtype, first.global_shape, nbytes, stored, first.codec, step))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest().by_leaf())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest().by_leaf()
+
+    def __getitem__(self, name: str) -> LazyArray:
+        rows = self.manifest().by_leaf().get(name)
+        if rows is None:
+            raise LeafNotFound(f"no leaf {name!r} in {self.where}{suggest(name, self)}")
+        return LazyArray(self, name, rows)
+
+    def read(self, targets: list[tuple[str, ArrayLeaf]], progress: Progress | None = None) -> None:
+        """Fill arrays with whole leaves, verified. Leaves and shapes must be known to fit."""
+        read_leaves(self.store, self.manifest(), targets, self.where, progress)
+
+    def verify(self, progress: Progress | None = None) -> int:
+        """Read and check every stored byte; return how many there were. Raises IntegrityError at the first bad block."""
+        self.tree()
+        return verify_blocks(self.store, self.manifest(), self.where, progress)
+
+
+class LazyArray:
+    """An array in a checkpoint. Indexing with integers and slices reads only the parts that are touched."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, rows: list[Row]) -> None:
+        self._checkpoint = checkpoint
+        self._rows = rows
+        self.name = name
+        self.shape = rows[0].global_shape
+        self.dtype: np.dtype[Any] = numpy_dtype(rows[0].dtype)
+
+    def __repr__(self) -> str:
+        return f"LazyArray({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self[...], dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        box, within = _box_of(index, self.shape)
+        out = np.empty(box.shape, self.dtype)
+        if out.size:
+            checkpoint = self._checkpoint
+            manifest = Manifest(self._rows, checkpoint.manifest().digest_algorithm)
+            read_leaves(checkpoint.store, manifest, [(self.name, NumpyLeaf(out))], checkpoint.where, None, box)
+        return out[within]
+
+
+def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The smallest box around a basic index, and the index into that box which gives the same elements."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    given = sum(i is not Ellipsis for i in items)
+    if given > len(shape) or items.count(Ellipsis) > 1:
+        raise IndexError(f"index {index!r} has more axes than shape {shape}")
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items = items[:at] + [slice(None)] * (len(shape) - given) + items[at + 1 :]
+    offset, extent, within = [], [], []
+    for item, length in zip(items, shape, strict=True):
+        if isinstance(item, slice):
+            picked = range(*item.indices(length))
+            low, high = (min(picked), max(picked) + 1) if picked else (0, 0)
+            offset.append(low)
+            extent.append(high - low)
+            step = picked.step
+            within.append(slice(None, None, step) if picked else slice(0, 0))
+        else:
+            i = item.__index__() if hasattr(item, "__index__") else None
+            if i is None:
+                raise IndexError(f"index {item!r} is no integer or slice; read a slice and index that")
+            if not -length <= i < length:
+                raise IndexError(f"index {i} is out of bounds for an axis of {length}")
+            offset.append(i % length)
+            extent.append(1)
+            within.append(0)
+    return Box(tuple(offset), tuple(extent)), tuple(within)
+
+

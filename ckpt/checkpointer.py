@@ -1,0 +1,208 @@
+"""The object for a training loop: restores at the start, saves when due, and sees to the end of what it began."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ckpt import session as sessions
+from ckpt.api import Url, check_step, load_checkpoint
+from ckpt.codec import CodecWish
+from ckpt.handle import SaveHandle
+from ckpt.interval import daly
+from ckpt.leaves.base import ArrayLeaf
+from ckpt.repository import Repository, open_repository
+from ckpt.retention import Keep, as_keep
+from ckpt.save import Options
+from ckpt.save import save as run_save
+from ckpt.storage.errors import CkptError, IntegrityError
+
+log = logging.getLogger("ckpt")
+
+Every = int | timedelta | Literal["auto"] | None
+
+
+class Checkpointer:
+    """Saves to one repository from a training loop, in the background.
+
+        with ckpt.Checkpointer(url, every=100, keep=3) as ck:
+            state, start = ck.restore(state)
+            for step in range(start, total):
+                loss = train_step(state)
+                ck.step(step, state, loss=loss)
+
+    every: steps, a timedelta, "auto" (the interval that loses the least time, from the measured cost of a save), or
+        None to save only by `save`.
+    keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
+    memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
+    codec, digest: as for `ckpt.save`.
+
+    Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
+    `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
+    """
+
+    def __init__(
+        self,
+        url: Url,
+        *,
+        every: Every = "auto",
+        keep: int | Keep | None = None,
+        codec: CodecWish = "auto",
+        digest: str = "xxh3-128",
+        memory: int | None = None,
+        in_flight: int = 1,
+    ) -> None:
+        if isinstance(every, int) and every < 1:
+            raise ValueError(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
+        if in_flight < 1:
+            raise ValueError(f"in_flight={in_flight}: at least one save must be allowed")
+        self._every = every
+        self._attached: list[Any] = []
+        self._hooks: list[Any] = []
+        self._options = Options(codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached)
+        self._lazy_memory: frozenset[int] = frozenset()
+        self._last: SaveHandle | None = None
+        self._last_began = time.monotonic()
+        self._cost_seconds = 0.1  # of the save before, as the loop felt it
+        self._session: sessions.Session | None = sessions.enter(open_repository(url))
+
+    @property
+    def repository(self) -> Repository:
+        """For looking at what is there."""
+        return self._open().repo
+
+    # --- restoring ---------------------------------------------------------------------------------------------
+
+    def restore(self, state: Any, *, step: int | None = None, strict: bool = False) -> tuple[Any, int]:
+        """Fill `state` from the newest whole step (or from `step`) and return it with the number of the next step.
+
+        Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with an error in
+        the log, unless `strict` or named.
+        """
+        repo = self._open().repo
+        if step is not None:
+            return load_checkpoint(repo[check_step(step)], state), step + 1
+        steps = repo.steps()
+        for number in reversed(steps):
+            try:
+                return load_checkpoint(repo[number], state), number + 1
+            except IntegrityError as error:
+                if strict or number == steps[0]:
+                    raise
+                log.error("step %d of %s is damaged, falling back to an older step: %s", number, repo.url, error)
+        return state, 0
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, state: Any, *, loss: Any = None) -> SaveHandle | None:
+        """Say that `step` is done; save in the background if a save is due, and return its handle then.
+
+        A loss that is not finite stops this save: what diverged is not worth keeping.
+        """
+        self._open().raise_failed()
+        if not self._is_due(step):
+            return None
+        if loss is not None and not math.isfinite(float(loss)):
+            log.warning("step %d is not saved: its loss is %s", step, float(loss))
+            return None
+        return self.save(step, state)
+
+    def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
+        """Save now. Replaces the step if it is there: after a roll-back the loop comes by again."""
+        session = self._open()
+        session.raise_failed()
+        began = time.monotonic()
+        self._lazy_memory = self._attached_memory()
+        handle = run_save(session, state, check_step(step), self._options, blocking)
+        self._last, self._last_began = handle, began
+        self._cost_seconds = time.monotonic() - began
+        return handle
+
+    def _is_due(self, step: int) -> bool:
+        every = self._every
+        if every is None:
+            return False
+        if isinstance(every, int):
+            return (step + 1) % every == 0
+        elapsed = time.monotonic() - self._last_began
+        if isinstance(every, timedelta):
+            return elapsed >= every.total_seconds()
+        return elapsed >= daly(self._cost_seconds) and (self._last is None or self._last.done())
+
+    # --- lazy staging ------------------------------------------------------------------------------------------
+
+    def attach(self, *optimizers: Any) -> None:
+        """Let saves copy these optimizers' parameters and moments while the next forward and backward run.
+
+        Each optimizer's step() then waits, if it must, until its memory has been copied. Everything else in the state
+        is still copied before `save` returns. A parameter that is changed in place by other means meanwhile makes that
+        save fail with StateChanged.
+        """
+        for optimizer in optimizers:
+            register: Callable[..., Any] | None = getattr(optimizer, "register_step_pre_hook", None)
+            if register is None:
+                raise CkptError(
+                    f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer"
+                )
+            self._hooks.append(register(self._before_step))
+            self._attached.append(optimizer)
+
+    def _before_step(self, *_: Any) -> None:
+        if self._last is not None:
+            self._last.staged.wait()
+
+    def _attached_memory(self) -> frozenset[int]:
+        found = set()
+        for optimizer in self._attached:
+            for group in optimizer.param_groups:
+                found.update(p.data_ptr() for p in group["params"])
+            for state in optimizer.state.values():
+                found.update(v.data_ptr() for v in state.values() if hasattr(v, "data_ptr"))
+        found.discard(0)
+        return frozenset(found)
+
+    def _is_attached(self, leaf: ArrayLeaf) -> bool:
+        return leaf.kind == "torch" and leaf.value.data_ptr() in self._lazy_memory
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait for the saves under way; raise SaveFailed if one failed."""
+        session = self._open()
+        session.wait()
+        session.raise_failed()
+
+    def close(self) -> None:
+        """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed."""
+        if self._session is None:
+            return
+        session, self._session = self._session, None
+        for hook in self._hooks:
+            hook.remove()
+        session.wait()
+        try:
+            session.raise_failed()
+        finally:
+            sessions.leave(session)
+
+    def _open(self) -> sessions.Session:
+        if self._session is None:
+            raise CkptError("this Checkpointer is closed: open a new one")
+        return self._session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CkptError as failed:  # the error under way is what the user must see
+            log.error("%s", failed)

@@ -1,0 +1,189 @@
+"""Who may write to a repository. Each writer takes a generation; a higher one fences off the lower ones.
+
+A claim is `generations/<n>.json`, made by put-if-absent, so that two at once cannot hold the same number. The owner is
+named in it by host, boot, process-id namespace, process and start time: a second writer on the same host is refused as
+long as that process lives, and takes over at once when it is dead, so that a restart never waits. On another host the
+owner's life cannot be told; the newcomer takes over, and the earlier writer is told when it next commits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+from ckpt import records
+from ckpt.repository import Repository
+from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RepositoryBusy
+from ckpt.storage.failpoints import failpoint
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, told apart from every other one that ever was."""
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: str
+    since: str
+    token: str
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" where it is gone."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def this_process() -> Owner:
+    """This process as an owner."""
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    pid = os.getpid()
+    return Owner(socket.gethostname(), boot, _namespace(), pid, _started(pid), since, secrets.token_hex(8))
+
+
+def alive(owner: Owner, me: Owner) -> bool | None:
+    """Whether the owner's process lives; None where this host cannot tell."""
+    if (owner.host, owner.boot, owner.namespace) != (me.host, me.boot, me.namespace):
+        # The same host after a reboot: nothing survived it.
+        return False if owner.host == me.host and owner.boot != me.boot and me.boot and owner.boot else None
+    if owner.started or me.started:
+        return _started(owner.pid) == owner.started
+    try:
+        os.kill(owner.pid, 0)  # no /proc here: a process of this number is taken to be the owner
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+class Claim:
+    """The right to write to a repository, until `release`."""
+
+    def __init__(self, repo: Repository, generation: int) -> None:
+        self.repo = repo
+        self.generation = generation
+        self._serial = 0
+        self._lock = threading.Lock()
+        self._active: set[str] = set()
+
+    def begin(self, rank: int = 0) -> str:
+        """Name a new attempt to save; its files begin with that name, and no sweep touches them until `end`."""
+        with self._lock:
+            attempt = f"{rank}-{self.generation}-{self._serial}"
+            self._serial += 1
+            self._active.add(attempt)
+            return attempt
+
+    def end(self, attempt: str) -> None:
+        """The attempt is committed or given up."""
+        with self._lock:
+            self._active.discard(attempt)
+
+    def active(self) -> list[str]:
+        """Attempts that are under way."""
+        with self._lock:
+            return list(self._active)
+
+    def check(self) -> None:
+        """Raise Fenced where a newer writer has taken over."""
+        newest = max(_generations(self.repo), default=self.generation)
+        if newest <= self.generation:
+            return
+        owner = _owner(self.repo, newest)
+        who = f" by process {owner.pid} on {owner.host} since {owner.since}" if owner else ""
+        raise Fenced(
+            f"{self.repo.url} was taken over{who} (generation {newest}, this process has {self.generation}); "
+            "this process may not write to it any more: stop it"
+        )
+
+    def release(self) -> None:
+        """Let others write. The record stays, marked as released, so that its number is never used again."""
+        name = _name(self.generation)
+        try:
+            self.repo.store.put(name, records.encode("generation", {"owner": None}))
+        except CkptError as error:
+            log.warning("%s could not be released: %s", name, error)
+
+
+def claim(repo: Repository) -> Claim:
+    """Become the writer of a repository; raise RepositoryBusy where a live process is."""
+    return Claim(repo, _take(repo))
+
+
+def _take(repo: Repository) -> int:
+    me = this_process()
+    for _ in range(20):
+        newest = max(_generations(repo), default=0)
+        owner = _owner(repo, newest) if newest else None
+        if owner is not None and owner.pid != me.pid:
+            lives = alive(owner, me)
+            if lives:
+                raise RepositoryBusy(
+                    f"{repo.url} is being written by process {owner.pid} on {owner.host} since {owner.since}; "
+                    "wait for it, stop it, or save to another URL"
+                )
+            if lives is None:
+                log.warning(
+                    "taking %s over from process %d on %s: it can't be seen from here, and may not commit any more",
+                    repo.url, owner.pid, owner.host,
+                )  # fmt: skip
+        failpoint("claim")
+        try:
+            repo.store.put_new(_name(newest + 1), records.encode("generation", {"owner": asdict(me)}))
+        except (AlreadyExists, NotFound):  # not found: the winner has swept this one's temporary file
+            continue
+        if max(_generations(repo)) == newest + 1:  # else this was an old listing, and others have moved on
+            return newest + 1
+    raise RepositoryBusy(f"{repo.url}: many processes start to write at once; let one of them")
+
+
+def _name(generation: int) -> str:
+    return f"generations/{generation:08d}.json"
+
+
+def _generations(repo: Repository) -> list[int]:
+    names = (e.name.removeprefix("generations/").removesuffix(".json") for e in repo.store.list("generations"))
+    return [int(n) for n in names if n.isdigit()]
+
+
+def old_generations(repo: Repository) -> list[str]:
+    """Records that nobody needs any more: all but the newest."""
+    return [_name(g) for g in sorted(_generations(repo))[:-1]]
+
+
+def _owner(repo: Repository, generation: int) -> Owner | None:
+    """Who holds a generation, None where it was released or its record does not say."""
+    try:
+        body = records.decode("generation", repo.store.get(_name(generation)), f"{repo.url}/{_name(generation)}")
+        return Owner(**body["owner"]) if body["owner"] else None
+    except NotFound:
+        return None
+    except (KeyError, TypeError, CkptError) as error:
+        log.warning("%s: the claim of generation %d is not readable: %s", repo.url, generation, error)
+        return None

@@ -1,0 +1,186 @@
+"""Which codec a block gets. Codecs are numcodecs configurations; only lossless byte codecs are ever run.
+
+`auto` compresses where that is nearly free: where one core encodes at least four times as fast as the store takes
+bytes, so that training does not feel it. Both speeds are measured while saving.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ckpt.leaves.base import Bytes
+from ckpt.select import matcher
+from ckpt.storage.errors import CkptError, FormatError
+
+_SAFE = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
+"""Lossless, bytes to bytes, and none of them runs code from the data (as `pickle` would)."""
+
+Codec = Any
+CodecWish = Codec | str | Mapping[str, Codec | str | None] | None
+
+_CANDIDATES: tuple[dict[str, Any], ...] = (
+    {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 2, "blocksize": 0},
+    {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1, "blocksize": 0},
+)
+_SAMPLE_BYTES = 1 << 20
+_FREE = 4.0  # a codec this many times as fast as the store costs the training next to nothing
+_WORTH = 0.95  # stored fraction above which decoding on every load is not worth it
+
+
+@lru_cache(maxsize=64)
+def codec(config: str) -> Codec:
+    """Return the codec of a configuration in JSON; raise FormatError for one that may not be run."""
+    import numcodecs
+
+    try:
+        wish = json.loads(config)
+        if wish["id"] not in _SAFE:
+            raise FormatError(f"codec {wish['id']!r} is not used for checkpoints; use one of {', '.join(sorted(_SAFE))}")
+        return numcodecs.get_codec(wish)
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(f"codec configuration {config[:200]!r} is not understood: {error}") from error
+
+
+def parse(wish: CodecWish) -> Callable[[str], str | None]:
+    """From what a user asked for to a function: leaf name → `auto`, None, or a configuration in JSON.
+
+    A wish is "auto", "none", None, a numcodecs codec or its configuration, or a mapping of name patterns to those (the
+    first that matches counts; leaves that match none get "auto").
+    """
+    if isinstance(wish, Mapping) and "id" not in wish:
+        rules = [(matcher(pattern), _one(w)) for pattern, w in wish.items()]
+        return lambda name: next((w for match, w in rules if match(name)), "auto")
+    only = _one(wish)
+    return lambda _: only
+
+
+def _one(wish: Any) -> str | None:
+    if wish is None or wish == "none":
+        return None
+    if wish == "auto":
+        return "auto"
+    if not isinstance(wish, Mapping):
+        get_config = getattr(wish, "get_config", None)
+        if get_config is None:
+            raise FormatError(
+                f"codec {wish!r} is not understood; use 'auto', 'none', a numcodecs codec or its configuration, "
+                "or a mapping of leaf patterns to those"
+            )
+        wish = get_config()
+    config = json.dumps(wish, sort_keys=True)
+    codec(config)
+    return config
+
+
+def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
+    """The encoded bytes. `itemsize` tells shuffling codecs where elements begin."""
+    data: Any = raw
+    if itemsize in (2, 4, 8) and len(raw) % itemsize == 0:
+        data = raw.view(f"u{itemsize}")
+    encoded = codec(config).encode(data)
+    return memoryview(encoded).cast("B") if not isinstance(encoded, np.ndarray) else memoryview(encoded.view(np.uint8))
+
+
+def decode(config: str, stored: memoryview, out: Bytes) -> None:
+    """Decode into `out`; raise CkptError where the result has another length."""
+    decoded = codec(config).decode(stored, out)
+    if decoded is not out and (len(memoryview(decoded).cast("B")) != len(out)):
+        raise CkptError("decoded to another length than was saved")
+    if decoded is not out:
+        got = np.frombuffer(decoded, np.uint8)
+        if got.ctypes.data != out.ctypes.data:
+            out[:] = got
+
+
+# --- auto ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One codec on one kind of data."""
+
+    config: str
+    ratio: float
+    bytes_per_second: float
+
+
+def choose(store_bytes_per_second: float, measured: list[Measured]) -> str | None:
+    """The best codec for a store of that speed, None for none. Pure."""
+    fit = [m for m in measured if m.bytes_per_second >= _FREE * store_bytes_per_second and m.ratio <= _WORTH]
+    return min(fit, key=lambda m: m.ratio).config if fit else None
+
+
+class Tuner:
+    """What was measured of one store and of the data sent there, shared by all threads of all saves to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy_since = 0.0
+        self._writing = 0
+        self._seconds = 0.0
+        self._bytes = 0
+        self._codecs: dict[str, list[Measured]] = {}
+
+    def write_began(self) -> None:
+        """Note that a thread started to write to the store."""
+        with self._lock:
+            if not self._writing:
+                self._busy_since = time.monotonic()
+            self._writing += 1
+
+    def write_ended(self, nbytes: int) -> None:
+        """Note that a thread has written `nbytes`."""
+        with self._lock:
+            self._writing -= 1
+            now = time.monotonic()
+            self._seconds += now - self._busy_since
+            self._busy_since = now
+            self._bytes += nbytes
+            if self._seconds > 20:  # forget slowly: a store's speed changes with the hour
+                self._seconds, self._bytes = self._seconds / 2, self._bytes // 2
+
+    def store_speed(self) -> float | None:
+        """Bytes a second that the store takes, None before enough was written to tell."""
+        with self._lock:
+            if self._bytes < 16 << 20 and self._seconds < 0.5:
+                return None
+            return self._bytes / max(self._seconds, 1e-9)
+
+    def pick(self, kind: str, raw: Bytes, itemsize: int) -> str | None:
+        """The codec for a block of `kind` (the name of its element type)."""
+        speed = self.store_speed()
+        if speed is None or speed > 2e9:  # no codec here is four times as fast as that
+            return None
+        measured = self._codecs.get(kind)
+        if measured is None:
+            measured = self._codecs[kind] = [_measure(c, raw[:_SAMPLE_BYTES], itemsize) for c in _CANDIDATES]
+        return choose(speed, measured)
+
+
+def _measure(config: dict[str, Any], sample: Bytes, itemsize: int) -> Measured:
+    text = json.dumps(config, sort_keys=True)
+    encode(text, sample[:4096], itemsize)  # the first call sets the library up
+    began = time.perf_counter()
+    encoded = encode(text, sample, itemsize)
+    seconds = time.perf_counter() - began
+    return Measured(text, len(encoded) / max(1, len(sample)), len(sample) / max(seconds, 1e-9))
+
+
+_tuners: dict[str, Tuner] = {}
+
+
+def tuner(store_url: str) -> Tuner:
+    """The tuner of a store; a store's speed is that of what its URL begins with."""
+    scheme, _, rest = store_url.partition("://")
+    key = scheme if scheme == "file" else f"{scheme}://{rest.partition('/')[0]}"
+    return _tuners.setdefault(key, Tuner())

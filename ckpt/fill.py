@@ -1,0 +1,276 @@
+"""Loading into a state that is there: which array of `like` each saved leaf goes to, checked before a byte is written.
+
+Arrays are filled in place; dicts and lists get the saved plain values in place; tuples and other immutable things are
+made anew where something in them changed. The result is returned as well, so that an immutable root works too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ckpt.leaves import as_leaf, empty_leaf
+from ckpt.leaves.base import ArrayLeaf
+from ckpt.select import entries, suggest
+from ckpt.stateful import Stateful, as_stateful
+from ckpt.storage.errors import LeafMismatch, LeafNotFound
+from ckpt.tree import Node, decode_key, empty_dict, join, rebuild
+
+
+class Saved(NamedTuple):
+    """What a checkpoint says of one array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Finish = Callable[[], Any]
+
+
+class Filler:
+    """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
+
+    `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages.
+    """
+
+    def __init__(self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str) -> None:
+        self.targets: list[tuple[str, ArrayLeaf]] = []
+        self._saved = saved
+        self._wanted = wanted
+        self._where = where
+        self._made: dict[tuple[str, str], ArrayLeaf] = {}
+
+    def rebuild(self, node: Node) -> Finish:
+        """Plan to load all of `node` into new arrays."""
+        return rebuild(node, self._new_array)
+
+    def _new_array(self, node: Node) -> Finish:
+        name = node["array"]
+        leaf = self._made.get((name, node["kind"]))
+        if leaf is None:  # else tied: one array for all places
+            saved = self._lookup(name, name)
+            leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
+            self._made[name, node["kind"]] = leaf
+            self.targets.append((name, leaf))
+        return _once(leaf)
+
+    def _lookup(self, name: str, path: str) -> Saved:
+        saved = self._saved.get(name)
+        if saved is None:
+            raise LeafNotFound(f"leaf {path} is in the tree of {self._where} but in none of its manifests")
+        return saved
+
+    # --- with like -------------------------------------------------------------------------------------------
+
+    def fill(self, like: Any, node: Node, path: str = "") -> Finish | None:
+        """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
+        if isinstance(node, dict) and "object" in node and as_stateful(like) is None:
+            node = node["object"]
+        if type(like) is dict:
+            return self._dict(like, node, path)
+        if (leaf := self._leaf(like, path)) is not None:
+            return self._array(leaf, node, path)
+        if (stateful := as_stateful(like)) is not None:
+            return self._object(like, stateful, node, path)
+        if isinstance(like, dict):
+            return self._dict(like, node, path)
+        if isinstance(like, list):
+            return self._list(like, node, path)
+        if isinstance(like, tuple):
+            return self._tuple(like, node, path)
+        if dataclasses.is_dataclass(like) and not isinstance(like, type):
+            return self._dataclass(like, node, path)
+        if not self._keeps(path):
+            return None
+        if isinstance(node, dict) and "array" in node and node["kind"] != "bytes":
+            raise LeafMismatch(f"leaf {path or '(root)'}: {self._where} has an array, `like` has {_kind(like)}")
+        return self.rebuild(node)
+
+    def _keeps(self, path: str) -> bool:
+        return self._wanted is None or self._wanted(path or "(root)")
+
+    def _leaf(self, value: Any, path: str) -> ArrayLeaf | None:
+        try:
+            return as_leaf(value)
+        except TypeError as error:
+            raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
+
+    def _dict(self, like: dict[Any, Any], node: Node, path: str) -> Finish | None:
+        if not (isinstance(node, dict) and "dict" in node):
+            raise self._other_kind(like, node, path)
+        saved = {decode_key(k): v for k, v in node["dict"]}
+        changed: list[tuple[Any, Finish]] = []
+        for key, value in like.items():
+            name = join(path, key)
+            if key not in saved:
+                if self._wanted is None or self._holds_wanted(value, name):
+                    raise LeafNotFound(
+                        f"leaf {name} of `like` is not in {self._where}{suggest(str(key), map(str, saved))}"
+                    )
+                continue
+            finish = self.fill(value, saved[key], name)
+            if finish is not None:
+                changed.append((key, finish))
+
+        def finish_dict() -> Any:
+            for key, finish in changed:
+                like[key] = finish()
+            return like
+
+        return finish_dict if changed else None
+
+    def _holds_wanted(self, value: Any, path: str) -> bool:
+        if isinstance(value, dict):
+            return any(self._holds_wanted(v, join(path, k)) for k, v in value.items())
+        return self._keeps(path)
+
+    def _items(self, like: Any, nodes: Any, names: list[Any], path: str) -> list[Finish | None]:
+        if len(nodes) != len(like):
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}"
+            )
+        return [self.fill(v, n, join(path, name)) for v, n, name in zip(like, nodes, names, strict=True)]
+
+    def _list(self, like: list[Any], node: Node, path: str) -> Finish | None:
+        if not isinstance(node, list):
+            raise self._other_kind(like, node, path)
+        parts = self._items(like, node, list(range(len(like))), path)
+
+        def finish() -> Any:
+            for i, part in enumerate(parts):
+                if part is not None:
+                    like[i] = part()
+            return like
+
+        return finish if any(parts) else None
+
+    def _tuple(self, like: tuple[Any, ...], node: Node, path: str) -> Finish | None:
+        tag = "namedtuple" if hasattr(like, "_fields") else "tuple"
+        if not (isinstance(node, dict) and tag in node):
+            raise self._other_kind(like, node, path)
+        names = list(getattr(like, "_fields", range(len(like))))
+        parts = self._items(like, node[tag], names, path)
+        if not any(parts):
+            return None
+        return lambda: tuple.__new__(type(like), [v if p is None else p() for v, p in zip(like, parts, strict=True)])
+
+    def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
+        fields = [f.name for f in dataclasses.fields(like)]
+        if not (isinstance(node, dict) and "dataclass" in node) or node["fields"] != fields:
+            raise self._other_kind(like, node, path)
+        parts = self._items([getattr(like, f) for f in fields], node["dataclass"], fields, path)
+        if not any(parts):
+            return None
+
+        def finish() -> Any:
+            made = like
+            if type(like).__dataclass_params__.frozen:
+                made = object.__new__(type(like))
+                for name in fields:
+                    object.__setattr__(made, name, getattr(like, name))
+            for name, part in zip(fields, parts, strict=True):
+                if part is not None:
+                    object.__setattr__(made, name, part())
+            return made
+
+        return finish
+
+    def _array(self, leaf: ArrayLeaf, node: Node, path: str) -> Finish | None:
+        if not self._keeps(path):
+            return None
+        if not (isinstance(node, dict) and "array" in node):
+            raise self._other_kind(leaf.value, node, path)
+        saved = self._lookup(node["array"], path)
+        if saved.shape != leaf.shape:
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {self._where} has shape {list(saved.shape)}, `like` has {list(leaf.shape)}; "
+                "make `like` with the saved shape"
+            )
+        if saved.dtype != leaf.dtype:
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {self._where} has dtype {saved.dtype}, `like` has {leaf.dtype}; "
+                "load into the saved dtype and convert afterwards"
+            )
+        try:
+            target = leaf.target()
+        except TypeError as error:
+            raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
+        self.targets.append((node["array"], target))
+        return None if target is leaf else _once(target)
+
+    def _object(self, like: Any, stateful: Stateful, node: Node, path: str) -> Finish:
+        """Into an object: what its state already holds is filled in place, the rest is new, and the object takes all."""
+        state = node["object"] if isinstance(node, dict) and "object" in node else node
+        finish = self._merge(stateful.get(), state, path)
+
+        def load() -> Any:
+            try:
+                stateful.set(finish())
+            except Exception as error:
+                raise LeafMismatch(f"leaf {path or '(root)'}: {_kind(like)} refused the state of {self._where}: {error}") from error
+            return like
+
+        return load
+
+    def _merge(self, current: Any, node: Node, path: str) -> Finish:
+        """Like `fill`, but shaped by the checkpoint: a fresh optimizer has no moments yet, and gets them."""
+        if isinstance(node, dict) and "dict" in node and isinstance(current, dict):
+            parts = []
+            for key, child in node["dict"]:
+                key = decode_key(key)
+                name = join(path, key)
+                if key in current:
+                    parts.append((key, self._merge(current[key], child, name)))
+                elif self._wanted is None or self._node_wanted(child, name):
+                    parts.append((key, self.rebuild(child)))
+            extra = {} if self._wanted is None else {k: v for k, v in current.items()}
+            metadata = getattr(current, "_metadata", None)
+
+            def finish_dict() -> Any:
+                made = empty_dict(node)
+                made.update(extra)
+                made.update({key: part() for key, part in parts})
+                if "metadata" in node:
+                    made._metadata = rebuild(node["metadata"], self._new_array)()
+                elif metadata is not None and hasattr(made, "__dict__"):
+                    made._metadata = metadata
+                return made
+
+            return finish_dict
+        if isinstance(node, list) and isinstance(current, list) and len(node) == len(current):
+            parts_list = [self._merge(c, n, join(path, i)) for i, (c, n) in enumerate(zip(current, node, strict=True))]
+            return lambda: [part() for part in parts_list]
+        leaf = self._leaf(current, path)
+        if leaf is not None and isinstance(node, dict) and "array" in node:
+            return self._array(leaf, node, path) or (lambda: current)
+        if not self._keeps(path):
+            return lambda: current
+        return self.rebuild(node)
+
+    def _node_wanted(self, node: Node, path: str) -> bool:
+        return any(self._keeps(name) for name, _ in entries(node, path))
+
+    def _other_kind(self, like: Any, node: Node, path: str) -> LeafMismatch:
+        saved = type(node).__name__
+        if isinstance(node, dict):
+            saved = str(next(iter(node)))
+        return LeafMismatch(
+            f"leaf {path or '(root)'}: {self._where} has a {saved}, `like` has {_kind(like)}; "
+            "give `like` the structure that was saved, or load without it"
+        )
+
+
+def _once(leaf: ArrayLeaf) -> Finish:
+    made: list[Any] = []
+
+    def finish() -> Any:
+        if not made:
+            made.append(leaf.finish())
+        return made[0]
+
+    return finish
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"

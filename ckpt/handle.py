@@ -1,0 +1,71 @@
+"""What an asynchronous save gives back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt.checkpoint import Checkpoint
+
+
+class SaveHandle:
+    """A save under way. `result()` waits for it and returns the checkpoint, or raises what went wrong."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.staged = threading.Event()
+        """Set when the state has been copied and may be changed."""
+        self._done = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+        self._error: BaseException | None = None
+        self._seen = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` at the end of the save, from the thread that ends it; now if it has ended."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds; whether it has come. Raises nothing."""
+        return self._done.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """The committed checkpoint; raises the error of the save, or TimeoutError after `timeout` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"saving step {self.step} has not ended after {timeout} s; it goes on")
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def unseen(self) -> bool:
+        """Whether the save failed and nobody was told yet."""
+        return self._error is not None and not self._seen
+
+    def take_error(self) -> BaseException | None:
+        """The error; it counts as seen."""
+        self._seen = True
+        return self._error
+
+    def end(self, checkpoint: Checkpoint | None, error: BaseException | None) -> None:
+        """For the pipeline: the step is committed, or the save was given up."""
+        self._checkpoint = checkpoint
+        self._error = error
+        self.staged.set()
+        with self._lock:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()

@@ -1,0 +1,75 @@
+"""What the pipelines need of an array, whatever framework it belongs to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.shard import Box
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ArrayLeaf(ABC):
+    """An array as bytes in C order: read by a save, written by a load.
+
+    `flat` is its memory where that is on the host and contiguous (uint8, one axis): the pipelines then copy without
+    asking. Otherwise they call `read` and `write` with boxes.
+    """
+
+    kind: ClassVar[str]
+
+    __slots__ = ("dtype", "flat", "itemsize", "shape", "value")
+
+    value: Any
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+    flat: Bytes | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        n = self.itemsize
+        for length in self.shape:
+            n *= length
+        return n
+
+    @abstractmethod
+    def read(self, box: Box, out: Bytes) -> None:
+        """Copy the elements of `box`, in C order, to `out` (as many bytes)."""
+
+    @abstractmethod
+    def write(self, box: Box, data: Bytes) -> None:
+        """Set the elements of `box` from `data`, in C order."""
+
+    def identity(self) -> tuple[Any, ...] | None:
+        """Equal for two leaves that show the same memory in the same way: tied weights. None where that can't be."""
+        return None
+
+    def attributes(self) -> dict[str, Any]:
+        """What else must be kept to make the same object again, as JSON."""
+        return {}
+
+    def version(self) -> int | None:
+        """A number that grows with each in-place change, where the framework counts them."""
+        return None
+
+    def frozen(self) -> bool:
+        """Whether nothing can ever change these bytes, so that a save may read them later."""
+        return False
+
+    def on_cuda(self) -> bool:
+        """Whether the bytes come from a CUDA device, to which page-locked memory is much nearer."""
+        return False
+
+    def finish(self) -> Any:
+        """The user's object, after a load has written all of it."""
+        return self.value
+
+    def target(self) -> ArrayLeaf:
+        """The leaf that a load should write to when this one stands in `like`; raise TypeError where there is none."""
+        return self

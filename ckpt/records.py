@@ -1,0 +1,96 @@
+"""The small JSON records of a repository, and proof that each is whole.
+
+A record is canonical JSON (sorted keys, no spaces, ASCII) with a `digest` over itself without that key. What is read
+must be exactly what would be written, so that any changed byte is found.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckpt.digest import digest
+from ckpt.storage.errors import FormatError, IntegrityError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file that belongs to a step: its name below the root, length and digest (packs: None, their blocks have them)."""
+
+    name: str
+    nbytes: int
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """What makes a step exist."""
+
+    step: int
+    generation: int
+    created: str
+    """UTC, ISO 8601."""
+    world_size: int
+    manifests: tuple[FileRecord, ...]
+    trees: tuple[FileRecord, ...]
+    packs: tuple[FileRecord, ...]
+    """Every pack that the manifests refer to, also those of earlier steps."""
+    leaves: int
+    raw_bytes: int
+    """Of all leaves."""
+    written_bytes: int
+    """Of the packs that this step added."""
+    version: str
+    """Of the software that wrote it."""
+
+
+def encode(kind: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a record."""
+    body = {**body, "kind": kind, "format": FORMAT_VERSION}
+    return _canonical({**body, "digest": _sum(body)})
+
+
+def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
+    """The content of a record; IntegrityError where a byte was changed, FormatError where a newer version wrote it."""
+    try:
+        body = json.loads(data)
+        claimed = body.pop("digest")
+        version = body["format"]
+        if _canonical({**body, "digest": claimed}) != data or claimed != _sum(body):
+            raise ValueError("its digest does not match")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{where} is damaged: {error}") from error
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise FormatError(
+            f"{where} has format version {version}, this ckpt reads up to {FORMAT_VERSION}: install a newer ckpt-store"
+        )
+    if body.get("kind") != kind:
+        raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record")
+    return body  # type: ignore[no-any-return]
+
+
+def encode_commit(commit: CommitRecord) -> bytes:
+    """The bytes of commit.json."""
+    return encode("commit", asdict(commit))
+
+
+def decode_commit(data: bytes, where: str) -> CommitRecord:
+    """The commit record in `data`."""
+    body = decode("commit", data, where)
+    try:
+        files = {k: tuple(FileRecord(**f) for f in body[k]) for k in ("manifests", "trees", "packs")}
+        names = [n for n in CommitRecord.__dataclass_fields__ if n not in files]
+        return CommitRecord(**files, **{n: body[n] for n in names})
+    except (KeyError, TypeError) as error:
+        raise IntegrityError(f"{where} is damaged: {error!r}") from error
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def _sum(body: dict[str, Any]) -> str:
+    return digest("xxh3-128", _canonical(body)).hex()

@@ -1,0 +1,149 @@
+"""All checkpoints of one run under one URL: where things lie, which steps exist, and how a record is read back.
+
+    ckpt.json                                  marker: format version, id
+    generations/<n>.json                       who writes: claim.py
+    steps/<step>/pack/<rank>-<generation>-<n>.pack
+    steps/<step>/manifest/<rank>-<generation>-<n>.parquet, .json
+    steps/<step>/commit.json                   written last; makes the step exist
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+
+from ckpt import records
+from ckpt.checkpoint import Checkpoint
+from ckpt.records import CommitRecord
+from ckpt.storage.base import Store
+from ckpt.storage.errors import AlreadyExists, CkptError, FormatError, IntegrityError, NotFound, StepNotFound
+from ckpt.storage.urls import open_store
+
+log = logging.getLogger("ckpt")
+
+MARKER = "ckpt.json"
+
+
+def step_folder(step: int) -> str:
+    """Where a step lies."""
+    return f"steps/{step}"
+
+
+def commit_name(step: int) -> str:
+    """The record that makes a step exist."""
+    return f"steps/{step}/commit.json"
+
+
+class Repository:
+    """Steps by number, read lazily. `repo[10]`, `repo.steps()`, `repo.latest()`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.url = store.url
+
+    def __repr__(self) -> str:
+        return f"Repository({self.url!r})"
+
+    # --- the marker --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise FormatError unless the URL is a repository that this version can read."""
+        try:
+            data = self.store.get(MARKER)
+        except NotFound:
+            raise FormatError(
+                f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first"
+            ) from None
+        records.decode("repository", data, f"{self.url}/{MARKER}")
+
+    def ensure(self) -> None:
+        """Make the repository if it is not there; refuse a folder that holds something else."""
+        try:
+            self.check()
+            return
+        except FormatError:
+            if self.store.exists(MARKER):
+                raise
+        foreign = next(iter(self.store.list()), None)
+        if foreign is not None:
+            raise FormatError(
+                f"{self.url} holds other files (such as {foreign.name}) and is not a checkpoint repository; "
+                "name an empty or a new folder"
+            )
+        try:
+            self.store.put_new(MARKER, records.encode("repository", {"id": uuid.uuid4().hex}))
+        except AlreadyExists:  # another rank or process was faster
+            self.check()
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def step_numbers(self) -> list[int]:
+        """The numbers that have a folder, committed or not, ascending."""
+        return sorted(int(n) for n in self.store.list_folders("steps") if n.isdigit() and str(int(n)) == n)
+
+    def commit(self, step: int) -> CommitRecord:
+        """The commit record of a step; StepNotFound where there is none, IntegrityError where it is damaged."""
+        name = commit_name(step)
+        try:
+            data = self.store.get(name)
+        except NotFound:
+            have = self.steps()
+            listed = f"it has {_listed(have)}" if have else "it has no committed step"
+            raise StepNotFound(f"{self.url} has no committed step {step}; {listed}") from None
+        commit = records.decode_commit(data, f"{self.url}/{name}")
+        if commit.step != step:
+            raise IntegrityError(f"{self.url}/{name} is the record of step {commit.step}")
+        return commit
+
+    def commits(self) -> Iterator[CommitRecord]:
+        """The records of all committed steps, ascending; damaged ones are left out with a warning."""
+        for step in self.step_numbers():
+            try:
+                yield records.decode_commit(self.store.get(commit_name(step)), f"{self.url}/{commit_name(step)}")
+            except NotFound:
+                continue
+            except CkptError as error:
+                log.warning("step %d is left out: %s", step, error)
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        self.check()
+        return [c.step for c in self.commits()]
+
+    def latest(self) -> Checkpoint | None:
+        """The newest committed step whose manifests verify, None where there is none."""
+        for step in reversed(self.steps()):
+            try:
+                found = self[step]
+                found.manifest()
+                found.tree()
+                return found
+            except CkptError as error:
+                log.warning("falling back from step %d of %s: %s", step, self.url, error)
+        return None
+
+    def __getitem__(self, step: int) -> Checkpoint:
+        self.check()
+        return Checkpoint(self.store, self.commit(step))
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return (self[step] for step in self.steps())
+
+    def __len__(self) -> int:
+        return len(self.steps())
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.steps()
+
+
+def open_repository(url: str | os.PathLike[str] | Store) -> Repository:
+    """The repository at a URL (or on a store), unchecked."""
+    return Repository(url if isinstance(url, Store) else open_store(url))
+
+
+def _listed(steps: list[int]) -> str:
+    if len(steps) > 8:
+        return f"steps {', '.join(map(str, steps[:3]))} … {', '.join(map(str, steps[-3:]))}"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"

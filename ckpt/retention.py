@@ -1,0 +1,94 @@
+"""Which steps to keep, and the deletion of everything that no committed step needs.
+
+Order of a deletion, and what a crash between two steps leaves: the commit record (the step no longer exists) → the
+manifests (nobody can commit on them any more) → the packs that no other step refers to. What is left over is
+unreachable and goes with the next sweep.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.claim import Claim, old_generations
+from ckpt.records import CommitRecord, decode_commit
+from ckpt.repository import Repository, commit_name
+from ckpt.storage.errors import CkptError, NotFound
+from ckpt.storage.failpoints import failpoint
+
+log = logging.getLogger("ckpt")
+
+_OURS = re.compile(r"steps/\d+/(?:pack|manifest)/(?P<attempt>\d+-(?P<generation>\d+)-\d+)[-.][\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the newest `last` good steps, and for ever every step that `every` divides."""
+
+    last: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or (self.every is not None and self.every < 1):
+            raise ValueError(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
+
+
+def as_keep(keep: int | Keep | None) -> Keep | None:
+    """`keep=3` means the last three."""
+    return Keep(keep) if isinstance(keep, int) else keep
+
+
+def expired(steps: Sequence[int], good: Iterable[int], keep: Keep) -> list[int]:
+    """The steps to delete, ascending. Pure. Only good steps count as kept, and none newer than the oldest kept goes."""
+    kept = sorted(good)[-keep.last :]
+    if not kept:
+        return []
+    return [s for s in sorted(steps) if s < kept[0] and not (keep.every and s % keep.every == 0)]
+
+
+def sweep(repo: Repository, claim: Claim, keep: Keep | None = None) -> None:
+    """Delete expired steps, and what attempts that never committed have left. Only for the holder of the claim."""
+    store = repo.store
+    sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
+    commits: dict[int, CommitRecord] = {}
+    damaged: list[int] = []
+    for step in repo.step_numbers():
+        if commit_name(step) in sizes:
+            try:
+                commits[step] = decode_commit(store.get(commit_name(step)), f"{repo.url}/{commit_name(step)}")
+            except NotFound:
+                continue
+            except CkptError as error:
+                log.warning("nothing that step %d may need is deleted: %s", step, error)
+                damaged.append(step)
+    if keep is not None:
+        good = [step for step, commit in commits.items() if is_good(commit, sizes)]
+        for step in expired(list(commits), good, keep):
+            failpoint("delete.commit")
+            store.delete([commit_name(step)])
+            del commits[step]
+    needed = {commit_name(step) for step in commits}
+    for commit in commits.values():
+        needed.update(f.name for f in (*commit.manifests, *commit.trees, *commit.packs))
+    doomed = [name for name in sizes if name not in needed and _is_left_over(name, claim, damaged)]
+    if damaged:  # a record that can't be read may refer to any pack
+        doomed = [name for name in doomed if "/pack/" not in name]
+    failpoint("delete.files")
+    store.delete(sorted(name for name in doomed if "/manifest/" in name))
+    failpoint("delete.packs")
+    store.delete(sorted(name for name in doomed if "/pack/" in name))
+    store.delete(old_generations(repo))
+
+
+def is_good(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:
+    """Whether every file of a step is there with its length."""
+    return all(sizes.get(f.name) == f.nbytes for f in (*commit.manifests, *commit.trees, *commit.packs))
+
+
+def _is_left_over(name: str, claim: Claim, damaged: list[int]) -> bool:
+    ours = _OURS.fullmatch(name)
+    if ours is None or int(ours["generation"]) > claim.generation or ours["attempt"] in claim.active():
+        return False
+    return int(name.split("/")[1]) not in damaged

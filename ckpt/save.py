@@ -1,0 +1,463 @@
+"""The save pipeline: state → leaves → blocks → arena → (codec, digest) → pack → manifest → commit.
+
+One way through for every kind of save. A blocking save is an asynchronous one with a small arena whose caller waits:
+staging and writing overlap, and the ring holds the memory down. An asynchronous one stages all of the state first, or
+as much as the budget holds, and writes from the arena in the background.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt import arena as arenas
+from ckpt import codec, manifest
+from ckpt.arena import Arena, ArenaClosed, Region, round_up
+from ckpt.checkpoint import Checkpoint
+from ckpt.digest import CELL_BYTES, checksum, digest, digest_and_cells, require
+from ckpt.handle import SaveHandle
+from ckpt.leaves.base import ArrayLeaf
+from ckpt.manifest import Row
+from ckpt.pack import PackFile, PackWriter
+from ckpt.plan import BLOCK_BYTES, Block, Piece, plan, stage
+from ckpt.records import CommitRecord, FileRecord, encode_commit
+from ckpt.repository import commit_name, step_folder
+from ckpt.retention import Keep, is_good
+from ckpt.session import KnownBlock, KnownBlocks, Session
+from ckpt.storage.errors import AlreadyExists, CkptError, NotFound, StateChanged, StepNotFound, StoreError
+from ckpt.storage.failpoints import failpoint
+from ckpt.tree import Flat, flatten
+from ckpt.version import __version__
+
+log = logging.getLogger("ckpt")
+
+WRITERS = 4
+"""Threads that hash, encode and write. Measured: 1 reaches 0.75 of an O_DIRECT disk, 4 saturate it."""
+
+BLOCKING_ARENA = 96 << 20
+"""Staging memory of a blocking save: twelve blocks, three for each writer."""
+
+_WORTH = 0.98  # a block that a codec shrinks by less is stored as it is, and can then be read in parts
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to save. See `ckpt.save` for what each means to a user."""
+
+    codec: codec.CodecWish = "auto"
+    digest: str = "xxh3-128"
+    memory: int | None = None
+    keep: Keep | None = None
+    overwrite: bool = False
+    in_flight: int = 1
+    deferrable: Callable[[ArrayLeaf], bool] | None = None
+    """Leaves that nobody changes before `SaveHandle.staged` is set."""
+
+
+def save(session: Session, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
+    """Save `state` as `step`. Returns when committed (`blocking`), else when the state is staged."""
+    handle = SaveHandle(step)
+    run = _Save(session, handle, flatten(state), options)
+    if not options.overwrite:
+        run.refuse_existing()
+    if blocking:
+        run.blocking()
+        handle.result()
+    else:
+        session.add(handle, options.in_flight)
+        run.background()
+    return handle
+
+
+class _Save:
+    """One attempt. Threads: the caller stages, helpers of it stage too, writers write, one of the background commits."""
+
+    def __init__(self, session: Session, handle: SaveHandle, flat: Flat, options: Options) -> None:
+        self._session = session
+        self._store = session.repo.store
+        self._handle = handle
+        self._step = handle.step
+        self._options = options
+        self._algorithm = require(options.digest)
+        self._flat = flat
+        self._blocks, self._empty = plan(flat.leaves.items(), codec.parse(options.codec))
+        self._tuner = codec.tuner(self._store.url)
+        self._attempt = session.claim.begin()
+        self._began = time.monotonic()
+        self._error: BaseException | None = None
+        self._arena: Arena | None = None
+        self._staged: queue.SimpleQueue[tuple[int, Region] | None] = queue.SimpleQueue()
+        self._rows: list[list[Row] | None] = [None] * len(self._blocks)
+        self._written: KnownBlocks = {}
+        self._known: KnownBlocks = {}
+        self._known_packs: dict[str, int] = {}
+        self._referenced: set[str] = set()
+        self._go = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+
+    # --- the two ways ------------------------------------------------------------------------------------------
+
+    def blocking(self) -> None:
+        total = sum(round_up(b.nbytes) for b in self._blocks)
+        budget = min(BLOCKING_ARENA, self._options.memory or BLOCKING_ARENA)
+        self._borrow(min(total, budget))
+        self._go.set()
+        stager = threading.Thread(target=self._stage, args=(range(len(self._blocks)), True), name="ckpt-stage")
+        try:
+            self._prepare()
+            stager.start()
+            self._write_and_commit(stager)
+        except BaseException as error:
+            self._fail(error)
+            if stager.ident is not None:
+                stager.join()
+        finally:
+            self._end()
+
+    def background(self) -> None:
+        total = sum(round_up(b.nbytes) for b in self._blocks)
+        deferred = [i for i, block in enumerate(self._blocks) if self._is_deferred(block)]
+        late = set(deferred)
+        eager = [i for i in range(len(self._blocks)) if i not in late]
+        versions = _versions(self._blocks[i] for i in deferred)
+        try:
+            self._borrow(min(total, self._options.memory or int(arenas.available_memory() * 0.8)))
+        except BaseException as error:
+            self._error = error
+            self._end()
+            self._handle.take_error()
+            raise
+        if self._arena is not None and total > self._arena.capacity:
+            self._go.set()
+        thread = threading.Thread(target=self._run, args=(deferred, versions), name=f"ckpt-save-{self._step}")
+        thread.start()
+        self._stage_in_parallel(eager)
+        if not deferred:
+            self._handle.staged.set()
+        self._go.set()
+        if self._error is not None:  # found while the caller is still here: tell it now
+            thread.join()
+            error = self._handle.take_error()
+            assert error is not None
+            raise error
+
+    def _run(self, deferred: list[int], versions: dict[int, tuple[str, ArrayLeaf, int]]) -> None:
+        _be_nice()
+        try:
+            self._go.wait()
+            self._prepare()
+            stager = threading.Thread(target=self._stage_late, args=(deferred, versions), name="ckpt-stage")
+            stager.start()
+            self._write_and_commit(stager)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._end()
+
+    def _borrow(self, nbytes: int) -> None:
+        largest = max((round_up(b.nbytes) for b in self._blocks), default=0)
+        if nbytes or largest:
+            # Twice the largest block: a ring that a block nearly fills could otherwise never turn.
+            self._arena = arenas.pool.borrow(max(nbytes, min(2 * largest, 2 * BLOCK_BYTES)))
+            if any(leaf.on_cuda() for leaf in self._flat.leaves.values()):
+                self._arena.pin()
+
+    def _is_deferred(self, block: Block) -> bool:
+        may = self._options.deferrable
+        return all(p.leaf.frozen() or (may is not None and may(p.leaf)) for p in block.pieces)
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember the first error and wake everyone."""
+        if self._error is None and not isinstance(error, ArenaClosed):
+            self._error = error
+        if self._arena is not None:
+            self._arena.abandon()
+        self._go.set()
+
+    def _end(self) -> None:
+        self._session.claim.end(self._attempt)
+        if self._arena is not None:
+            arenas.pool.give_back(self._arena)
+        error = self._error
+        if isinstance(error, OSError):
+            told = StoreError(f"saving step {self._step} to {self._store.url} failed: {error}")
+            told.__cause__ = error
+            error = told
+        self._handle.end(self._checkpoint, error)
+
+    # --- staging -----------------------------------------------------------------------------------------------
+
+    def _stage(self, indices: Iterable[int], end: bool) -> None:
+        """Copy blocks into the arena and pass them on; `end` tells the writers that there are no more."""
+        try:
+            arena = self._arena
+            for i in indices:
+                if self._error is not None or arena is None:
+                    break
+                block = self._blocks[i]
+                region = arena.take(block.nbytes, wait=False)
+                if region is None:
+                    self._go.set()  # full: only the writers can make room
+                    region = arena.take(block.nbytes)
+                    assert region is not None
+                failpoint("save.stage")
+                stage(block, region.data)
+                self._staged.put((i, region))
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            if end:
+                for _ in range(WRITERS):
+                    self._staged.put(None)
+
+    def _stage_in_parallel(self, indices: list[int]) -> None:
+        """Stage with as many threads as copy faster than one, the caller among them."""
+        threads = max(1, min(4, os.cpu_count() or 1, len(indices) // 4))
+        share = _Shared(indices)
+        helpers = [threading.Thread(target=self._stage, args=(share, False), name="ckpt-stage") for _ in range(threads - 1)]
+        for helper in helpers:
+            helper.start()
+        self._stage(share, False)
+        for helper in helpers:
+            helper.join()
+
+    def _stage_late(self, deferred: list[int], versions: dict[int, tuple[str, ArrayLeaf, int]]) -> None:
+        """Stage what may be read later, and prove that it was not changed meanwhile."""
+        self._stage(deferred, False)
+        for name, leaf, version in versions.values():
+            if leaf.version() != version:
+                self._fail(
+                    StateChanged(
+                        f"leaf {name} was changed while step {self._step} was being staged; this save is given up. "
+                        "Change attached parameters only through the optimizer's step(), or save without attach()"
+                    )
+                )
+                break
+        self._handle.staged.set()
+        for _ in range(WRITERS):
+            self._staged.put(None)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self._session.prepare()
+        self._known, self._known_packs = self._session.known_blocks(self._algorithm)
+
+    def _write_and_commit(self, stager: threading.Thread) -> None:
+        prefix = f"{step_folder(self._step)}/pack/{self._attempt}"
+        total = sum(round_up(b.nbytes) for b in self._blocks)
+        packs: list[PackFile] = []
+        try:
+            with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", total) as writer:
+                crew = [
+                    threading.Thread(target=self._write, args=(writer,), name="ckpt-write") for _ in range(WRITERS - 1)
+                ]
+                for thread in crew:
+                    thread.start()
+                self._write(writer)
+                for thread in crew:
+                    thread.join()
+                stager.join()
+                if self._error is not None:
+                    raise self._error
+                packs = writer.close()
+            checkpoint = self._commit(packs)
+        except BaseException:
+            self._discard(packs)
+            raise
+        self._session.remember(
+            self._algorithm, self._written, {f.name: f.nbytes for f in checkpoint.commit.packs}
+        )
+        self._checkpoint = checkpoint
+        log.info(
+            "saved step %d to %s: %.3f GB, %.3f GB written, %.2f s",
+            self._step, self._store.url, checkpoint.commit.raw_bytes / 1e9,
+            checkpoint.commit.written_bytes / 1e9, time.monotonic() - self._began,
+        )  # fmt: skip
+        self._session.sweep(self._options.keep)
+
+    def _write(self, packs: PackWriter) -> None:
+        try:
+            while (item := self._staged.get()) is not None:
+                index, region = item
+                try:
+                    if self._error is None:
+                        self._rows[index] = self._store_block(packs, self._blocks[index], region)
+                finally:
+                    if self._arena is not None:
+                        self._arena.give_back(region)
+        except BaseException as error:
+            self._fail(error)
+            while self._staged.get() is not None:  # let the stager and the others come to their end
+                pass
+
+    def _store_block(self, packs: PackWriter, block: Block, region: Region) -> list[Row]:
+        raw = region.data[: block.nbytes]
+        summed, cells = digest_and_cells(self._algorithm, memoryview(raw))
+        key = (summed, block.nbytes)
+        at = self._known.get(key)
+        if at is None:
+            at = self._append(packs, block, region)
+        else:
+            self._referenced.add(at.pack)
+        self._written[key] = at
+        if at.codec is not None:
+            cells = b""
+        return [_row(piece, block, at, summed, cells) for piece in block.pieces]
+
+    def _append(self, packs: PackWriter, block: Block, region: Region) -> KnownBlock:
+        raw = region.data[: block.nbytes]
+        config = block.codec
+        if config == "auto":
+            config = self._tuner.pick(block.pieces[0].leaf.dtype, raw, block.itemsize)
+        stored, padded, check = block.nbytes, region.data[: round_up(block.nbytes)], None
+        if config is not None:
+            encoded = codec.encode(config, raw, block.itemsize)
+            if len(encoded) > _WORTH * block.nbytes:
+                config = None
+            else:
+                stored, check = len(encoded), checksum(encoded)
+                padded = region.data[: round_up(stored)]  # the raw bytes are not needed any more
+                padded[:stored] = encoded
+                padded[stored:] = 0
+        self._tuner.write_began()
+        try:
+            pack, position = packs.append(memoryview(padded))
+        finally:
+            self._tuner.write_ended(len(padded))
+        return KnownBlock(pack, position, stored, config, check)
+
+    # --- committing --------------------------------------------------------------------------------------------
+
+    def _commit(self, packs: list[PackFile]) -> Checkpoint:
+        rows = [_empty_row(piece) for piece in self._empty]
+        for part in self._rows:
+            assert part is not None
+            rows += part
+        folder = f"{step_folder(self._step)}/manifest/{self._attempt}"
+        table = manifest.encode(rows, {"format": "1", "digest": self._algorithm, "step": str(self._step)})
+        tree = json.dumps({"format": 1, "tree": self._flat.node}, separators=(",", ":")).encode()
+        files = {f"{folder}.parquet": table, f"{folder}.json": tree}
+        failpoint("save.manifest")
+        for name, data in files.items():
+            self._store.put(name, data)
+        records = [FileRecord(name, len(data), digest("xxh3-128", data).hex()) for name, data in files.items()]
+        sizes = {**self._known_packs, **{p.name: p.nbytes for p in packs}}
+        needed = sorted(self._referenced | {p.name for p in packs})
+        commit = CommitRecord(
+            step=self._step,
+            generation=self._session.claim.generation,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            world_size=1,
+            manifests=(records[0],),
+            trees=(records[1],),
+            packs=tuple(FileRecord(name, sizes[name]) for name in needed),
+            leaves=len(self._flat.leaves),
+            raw_bytes=sum(leaf.nbytes for leaf in self._flat.leaves.values()),
+            written_bytes=sum(p.nbytes for p in packs),
+            version=__version__,
+        )
+        failpoint("save.commit")
+        self._session.claim.check()
+        self._publish(commit)
+        failpoint("save.committed")
+        return Checkpoint(self._store, commit)
+
+    def _publish(self, commit: CommitRecord) -> None:
+        name, data = commit_name(self._step), encode_commit(commit)
+        try:
+            self._store.put_new(name, data)
+        except AlreadyExists:
+            if self._store.get(name) == data:  # a retry inside the store: the first try had arrived
+                return
+            if not self._options.overwrite and self._exists_and_is_good():
+                raise AlreadyExists(self._taken()) from None
+            self._store.put(name, data)
+
+    def refuse_existing(self) -> None:
+        """Raise AlreadyExists, before any work, where the step is committed and whole."""
+        if self._exists_and_is_good():
+            self._session.claim.end(self._attempt)
+            raise AlreadyExists(self._taken())
+
+    def _taken(self) -> str:
+        return f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
+
+    def _exists_and_is_good(self) -> bool:
+        try:
+            commit = self._session.repo.commit(self._step)
+            Checkpoint(self._store, commit).manifest()
+        except StepNotFound:
+            return False
+        except CkptError as error:
+            log.warning("step %d is damaged and will be replaced: %s", self._step, error)
+            return False
+        sizes = {e.name: e.nbytes for e in self._store.list("steps")}
+        return is_good(commit, sizes)
+
+    def _discard(self, packs: list[PackFile]) -> None:
+        """Remove what this attempt has written; what can't be removed now, the next sweep takes."""
+        mine = f"{step_folder(self._step)}/"
+        with suppress(CkptError, OSError):
+            try:
+                if any(f"/{self._attempt}" in f.name for f in self._session.repo.commit(self._step).manifests):
+                    return  # committed after all, and only the answer got lost
+            except (StepNotFound, NotFound):
+                pass
+            doomed = [e.name for e in self._store.list(mine.rstrip("/")) if f"/{self._attempt}" in e.name]
+            self._store.delete(doomed)
+
+
+class _Shared:
+    """One iteration shared by several threads."""
+
+    def __init__(self, items: Iterable[int]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _Shared:
+        return self
+
+    def __next__(self) -> int:
+        with self._lock:
+            return next(self._items)
+
+
+def _versions(blocks: Iterable[Block]) -> dict[int, tuple[str, ArrayLeaf, int]]:
+    found = {}
+    for block in blocks:
+        for piece in block.pieces:
+            version = piece.leaf.version()
+            if version is not None:
+                found[id(piece.leaf)] = (piece.name, piece.leaf, version)
+    return found
+
+
+def _row(piece: Piece, block: Block, at: KnownBlock, summed: bytes, cells: bytes) -> Row:
+    first = piece.start // CELL_BYTES
+    last = -(-(piece.start + piece.nbytes) // CELL_BYTES)
+    return Row(
+        piece.name, piece.leaf.dtype, piece.leaf.shape, piece.box, at.pack, at.position, at.stored, block.nbytes,
+        piece.start, piece.nbytes, at.codec, summed, at.checksum, cells[8 * first : 8 * last],
+    )  # fmt: skip
+
+
+def _empty_row(piece: Piece) -> Row:
+    return Row(piece.name, piece.leaf.dtype, piece.leaf.shape, piece.box, None, 0, 0, 0, 0, 0, None, b"", None, b"")
+
+
+def _be_nice() -> None:
+    """Let the training step have the processor first: on Linux a thread has a priority of its own, inherited by its
+    children."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

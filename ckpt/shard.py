@@ -1,0 +1,80 @@
+"""Boxes of arrays: where one lies in another. Pure arithmetic on tuples."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A rectangular part of an array: `shape` elements from `offset` on, along each axis."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into its array."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same box counted from the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is all of an array of `shape`."""
+    return Box((0,) * len(shape), shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes of one array, or None."""
+    low = tuple(max(p, q) for p, q in zip(a.offset, b.offset, strict=True))
+    high = tuple(min(p + m, q + n) for p, m, q, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    if any(h <= l for l, h in zip(low, high, strict=True)):
+        return None
+    return Box(low, tuple(h - l for l, h in zip(low, high, strict=True)))
+
+
+def contiguous_start(box: Box, shape: tuple[int, ...]) -> int | None:
+    """First element of `box` in an array of `shape` in C order if its elements follow each other there, else None."""
+    start, whole_below = 0, True
+    for axis in range(len(shape) - 1, -1, -1):
+        if not whole_below and box.shape[axis] != 1:
+            return None
+        whole_below = whole_below and box.shape[axis] == shape[axis]
+    for offset, length in zip(box.offset, shape, strict=True):
+        start = start * length + offset
+    return start
+
+
+def split(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[Box]:
+    """Cut an array into boxes of at most `block_bytes`, about equal, each contiguous in C order.
+
+    One axis is cut; those before it are stepped through one index at a time, those after it stay whole.
+    """
+    row = itemsize * math.prod(shape)
+    if row <= block_bytes:
+        return [whole(shape)]
+    axis = 0
+    while (row := row // shape[axis]) > block_bytes:
+        axis += 1
+    pieces = -(-shape[axis] // (block_bytes // row))
+    cuts = [shape[axis] * i // pieces for i in range(pieces + 1)]
+    tail = (0,) * (len(shape) - axis - 1)
+    boxes = []
+    for flat in range(math.prod(shape[:axis])):
+        head = []
+        for length in reversed(shape[:axis]):
+            flat, index = divmod(flat, length)
+            head.append(index)
+        lead = tuple(reversed(head))
+        boxes += [
+            Box((*lead, a, *tail), ((1,) * axis) + (b - a, *shape[axis + 1 :]))
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+    return boxes

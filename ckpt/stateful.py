@@ -1,0 +1,77 @@
+"""Objects that carry state: with `state_dict()` and `load_state_dict()`, and the random generators of the libraries."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Stateful:
+    """How to take an object's state out and put one in."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def as_stateful(value: Any) -> Stateful | None:
+    """Return how to reach the state of `value`, None where it has none."""
+    if isinstance(value, type):
+        return None
+    if callable(get := getattr(value, "state_dict", None)) and callable(
+        put := getattr(value, "load_state_dict", None)
+    ):
+        return Stateful(get, put)
+    if isinstance(value, random.Random):
+        return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))
+    if isinstance(value, np.random.Generator):
+        return _bit_generator(value.bit_generator)
+    if isinstance(value, np.random.BitGenerator):
+        return _bit_generator(value)
+    if isinstance(value, np.random.RandomState):
+        return Stateful(lambda: value.get_state(legacy=False), value.set_state)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Generator):
+        return Stateful(value.get_state, value.set_state)
+    return None
+
+
+def _bit_generator(generator: Any) -> Stateful:
+    return Stateful(lambda: generator.state, lambda state: setattr(generator, "state", state))
+
+
+def _nested_tuple(state: Any) -> Any:
+    return tuple(_nested_tuple(s) for s in state) if isinstance(state, (list, tuple)) else state
+
+
+class RandomState:
+    """The global random generators of python, numpy and torch (host and every CUDA device), as one entry of a state.
+
+    Put one into the state: `state = {"model": model, "random": ckpt.RandomState()}`. Saving reads the generators,
+    restoring sets them.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every generator that this process has."""
+        found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            found["torch"] = torch.get_rng_state()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                found["cuda"] = torch.cuda.get_rng_state_all()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generators; those of a library that is not imported are left alone."""
+        random.setstate(_nested_tuple(state["python"]))
+        np.random.set_state(state["numpy"])
+        torch = sys.modules.get("torch")
+        if torch is not None and "torch" in state:
+            torch.set_rng_state(state["torch"])
+            if "cuda" in state and torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

@@ -1,0 +1,316 @@
+"""A state and its description: containers and plain values as JSON, arrays as named leaves.
+
+The description is a *node*: JSON null, booleans, strings, small integers and finite floats stand for themselves, a JSON
+list is a list, and an object has one tag that says what it is (docs/format.md lists them). Nothing is unpickled and no
+code named by a file is run: a class is used only if this process has imported it and its fields are those that were
+saved; otherwise a plain one of the same name takes its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckpt.leaves import as_leaf
+from ckpt.leaves.base import ArrayLeaf
+from ckpt.leaves.host import BytesLeaf
+from ckpt.stateful import Stateful, as_stateful
+from ckpt.storage.errors import FormatError, UnsupportedLeaf
+
+Node = Any
+INLINE_BYTES = 64 << 10
+"""Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole."""
+
+_SAFE_INTEGER = 1 << 53  # beyond it, other JSON readers would round
+_FACTORIES = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool}
+
+
+@dataclasses.dataclass(slots=True)
+class Flat:
+    """A state taken apart: its node and its array leaves by name, in the order of the tree."""
+
+    node: Node
+    leaves: dict[str, ArrayLeaf]
+
+
+def flatten(state: Any) -> Flat:
+    """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored."""
+    return _Flattener().run(state)
+
+
+def join(path: str, key: Any) -> str:
+    """The name of an entry: keys joined by dots."""
+    return f"{path}.{key}" if path else str(key)
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.leaves: dict[str, ArrayLeaf] = {}
+        self._tied: dict[tuple[Any, ...], str] = {}
+        self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
+
+    def run(self, state: Any) -> Flat:
+        return Flat(self.node(state, ""), self.leaves)
+
+    def node(self, value: Any, path: str) -> Node:
+        kind = type(value)
+        if kind is dict:
+            return self._container(value, path, self._dict)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -_SAFE_INTEGER < value < _SAFE_INTEGER else {"int": str(value)}
+        if kind is float:
+            return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
+        try:
+            leaf = as_leaf(value)
+        except TypeError as error:
+            raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error
+        if leaf is not None:
+            return self._array(leaf, path)
+        return self._other(value, kind, path)
+
+    def _other(self, value: Any, kind: type, path: str) -> Node:
+        if kind is list:
+            return self._container(value, path, self._list)
+        if isinstance(value, tuple):
+            return self._container(value, path, self._tuple)
+        if kind is bytes or kind is bytearray:
+            if len(value) > INLINE_BYTES:
+                return self._array(BytesLeaf(np.frombuffer(value, np.uint8)), path)
+            return {"bytes": base64.b64encode(value).decode()}
+        if kind is complex:
+            return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
+        if kind in (set, frozenset):
+            return {kind.__name__: [self.node(item, join(path, "{}")) for item in sorted(value, key=repr)]}
+        if (stateful := as_stateful(value)) is not None:
+            return self._container(value, path, lambda _, p: self._object(stateful, value, p))
+        if isinstance(value, dict):
+            return self._container(value, path, self._dict)
+        if isinstance(value, list):
+            return self._container(value, path, self._list)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._container(value, path, self._dataclass)
+        if isinstance(value, (bool, int, float, str)) and kind.__module__ == "builtins":
+            return value
+        raise UnsupportedLeaf(
+            f"leaf {path or '(root)'}: a {_type_name(kind)} cannot be stored without pickle; give it state_dict() and "
+            "load_state_dict(), turn it into arrays and plain values, or leave it out of the state"
+        )
+
+    def _container(self, value: Any, path: str, encode: Callable[[Any, str], Node]) -> Node:
+        if id(value) in self._open:
+            raise UnsupportedLeaf(f"leaf {path}: the state contains itself here")
+        self._open.add(id(value))
+        try:
+            return encode(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _dict(self, value: dict[Any, Any], path: str) -> Node:
+        prefix = path + "." if path else ""
+        node: dict[str, Any] = {
+            "dict": [
+                [k, self.node(v, prefix + k)] if type(k) is str else [_key(k, path), self.node(v, f"{prefix}{k}")]
+                for k, v in value.items()
+            ]
+        }
+        kind = type(value)
+        if kind is not dict:
+            for known in (collections.OrderedDict, collections.Counter, collections.defaultdict):
+                if isinstance(value, known):
+                    node["type"] = known.__name__
+            if isinstance(value, collections.defaultdict) and value.default_factory in _FACTORIES.values():
+                node["factory"] = getattr(value.default_factory, "__name__", None)
+            if isinstance(metadata := getattr(value, "_metadata", None), dict):  # versions kept by torch modules
+                node["metadata"] = self.node(metadata, join(path, "_metadata"))
+        return node
+
+    def _list(self, value: list[Any], path: str) -> Node:
+        return [self.node(item, join(path, i)) for i, item in enumerate(value)]
+
+    def _tuple(self, value: tuple[Any, ...], path: str) -> Node:
+        fields = getattr(value, "_fields", None)
+        names = fields if fields is not None else range(len(value))
+        items = [self.node(item, join(path, name)) for name, item in zip(names, value, strict=True)]
+        if fields is not None:
+            return {"namedtuple": items, "class": _type_name(type(value)), "fields": list(fields)}
+        return {"tuple": items}
+
+    def _dataclass(self, value: Any, path: str) -> Node:
+        fields = [f.name for f in dataclasses.fields(value)]
+        return {
+            "dataclass": [self.node(getattr(value, name), join(path, name)) for name in fields],
+            "class": _type_name(type(value)),
+            "fields": fields,
+        }
+
+    def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
+        return {"object": self.node(stateful.get(), path), "class": _type_name(type(value))}
+
+    def _array(self, leaf: ArrayLeaf, path: str) -> Node:
+        identity = leaf.identity() if leaf.nbytes else None
+        name = self._tied.get(identity) if identity is not None else None
+        if name is None:
+            name = path or "(root)"
+            while name in self.leaves:  # {"a.b": x, "a": {"b": y}}: two entries of one name
+                name += "~"
+            self.leaves[name] = leaf
+            if identity is not None:
+                self._tied[identity] = name
+        node: dict[str, Any] = {"array": name, "kind": leaf.kind}
+        node.update(leaf.attributes())
+        return node
+
+
+def _key(key: Any, path: str) -> Node:
+    """A dict key as JSON: text stands for itself, other plain values in a list of one."""
+    if isinstance(key, str):
+        return str(key)
+    if key is None or type(key) in (bool, int, float, bytes, tuple):
+        flat = _Flattener()
+        node = flat.node(key, path)
+        if not flat.leaves:
+            return [node]
+    raise UnsupportedLeaf(
+        f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use str, int or tuple"
+    )
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+# --- back again ------------------------------------------------------------------------------------------------
+
+MakeArray = Callable[[Node], Callable[[], Any]]
+"""From an array node to a function that gives its value once the data is there."""
+
+
+def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    """Return a function that makes the state of `node`; call it when every array has been filled."""
+    if node is None or isinstance(node, (bool, str, int, float)):
+        return lambda: node
+    if isinstance(node, list):
+        return _sequence(node, make_array, list)
+    if not isinstance(node, dict):
+        raise FormatError(f"the tree file has an entry that is no node: {str(node)[:80]}")
+    for tag, build in _BUILDERS.items():
+        if tag in node:
+            return build(node, make_array)
+    raise FormatError(f"the tree file has a node of an unknown kind ({', '.join(node)}): a newer ckpt may know it")
+
+
+def _sequence(
+    nodes: list[Node], make_array: MakeArray, build: Callable[[list[Any]], Any]
+) -> Callable[[], Any]:
+    parts = [rebuild(n, make_array) for n in nodes]
+    return lambda: build([part() for part in parts])
+
+
+def _rebuild_dict(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    entries = [(decode_key(k), rebuild(v, make_array)) for k, v in node["dict"]]
+    metadata = rebuild(node["metadata"], make_array) if "metadata" in node else None
+
+    def finish() -> Any:
+        made = empty_dict(node)
+        for key, part in entries:
+            made[key] = part()
+        if metadata is not None:
+            made._metadata = metadata()
+        return made
+
+    return finish
+
+
+def empty_dict(node: Node) -> Any:
+    """An empty dict of the type that a dict node names."""
+    kind = node.get("type")
+    if kind == "OrderedDict":
+        return collections.OrderedDict()
+    if kind == "Counter":
+        return collections.Counter()
+    if kind == "defaultdict":
+        return collections.defaultdict(_FACTORIES.get(node.get("factory")))
+    return {}
+
+
+def decode_key(key: Node) -> Any:
+    """The dict key that `_key` wrote."""
+    if isinstance(key, str):
+        return key
+    return rebuild(key[0], _no_array)()
+
+
+def _no_array(node: Node) -> Callable[[], Any]:
+    raise FormatError("the tree file has an array where a plain value belongs")
+
+
+def _rebuild_namedtuple(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    fields = tuple(node["fields"])
+    found = _imported(node["class"])
+    if not (isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields):
+        found = collections.namedtuple(_short(node["class"]), fields, rename=True)  # type: ignore[misc]  # noqa: PYI024
+    return _sequence(node["namedtuple"], make_array, lambda values: tuple.__new__(found, values))
+
+
+def _rebuild_dataclass(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    fields = node["fields"]
+    found = _imported(node["class"])
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)) or (
+        [f.name for f in dataclasses.fields(found)] != fields
+    ):
+        found = dataclasses.make_dataclass(_short(node["class"]), fields)
+
+    def build(values: list[Any]) -> Any:
+        made = object.__new__(found)  # not the constructor: a file must not choose what code runs
+        for name, value in zip(fields, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return _sequence(node["dataclass"], make_array, build)
+
+
+def _short(name: str) -> str:
+    short = name.rpartition(":")[2].rpartition(".")[2]
+    return short if short.isidentifier() else "Saved"
+
+
+def _imported(name: str) -> Any:
+    """The class of this name if its module is imported already; nothing is imported for a file's sake."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _value(make: Callable[[Any], Any], tag: str) -> Callable[[Node, MakeArray], Callable[[], Any]]:
+    def build(node: Node, _: MakeArray) -> Callable[[], Any]:
+        value = make(node[tag])
+        return lambda: value
+
+    return build
+
+
+_BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {
+    "array": lambda node, make_array: make_array(node),
+    "dict": _rebuild_dict,
+    "tuple": lambda node, make_array: _sequence(node["tuple"], make_array, tuple),
+    "namedtuple": _rebuild_namedtuple,
+    "dataclass": _rebuild_dataclass,
+    "object": lambda node, make_array: rebuild(node["object"], make_array),
+    "int": _value(int, "int"),
+    "float": _value(lambda text: struct.unpack(">d", bytes.fromhex(text))[0], "float"),
+    "complex": _value(lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))), "complex"),
+    "bytes": _value(lambda text: base64.b64decode(text), "bytes"),
+    "set": lambda node, make_array: _sequence(node["set"], make_array, set),
+    "frozenset": lambda node, make_array: _sequence(node["frozenset"], make_array, frozenset),
+}

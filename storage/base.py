@@ -1,0 +1,144 @@
+"""What a store is: a flat space of named bytes, written once or replaced whole. Everything above uses only this file.
+
+A store is safe to use from many threads. Every call blocks until it is done; none retries after a failed fsync.
+Names are relative paths of plain segments; `check_name` is the only judge of them, on the way in and out.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from ckpt.storage.errors import InvalidName, NotFound
+
+ALIGNMENT = 4096
+"""Blocks start at multiples of this many bytes in a pack: the page, and the largest logical sector in use, so that
+O_DIRECT needs no copy."""
+
+Buffer = bytes | bytearray | memoryview
+
+# One segment: what every file system and every object store keeps apart. No leading dot: such names are temporary.
+_SEGMENT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}")
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it is a relative path of plain segments; raise InvalidName otherwise."""
+    if len(name) > 1000 or not all(_SEGMENT.fullmatch(segment) for segment in name.split("/")):
+        raise InvalidName(
+            f"{name[:200]!r} is not a valid object name: use segments of letters, digits, '_', '-' and '.', "
+            "not starting with a dot, joined by '/'"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object in a listing."""
+
+    name: str
+    nbytes: int
+
+
+class Writer(ABC):
+    """One object being written, in order. It exists under its name only after `commit`.
+
+    `append` may be called from several threads at once; each call gets a place of its own.
+    Leaving the context without commit aborts.
+    """
+
+    @abstractmethod
+    def append(self, data: memoryview) -> int:
+        """Write `data` at the next multiple of ALIGNMENT and return that position. `data` is free for reuse after.
+
+        Fastest where `data` starts on a page and its length is a multiple of ALIGNMENT.
+        """
+
+    @abstractmethod
+    def commit(self) -> int:
+        """Make the object durable and visible; return its length in bytes."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Throw away what was written. Harmless after commit and when called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.abort()
+
+
+class Reader(ABC):
+    """One object opened for reading; `read_into` may be called from several threads at once."""
+
+    @abstractmethod
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `position` on; return the bytes read, fewer than asked only at the end of the object."""
+
+    def close(self) -> None:  # noqa: B027  many readers hold nothing
+        """Give back what the reader holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """A place that keeps named bytes. `url` names it in messages."""
+
+    url: str
+
+    @abstractmethod
+    def put(self, name: str, data: Buffer) -> None:
+        """Store `data` under `name`, atomically and durably, replacing what was there."""
+
+    @abstractmethod
+    def put_new(self, name: str, data: Buffer) -> None:
+        """Like `put`, but raise AlreadyExists where `name` is there: of two callers at once, one wins."""
+
+    @abstractmethod
+    def get(self, name: str) -> bytes:
+        """Return the whole object; raise NotFound."""
+
+    @abstractmethod
+    def open(self, name: str) -> Reader:
+        """Open an object for ranged reads; raise NotFound here or at the first read."""
+
+    @abstractmethod
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        """Start writing an object of about `size_hint` bytes; space is reserved now where the store can."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Every object below the folder `prefix` ("" is the root), at any depth, in no order; none if there is none."""
+
+    @abstractmethod
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        """The names of the folders right below `prefix`, without it."""
+
+    @abstractmethod
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; a name that is not there is no error."""
+
+    def exists(self, name: str) -> bool:
+        """Whether an object of this name is there."""
+        try:
+            self.open(name).close()
+        except NotFound:
+            return False
+        return True
+
+    def sweep_temporaries(self, prefix: str) -> None:  # noqa: B027  most stores have none
+        """Remove what killed writers left below `prefix`. Only for who holds the repository, with no write under way."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the store holds."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"

@@ -1,0 +1,73 @@
+"""The error tree. One base class, so that `except ckpt.CkptError` catches all of ours and nothing else."""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """Base of every error this package raises on purpose. The message says what, where and what to do next."""
+
+
+# --- storage -------------------------------------------------------------------------------------------------
+
+
+class StoreError(CkptError):
+    """A store could not do what was asked: disk full, no permission, network, a failed fsync."""
+
+
+class NotFound(StoreError):
+    """No object of this name is in the store."""
+
+
+class AlreadyExists(StoreError):
+    """A put-if-absent found an object of this name."""
+
+
+class InvalidName(StoreError, ValueError):
+    """A name that could leave the root of the store, or that not every store can hold."""
+
+
+class UnknownScheme(StoreError, ValueError):
+    """No store serves URLs of this scheme, or the package that does is not installed."""
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------
+
+
+class IntegrityError(CkptError):
+    """Stored bytes are not those that were written: flipped, cut or missing."""
+
+
+class FormatError(CkptError):
+    """Not a repository, or one that a newer version wrote."""
+
+
+class StepNotFound(CkptError, LookupError):
+    """The repository holds no such committed step."""
+
+
+class LeafNotFound(CkptError, LookupError):
+    """The checkpoint holds no such leaf, or no leaf matches a pattern."""
+
+
+class LeafMismatch(CkptError, ValueError):
+    """A leaf of `like` differs from the saved one in shape, dtype or kind."""
+
+
+class UnsupportedLeaf(CkptError, TypeError):
+    """A leaf that cannot be stored without pickle."""
+
+
+class StateChanged(CkptError):
+    """A leaf was modified while an asynchronous save was still reading it; that save was given up."""
+
+
+class RepositoryBusy(CkptError):
+    """Another live process is writing to the repository."""
+
+
+class Fenced(CkptError):
+    """A newer writer has taken the repository over; this one may not commit any more."""
+
+
+class SaveFailed(CkptError):
+    """A save in the background failed; the cause is chained."""

@@ -1,0 +1,54 @@
+"""Named places where a test can stop, kill or fail this process. Free when off: one test of an empty dict.
+
+`CKPT_FAILPOINTS="save.pack.append=kill@3,save.commit=error"` kills the process with SIGKILL at the third pass of the
+first point and raises OSError(EIO) at the second. Actions: kill, error (EIO), full (ENOSPC), sleep (60 s).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from threading import Lock
+
+_active: dict[str, list[tuple[str, int]]] = {}
+_passes: dict[str, int] = {}
+_lock = Lock()
+
+
+def set_failpoints(spec: str) -> None:
+    """Replace all active points by those of `spec`, written as in the module docstring; "" turns all off."""
+    _passes.clear()
+    _active.clear()
+    for item in filter(None, spec.split(",")):
+        name, _, action = item.partition("=")
+        action, _, at = action.partition("@")
+        _active.setdefault(name.strip(), []).append((action.strip(), int(at or 1)))
+
+
+def failpoint(name: str) -> None:
+    """Mark a place by name; does nothing unless the point is active."""
+    if _active:
+        _hit(name)
+
+
+def _hit(name: str) -> None:
+    with _lock:
+        count = _passes[name] = _passes.get(name, 0) + 1
+    for action, at in _active.get(name, ()):
+        if at != count:
+            continue
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "error":
+            raise OSError(errno.EIO, f"injected at fail point {name}")
+        elif action == "full":
+            raise OSError(errno.ENOSPC, f"injected at fail point {name}")
+        elif action == "sleep":
+            time.sleep(60)
+        else:
+            raise ValueError(f"fail point {name}: unknown action {action!r}; use kill, error, full or sleep")
+
+
+set_failpoints(os.environ.get("CKPT_FAILPOINTS", ""))

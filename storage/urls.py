@@ -1,0 +1,35 @@
+"""From a URL to a store. A plain path is a local directory."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote, urlsplit
+
+from ckpt.storage.base import Store
+from ckpt.storage.errors import UnknownScheme
+
+OBJECT_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure"}
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """Return the store that `url` names; nothing is read or written yet."""
+    text = os.fspath(url)
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        from ckpt.storage.local import LocalStore
+
+        return LocalStore(text)
+    if scheme == "file":
+        from ckpt.storage.local import LocalStore
+
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise UnknownScheme(f"{text}: a file URL names a path on this machine; write file:///path")
+        return LocalStore(unquote(parts.path))
+    if scheme in OBJECT_SCHEMES:
+        from ckpt.storage.objects import ObjectStore
+
+        return ObjectStore(text)
+    from ckpt.storage.fsspecs import FsspecStore
+
+    return FsspecStore(text)

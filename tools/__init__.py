@@ -1,0 +1,1 @@
+"""The commands: ckpt-inspect and ckpt-restore."""
