@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import warnings
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
 
 from ckpt import session as sessions
 from ckpt.checkpoint import Checkpoint
 from ckpt.codec import CodecWish
 from ckpt.fill import Filler
 from ckpt.handle import SaveHandle
+from ckpt.quiet import collector_paused
 from ckpt.read import Progress
-from ckpt.repository import Repository, open_repository
+from ckpt.repository import Repository, commit_name, open_repository
 from ckpt.retention import Keep, as_keep
-from ckpt.save import Options
-from ckpt.save import save as run_save
+from ckpt.write import Options, take_apart
+from ckpt.write import save as run_save
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
@@ -56,13 +59,16 @@ def save(
 
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced; nothing is changed then.
     """
+    options = Options(codec, digest, memory, as_keep(keep), overwrite)
+    number = None if step is None else check_step(step)
     repo = open_repository(url)
+    flat = take_apart(state)
     session = sessions.enter(repo)
     try:
         session.raise_failed()
-        number = next_step(session.repo) if step is None else check_step(step)
-        options = Options(codec, digest, memory, as_keep(keep), overwrite)
-        handle = run_save(session, state, number, options, blocking)
+        if number is None:
+            number = next_step(session.repo)
+        handle = run_save(session, flat, number, options, blocking)
     except BaseException:
         sessions.leave(session)
         raise
@@ -93,36 +99,62 @@ def load(
     repo = open_repository(url)
     if step is not None:
         return load_checkpoint(repo[check_step(step)], like, only, progress)
-    steps = repo.steps()
-    if not steps:
+    found = load_newest(repo, strict, lambda checkpoint: load_checkpoint(checkpoint, like, only, progress))
+    if found is None:
         raise StepNotFound(f"{repo.url} has no committed step to load")
-    for number in reversed(steps):
+    return found[1]
+
+
+Loaded = TypeVar("Loaded")
+
+
+def load_newest(repo: Repository, strict: bool, read: Callable[[Checkpoint], Loaded]) -> tuple[int, Loaded] | None:
+    """The newest step that `read` finds whole, and what that returned; None where no step is committed.
+
+    Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
+    """
+    repo.check()
+    damage: list[IntegrityError] = []
+    for number in reversed(repo.step_numbers()):
         try:
-            return load_checkpoint(repo[number], like, only, progress)
+            loaded = read(repo[number])
+        except StepNotFound:  # a save that was never committed
+            continue
         except IntegrityError as error:
-            if strict or number == steps[0]:
+            if not repo.store.exists(commit_name(number)):  # deleted while it was read: there are newer ones now
+                return load_newest(repo, strict, read)
+            if strict:
                 raise
-            message = f"step {number} of {repo.url} is damaged, falling back to an older step: {error}"
+            sessions.distrusted(repo).add(number)
+            damage.append(error)
+            continue
+        for passed_over in damage:
+            message = f"loaded the older step {number} because a newer one is damaged: {passed_over}"
             log.error(message)
-            warnings.warn(message, stacklevel=2)
-    raise AssertionError("unreachable")
+            warnings.warn(message, stacklevel=3)
+        return number, loaded
+    if damage:
+        raise damage[0]
+    return None
 
 
 def load_checkpoint(
     checkpoint: Checkpoint, like: Any = None, only: Patterns | None = None, progress: Progress | None = None
 ) -> Any:
     """What `load` does, of one checkpoint."""
+    if only is None:
+        checkpoint.prefetch()
     tree = checkpoint.tree()
     wanted = None
     if only is not None:
         require_match((name for name, _ in entries(tree)), only, checkpoint.where)
         wanted = matcher(only)
-    filler = Filler(checkpoint.saved(), wanted, checkpoint.where)
-    if like is None:
-        finish = filler.rebuild(tree if wanted is None else select(tree, wanted))
-    else:
-        finish_or_none = filler.fill(like, tree)
-        finish = finish_or_none or (lambda: like)
+    with collector_paused():
+        filler = Filler(checkpoint.saved(), wanted, checkpoint.where)
+        if like is None:
+            finish = filler.rebuild(tree if wanted is None else select(tree, wanted))
+        else:
+            finish = filler.fill(like, tree) or (lambda: like)
     checkpoint.read(filler.targets, progress)
     return finish()
 
@@ -143,8 +175,8 @@ def next_step(repo: Repository) -> int:
 def check_step(step: int) -> int:
     """Return `step` as an int if it is a number that a step can have."""
     try:
-        number = step.__index__()
-    except AttributeError:
+        number = operator.index(step)
+    except TypeError:
         raise CkptError(f"step {step!r} is no whole number") from None
     if not 0 <= number < 1 << 62:
         raise CkptError(f"step {number} is out of range: use 0, 1, 2 …")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ckpt.fill import Saved
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf
 from ckpt.manifest import Manifest, Row
+from ckpt.quiet import collector_paused
 from ckpt.read import Progress, read_leaves, verify_blocks
 from ckpt.records import CommitRecord, FileRecord
 from ckpt.select import suggest
@@ -23,6 +25,10 @@ from ckpt.shard import Box
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound
 from ckpt.tree import Node
+
+
+PREFETCH_BYTES = 512 << 20
+"""About what a disk reads while the rows of a hundred thousand leaves are parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,11 @@ class Checkpoint:
         if self._manifest is None:
             rows: list[Row] = []
             algorithm = "xxh3-128"
-            for file in self.commit.manifests:
-                part = manifests.decode(self._verified(file), f"{self.store.url}/{file.name}")
-                rows += part.rows
-                algorithm = part.digest_algorithm
+            with collector_paused():
+                for file in self.commit.manifests:
+                    part = manifests.decode(self._verified(file), f"{self.store.url}/{file.name}")
+                    rows += part.rows
+                    algorithm = part.digest_algorithm
             self._manifest = Manifest(rows, algorithm)
         return self._manifest
 
@@ -76,7 +83,8 @@ class Checkpoint:
             file = self.commit.trees[0]
             data = self._verified(file)
             try:
-                self._tree = json.loads(data)["tree"]
+                with collector_paused():
+                    self._tree = json.loads(data)["tree"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
         return self._tree
@@ -125,6 +133,18 @@ class Checkpoint:
     def read(self, targets: list[tuple[str, ArrayLeaf]], progress: Progress | None = None) -> None:
         """Fill arrays with whole leaves, verified. Leaves and shapes must be known to fit."""
         read_leaves(self.store, self.manifest(), targets, self.where, progress)
+
+    def prefetch(self) -> None:
+        """Let the store bring the first packs nearer while this process reads the manifest: it may take as long."""
+        room = PREFETCH_BYTES
+        jobs = []
+        for pack in self.commit.packs:
+            jobs.append((pack.name, min(room, pack.nbytes)))
+            room -= pack.nbytes
+            if room <= 0:
+                break
+        if jobs:
+            threading.Thread(target=lambda: [self.store.prefetch(*j) for j in jobs], daemon=True).start()
 
     def verify(self, progress: Progress | None = None) -> int:
         """Read and check every stored byte; return how many there were. Raises IntegrityError at the first bad block."""
@@ -175,7 +195,7 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     for item, length in zip(items, shape, strict=True):
         if isinstance(item, slice):
             picked = range(*item.indices(length))
-            low, high = (min(picked), max(picked) + 1) if picked else (0, 0)
+            low, high = (min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1) if picked else (0, 0)
             offset.append(low)
             extent.append(high - low)
             step = picked.step

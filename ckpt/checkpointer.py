@@ -11,16 +11,16 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt import session as sessions
-from ckpt.api import Url, check_step, load_checkpoint
+from ckpt.api import Url, check_step, load_checkpoint, load_newest
 from ckpt.codec import CodecWish
 from ckpt.handle import SaveHandle
 from ckpt.interval import daly
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
-from ckpt.save import Options
-from ckpt.save import save as run_save
-from ckpt.storage.errors import CkptError, IntegrityError
+from ckpt.write import Options, take_apart
+from ckpt.write import save as run_save
+from ckpt.storage.errors import CkptError
 
 log = logging.getLogger("ckpt")
 
@@ -81,21 +81,14 @@ class Checkpointer:
     def restore(self, state: Any, *, step: int | None = None, strict: bool = False) -> tuple[Any, int]:
         """Fill `state` from the newest whole step (or from `step`) and return it with the number of the next step.
 
-        Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with an error in
-        the log, unless `strict` or named.
+        Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with a warning,
+        unless `strict` or named.
         """
         repo = self._open().repo
         if step is not None:
             return load_checkpoint(repo[check_step(step)], state), step + 1
-        steps = repo.steps()
-        for number in reversed(steps):
-            try:
-                return load_checkpoint(repo[number], state), number + 1
-            except IntegrityError as error:
-                if strict or number == steps[0]:
-                    raise
-                log.error("step %d of %s is damaged, falling back to an older step: %s", number, repo.url, error)
-        return state, 0
+        found = load_newest(repo, strict, lambda checkpoint: load_checkpoint(checkpoint, state))
+        return (state, 0) if found is None else (found[1], found[0] + 1)
 
     # --- saving ------------------------------------------------------------------------------------------------
 
@@ -118,7 +111,7 @@ class Checkpointer:
         session.raise_failed()
         began = time.monotonic()
         self._lazy_memory = self._attached_memory()
-        handle = run_save(session, state, check_step(step), self._options, blocking)
+        handle = run_save(session, take_apart(state), check_step(step), self._options, blocking)
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began
         return handle
@@ -153,8 +146,8 @@ class Checkpointer:
             self._attached.append(optimizer)
 
     def _before_step(self, *_: Any) -> None:
-        if self._last is not None:
-            self._last.staged.wait()
+        if self._session is not None:
+            self._session.wait_staged()
 
     def _attached_memory(self) -> frozenset[int]:
         found = set()

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ckpt import records
@@ -90,25 +91,30 @@ class Claim:
         self.generation = generation
         self._serial = 0
         self._lock = threading.Lock()
-        self._active: set[str] = set()
+        self._active: dict[str, frozenset[str]] = {}
 
     def begin(self, rank: int = 0) -> str:
         """Name a new attempt to save; its files begin with that name, and no sweep touches them until `end`."""
         with self._lock:
             attempt = f"{rank}-{self.generation}-{self._serial}"
             self._serial += 1
-            self._active.add(attempt)
+            self._active[attempt] = frozenset()
             return attempt
+
+    def refer(self, attempt: str, packs: Iterable[str]) -> None:
+        """The attempt may refer to these packs of earlier steps: no sweep takes them until `end`."""
+        with self._lock:
+            self._active[attempt] = frozenset(packs)
 
     def end(self, attempt: str) -> None:
         """The attempt is committed or given up."""
         with self._lock:
-            self._active.discard(attempt)
+            self._active.pop(attempt, None)
 
-    def active(self) -> list[str]:
-        """Attempts that are under way."""
+    def active(self) -> dict[str, frozenset[str]]:
+        """Attempts that are under way, and the packs of earlier steps that they may refer to."""
         with self._lock:
-            return list(self._active)
+            return dict(self._active)
 
     def check(self) -> None:
         """Raise Fenced where a newer writer has taken over."""

@@ -22,12 +22,13 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._seen = False
         self._lock = threading.Lock()
+        self._ending = False
         self._callbacks: list[Callable[[], None]] = []
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` at the end of the save, from the thread that ends it; now if it has ended."""
+        """Call `callback` when the save has ended, before anyone who waits for it is told; now if it has ended."""
         with self._lock:
-            if not self._done.is_set():
+            if not self._ending:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -65,7 +66,10 @@ class SaveHandle:
         self._error = error
         self.staged.set()
         with self._lock:
-            self._done.set()
+            self._ending = True
             callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        try:
+            for callback in callbacks:
+                callback()
+        finally:
+            self._done.set()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckpt.digest import CELL_BYTES
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
 
@@ -42,37 +43,89 @@ class Row(NamedTuple):
 _NAMES = Row._fields[:3] + ("offset", "shape") + Row._fields[4:]
 
 
-def encode(rows: Sequence[Row], metadata: dict[str, str]) -> bytes:
-    """The rows as a Parquet file with `metadata` in its schema."""
+class StoredBlock(NamedTuple):
+    """Where a block lies and what proves it; the columns of `Row` that its pieces share."""
+
+    pack: str
+    position: int
+    stored: int
+    raw: int
+    codec: str | None
+    digest: bytes
+    checksum: int | None
+    cells: bytes
+    """Of all cells of the raw block."""
+
+
+class PieceRow(NamedTuple):
+    """The columns of `Row` that a piece has of its own, and the index of its block (None: the leaf has no bytes)."""
+
+    leaf: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    start: int
+    nbytes: int
+    block: int | None
+
+
+def encode(pieces: Sequence[PieceRow], blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
+    """The manifest as a Parquet file with `metadata` in its schema.
+
+    Made column by column: a Python object for each cell of the table would hold up the training step.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = list(zip(*rows, strict=True)) if rows else [()] * len(Row._fields)
-    leaf, dtype, shape, boxes, pack, position, stored, raw, start, nbytes, codec, digest, checksum, cells = columns
+    leaf, dtype, shape, boxes, start, nbytes, index = zip(*pieces, strict=True) if pieces else [()] * 7
     ints = pa.list_(pa.int64())
-    text = pa.dictionary(pa.int32(), pa.string())
+    of_block = pa.array(index, pa.int32())
+    shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
+
+    def spread(column: int, kind: Any) -> Any:
+        """A column of the blocks as one of the pieces, null where there is no block."""
+        return pa.array(shared[column], kind).take(of_block)
+
+    def numbers(column: int) -> Any:
+        return spread(column, pa.int64()).fill_null(0)
+
     table = pa.table(
         {
             "leaf": pa.array(leaf, pa.string()),
-            "dtype": pa.array(dtype, pa.string()).cast(text),
+            "dtype": _text(pa.array(dtype, pa.string())),
             "global_shape": _lists(shape, ints),
             "offset": _lists([b[0] for b in boxes], ints),
             "shape": _lists([b[1] for b in boxes], ints),
-            "pack": pa.array(pack, pa.string()).cast(text),
-            "position": pa.array(position, pa.int64()),
-            "stored": pa.array(stored, pa.int64()),
-            "raw": pa.array(raw, pa.int64()),
+            "pack": _text(spread(0, pa.string())),
+            "position": numbers(1),
+            "stored": numbers(2),
+            "raw": numbers(3),
             "start": pa.array(start, pa.int64()),
             "nbytes": pa.array(nbytes, pa.int64()),
-            "codec": pa.array(codec, pa.string()).cast(text),
-            "digest": pa.array(digest, pa.binary()),
-            "checksum": pa.array(checksum, pa.uint64()),
-            "cells": pa.array(cells, pa.binary()),
+            "codec": _text(spread(4, pa.string())),
+            "digest": spread(5, pa.binary()).fill_null(b""),
+            "checksum": spread(6, pa.uint64()),
+            "cells": pa.array(_cells(shared[7], index, start, nbytes), pa.binary()),
         }
     ).replace_schema_metadata(metadata)
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd", compression_level=1, use_dictionary=["dtype", "pack", "codec"])
     return sink.getvalue()
+
+
+def _cells(
+    of_blocks: Sequence[bytes], index: Sequence[int | None], start: Sequence[int], nbytes: Sequence[int]
+) -> list[bytes]:
+    """The checksums of the cells that each piece touches."""
+    return [
+        b"" if i is None else of_blocks[i][s // CELL_BYTES * 8 : -(-(s + n) // CELL_BYTES) * 8]
+        for i, s, n in zip(index, start, nbytes, strict=True)
+    ]
+
+
+def _text(column: Any) -> Any:
+    """Text that repeats, by number."""
+    return column.dictionary_encode()
 
 
 def _lists(values: Sequence[Sequence[int]], kind: Any) -> Any:
@@ -114,28 +167,37 @@ def decode(data: bytes, where: str) -> Manifest:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(pa.BufferReader(data), use_threads=False)
+        # Not read_table: it starts a thread of Arrow's that rarely aborts the process at exit (apache/arrow#34314).
+        table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
         metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-        columns = {name: table.column(name) for name in _NAMES}
-        plain: dict[str, Iterable[Any]] = {}
-        for name, column in columns.items():
-            if name in ("global_shape", "offset", "shape"):
-                plain[name] = _tuples(column.combine_chunks())
-            else:
-                plain[name] = column.to_pylist()
-        boxes = map(Box, plain.pop("offset"), plain.pop("shape"))
-        plain = {**{n: plain[n] for n in Row._fields[:3]}, "box": boxes, **{n: plain[n] for n in Row._fields[4:]}}
-        rows = list(map(Row._make, zip(*plain.values(), strict=True)))
+        columns = {name: _values(table.column(name)) for name in _NAMES}
+        boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
+        ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
+        rows = list(map(Row._make, zip(*ordered, strict=True)))
         return Manifest(rows, metadata["digest"])
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise IntegrityError(f"{where} is not a manifest: {error}") from error
 
 
-def _tuples(column: Any) -> Iterable[tuple[int, ...]]:
-    if hasattr(column, "chunks"):  # an empty table
-        column = column.chunk(0) if column.num_chunks else column
-    if not len(column):
-        return []
-    flat = column.values.to_numpy(zero_copy_only=False).tolist()
-    ends = column.offsets.to_numpy(zero_copy_only=False).tolist()
-    return (tuple(flat[a:b]) for a, b in zip(ends, ends[1:], strict=False))
+def _values(column: Any) -> Iterable[Any]:
+    """A column as Python objects. numpy makes them ten times as fast as pyarrow does, where there are no nulls."""
+    import pyarrow as pa
+
+    column = column.combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    kind = column.type
+    if pa.types.is_list(kind):
+        flat = column.values.to_numpy(zero_copy_only=False).tolist()
+        ends = column.offsets.to_numpy(zero_copy_only=False).tolist()
+        return (tuple(flat[a:b]) for a, b in zip(ends, ends[1:], strict=False))
+    if pa.types.is_dictionary(kind):
+        known = [*column.dictionary.to_pylist(), None]
+        codes = column.indices.fill_null(len(known) - 1).to_numpy(zero_copy_only=False).tolist()
+        return [known[code] for code in codes]
+    if pa.types.is_integer(kind):
+        if column.null_count == len(column):
+            return [None] * len(column)
+        if not column.null_count:
+            return column.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+    return column.to_pylist()  # type: ignore[no-any-return]

@@ -19,7 +19,8 @@ from ckpt.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.dtypes import numpy_dtype
 from ckpt.leaves.base import ArrayLeaf, Bytes
 from ckpt.manifest import Manifest, Row
-from ckpt.shard import Box, contiguous_start, intersect, whole
+from ckpt.quiet import collector_paused
+from ckpt.shard import Box, contiguous_start, intersect
 from ckpt.storage.base import Reader, Store
 from ckpt.storage.errors import CkptError, IntegrityError, NotFound
 
@@ -49,27 +50,35 @@ def read_leaves(
     part: Box | None = None,
 ) -> None:
     """Fill each target with its leaf, or with the box `part` of it. Raises IntegrityError with file and leaf."""
+    with collector_paused():
+        order = _wanted(manifest, targets, where, part)
+    origin = None if part is None else part.offset
+    _each(order, lambda job: _Worker(store, manifest.digest_algorithm, where, origin, progress).run(job))
+
+
+def _wanted(
+    manifest: Manifest, targets: Sequence[tuple[str, ArrayLeaf]], where: str, part: Box | None
+) -> list[Wanted]:
+    """The blocks to read, in the order in which they lie."""
     by_leaf = manifest.by_leaf()
     blocks: dict[tuple[str, int], Wanted] = {}
     for name, leaf in targets:
-        asked = part or whole(leaf.shape)
+        rows = by_leaf[name]
         covered = 0
-        for row in by_leaf[name]:
+        for row in rows:
             if row.pack is None:
                 continue
-            box = row.box if part is None else intersect(row.box, asked)
+            box = row.box if part is None else intersect(row.box, part)
             if box is None:
                 continue
-            covered += box.size
+            covered += row.nbytes if box is row.box else box.size * leaf.itemsize
             key = (row.pack, row.position)
             if (block := blocks.get(key)) is None:
                 block = blocks[key] = Wanted(row)
             block.pieces.append((row, leaf, box))
-        if covered != asked.size and leaf.nbytes:
-            raise IntegrityError(f"leaf {name} of {where}: the manifest covers {covered} of {asked.size} elements")
-    origin = None if part is None else part.offset
-    order = [blocks[key] for key in sorted(blocks)]
-    _each(order, lambda job: _Worker(store, manifest.digest_algorithm, where, origin, progress).run(job))
+        if covered != leaf.nbytes:
+            raise IntegrityError(f"leaf {name} of {where}: the manifest covers {covered} of {leaf.nbytes} bytes")
+    return [blocks[key] for key in sorted(blocks)]
 
 
 def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progress | None = None) -> int:
@@ -174,6 +183,10 @@ class _Worker:
                     return
         raw = self._whole(block)
         for row, leaf, box in block.pieces:
+            flat = leaf.flat
+            if flat is not None and len(flat) == row.nbytes and box is row.box:  # a whole small leaf
+                flat[:] = raw[row.start : row.start + row.nbytes]
+                continue
             self._put(row, leaf, box, raw[row.start : row.start + row.nbytes])
         self._report(row.stored)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ckpt import records
 from ckpt.checkpoint import Checkpoint
@@ -67,15 +67,16 @@ class Repository:
             if self.store.exists(MARKER):
                 raise
         foreign = next(iter(self.store.list()), None)
-        if foreign is not None:
+        if foreign is not None and not self.store.exists(MARKER):  # else another process was faster
             raise FormatError(
                 f"{self.url} holds other files (such as {foreign.name}) and is not a checkpoint repository; "
                 "name an empty or a new folder"
             )
         try:
             self.store.put_new(MARKER, records.encode("repository", {"id": uuid.uuid4().hex}))
-        except AlreadyExists:  # another rank or process was faster
-            self.check()
+        except (AlreadyExists, NotFound):  # another one was faster; not found: it has swept our temporary file
+            pass
+        self.check()
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -112,9 +113,9 @@ class Repository:
         self.check()
         return [c.step for c in self.commits()]
 
-    def latest(self) -> Checkpoint | None:
-        """The newest committed step whose manifests verify, None where there is none."""
-        for step in reversed(self.steps()):
+    def latest(self, skip: Collection[int] = ()) -> Checkpoint | None:
+        """The newest committed step (not one of `skip`) whose manifests verify, None where there is none."""
+        for step in reversed([s for s in self.steps() if s not in skip]):
             try:
                 found = self[step]
                 found.manifest()

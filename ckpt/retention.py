@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt.claim import Claim, old_generations
 from ckpt.records import CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
-from ckpt.storage.errors import CkptError, NotFound
+from ckpt.storage.errors import CkptError, IntegrityError, NotFound
 from ckpt.storage.failpoints import failpoint
 
 log = logging.getLogger("ckpt")
@@ -37,10 +37,14 @@ class Keep:
 
 def as_keep(keep: int | Keep | None) -> Keep | None:
     """`keep=3` means the last three."""
-    return Keep(keep) if isinstance(keep, int) else keep
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    if isinstance(keep, int):
+        return Keep(keep)
+    raise TypeError(f"keep={keep!r}: use a number of steps, or ckpt.Keep")
 
 
-def expired(steps: Sequence[int], good: Iterable[int], keep: Keep) -> list[int]:
+def expired(steps: Iterable[int], good: Iterable[int], keep: Keep) -> list[int]:
     """The steps to delete, ascending. Pure. Only good steps count as kept, and none newer than the oldest kept goes."""
     kept = sorted(good)[-keep.last :]
     if not kept:
@@ -48,31 +52,44 @@ def expired(steps: Sequence[int], good: Iterable[int], keep: Keep) -> list[int]:
     return [s for s in sorted(steps) if s < kept[0] and not (keep.every and s % keep.every == 0)]
 
 
-def sweep(repo: Repository, claim: Claim, keep: Keep | None = None) -> None:
-    """Delete expired steps, and what attempts that never committed have left. Only for the holder of the claim."""
+def sweep(
+    repo: Repository, claim: Claim, keep: Keep | None = None, spare: int | None = None, distrusted: Collection[int] = ()
+) -> None:
+    """Delete expired steps, and what attempts that never committed have left. Only for the holder of the claim.
+
+    spare: a step that stays in any case: the one just saved, which is not the newest after a roll-back.
+    distrusted: steps that were found damaged; they count as no good ones.
+    """
+    claim.check()
     store = repo.store
+    active = claim.active()  # before the listing: what commits after it was active then
     sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
     commits: dict[int, CommitRecord] = {}
-    damaged: list[int] = []
+    damaged: set[int] = set()
+    unreadable: set[int] = set()
     for step in repo.step_numbers():
         if commit_name(step) in sizes:
             try:
                 commits[step] = decode_commit(store.get(commit_name(step)), f"{repo.url}/{commit_name(step)}")
             except NotFound:
                 continue
+            except IntegrityError:
+                damaged.add(step)
             except CkptError as error:
                 log.warning("nothing that step %d may need is deleted: %s", step, error)
-                damaged.append(step)
+                unreadable.add(step)
     if keep is not None:
-        good = [step for step, commit in commits.items() if is_good(commit, sizes)]
-        for step in expired(list(commits), good, keep):
+        good = [s for s, commit in commits.items() if s not in distrusted and is_good(commit, sizes)]
+        for step in expired((commits.keys() | damaged) - {spare}, good, keep):
             failpoint("delete.commit")
             store.delete([commit_name(step)])
-            del commits[step]
-    needed = {commit_name(step) for step in commits}
+            commits.pop(step, None)
+            damaged.discard(step)
+    damaged |= unreadable
+    needed = {commit_name(step) for step in commits}.union(*active.values())
     for commit in commits.values():
         needed.update(f.name for f in (*commit.manifests, *commit.trees, *commit.packs))
-    doomed = [name for name in sizes if name not in needed and _is_left_over(name, claim, damaged)]
+    doomed = [name for name in sizes if name not in needed and _is_left_over(name, claim, active, damaged)]
     if damaged:  # a record that can't be read may refer to any pack
         doomed = [name for name in doomed if "/pack/" not in name]
     failpoint("delete.files")
@@ -87,8 +104,8 @@ def is_good(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:
     return all(sizes.get(f.name) == f.nbytes for f in (*commit.manifests, *commit.trees, *commit.packs))
 
 
-def _is_left_over(name: str, claim: Claim, damaged: list[int]) -> bool:
+def _is_left_over(name: str, claim: Claim, active: Collection[str], damaged: Collection[int]) -> bool:
     ours = _OURS.fullmatch(name)
-    if ours is None or int(ours["generation"]) > claim.generation or ours["attempt"] in claim.active():
+    if ours is None or int(ours["generation"]) > claim.generation or ours["attempt"] in active:
         return False
     return int(name.split("/")[1]) not in damaged

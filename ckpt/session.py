@@ -49,6 +49,7 @@ class Session:
         self._prepared = False
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
         self._pending: list[SaveHandle] = []
+        self._sweeping = threading.Lock()
 
     # --- the saves under way -----------------------------------------------------------------------------------
 
@@ -78,35 +79,49 @@ class Session:
         for handle in pending:
             handle.wait()
 
+    def wait_staged(self) -> None:
+        """Wait until no save under way reads the state any more."""
+        with self._lock:
+            pending = list(self._pending)
+        for handle in pending:
+            handle.staged.wait()
+
     # --- what the last step holds ------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Once, before the first file is written: remove the temporary files of killed writers."""
         with self._lock:
             if not self._prepared:
-                self.repo.store.sweep_temporaries("steps")
-                self.repo.store.sweep_temporaries("generations")
+                self.repo.store.sweep_temporaries("")
                 self._prepared = True
 
-    def known_blocks(self, algorithm: str) -> tuple[KnownBlocks, dict[str, int]]:
-        """Blocks of the newest committed step whose packs are there, and the lengths of those packs."""
+    def known_blocks(self, algorithm: str, attempt: str) -> tuple[KnownBlocks, dict[str, int]]:
+        """Blocks of the newest committed step whose packs are there, and the lengths of those packs.
+
+        Nothing of them is deleted before the attempt, which may refer to them, has ended.
+        """
         with self._lock:
             if self._known is None or self._known[0] != algorithm:
                 self._known = (algorithm, *self._read_known(algorithm))
             _, blocks, packs = self._known
-        gone = {name for name in packs if not self.repo.store.exists(name)}
+        with self._sweeping:
+            self.claim.refer(attempt, packs)
+            folders = {name.rpartition("/")[0] for name in packs}
+            sizes = {entry.name: entry.nbytes for folder in folders for entry in self.repo.store.list(folder)}
+        gone = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes}
         if gone:
             blocks = {k: b for k, b in blocks.items() if b.pack not in gone}
         return blocks, packs
 
-    def remember(self, algorithm: str, blocks: KnownBlocks, packs: dict[str, int]) -> None:
+    def remember(self, step: int, algorithm: str, blocks: KnownBlocks, packs: dict[str, int]) -> None:
         """Keep the blocks of a step just committed, for the next one to refer to."""
         with self._lock:
             self._known = (algorithm, blocks, packs)
+        distrusted(self.repo).discard(step)
 
     def _read_known(self, algorithm: str) -> tuple[KnownBlocks, dict[str, int]]:
         try:
-            checkpoint = self.repo.latest()
+            checkpoint = self.repo.latest(distrusted(self.repo))
             if checkpoint is None:
                 return {}, {}
             manifest = checkpoint.manifest()
@@ -122,10 +137,11 @@ class Session:
         }
         return blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}
 
-    def sweep(self, keep: Keep | None) -> None:
+    def sweep(self, keep: Keep | None, saved: int) -> None:
         """Delete what is not needed. A failure here loses nothing and is only logged."""
         try:
-            sweep(self.repo, self.claim, keep)
+            with self._sweeping:
+                sweep(self.repo, self.claim, keep, saved, distrusted(self.repo))
         except (CkptError, OSError) as error:
             log.warning("cleaning %s failed, the next save tries again: %s", self.repo.url, error)
 
@@ -133,6 +149,15 @@ class Session:
 _sessions: dict[str, Session] = {}
 _orphans: list[Session] = []  # left with an error that nobody has seen
 _registry = threading.RLock()
+_distrusted: dict[str, set[int]] = {}
+
+
+def distrusted(repo: Repository) -> set[int]:
+    """Steps that a load of this process found damaged: nothing refers to them, and they count as no good ones.
+
+    A run that falls back comes by them again and makes, bit for bit, the same blocks: those must be written anew.
+    """
+    return _distrusted.setdefault(repo.url, set())
 
 
 def enter(repo: Repository) -> Session:
@@ -142,6 +167,7 @@ def enter(repo: Repository) -> Session:
         if session is None:
             for orphan in [o for o in _orphans if o.repo.url == repo.url]:
                 _orphans.remove(orphan)
+                orphan.wait()
                 orphan.raise_failed()
             repo.ensure()
             session = _sessions[repo.url] = Session(repo)
@@ -157,7 +183,7 @@ def leave(session: Session) -> None:
             return
         del _sessions[session.repo.url]
         session.claim.release()
-        if any(h.done() and h.unseen() for h in session._pending):
+        if any(h.unseen() for h in session._pending):
             _orphans.append(session)
 
 

@@ -42,7 +42,10 @@ class Flat:
 
 def flatten(state: Any) -> Flat:
     """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored."""
-    return _Flattener().run(state)
+    try:
+        return _Flattener().run(state)
+    except RecursionError:
+        raise UnsupportedLeaf("the state is nested too deeply: use lists instead of chains of objects") from None
 
 
 def join(path: str, key: Any) -> str:

@@ -25,9 +25,14 @@ Buffer = bytes | bytearray | memoryview
 _SEGMENT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}")
 
 
+def is_name(name: str) -> bool:
+    """Whether `name` is a relative path of plain segments; listings skip what is not, for it is not ours."""
+    return len(name) <= 1000 and all(_SEGMENT.fullmatch(segment) for segment in name.split("/"))
+
+
 def check_name(name: str) -> str:
     """Return `name` if it is a relative path of plain segments; raise InvalidName otherwise."""
-    if len(name) > 1000 or not all(_SEGMENT.fullmatch(segment) for segment in name.split("/")):
+    if not is_name(name):
         raise InvalidName(
             f"{name[:200]!r} is not a valid object name: use segments of letters, digits, '_', '-' and '.', "
             "not starting with a dot, joined by '/'"
@@ -134,8 +139,11 @@ class Store(ABC):
             return False
         return True
 
+    def prefetch(self, name: str, nbytes: int) -> None:  # noqa: B027  a hint, for stores that can follow it
+        """Begin to bring the first `nbytes` of an object nearer, because they will be read soon. Raises nothing."""
+
     def sweep_temporaries(self, prefix: str) -> None:  # noqa: B027  most stores have none
-        """Remove what killed writers left below `prefix`. Only for who holds the repository, with no write under way."""
+        """Remove what killed writers left below `prefix`. For who holds the repository, with no write under way."""
 
     def close(self) -> None:  # noqa: B027
         """Give back what the store holds."""

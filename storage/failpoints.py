@@ -1,7 +1,8 @@
 """Named places where a test can stop, kill or fail this process. Free when off: one test of an empty dict.
 
 `CKPT_FAILPOINTS="save.pack.append=kill@3,save.commit=error"` kills the process with SIGKILL at the third pass of the
-first point and raises OSError(EIO) at the second. Actions: kill, error (EIO), full (ENOSPC), sleep (60 s).
+first point and raises OSError(EIO) at the second. Actions: kill, error (EIO), full (ENOSPC), sleep:0.5 (seconds). `@*`
+means every pass.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import time
 from threading import Lock
 
-_active: dict[str, list[tuple[str, int]]] = {}
+_active: dict[str, list[tuple[str, int | None]]] = {}
 _passes: dict[str, int] = {}
 _lock = Lock()
 
@@ -24,7 +25,7 @@ def set_failpoints(spec: str) -> None:
     for item in filter(None, spec.split(",")):
         name, _, action = item.partition("=")
         action, _, at = action.partition("@")
-        _active.setdefault(name.strip(), []).append((action.strip(), int(at or 1)))
+        _active.setdefault(name.strip(), []).append((action.strip(), None if at == "*" else int(at or 1)))
 
 
 def failpoint(name: str) -> None:
@@ -37,7 +38,7 @@ def _hit(name: str) -> None:
     with _lock:
         count = _passes[name] = _passes.get(name, 0) + 1
     for action, at in _active.get(name, ()):
-        if at != count:
+        if at not in (None, count):
             continue
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -45,10 +46,10 @@ def _hit(name: str) -> None:
             raise OSError(errno.EIO, f"injected at fail point {name}")
         elif action == "full":
             raise OSError(errno.ENOSPC, f"injected at fail point {name}")
-        elif action == "sleep":
-            time.sleep(60)
+        elif action.startswith("sleep:"):
+            time.sleep(float(action[6:]))
         else:
-            raise ValueError(f"fail point {name}: unknown action {action!r}; use kill, error, full or sleep")
+            raise ValueError(f"fail point {name}: unknown action {action!r}; use kill, error, full or sleep:SECONDS")
 
 
 set_failpoints(os.environ.get("CKPT_FAILPOINTS", ""))

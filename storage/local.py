@@ -11,12 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name
+from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
 from ckpt.storage.errors import AlreadyExists, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
 
@@ -48,8 +49,8 @@ def _told(doing: str, path: str) -> Iterator[None]:
 
 
 def _fsync(fd: int, path: str) -> None:
-    failpoint("local.fsync")
     with _told("making durable", path):
+        failpoint("local.fsync")
         os.fsync(fd)
 
 
@@ -75,8 +76,13 @@ class LocalStore(Store):
 
     def put(self, name: str, data: Buffer) -> None:
         path, temporary = self._put_temporary(name, data)
-        with _told("publishing", path):
-            os.replace(temporary, path)
+        try:
+            with _told("publishing", path):
+                os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
         _fsync_folder(os.path.dirname(path))
 
     def put_new(self, name: str, data: Buffer) -> None:
@@ -130,11 +136,21 @@ class LocalStore(Store):
 
     def get(self, name: str) -> bytes:
         path = self._path(name)
-        with _told("reading", path), open(path, "rb") as file:
+        fd = _open_to_read(path)
+        with os.fdopen(fd, "rb") as file, _told("reading", path):
             return file.read()
 
     def open(self, name: str) -> Reader:
         return _LocalReader(self._path(name))
+
+    def prefetch(self, name: str, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                fd = os.open(self._path(name), os.O_RDONLY)
+                try:
+                    os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(fd)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         yield from self._walk(self._folder(prefix), f"{prefix}/" if prefix else "")
@@ -142,7 +158,7 @@ class LocalStore(Store):
     def _walk(self, path: str, prefix: str) -> Iterator[Entry]:
         with _told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if not is_name(entry.name):  # temporary, or not ours
                     continue
                 with suppress(FileNotFoundError):  # deleted since the folder was read
                     if entry.is_dir(follow_symlinks=False):
@@ -154,7 +170,7 @@ class LocalStore(Store):
         path = self._folder(prefix)
         with _told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                if entry.is_dir(follow_symlinks=False) and is_name(entry.name):
                     yield entry.name
 
     # --- deleting ----------------------------------------------------------------------------------------------
@@ -164,8 +180,9 @@ class LocalStore(Store):
         folders = set()
         for name in names:
             path = self._path(name)
-            failpoint("local.delete")
-            with _told("deleting", path), suppress(FileNotFoundError):
+            # A folder, or a name below an object, is no object either.
+            with _told("deleting", path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                failpoint("local.delete")
                 os.unlink(path)
                 folders.add(os.path.dirname(path))
         for folder in sorted(folders, key=len, reverse=True):
@@ -174,13 +191,12 @@ class LocalStore(Store):
 
     def sweep_temporaries(self, prefix: str) -> None:
         """Remove the temporary files that a killed writer left below `prefix`. Only for who holds the repository."""
-        for base, folders, files in os.walk(self._folder(prefix), topdown=False):
+        for base, _, files in os.walk(self._folder(prefix), topdown=False):
             for name in files:
                 if name.startswith(".") and name.endswith(_SUFFIX):
                     with suppress(FileNotFoundError), _told("deleting", os.path.join(base, name)):
                         os.unlink(os.path.join(base, name))
-            if not files and not folders:
-                self._remove_empty(base)
+            self._remove_empty(base)
 
     def _remove_empty(self, folder: str) -> bool:
         """Remove `folder` and then its parents below the root as long as they are empty; whether any was."""
@@ -241,6 +257,9 @@ class _LocalWriter(Writer):
         self._lock = threading.Lock()
         self._end = 0
         self._length = 0
+        self._direct_fd: int | None = None
+        self._direct = direct
+        self._published = False
         with _told("creating", path):
             self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             self._direct_fd = _open_direct(self._temporary) if direct else None
@@ -260,14 +279,14 @@ class _LocalWriter(Writer):
             position = self._end
             self._end += padded
             self._length = max(self._length, position + len(data))
-        failpoint("local.append")
-        if self._direct_fd is not None and padded == len(data):
+        with _told("writing", self._path):
+            failpoint("local.append")
+        if self._direct and self._direct_fd is not None and padded == len(data):
             if _try_direct(self._direct_fd, data, position, self._path):
                 return position
-            with self._lock:  # this file system refuses O_DIRECT after all: buffered from now on
-                fd, self._direct_fd = self._direct_fd, None
-            if fd is not None:
-                os.close(fd)
+            # This memory or file system refuses O_DIRECT: buffered from now on. The descriptor stays open until the
+            # end, for another thread may be writing through it: closed here, its number could be another file's.
+            self._direct = False
         _write_all(self._fd, data, position, self._path)
         return position
 
@@ -276,24 +295,25 @@ class _LocalWriter(Writer):
             os.ftruncate(self._fd, self._length)
         _fsync(self._fd, self._path)
         self._close()
-        failpoint("local.rename")
         with _told("publishing", self._path):
+            failpoint("local.rename")
             os.replace(self._temporary, self._path)
+        self._published = True
         _fsync_folder(os.path.dirname(self._path))
         return self._length
 
     def abort(self) -> None:
-        if self._close():
+        self._close()
+        if not self._published:
             with suppress(OSError):
                 os.unlink(self._temporary)
 
-    def _close(self) -> bool:
+    def _close(self) -> None:
         fd, direct_fd, self._fd, self._direct_fd = self._fd, self._direct_fd, -1, None
         if fd >= 0:
             os.close(fd)
         if direct_fd is not None:
             os.close(direct_fd)
-        return fd >= 0
 
 
 def _open_direct(path: str) -> int | None:
@@ -328,11 +348,23 @@ def _reserve(fd: int, nbytes: int) -> None:
             raise
 
 
+def _open_to_read(path: str) -> int:
+    """Open an object; a folder, and a name below an object, are none: NotFound, as in an object store."""
+    with _told("opening", path):
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, "no such file", path) from error
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "a folder", path)
+        return fd
+
+
 class _LocalReader(Reader):
     def __init__(self, path: str) -> None:
         self._path = path
-        with _told("opening", path):
-            self._fd = os.open(path, os.O_RDONLY)
+        self._fd = _open_to_read(path)
 
     def read_into(self, position: int, buffer: memoryview) -> int:
         done = 0
@@ -348,5 +380,3 @@ class _LocalReader(Reader):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,34 @@ from ckpt.leaves.host import NumpyLeaf, NumpyScalarLeaf
 
 def as_leaf(value: Any) -> ArrayLeaf | None:
     """Return the leaf that `value` is, or None where it is no array. Raise TypeError for an array that has no bytes."""
-    if isinstance(value, np.ndarray):
-        return NumpyLeaf(value)
-    if isinstance(value, np.generic):
-        return NumpyScalarLeaf(value)
+    kind = type(value)
+    try:
+        maker = _makers[kind]
+    except KeyError:
+        maker = _makers[kind] = _maker(kind)
+    return None if maker is None else maker(value)
+
+
+_makers: dict[type, Callable[[Any], ArrayLeaf | None] | None] = {}
+
+
+def _maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
+    """What makes leaves of values of this type, None for a type of no arrays."""
+    if issubclass(kind, np.ndarray):
+        return NumpyLeaf
+    if issubclass(kind, np.generic):
+        return NumpyScalarLeaf
     # An array of a framework that nobody imported cannot exist, so `import ckpt` need not import any.
-    if "torch" in sys.modules:
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
         from ckpt.leaves import torch as torch_leaves
 
-        if (leaf := torch_leaves.as_leaf(value)) is not None:
-            return leaf
-    if "jax" in sys.modules:
+        return torch_leaves.as_leaf
+    jax = sys.modules.get("jax")
+    if jax is not None and issubclass(kind, jax.Array):
         from ckpt.leaves import jax as jax_leaves
 
-        if (leaf := jax_leaves.as_leaf(value)) is not None:
-            return leaf
+        return jax_leaves.as_leaf
     return None
 
 

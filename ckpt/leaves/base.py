@@ -22,21 +22,15 @@ class ArrayLeaf(ABC):
 
     kind: ClassVar[str]
 
-    __slots__ = ("dtype", "flat", "itemsize", "shape", "value")
+    __slots__ = ("dtype", "flat", "itemsize", "nbytes", "shape", "value")
 
     value: Any
     dtype: str
     shape: tuple[int, ...]
     itemsize: int
+    nbytes: int
+    """Of all elements."""
     flat: Bytes | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        n = self.itemsize
-        for length in self.shape:
-            n *= length
-        return n
 
     @abstractmethod
     def read(self, box: Box, out: Bytes) -> None:

@@ -52,6 +52,7 @@ class NumpyLeaf(HostLeaf):
         self.dtype = dtype_name(array.dtype)
         self.shape = array.shape
         self.itemsize = array.dtype.itemsize
+        self.nbytes = array.nbytes
         # Seen as raw elements: numpy then never converts, and copies of exotic types are plain memory copies.
         self.array = array if array.dtype.kind in "biufc" else _opaque(array)
         self.flat = flat_bytes(self.array) if self.itemsize else np.empty(0, np.uint8)

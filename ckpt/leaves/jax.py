@@ -12,9 +12,9 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import HostLeaf, NumpyLeaf, flat_bytes
 
 
-def as_leaf(value: Any) -> ArrayLeaf | None:
-    """Return the leaf of a jax array, None for anything else."""
-    return JaxLeaf(value) if isinstance(value, jax.Array) else None
+def as_leaf(value: jax.Array) -> ArrayLeaf:
+    """Return the leaf of a jax array."""
+    return JaxLeaf(value)
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
@@ -44,6 +44,7 @@ class JaxLeaf(HostLeaf):
         self.dtype = dtype_name(array.dtype)
         self.shape = array.shape
         self.itemsize = array.dtype.itemsize
+        self.nbytes = array.nbytes
         self.array = NumpyLeaf(array).array
         self.flat = flat_bytes(self.array)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
-def as_leaf(value: Any) -> ArrayLeaf | None:
-    """Return the leaf of a tensor, None for anything else; raise TypeError for a tensor that is not plain memory."""
-    if not isinstance(value, torch.Tensor):
-        return None
+def as_leaf(value: torch.Tensor) -> ArrayLeaf:
+    """Return the leaf of a tensor; raise TypeError for one that is not plain memory."""
     if value.layout is not torch.strided:
         raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
     if value.dtype in _QUANTIZED:
@@ -55,30 +54,40 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+@lru_cache(maxsize=64)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class _Tensor(ArrayLeaf):
     kind = "torch"
 
     __slots__ = ()
 
     def _describe(self, value: torch.Tensor) -> torch.Tensor:
+        dtype = value.dtype
         self.value = value
-        self.dtype = str(value.dtype)[6:]
+        self.dtype = _name(dtype)
         self.shape = tuple(value.shape)
-        self.itemsize = value.dtype.itemsize
+        self.itemsize = dtype.itemsize
+        self.nbytes = value.nbytes
         plain = value.detach()
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
-        return plain if plain.dtype in _NUMPY else plain.view(_INTEGERS[self.itemsize])
+        return plain if dtype in _NUMPY else plain.view(_INTEGERS[self.itemsize])
 
     def identity(self) -> tuple[Any, ...]:
         value = self.value
-        return (str(value.device), value.data_ptr(), self.dtype, self.shape, value.stride())
+        return (value.device, value.data_ptr(), self.dtype, self.shape, value.stride())
 
     def attributes(self) -> dict[str, Any]:
+        value = self.value
+        if type(value) is torch.Tensor and not value.requires_grad:
+            return {}
         found = {}
-        if isinstance(self.value, torch.nn.Parameter):
+        if isinstance(value, torch.nn.Parameter):
             found["parameter"] = True
-        if self.value.requires_grad and self.value.is_leaf:
+        if value.requires_grad and value.is_leaf:
             found["requires_grad"] = True
         return found
 

@@ -1,0 +1,52 @@
+# make demo    kill a training in the middle of a save and see it go on as if nothing had happened
+# make test    all tests            make lint   ruff, and mypy on the installed package
+# make bench   the benchmarks       make soak   the fault tests, at full length
+# make clean   remove all that these made
+#
+# Each installs what it needs into .venv, with the python3 on the path: PYTHON=/path/to/python3.12 takes another.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test bench soak lint clean
+.SUFFIXES:
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,/^$$/s/^# \?//p' Makefile
+
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/run.py
+
+soak: $(VENV)/.test
+	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak
+
+# mypy sees what a user's mypy sees: the package as installed, from a folder where the sources can't be imported.
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	@rm -rf build && mkdir build
+	@$(PIP) install -q --no-deps --target build/site .
+	cd build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p ckpt
+
+clean:
+	rm -rf $(VENV) build dist demo-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each set of extras of pyproject.toml; a changed pyproject.toml installs it again.
+$(VENV)/.%: pyproject.toml | $(BIN)/python
+	@echo "installing what 'make $*' needs into $(VENV) …"
+	@$(PIP) install -q -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "ckpt needs Python 3.11 or newer, \
+	$(PYTHON) is %d.%d: name another with make PYTHON=/path/to/python3.12" % v[:2])'
+	@$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,33 @@
+"""Pausing the garbage collector while many small objects are made that all stay: it would look at them over and over.
+
+Measured with 20,000 leaves: a third of the time of a load.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_pauses = 0
+_was_enabled = False
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No collection while the context is open, in any thread; contexts may overlap."""
+    global _pauses, _was_enabled
+    with _lock:
+        if not _pauses:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if not _pauses and _was_enabled:
+                gc.enable()

@@ -1,0 +1,289 @@
+"""Any other fsspec URL as a store: memory://, hdfs://, sftp://, ftp://, … With the promises that fsspec can keep.
+
+- Visible at once or not at all: where the file system can rename, an object is written under a temporary name and
+  renamed; where it cannot, it is an object store or the like, where a file appears when it is complete.
+- Durable: as far as closing a file makes it so; fsspec has no fsync. For local disks use a path or file://.
+- `put_new`: exact between the threads of a process, and between processes where the file system's own exclusive
+  create is (object stores). Elsewhere it looks first and writes then, and two processes at once can both win.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import fsspec
+from fsspec.spec import AbstractFileSystem
+
+from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
+from ckpt.storage.errors import AlreadyExists, NotFound, StoreError, UnknownScheme
+
+_SUFFIX = ".ckpt-tmp"
+
+# File systems whose calls may overlap. The others may hold one connection (FTP, SFTP, SMB): one call at a time.
+_PARALLEL = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
+
+_one_call = threading.RLock()  # fsspec shares one connection between equal URLs, so the lock is for all of them
+_one_put_new = threading.Lock()
+
+
+class FsspecStore(Store):
+    """A folder in any file system that fsspec knows. Options go into the environment or fsspec's own config files."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url if url.endswith("://") else url.rstrip("/")
+        self._fs, root = _open_file_system(url)
+        self._root = root.rstrip("/")
+        # A class without a rename of its own copies and deletes: then a direct write is as atomic, and cheaper.
+        self._renames = type(self._fs).mv is not AbstractFileSystem.mv
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        parallel = bool(self._fs.async_impl or protocols & _PARALLEL)
+        self._turn: AbstractContextManager[Any] = nullcontext() if parallel else _one_call
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: Buffer) -> None:
+        path = self._path(name)
+        with self._told("writing", path):
+            self._put(path, bytes(data))
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        path = self._path(name)
+        with _one_put_new, self._told("writing", path):
+            self._fs.invalidate_cache()
+            if self._fs.exists(path):
+                raise FileExistsError(path)
+            if self._renames:
+                self._put(path, bytes(data))
+                return
+            self._make_parent(path)
+            try:
+                self._fs.pipe_file(path, bytes(data), mode="create")
+            except (TypeError, NotImplementedError):  # written before fsspec had the mode
+                self._fs.pipe_file(path, bytes(data))
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        return _FsspecWriter(self, self._path(name))
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._make_parent(path)
+        if not self._renames:
+            self._fs.pipe_file(path, data)
+            return
+        temporary = _temporary(path)
+        try:
+            self._fs.pipe_file(temporary, data)
+            self._move(temporary, path)
+        except BaseException:
+            with suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
+
+    def _make_parent(self, path: str) -> None:
+        parent = path.rpartition("/")[0]
+        if parent:
+            self._fs.makedirs(parent, exist_ok=True)
+
+    def _move(self, source: str, target: str) -> None:
+        if not self._renames:
+            self._fs.cp_file(source, target)
+            self._fs.rm_file(source)
+            return
+        try:
+            self._fs.mv(source, target)
+        except Exception:
+            # Some servers rename only to a free name: then there is a moment without the object.
+            self._fs.invalidate_cache()
+            if not self._fs.exists(target) or not self._fs.exists(source):
+                raise
+            self._fs.rm_file(target)
+            self._fs.mv(source, target)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> bytes:
+        path = self._path(name)
+        self._size(path)
+        with self._told("reading", path):
+            return bytes(self._fs.cat_file(path))
+
+    def open(self, name: str) -> Reader:
+        path = self._path(name)
+        return _FsspecReader(self, path, self._size(path))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        folder = self._folder(prefix)
+        with self._told("listing", folder):
+            found = self._find(folder)
+        for path, nbytes in found:
+            name = path.removeprefix(self._root).lstrip("/")
+            if is_name(name):
+                yield Entry(name, nbytes)
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        folder = self._folder(prefix)
+        with self._told("listing", folder):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(folder, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        for info in found:
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info["type"] == "directory" and is_name(name):
+                yield name
+
+    def _find(self, folder: str) -> Iterable[tuple[str, int]]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.find(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [(path, info["size"]) for path, info in found.items() if path.startswith(f"{folder}/")]
+
+    def _size(self, path: str) -> int:
+        with self._told("looking up", path):
+            self._fs.invalidate_cache()
+            try:
+                info = self._fs.info(path)
+            except NotADirectoryError as error:
+                raise FileNotFoundError(path) from error
+            if info["type"] == "directory":
+                raise FileNotFoundError(path)
+            return int(info["size"])
+
+    # --- deleting ----------------------------------------------------------------------------------------------
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._remove(self._path(name))
+
+    def sweep_temporaries(self, prefix: str) -> None:
+        folder = self._folder(prefix)
+        with self._told("listing", folder):
+            found = self._find(folder)
+        for path, _ in found:
+            last = path.rpartition("/")[2]
+            if last.startswith(".") and last.endswith(_SUFFIX):
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        with (
+            self._told("deleting", path),
+            suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+        ):
+            self._fs.rm_file(path)
+
+    # --- names and errors --------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _folder(self, prefix: str) -> str:
+        return self._path(prefix) if prefix else self._root
+
+    @contextmanager
+    def _told(self, doing: str, path: str) -> Iterator[None]:
+        """Take a turn, and turn what the file system raises into a StoreError: each has errors of its own."""
+        where = f"{doing} {path} in {self.url}"
+        try:
+            with self._turn:
+                yield
+        except StoreError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFound(f"{where}: no such object") from error
+        except FileExistsError as error:
+            raise AlreadyExists(f"{where}: it exists already") from error
+        except Exception as error:
+            raise StoreError(f"{where} failed: {error!r}; see the file system's own documentation") from error
+
+
+class _FsspecWriter(Writer):
+    """One sequential file handle, so appends take turns."""
+
+    def __init__(self, store: FsspecStore, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._temporary = _temporary(path)
+        self._lock = threading.Lock()
+        self._length = 0
+        with store._told("creating", path):
+            store._make_parent(path)
+            self._file: Any = store._fs.open(self._temporary, "wb")
+
+    def append(self, data: memoryview) -> int:
+        with self._lock, self._store._told("writing", self._path):
+            self._check_open()
+            position = -(-self._length // ALIGNMENT) * ALIGNMENT
+            for piece in (bytes(position - self._length), data):
+                while piece:
+                    piece = piece[self._file.write(piece) :]
+            self._length = position + len(data)
+            return position
+
+    def commit(self) -> int:
+        with self._lock, self._store._told("publishing", self._path):
+            self._check_open()
+            self._file.close()
+            self._store._move(self._temporary, self._path)
+            self._file = None
+            return self._length
+
+    def abort(self) -> None:
+        with self._lock:
+            file, self._file = self._file, None
+            if file is None:
+                return
+            with self._store._turn:
+                with suppress(Exception):
+                    file.close()
+                with suppress(Exception):
+                    self._store._fs.rm_file(self._temporary)
+
+    def _check_open(self) -> None:
+        if self._file is None:
+            raise StoreError(f"writing {self._path}: the writer was committed or aborted; create a new one")
+
+
+class _FsspecReader(Reader):
+    def __init__(self, store: FsspecStore, path: str, nbytes: int) -> None:
+        self._store = store
+        self._path = path
+        self._nbytes = nbytes
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        wanted = min(len(buffer), self._nbytes - position)
+        if wanted <= 0:
+            return 0
+        with self._store._told("reading", self._path):
+            data = self._store._fs.cat_file(self._path, start=position, end=position + wanted)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _temporary(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/.{name[:150]}.{secrets.token_hex(6)}{_SUFFIX}"
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    scheme = url.partition("://")[0]
+    try:
+        file_system, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise UnknownScheme(f"{url}: {error or 'a package is missing'} (for {scheme}:// URLs)") from error
+    except ValueError as error:
+        if scheme in fsspec.available_protocols():
+            raise StoreError(f"{url} cannot be opened: {error}; correct the URL") from error
+        known = ", ".join(sorted(fsspec.available_protocols()))
+        raise UnknownScheme(
+            f"{url}: no store serves {scheme}:// URLs; use a path, file://, s3://, gs://, az:// "
+            f'(pip install "ckpt-store[s3]"), or what fsspec serves with the package it names: {known}'
+        ) from error
+    except Exception as error:  # some connect at once: each raises errors of its own
+        raise StoreError(f"{url} cannot be opened: {error!r}; check the host and the credentials") from error
+    return file_system, root

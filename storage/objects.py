@@ -1,0 +1,227 @@
+"""A bucket as a store: S3 and what speaks its protocol, Google Cloud Storage, Azure. The requests are obstore's.
+
+An object store makes a whole object visible at once, so there is no temporary name and no fsync: a put that was
+acknowledged is durable. A writer is a multipart upload. A killed process can leave the parts of one behind, invisible
+but billed; a lifecycle rule on the bucket (AbortIncompleteMultipartUpload) removes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name, is_name
+from ckpt.storage.errors import AlreadyExists, NotFound, StoreError, UnknownScheme
+from ckpt.storage.upload import CONCURRENCY, PART_BYTES, UploadWriter
+
+_CLIENT = {"timeout": "120s"}  # of one request; obstore's 30 s are too few for eight parts at once on a slow line
+_RETRY: Any = None  # obstore's own: ten times within three minutes, with growing pauses
+
+_DELETE_BATCH = 1000  # names in one DeleteObjects request
+
+# Where any of these is set, obstore finds the credentials itself.
+_AWS_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
+
+_METADATA_SERVICE = "169.254.169.254"  # asked last, so a failure there means that no credentials were found
+
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
+
+
+class ObjectStore(Store):
+    """A bucket, or a folder of one: `s3://bucket/folder`, `gs://bucket/folder`, `az://container/folder`.
+
+    Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*; AWS_ENDPOINT_URL for other servers than Amazon's),
+    for S3 else from boto3 where it is installed: profiles, SSO, instance roles.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url if url.endswith("://") else url.rstrip("/")
+        self._store = _connect(self.url)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: Buffer) -> None:
+        with self._told("writing", name):
+            self._store.put(check_name(name), memoryview(data).cast("B"), chunk_size=PART_BYTES)
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        """As in `Store`. A StoreError other than AlreadyExists may hide a put that came through: read it to know."""
+        with self._told("writing", name):
+            self._store.put(check_name(name), memoryview(data).cast("B"), mode="create")
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        check_name(name)
+
+        def put(data: Any, part_bytes: int) -> None:
+            with self._told("uploading", name):
+                self._store.put(name, data, chunk_size=part_bytes, max_concurrency=CONCURRENCY)
+
+        return UploadWriter(f"{self.url}/{name}", put, size_hint)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> bytes:
+        check_name(name)
+        with self._told("reading", name, reads=True):
+            return bytes(self._store.get(name).bytes())
+
+    def open(self, name: str) -> Reader:
+        """No request is made; the first read finds out whether the object is there."""
+        return _ObjectReader(self, check_name(name))
+
+    def exists(self, name: str) -> bool:
+        try:
+            self._head(check_name(name))
+        except NotFound:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        folder = check_name(prefix) if prefix else None
+        with self._told("listing", prefix):
+            for page in self._store.list(folder, chunk_size=1000):
+                for found in page:
+                    if is_name(found["path"]):
+                        yield Entry(found["path"], found["size"])
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        folder = check_name(prefix) if prefix else None
+        with self._told("listing", prefix):
+            found = self._store.list_with_delimiter(folder)["common_prefixes"]
+        for path in found:
+            if is_name(path):
+                yield path.rpartition("/")[2]
+
+    def _head(self, name: str) -> int:
+        with self._told("looking up", name, reads=True):
+            size: int = self._store.head(name)["size"]
+            return size
+
+    def _read_range(self, name: str, position: int, nbytes: int) -> Any:
+        with self._told("reading", name, reads=True):
+            return self._store.get_range(name, start=position, length=nbytes)
+
+    # --- deleting ----------------------------------------------------------------------------------------------
+
+    def delete(self, names: Iterable[str]) -> None:
+        every = [check_name(name) for name in names]
+        for start in range(0, len(every), _DELETE_BATCH):
+            batch = every[start : start + _DELETE_BATCH]
+            try:
+                with self._told("deleting", batch[0], reads=True):
+                    self._store.delete(batch)
+            except NotFound:
+                # S3 says nothing of a missing object; Google and Azure do, and leave open what else was deleted.
+                self._delete_singly(batch)
+
+    def _delete_singly(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                with self._told("deleting", name, reads=True):
+                    self._store.delete(name)
+            except NotFound:
+                pass
+
+    # --- errors ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _told(self, doing: str, name: str, *, reads: bool = False) -> Iterator[None]:
+        """Turn obstore's errors into ours; only where an object is looked for (`reads`) can it be NotFound."""
+        from obstore import exceptions
+
+        where = f"{doing} {self.url}/{name}"
+        try:
+            yield
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise AlreadyExists(f"{where}: it exists already") from error
+        except FileNotFoundError as error:
+            if reads and not any(mark in str(error) for mark in _NO_BUCKET):
+                raise NotFound(f"{where}: no such object") from error
+            raise StoreError(f"{where} failed: the bucket does not exist; create it or correct the URL") from error
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise StoreError(f"{where} failed: {_brief(error)}; {_credentials_advice(self.url)}") from error
+        except (exceptions.BaseError, OSError) as error:
+            if any(mark in str(error) for mark in _NO_BUCKET):
+                advice = "the bucket does not exist; create it or correct the URL"
+            elif "credential" in str(error).lower() or _METADATA_SERVICE in str(error):
+                advice = _credentials_advice(self.url)
+            else:
+                advice = "check the network and the endpoint (AWS_ENDPOINT_URL); it was tried several times"
+            raise StoreError(f"{where} failed: {_brief(error)}; {advice}") from error
+
+
+class _ObjectReader(Reader):
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        if not len(buffer):
+            return 0
+        try:
+            data = memoryview(self._store._read_range(self._name, position, len(buffer)))
+        except NotFound:
+            raise
+        except StoreError:
+            # A range beyond the end is an error of its own in each protocol; only the object's length tells it apart.
+            if position >= self._store._head(self._name):
+                return 0
+            raise
+        buffer[: len(data)] = data  # a range is short only at the end of the object
+        return len(data)
+
+
+def _connect(url: str) -> Any:
+    try:
+        from obstore import exceptions
+        from obstore.store import from_url
+    except ImportError as error:
+        scheme = url.partition("://")[0]
+        raise UnknownScheme(
+            f'{url}: {scheme}:// needs the package obstore; run: pip install "ckpt-store[s3]"'
+        ) from error
+    options: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": _RETRY}
+    if url.startswith(("s3://", "s3a://")):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        if endpoint:
+            options["endpoint"] = endpoint
+        if endpoint.startswith("http://"):
+            options["client_options"]["allow_http"] = True
+        if not any(os.environ.get(name) for name in _AWS_CREDENTIALS):
+            options.update(_boto3_credentials())
+    try:
+        return from_url(url, **options)
+    except (exceptions.BaseError, ValueError) as error:
+        advice = "write scheme://bucket/folder and set what is missing"
+        raise StoreError(f"{url} cannot be opened: {_brief(error)}; {advice}") from error
+
+
+def _boto3_credentials() -> dict[str, Any]:
+    """Credentials that boto3 finds (profiles, SSO, instance roles); none where boto3 is missing or finds none."""
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return {}
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ValueError:  # boto3 knows of none: obstore asks the instance's metadata service and says so if that fails
+        return {}
+
+
+def _credentials_advice(url: str) -> str:
+    if url.startswith("s3"):
+        return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), and check the bucket's policy"
+    return "check the credentials in the environment and the bucket's policy"
+
+
+def _brief(error: BaseException) -> str:
+    """The first line of obstore's message, which goes on with a dump of its internals."""
+    return str(error).strip().split("\n", 1)[0][:500]

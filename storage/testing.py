@@ -1,0 +1,478 @@
+"""The contract of a store as a test suite. A third party proves its store by three lines:
+
+    class TestMine(StoreContract):
+        @pytest.fixture
+        def store(self):
+            return MyStore(...)        # empty; a new one for each test
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
+from typing import Any
+
+import pytest
+
+from ckpt.storage.base import ALIGNMENT, Store
+from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError
+
+INVALID_NAMES = [
+    "..",
+    ".",
+    "../a",
+    "a/../b",
+    "a/./b",
+    "/abs",
+    "a//b",
+    "a/",
+    "",
+    ".hidden",
+    "a/.hidden/b",
+    "a b",
+    "a\\b",
+    "a\nb",
+    "a\x00b",
+    "a?b",
+    "ä",
+    "x" * 201,
+    "/".join(["x" * 100] * 11),
+]
+
+
+def pattern(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that differ at every position and for every seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def names(store: Store, prefix: str = "") -> dict[str, int]:
+    """Name and length of all that is below `prefix`; fails where a name comes twice."""
+    entries = list(store.list(prefix))
+    listed = {entry.name: entry.nbytes for entry in entries}
+    assert len(listed) == len(entries), "a name is listed twice"
+    return listed
+
+
+def in_threads(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Start all calls at the same moment, each in a thread; return what they return, an exception as itself."""
+    every = list(calls)
+    start = threading.Barrier(len(every))
+
+    def run(call: Callable[[], Any]) -> Any:
+        start.wait()
+        try:
+            return call()
+        except StoreError as error:
+            return error
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads change places in the middle of things, not every 5 ms
+    try:
+        with ThreadPoolExecutor(len(every)) as pool:
+            return list(pool.map(run, every))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def write(store: Store, name: str, data: bytes) -> int:
+    """Write `data` through a writer, in one append."""
+    with store.create(name) as writer:
+        writer.append(memoryview(data))
+        return writer.commit()
+
+
+def read(store: Store, name: str, position: int, nbytes: int) -> bytes:
+    """Read a range through a reader."""
+    with store.open(name) as reader:
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: reader.read_into(position, memoryview(buffer))])
+
+
+class StoreContract(ABC):
+    """What every store must do. Override the fixture `store`; it starts empty."""
+
+    @pytest.fixture
+    @abstractmethod
+    def store(self) -> Any:
+        """A new, empty store."""
+
+    # --- put and get ---------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_001])
+    def test_put_then_get(self, store: Store, nbytes: int) -> None:
+        data = pattern(nbytes)
+        store.put("a/b/c.bin", data)
+        assert store.get("a/b/c.bin") == data
+        assert names(store) == {"a/b/c.bin": nbytes}
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_put_takes_any_buffer(self, store: Store, kind: Callable[[bytes], Any]) -> None:
+        store.put("put", kind(b"some bytes"))
+        store.put_new("new", kind(b"some bytes"))
+        assert store.get("put") == store.get("new") == b"some bytes"
+        assert isinstance(store.get("put"), bytes)
+
+    def test_put_replaces(self, store: Store) -> None:
+        store.put("a", pattern(10_000))
+        store.put("a", b"short")
+        assert store.get("a") == b"short"
+        assert names(store) == {"a": 5}
+
+    def test_readers_see_one_version_of_a_replaced_object(self, store: Store) -> None:
+        versions = [bytes([i]) * 50_000 for i in range(4)]
+        store.put("a", versions[0])
+        seen = in_threads(
+            [lambda i=i: store.put("a", versions[i]) for i in range(4)]  # type: ignore[misc]
+            + [lambda: store.get("a") for _ in range(4)]
+        )
+        assert all(data in versions for data in seen[4:])
+        assert store.get("a") in versions
+
+    def test_twenty_mebibytes(self, store: Store) -> None:
+        data = pattern(20 * 1024 * 1024)
+        store.put("put", data)
+        assert write(store, "written", data) == len(data)
+        assert names(store) == {"put": len(data), "written": len(data)}
+        assert store.get("put") == data
+        assert store.get("written") == data
+
+    # --- put_new -------------------------------------------------------------------------------------------------
+
+    def test_put_new(self, store: Store) -> None:
+        store.put_new("a/b", b"first")
+        assert store.get("a/b") == b"first"
+        with pytest.raises(AlreadyExists, match="a/b"):
+            store.put_new("a/b", b"second")
+        assert store.get("a/b") == b"first"
+        assert names(store) == {"a/b": 5}
+
+    def test_put_new_after_put_and_delete(self, store: Store) -> None:
+        store.put("a", b"1")
+        with pytest.raises(AlreadyExists):
+            store.put_new("a", b"2")
+        store.delete(["a"])
+        store.put_new("a", b"3")
+        assert store.get("a") == b"3"
+
+    def test_of_many_put_new_one_wins(self, store: Store) -> None:
+        for attempt in range(10):
+            name = f"race/{attempt}"
+            results = in_threads([lambda i=i: store.put_new(name, bytes([i]) * 1000) for i in range(4)])  # type: ignore[misc]  # noqa: B023
+            winners = [i for i, result in enumerate(results) if result is None]
+            assert len(winners) == 1, results
+            assert all(isinstance(result, AlreadyExists) for result in results if result is not None)
+            assert store.get(name) == bytes(winners) * 1000
+
+    # --- what is not there ---------------------------------------------------------------------------------------
+
+    def test_not_found(self, store: Store) -> None:
+        for name in ("none", "no/such/object"):
+            with pytest.raises(NotFound, match=name):
+                store.get(name)
+            with pytest.raises(NotFound, match=name), store.open(name) as reader:
+                reader.read_into(0, memoryview(bytearray(1)))
+            assert not store.exists(name)
+        assert names(store) == {}
+        assert names(store, "no/such") == {}
+        assert list(store.list_folders()) == []
+        assert list(store.list_folders("no/such")) == []
+
+    def test_a_folder_is_no_object(self, store: Store) -> None:
+        store.put("a/b", b"x")
+        with pytest.raises(NotFound):
+            store.get("a")
+        with pytest.raises(NotFound), store.open("a") as reader:
+            reader.read_into(0, memoryview(bytearray(1)))
+        assert not store.exists("a")
+        store.delete(["a"])
+        assert store.get("a/b") == b"x"
+
+    def test_nothing_is_below_an_object(self, store: Store) -> None:
+        store.put("a", b"x")
+        with pytest.raises(NotFound):
+            store.get("a/b")
+        assert not store.exists("a/b")
+        assert names(store, "a") == {}
+        assert list(store.list_folders("a")) == []
+        store.delete(["a/b"])
+        assert store.get("a") == b"x"
+
+    def test_exists(self, store: Store) -> None:
+        store.put("a/b", b"")
+        assert store.exists("a/b")
+        store.delete(["a/b"])
+        assert not store.exists("a/b")
+
+    # --- ranges --------------------------------------------------------------------------------------------------
+
+    def test_ranges(self, store: Store) -> None:
+        data = pattern(10_000)
+        store.put("a", data)
+        for position, nbytes in [(0, 10_000), (0, 1), (9_999, 1), (4_095, 2), (1_234, 5_678)]:
+            assert read(store, "a", position, nbytes) == data[position : position + nbytes]
+
+    def test_range_is_short_at_the_end(self, store: Store) -> None:
+        data = pattern(10_000)
+        store.put("a", data)
+        assert read(store, "a", 9_000, 5_000) == data[9_000:]
+        assert read(store, "a", 0, 20_000) == data
+
+    def test_range_past_the_end_is_empty(self, store: Store) -> None:
+        store.put("a", pattern(100))
+        assert read(store, "a", 100, 10) == b""
+        assert read(store, "a", 10_000, 10) == b""
+        store.put("empty", b"")
+        assert read(store, "empty", 0, 10) == b""
+
+    def test_range_into_an_empty_buffer(self, store: Store) -> None:
+        store.put("a", pattern(100))
+        assert read(store, "a", 50, 0) == b""
+
+    def test_range_leaves_the_rest_of_the_buffer(self, store: Store) -> None:
+        store.put("a", b"abc")
+        buffer = bytearray(b"." * 8)
+        with store.open("a") as reader:
+            assert reader.read_into(1, memoryview(buffer)) == 2
+        assert buffer == b"bc......"
+
+    def test_many_threads_read_one_reader(self, store: Store) -> None:
+        data = pattern(1_000_000)
+        store.put("a", data)
+        with store.open("a") as reader:
+
+            def read_some(seed: int) -> bool:
+                rng = random.Random(seed)
+                for _ in range(10):
+                    position, buffer = rng.randrange(len(data)), bytearray(rng.randrange(1, 100_000))
+                    count = reader.read_into(position, memoryview(buffer))
+                    if buffer[:count] != data[position : position + len(buffer)]:
+                        return False
+                return True
+
+            assert in_threads([lambda i=i: read_some(i) for i in range(8)]) == [True] * 8  # type: ignore[misc]
+
+    # --- writers -------------------------------------------------------------------------------------------------
+
+    def test_appends_are_aligned(self, store: Store) -> None:
+        pieces = [pattern(nbytes, seed=nbytes) for nbytes in (1, 4096, 5000, 0, 8192, 3)]
+        with store.create("a/w") as writer:
+            positions = [writer.append(memoryview(piece)) for piece in pieces]
+            assert writer.commit() == 6 * ALIGNMENT + 3
+        assert positions == [ALIGNMENT * page for page in (0, 1, 2, 4, 4, 6)]
+        data = store.get("a/w")
+        assert len(data) == 6 * ALIGNMENT + 3
+        for position, piece in zip(positions, pieces, strict=True):
+            assert data[position : position + len(piece)] == piece
+        assert data[1:ALIGNMENT] == bytes(ALIGNMENT - 1), "the gap is not zero"
+
+    @pytest.mark.parametrize("kind", ["odd", "page", "mixed"])
+    def test_appends_from_many_threads(self, store: Store, kind: str) -> None:
+        """Odd lengths, whole pages from memory that starts on a page (the way of O_DIRECT), and both at once."""
+
+        def some(thread: int) -> list[memoryview]:
+            rng = random.Random(thread)
+            pieces = []
+            for i in range(6):
+                nbytes = rng.randrange(1, 300_000)
+                if kind == "page" or (kind == "mixed" and i % 2):
+                    nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+                memory = memoryview(mmap(-1, nbytes))
+                memory[:] = pattern(nbytes, seed=100 * thread + i)
+                pieces.append(memory)
+            return pieces
+
+        parts = [some(thread) for thread in range(8)]
+        with store.create("a/w", sum(len(piece) for part in parts for piece in part)) as writer:
+
+            def append(part: list[memoryview]) -> list[int]:
+                return [writer.append(piece) for piece in part]
+
+            positions = in_threads([lambda part=part: append(part) for part in parts])  # type: ignore[misc]
+            length = writer.commit()
+        data = store.get("a/w")
+        assert length == len(data) == names(store)["a/w"]
+        placed = sorted(
+            (position, len(piece), bytes(piece))
+            for part, at in zip(parts, positions, strict=True)
+            for position, piece in zip(at, part, strict=True)
+        )
+        end = 0
+        for position, nbytes, piece in placed:
+            assert position == -(-end // ALIGNMENT) * ALIGNMENT, "pieces overlap or leave a gap"
+            assert data[position : position + nbytes] == piece
+            end = position + nbytes
+        assert length == end
+
+    def test_an_append_is_copied_before_it_returns(self, store: Store) -> None:
+        buffer = bytearray(3_000_000)
+        with store.create("a") as writer:
+            for value in range(5):
+                buffer[:] = bytes([value]) * len(buffer)
+                position = writer.append(memoryview(buffer))
+                buffer[:] = b"\xff" * len(buffer)
+            writer.commit()
+        data = store.get("a")
+        assert [data[value * (position // 4)] for value in range(5)] == [0, 1, 2, 3, 4]
+        assert b"\xff" not in data
+
+    @pytest.mark.parametrize("nbytes", [10, 20 * 1024 * 1024])
+    def test_nothing_is_visible_before_commit(self, store: Store, nbytes: int) -> None:
+        data = pattern(nbytes)
+        with store.create("a/b") as writer:
+            writer.append(memoryview(data))
+            assert names(store) == {}
+            assert not store.exists("a/b")
+            with pytest.raises(NotFound):
+                store.get("a/b")
+            writer.commit()
+        assert names(store) == {"a/b": nbytes}
+        assert store.get("a/b") == data
+
+    @pytest.mark.parametrize("nbytes", [0, 10, 20 * 1024 * 1024])
+    def test_abort_leaves_nothing(self, store: Store, nbytes: int) -> None:
+        writer = store.create("a/b")
+        if nbytes:
+            writer.append(memoryview(pattern(nbytes)))
+        writer.abort()
+        writer.abort()
+        assert names(store) == {}
+        assert not store.exists("a/b")
+
+    def test_leaving_the_context_without_commit_aborts(self, store: Store) -> None:
+        with pytest.raises(RuntimeError, match="on purpose"), store.create("a/b") as writer:
+            writer.append(memoryview(b"x"))
+            raise RuntimeError("on purpose")
+        assert names(store) == {}
+
+    def test_abort_after_commit_is_harmless(self, store: Store) -> None:
+        with store.create("a") as writer:
+            writer.append(memoryview(b"kept"))
+            writer.commit()
+            writer.abort()
+        assert store.get("a") == b"kept"
+
+    def test_a_finished_writer_takes_no_more(self, store: Store) -> None:
+        for finish in ("commit", "abort"):
+            writer = store.create("a")
+            writer.append(memoryview(b"x"))
+            getattr(writer, finish)()
+            with pytest.raises(StoreError):
+                writer.append(memoryview(b"y"))
+            with pytest.raises(StoreError):
+                writer.commit()
+
+    def test_empty_object(self, store: Store) -> None:
+        with store.create("a") as writer:
+            assert writer.commit() == 0
+        assert write(store, "b", b"") == 0
+        assert store.get("a") == store.get("b") == b""
+        assert names(store) == {"a": 0, "b": 0}
+
+    def test_size_hint_binds_to_nothing(self, store: Store) -> None:
+        for name, hint in (("more", 1_000_000), ("less", 1)):
+            with store.create(name, hint) as writer:
+                writer.append(memoryview(b"x" * 5_000))
+                assert writer.commit() == 5_000
+        assert names(store) == {"more": 5_000, "less": 5_000}
+
+    def test_a_writer_replaces(self, store: Store) -> None:
+        store.put("a", pattern(9_999))
+        write(store, "a", b"new")
+        assert store.get("a") == b"new"
+
+    def test_writers_of_different_objects_side_by_side(self, store: Store) -> None:
+        results = in_threads([lambda i=i: write(store, f"a/{i}", pattern(50_000, i)) for i in range(8)])  # type: ignore[misc]
+        assert results == [50_000] * 8
+        assert all(store.get(f"a/{i}") == pattern(50_000, i) for i in range(8))
+
+    # --- listing and deleting ------------------------------------------------------------------------------------
+
+    def test_list_at_any_depth(self, store: Store) -> None:
+        there = {"top": 1, "a/one": 2, "a/b/two": 3, "a/b/c/three": 4, "d/four": 5}
+        for name, nbytes in there.items():
+            store.put(name, bytes(nbytes))
+        assert names(store) == there
+        assert names(store, "a") == {name: nbytes for name, nbytes in there.items() if name.startswith("a/")}
+        assert names(store, "a/b/c") == {"a/b/c/three": 4}
+        assert sorted(store.list_folders()) == ["a", "d"]
+        assert sorted(store.list_folders("a")) == ["b"]
+        assert sorted(store.list_folders("a/b")) == ["c"]
+        assert sorted(store.list_folders("a/b/c")) == []
+
+    def test_prefix_is_a_folder(self, store: Store) -> None:
+        for name in ("a/x", "ab/x", "a-b/x", "a.b/x", "abc"):
+            store.put(name, b"")
+        assert names(store, "a") == {"a/x": 0}
+        assert names(store, "ab") == {"ab/x": 0}
+        assert sorted(store.list_folders()) == ["a", "a-b", "a.b", "ab"]
+
+    def test_list_more_than_one_page(self, store: Store) -> None:
+        """1,000 names are a page of S3."""
+        there = [f"many/{i}" for i in range(1_100)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: store.put(name, b"x"), there))
+        assert sorted(names(store, "many")) == sorted(there)
+        store.delete(there)
+        assert names(store) == {}
+
+    def test_delete(self, store: Store) -> None:
+        for name in ("a/b", "a/c", "d"):
+            store.put(name, b"x")
+        store.delete(iter(["a/b", "d", "never/was", "nor-this"]))
+        assert names(store) == {"a/c": 1}
+        store.delete(["a/b"])
+        store.delete([])
+        with pytest.raises(NotFound):
+            store.get("a/b")
+
+    def test_a_folder_can_come_back(self, store: Store) -> None:
+        for _ in range(2):
+            store.put("a/b/c", b"x")
+            store.delete(["a/b/c"])
+        write(store, "a/b/c", b"y")
+        assert names(store) == {"a/b/c": 1}
+
+    def test_sweep_removes_no_object(self, store: Store) -> None:
+        store.put("a/b", b"x")
+        store.sweep_temporaries("")
+        store.sweep_temporaries("a")
+        store.sweep_temporaries("none")
+        assert names(store) == {"a/b": 1}
+
+    # --- names ---------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("name", ["a", "A-b_c.d", "0", "-", "a..b", "a.", "x" * 200, "/".join("abcdefgh")])
+    def test_valid_names(self, store: Store, name: str) -> None:
+        store.put(name, b"x")
+        assert names(store) == {name: 1}
+        assert store.get(name) == b"x"
+        assert write(store, name, b"yy") == 2
+        assert names(store) == {name: 2}
+
+    @pytest.mark.parametrize("name", INVALID_NAMES)
+    def test_invalid_names_are_refused(self, store: Store, name: str) -> None:
+        store.put("kept", b"x")
+        calls: list[Callable[[], Any]] = [
+            lambda: store.put(name, b"x"),
+            lambda: store.put_new(name, b"x"),
+            lambda: store.get(name),
+            lambda: store.open(name),
+            lambda: store.create(name),
+            lambda: store.exists(name),
+            lambda: store.delete(["kept-not", name]),
+        ]
+        if name:  # the empty prefix is the root
+            calls += [lambda: list(store.list(name)), lambda: list(store.list_folders(name))]
+        for call in calls:
+            with pytest.raises(InvalidName):
+                call()
+        assert names(store) == {"kept": 1}
+
+    def test_url_names_it_in_messages(self, store: Store) -> None:
+        assert store.url in repr(store)
+        assert "://" in store.url

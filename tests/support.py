@@ -1,0 +1,299 @@
+"""Shared by the tests: states that a step number determines, what a repository holds on disk, processes that get killed.
+
+A state made by `state_of(step)` has leaves that change at every step, at every third, and never, in blocks of their
+own, so that saving a row of steps writes some blocks and refers to others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ckpt
+from ckpt import records
+from ckpt.storage.base import Entry, Reader, Store, Writer
+from ckpt.storage.errors import StoreError
+from ckpt.storage.failpoints import set_failpoints
+
+TESTS = Path(__file__).parent
+SOAK = os.environ.get("CKPT_SOAK") == "1"
+
+
+# --- states ----------------------------------------------------------------------------------------------------
+
+
+def state_of(step: int, size: int = 5000) -> dict[str, Any]:
+    """The state of a step. Each element size is a block of its own: one that never changes, one slow, two fast."""
+    fast = np.random.default_rng(step)
+    slow = np.random.default_rng(1000 + step // 3)
+    never = np.random.default_rng(7)
+    return {
+        "step": step,
+        "name": f"step {step}",
+        "embed": never.integers(0, 255, 2 * size, dtype=np.uint8),
+        "slow": {"a": slow.integers(0, 999, size, dtype=np.int16), "b": slow.integers(0, 9, (3, 5), dtype=np.int16)},
+        "model": [fast.standard_normal(size, dtype=np.float32), np.float32(step) / 3],
+        "moments": (fast.standard_normal((size // 10, 7)), np.arange(step, step + 9.0), np.zeros((0, 4))),
+    }
+
+
+def write_into(state: Any, other: Any) -> Any:
+    """Give `state` the values of `other`, its arrays in place, as a training step does."""
+    if isinstance(state, np.ndarray):
+        state[...] = other
+        return state
+    if isinstance(state, dict):
+        for key in state:
+            state[key] = write_into(state[key], other[key])
+        return state
+    if isinstance(state, list):
+        state[:] = [write_into(a, b) for a, b in zip(state, other, strict=True)]
+        return state
+    if isinstance(state, tuple):
+        return tuple(write_into(a, b) for a, b in zip(state, other, strict=True))
+    return other
+
+
+def differences(got: Any, want: Any, path: str = "state") -> list[str]:
+    """Where two states differ in type, shape or any bit."""
+    if type(got) is not type(want):
+        return [f"{path}: {type(got).__name__} instead of {type(want).__name__}"]
+    if isinstance(want, dict):
+        if list(got) != list(want):
+            return [f"{path}: keys {list(got)} instead of {list(want)}"]
+        return [d for k in want for d in differences(got[k], want[k], f"{path}.{k}")]
+    if isinstance(want, (list, tuple)):
+        if len(got) != len(want):
+            return [f"{path}: {len(got)} entries instead of {len(want)}"]
+        return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in differences(a, b, f"{path}.{i}")]
+    if isinstance(want, (np.ndarray, np.generic)):
+        same = got.dtype == want.dtype and got.shape == want.shape and got.tobytes() == want.tobytes()
+        return [] if same else [f"{path}: other bytes"]
+    return [] if got == want else [f"{path}: {got!r} instead of {want!r}"]
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Fail unless two states are equal bit for bit."""
+    found = differences(got, want)
+    assert not found, "; ".join(found[:5])
+
+
+# --- what is on disk -------------------------------------------------------------------------------------------
+
+
+def files(root: str | os.PathLike[str]) -> set[str]:
+    """Every file below a folder, hidden and temporary ones too."""
+    return {
+        os.path.relpath(os.path.join(base, name), root) for base, _, names in os.walk(root) for name in names
+    }
+
+
+def snapshot(root: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Every file below a folder with its bytes."""
+    return {name: Path(root, name).read_bytes() for name in files(root)}
+
+
+def reachable(root: str | os.PathLike[str]) -> set[str]:
+    """The files below steps/ that commit records name, and the records."""
+    found = set()
+    for path in Path(root).glob("steps/*/commit.json"):
+        commit = records.decode_commit(path.read_bytes(), str(path))
+        found.add(os.path.relpath(path, root))
+        found.update(f.name for f in (*commit.manifests, *commit.trees, *commit.packs))
+    return found
+
+
+def assert_clean(root: str | os.PathLike[str]) -> None:
+    """Fail unless a repository holds exactly what its commit records need: no left-overs, nothing missing."""
+    here = files(root)
+    steps = {name for name in here if name.startswith("steps/")}
+    assert steps == reachable(root)
+    assert not [name for name in here if os.path.basename(name).startswith(".")], "temporary files are left"
+    assert not [base for base, folders, names in os.walk(root) if not folders and not names], "empty folders are left"
+    rest = here - steps
+    assert {name.partition("/")[0] for name in rest} <= {"ckpt.json", "generations"}
+
+
+def assert_all_load(root: str | os.PathLike[str], acknowledged: int | None = None) -> list[int]:
+    """Every listed step loads bit for bit, and the newest is at least the acknowledged one. Returns the steps."""
+    try:
+        steps = ckpt.open(root).steps()
+    except ckpt.FormatError:
+        assert acknowledged is None
+        return []  # died before the repository was made
+    assert acknowledged is None or (steps and steps[-1] >= acknowledged), (steps, acknowledged)
+    for step in steps:
+        assert_same(ckpt.load(root, step=step), state_of(step))
+        assert ckpt.open(root)[step].verify() > 0
+    if steps:
+        assert_same(ckpt.load(root, strict=True), state_of(steps[-1]))
+    return steps
+
+
+def one_line(error: BaseException | pytest_info, *words: str) -> str:
+    """The message of an error: one line that holds all `words`."""
+    text = str(getattr(error, "value", error))
+    assert "\n" not in text, text
+    assert len(text) > 20, text
+    for word in words:
+        assert word in text, f"{word!r} is not in: {text}"
+    return text
+
+
+pytest_info = Any
+
+
+@contextmanager
+def failing(spec: str) -> Iterator[None]:
+    """Fail points of this process, off again at the end."""
+    set_failpoints(spec)
+    try:
+        yield
+    finally:
+        set_failpoints("")
+
+
+# --- processes -------------------------------------------------------------------------------------------------
+
+
+def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
+    """Start a Python process that runs `code` with the tests on its path, talking by lines."""
+    env = {**os.environ, "PYTHONPATH": str(TESTS), **options.pop("env", {})}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 60) -> str:
+    """Wait for a process to end well; return what it printed."""
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == 0, err
+    return out
+
+
+class Killer:
+    """A server that has ckpt imported and forks a saving child for each job, which it may kill. See kill_server.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "kill_server.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(TESTS)},
+        )  # fmt: skip
+
+    def run(self, **job: Any) -> dict[str, Any]:
+        """Run one job; its answer has `acknowledged` (steps), `killed` (bool) and `error` (text, "" where none)."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+# --- a store that fails ----------------------------------------------------------------------------------------
+
+
+class Injected(StoreError):
+    """The failure that a FailingStore was told to make."""
+
+
+class FailingStore(Store):
+    """Passes all calls on to another store; the `at`-th call of `method` fails, before or after it took effect.
+
+    Methods of writers and readers count as "append", "commit", "read_into". The URL is that of the store below.
+    """
+
+    def __init__(self, inner: Store, method: str = "", at: int = 0, after: bool = False) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.calls: dict[str, int] = {}
+        self.failed = False
+        self._method = method
+        self._at = at
+        self._after = after
+
+    def call(self, name: str, work: Any) -> Any:
+        """Count one call and do it, or fail."""
+        count = self.calls[name] = self.calls.get(name, 0) + 1
+        hit = name == self._method and count == self._at
+        if hit and not self._after:
+            self.failed = True
+            raise Injected(f"injected: call {count} of {name} on {self.url}")
+        result = work()
+        if hit:
+            self.failed = True
+            raise Injected(f"injected: answer {count} of {name} on {self.url} got lost")
+        return result
+
+    def put(self, name: str, data: Any) -> None:
+        self.call("put", lambda: self.inner.put(name, data))
+
+    def put_new(self, name: str, data: Any) -> None:
+        self.call("put_new", lambda: self.inner.put_new(name, data))
+
+    def get(self, name: str) -> bytes:
+        return self.call("get", lambda: self.inner.get(name))  # type: ignore[no-any-return]
+
+    def open(self, name: str) -> Reader:
+        return _FailingReader(self, self.call("open", lambda: self.inner.open(name)))
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        return _FailingWriter(self, self.call("create", lambda: self.inner.create(name, size_hint)))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        return iter(self.call("list", lambda: [*self.inner.list(prefix)]))
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        return iter(self.call("list_folders", lambda: [*self.inner.list_folders(prefix)]))
+
+    def delete(self, names: Any) -> None:
+        names = [*names]
+        self.call("delete", lambda: self.inner.delete(names))
+
+    def exists(self, name: str) -> bool:
+        return self.call("exists", lambda: self.inner.exists(name))  # type: ignore[no-any-return]
+
+    def sweep_temporaries(self, prefix: str) -> None:
+        self.call("sweep_temporaries", lambda: self.inner.sweep_temporaries(prefix))
+
+
+class _FailingWriter(Writer):
+    def __init__(self, store: FailingStore, inner: Writer) -> None:
+        self._store, self._inner = store, inner
+
+    def append(self, data: memoryview) -> int:
+        return self._store.call("append", lambda: self._inner.append(data))  # type: ignore[no-any-return]
+
+    def commit(self) -> int:
+        return self._store.call("commit", self._inner.commit)  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class _FailingReader(Reader):
+    def __init__(self, store: FailingStore, inner: Reader) -> None:
+        self._store, self._inner = store, inner
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        return self._store.call("read_into", lambda: self._inner.read_into(position, buffer))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._inner.close()

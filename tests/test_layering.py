@@ -1,0 +1,93 @@
+"""Imports go downwards only, and `import ckpt` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("storage", "aggregator", "ckpt", "recovery", "tools")  # each may import itself and those before it
+HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
+FRAMEWORK_FILES = {"ckpt/leaves/torch.py": "torch", "ckpt/leaves/jax.py": "jax"}
+"""Imported only where the framework is there already."""
+
+MODULES = sorted(str(file.relative_to(ROOT)) for layer in LAYERS for file in (ROOT / layer).rglob("*.py"))
+
+
+def installed_name(module: str) -> str:
+    """`storage/base.py` is `ckpt.storage.base` once it is installed."""
+    parts = list(Path(module).with_suffix("").parts)
+    if parts[0] != "ckpt":
+        parts.insert(0, "ckpt")
+    return ".".join(parts)
+
+
+def imported(statement: ast.stmt, module: str) -> Iterator[str]:
+    """The full names that a statement imports; of `from a import b` it is a.b, for b may be a module."""
+    if isinstance(statement, ast.Import):
+        yield from (alias.name for alias in statement.names)
+    elif isinstance(statement, ast.ImportFrom):
+        base = statement.module or ""
+        if statement.level:
+            above = installed_name(module).removesuffix(".__init__").split(".")
+            up = statement.level - module.endswith("__init__.py")
+            base = ".".join([*above[: len(above) - up], *([base] if base else [])])
+        yield from (f"{base}.{alias.name}" for alias in statement.names)
+
+
+def layer_of(name: str) -> str | None:
+    """The layer of an imported name, None where it is not ours."""
+    top, _, rest = name.partition(".")
+    if top != "ckpt":
+        return None
+    second = rest.partition(".")[0]
+    return second if second in LAYERS else "ckpt"
+
+
+def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported: those in functions and under TYPE_CHECKING do not."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.dump(statement.test):
+            yield from at_import(statement.orelse)
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from at_import(getattr(statement, field, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from at_import(handler.body)
+
+
+def test_every_layer_is_looked_at():
+    assert {Path(module).parts[0] for module in MODULES} == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_downwards_only(module: str):
+    allowed = LAYERS[: LAYERS.index(Path(module).parts[0]) + 1]
+    nodes = ast.walk(ast.parse((ROOT / module).read_text()))
+    names = [name for node in nodes if isinstance(node, ast.stmt) for name in imported(node, module)]
+    wrong = [name for name in names if (layer := layer_of(name)) is not None and layer not in allowed]
+    assert not wrong, f"{module} may import only from {', '.join(allowed)}"
+    by_folder = [name for name in names if name.split(".")[0] in set(LAYERS) - {"ckpt"}]
+    assert not by_folder, f"{module}: write ckpt.storage, not storage, which an installed package does not have"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_packages_are_imported_where_they_are_used(module: str):
+    statements = at_import(ast.parse((ROOT / module).read_text()).body)
+    packages = {name.split(".")[0] for statement in statements for name in imported(statement, module)}
+    assert packages & HEAVY <= {FRAMEWORK_FILES.get(module)}, f"{module}: import them in the function that needs them"
+
+
+def test_import_ckpt_is_light():
+    code = "import ckpt, sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "ckpt" in loaded
+    assert not {"torch", "jax", "pyarrow", "numcodecs", "obstore", "fsspec", "mpi4py", "h5py", "zarr"} & set(loaded)

@@ -1,0 +1,331 @@
+"""What a local directory promises beyond the contract: crashes, failing disks, odd file systems."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.storage.errors import AlreadyExists, NotFound, StoreError
+from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.local import O_DIRECT, LocalStore
+from ckpt.storage.testing import names, pattern, write
+from ckpt.storage.urls import open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """With one object, so that the folder `a` is there already."""
+    store = LocalStore(tmp_path / "store")
+    store.put("a/kept", b"kept")
+    return store
+
+
+@pytest.fixture
+def failpoints() -> Iterator[Callable[[str], None]]:
+    yield set_failpoints
+    set_failpoints("")
+
+
+def files_below(store: LocalStore) -> set[str]:
+    """Every file, the hidden ones too."""
+    return {str(path.relative_to(store.root)) for path in Path(store.root).rglob("*") if path.is_file()}
+
+
+# --- crashes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["local.append=kill@2", "local.fsync=kill@1", "local.rename=kill@1"])
+def test_killed_writer_leaves_only_what_the_sweep_removes(store: LocalStore, point: str) -> None:
+    program = (
+        "import sys; from ckpt.storage.local import LocalStore\n"
+        "with LocalStore(sys.argv[1]).create('a/killed', 1 << 20) as writer:\n"
+        "    for _ in range(3): writer.append(memoryview(bytes(8192)))\n"
+        "    writer.commit()\n"
+    )
+    child = subprocess.run([sys.executable, "-c", program, store.root], env={**os.environ, "CKPT_FAILPOINTS": point})
+    assert child.returncode == -9
+    assert names(store) == {"a/kept": 4}
+    assert not store.exists("a/killed")
+    assert len(files_below(store)) == 2
+    store.sweep_temporaries("")
+    assert files_below(store) == {"a/kept"}
+
+
+def test_sweep_keeps_to_its_folder_and_to_temporary_files(store: LocalStore) -> None:
+    there = {"a/.x.0.ckpt-tmp", "b/.x.0.ckpt-tmp", "b/.hidden", "b/x.ckpt-tmp"}
+    for name in there:
+        path = Path(store.root, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    store.sweep_temporaries("b")
+    assert files_below(store) == {"a/kept", "a/.x.0.ckpt-tmp", "b/.hidden", "b/x.ckpt-tmp"}
+
+
+def test_order_of_a_publish(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are durable before the name is, and the name before the call returns."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy_fsync(fd: int) -> None:
+        done.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")
+        fsync(fd)
+
+    def spy_replace(source: str, target: str) -> None:
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    write(store, "a/w", b"x")
+    assert done == ["fsync file", "rename", "fsync folder"]
+    done.clear()
+    store.put("a/p", b"x")
+    assert done == ["fsync file", "rename", "fsync folder"]
+    done.clear()
+    store.put("new/folder/p", b"x")
+    assert done == ["fsync folder"] * 2 + ["fsync file", "rename", "fsync folder"]
+
+
+# --- failing disks ---------------------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[LocalStore, bytes], Any]] = {
+    "put": lambda store, data: store.put("a/b", data),
+    "put_new": lambda store, data: store.put_new("a/b", data),
+    "writer": lambda store, data: write(store, "a/b", data),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_failed_fsync_publishes_nothing(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
+    failpoints("local.fsync=error@1")
+    with pytest.raises(StoreError, match="I/O error") as failure:
+        WRITES[how](store, b"x")
+    assert isinstance(failure.value.__cause__, OSError)
+    assert files_below(store) == {"a/kept"}
+    failpoints("")
+    WRITES[how](store, b"x")
+    assert store.get("a/b") == b"x"
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_failed_fsync_of_the_folder_is_told(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
+    """The object is whole, but its name may be lost with the power: the caller must not believe in it."""
+    failpoints("local.fsync=error@2")
+    with pytest.raises(StoreError, match="making durable"):
+        WRITES[how](store, b"x")
+
+
+@pytest.mark.parametrize("point", ["local.append=full", "local.rename=error", "local.append=error"])
+def test_failed_writer_leaves_nothing(store: LocalStore, failpoints: Callable[[str], None], point: str) -> None:
+    failpoints(point)
+    with pytest.raises(StoreError, match="full" if "full" in point else "I/O error"):
+        write(store, "a/b", b"x")
+    assert files_below(store) == {"a/kept"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    try:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no mount(8) here")
+    if mounted.returncode:
+        pytest.skip(f"mount(8) is not permitted: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_full_disk(small_disk: Path, how: str) -> None:
+    store = LocalStore(small_disk)
+    store.put("a/kept", b"kept")
+    with pytest.raises(StoreError, match="disk is full: free space"):
+        WRITES[how](store, bytes(2 << 20))
+    assert files_below(store) == {"a/kept"}
+    WRITES[how](store, bytes(1 << 19))  # what the failure took is free again
+
+
+def test_full_disk_is_found_when_space_is_reserved(small_disk: Path) -> None:
+    store = LocalStore(small_disk)
+    with pytest.raises(StoreError, match="disk is full"):
+        store.create("a/b", size_hint=2 << 20)
+    assert files_below(store) == set()
+    with store.create("a/b", size_hint=1 << 19) as writer:
+        writer.append(memoryview(bytes(100)))
+        writer.commit()
+    store.put("c", bytes(1 << 19))  # the rest of the reservation was given back
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can reach; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_permission_denied(open_folder: Path) -> None:
+    """In a child that is not root, for root may do everything."""
+    store = LocalStore(open_folder)
+    store.put("closed/a", b"x")
+    closed = Path(store.root, "closed")
+    (closed / "a").chmod(0)
+    closed.chmod(0o555)
+    calls: list[Callable[[], Any]] = [
+        lambda: store.put("closed/b", b"x"),
+        lambda: store.put_new("closed/b", b"x"),
+        lambda: store.create("closed/b"),
+        lambda: store.get("closed/a"),
+        lambda: store.open("closed/a"),
+        lambda: store.delete(["closed/a"]),
+    ]
+    child = os.fork()
+    if not child:
+        told = 0
+        try:
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            for call in calls:
+                try:
+                    call()
+                except NotFound:
+                    pass
+                except StoreError as error:
+                    told += "permission denied: check the owner" in str(error)
+        finally:
+            os._exit(told)
+    told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    closed.chmod(0o755)
+    assert told == len(calls)
+
+
+# --- odd file systems ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_refused_o_direct_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems open with O_DIRECT and refuse the write."""
+    store = LocalStore(tmp_path / "store")
+    refused = []
+    pwrite = os.pwrite
+
+    def picky_pwrite(fd: int, data: memoryview, position: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
+            refused.append(position)
+            raise OSError(errno.EINVAL, "refused by the test")
+        return pwrite(fd, data, position)
+
+    monkeypatch.setattr(os, "pwrite", picky_pwrite)
+    page = memoryview(mmap(-1, 8192))
+    page[:] = pattern(8192)
+    with store.create("a") as writer:
+        positions = [writer.append(page) for _ in range(3)]
+        assert writer.commit() == 3 * 8192
+    assert positions == [0, 8192, 16384]
+    assert store.get("a") == pattern(8192) * 3
+    assert refused in ([0], []), "one refusal is enough"  # none where O_DIRECT cannot even be opened
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+@pytest.mark.parametrize("short", [512, 4096])
+def test_short_direct_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
+    """A device may take a part only, and leave a position that O_DIRECT does not take."""
+    store = LocalStore(tmp_path / "store")
+    pwrite = os.pwrite
+    calls = []
+
+    def short_pwrite(fd: int, data: memoryview, position: int) -> int:
+        calls.append(position)
+        return pwrite(fd, data[:short] if len(calls) == 1 else data, position)
+
+    monkeypatch.setattr(os, "pwrite", short_pwrite)
+    page = memoryview(mmap(-1, 16384))
+    page[:] = pattern(16384)
+    with store.create("a") as writer:
+        writer.append(page)
+        writer.commit()
+    assert store.get("a") == pattern(16384)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP])
+def test_put_new_without_hard_links(store: LocalStore, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def no_link(source: str, target: str) -> None:
+        raise OSError(error, "no hard links")
+
+    monkeypatch.setattr(os, "link", no_link)
+    store.put_new("a/b", b"first")
+    with pytest.raises(AlreadyExists):
+        store.put_new("a/b", b"second")
+    assert store.get("a/b") == b"first"
+    assert files_below(store) == {"a/kept", "a/b"}
+
+
+def test_failed_rename_of_a_put_leaves_nothing(store: LocalStore) -> None:
+    Path(store.root, "a/folder").mkdir()
+    with pytest.raises(StoreError):
+        store.put("a/folder", b"x")
+    assert files_below(store) == {"a/kept"}
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_symbolic_links_are_not_listed_and_are_replaced_not_followed(store: LocalStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_bytes(b"outside")
+    for name, target in {"file": "file", "folder": "folder", "dangling": "none"}.items():
+        os.symlink(outside / target, Path(store.root, "a", name))
+    assert names(store) == {"a/kept": 4}
+    assert list(store.list_folders("a")) == []
+    store.put("a/file", b"inside")
+    write(store, "a/dangling", b"inside")
+    assert (outside / "file").read_bytes() == b"outside"
+    assert not (outside / "none").exists()
+    assert names(store) == {"a/kept": 4, "a/file": 6, "a/dangling": 6}
+    os.symlink(outside / "file", Path(store.root, "a", "again"))
+    store.delete(["a/again"])
+    assert (outside / "file").exists()
+
+
+def test_foreign_files_are_left_alone(store: LocalStore) -> None:
+    for name in ("lost+found", "ü.bin", "with space", ".hidden"):
+        Path(store.root, name).write_bytes(b"")
+        Path(store.root, "a", name).write_bytes(b"")
+        Path(store.root, "a", "folder " + name).mkdir()
+    assert names(store) == {"a/kept": 4}
+    assert list(store.list_folders()) == ["a"]
+    assert list(store.list_folders("a")) == []
+
+
+@pytest.mark.parametrize("folder", ["größe 模型", "a b", "100%25", "q?x=1#y"])
+def test_any_path_can_be_a_root_and_comes_back_from_its_url(tmp_path: Path, folder: str) -> None:
+    store = LocalStore(tmp_path / folder)
+    store.put("a", b"x")
+    assert (tmp_path / folder / "a").read_bytes() == b"x"
+    again = open_store(store.url)
+    assert isinstance(again, LocalStore)
+    assert again.root == store.root
+    assert again.get("a") == b"x"
+
+
+def test_delete_removes_empty_folders_up_to_the_root(store: LocalStore) -> None:
+    store.put("x/y/z", b"")
+    store.delete(["x/y/z"])
+    assert sorted(os.listdir(store.root)) == ["a"]
+    store.delete(["a/kept"])
+    assert os.listdir(store.root) == []

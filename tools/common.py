@@ -1,0 +1,121 @@
+"""What the commands share: exit codes, messages, sizes, tables and the progress bar."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from ckpt.storage.errors import CkptError
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes just done, from any thread."""
+
+INTERRUPTED = 128 + signal.SIGINT
+_PIPE_CLOSED = 128 + signal.SIGPIPE
+
+
+def run(command: click.Command) -> NoReturn:
+    """Run a command and end the process: 0 fine, 1 an error of ours, 2 wrong usage, 130 and 143 interrupted."""
+    # By default SIGTERM ends the process on the spot and would leave temporary files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if not sys.warnoptions:  # of the libraries below: nothing that a user of a command could act on
+        warnings.simplefilter("ignore")
+    name = command.name or "ckpt"
+    try:
+        sys.exit(command.main(prog_name=name, standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        complain(name, "interrupted")
+        sys.exit(INTERRUPTED)
+    except (CkptError, OSError) as error:
+        complain(name, str(error))
+        sys.exit(1)
+    except MemoryError:
+        complain(name, "not enough memory; name fewer leaves with --only, or choose a format that is written in pieces")
+        sys.exit(1)
+
+
+def complain(name: str, message: str) -> None:
+    """One line on stderr."""
+    click.echo(f"{name}: {printable(' '.join(message.split()))}", err=True)
+
+
+def emit(text: str) -> None:
+    """Print to stdout; where the reader has gone (`| head`), end quietly as a process killed by SIGPIPE would."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
+        sys.exit(_PIPE_CLOSED)
+
+
+def emit_json(value: Any) -> None:
+    """Print a JSON document to stdout."""
+    emit(json.dumps(value, indent=2))
+
+
+def show(table: RenderableType) -> None:
+    """Print a table: as wide as the terminal, or as wide as it needs to be in a file or pipe."""
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(markup=False, highlight=False, emoji=False, width=1 << 16)
+    # Captured, because rich has its own idea of what a closed pipe means.
+    with console.capture() as captured:
+        console.print(table)
+    emit("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+@contextmanager
+def progress(total: int, label: str) -> Iterator[Advance]:
+    """A bar on stderr that counts bytes, where that is a terminal (or FORCE_COLOR says so)."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 1.2 GB."""
+    return decimal(round(nbytes)).replace(" bytes", " B")
+
+
+def count(number: int, noun: str) -> str:
+    """`1 leaf`, `2 steps`."""
+    plural = "leaves" if noun == "leaf" else noun + "s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def printable(name: str) -> str:
+    """A name from a file without control characters, which could drive the terminal."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+def optional(module: str, what: str, extra: str) -> Any:
+    """Import a package that is not a core dependency; say how to get it where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CkptError(
+            f"{what} needs the package {module}, which cannot be imported ({error}); pip install 'ckpt-store[{extra}]'"
+        ) from error

@@ -1,0 +1,284 @@
+"""ckpt-inspect: what a repository or a step holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+import ckpt
+from ckpt.api import check_step
+from ckpt.checkpoint import Checkpoint
+from ckpt.repository import Repository
+from ckpt.storage.errors import CkptError
+from ckpt.tools import common
+from ckpt.tools.common import count, emit, printable, size
+from ckpt.tools.contents import Contents, contents
+from ckpt.tools.survey import (
+    LeafReport,
+    StepReport,
+    blocks_of,
+    leaf_reports,
+    stored_bytes,
+    survey,
+    verify,
+)
+
+_STYLES = {"ok": "green", "unfinished": "yellow", "incomplete": "bold red", "damaged": "bold red"}
+
+
+@click.command(
+    "ckpt-inspect",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  ckpt-inspect runs/a                      all steps of the repository in the folder runs/a
+  ckpt-inspect s3://bucket/run 1000        every array of step 1000
+  ckpt-inspect runs/a 1000 --only 'model.*'
+  ckpt-inspect runs/a --verify             read every byte of every step and check it
+  ckpt-inspect runs/a --json | jq '.steps[-1].step'
+
+\b
+State of a step:
+  ok          committed, and all its files are there with the right length
+  incomplete  committed, but files are missing or have another length
+  damaged     a record or (found with --verify) data differs from what was written
+  unfinished  no commit record: being saved just now, or left by a save that was cut off
+
+Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 2 wrong usage.""",
+)
+@click.argument("url")
+@click.argument("step", type=int, required=False)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only leaves of this name or shell pattern, such as 'model.*'. Needs STEP. May be repeated.",
+)
+@click.option(
+    "--verify",
+    "verifying",
+    is_flag=True,
+    help="Read everything (of the STEP, or of all steps) and check it against its digests.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.version_option(ckpt.__version__, package_name="ckpt-store")
+def command(url: str, step: int | None, only: tuple[str, ...], verifying: bool, as_json: bool) -> int:
+    """Show the steps of the checkpoint repository at URL, or the arrays of one STEP.
+
+    URL is a folder, or any URL that ckpt.save takes (s3://bucket/run …). Nothing is changed there. Without --verify
+    only the small records are read and the files listed, so the answer comes quickly whatever the size.
+    """
+    if step is None and only:
+        raise click.UsageError("--only picks leaves of one step: name the STEP as well")
+    repo = ckpt.open(url)
+    if step is None:
+        return _all_steps(repo, verifying, as_json)
+    (report,) = survey(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
+    if report.state == "unfinished" and step not in repo.step_numbers():
+        repo.commit(step)  # raises StepNotFound, which names the steps that there are
+    return _one_step(repo, report, only, verifying, as_json)
+
+
+def main() -> None:
+    """The console script."""
+    common.run(command)
+
+
+# --- all steps -------------------------------------------------------------------------------------------------
+
+
+def _all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
+    reports = survey(repo, repo.step_numbers())
+    if verifying:
+        checked = list(_verified_steps(repo, reports, as_json))
+        reports = [report for report, _ in checked]
+    failed = sum(r.failed for r in reports)
+    if as_json:
+        common.emit_json({"url": repo.url, "ok": not failed, "steps": [_step_json(r, verifying) for r in reports]})
+        return int(bool(failed))
+    if not verifying and reports:
+        common.show(_steps_table(reports))
+        for report in reports:
+            _show_problems(report)
+    emit(f"{count(len(reports), 'step')} in {repo.url}" + (f", {failed} of them not whole" if failed else ""))
+    return int(bool(failed))
+
+
+def _steps_table(reports: list[StepReport]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("step", "created (UTC)", "leaves", "raw", "written", "ratio", "generation", "state"):
+        table.add_column(column, justify="left" if column.startswith(("created", "state")) else "right", no_wrap=True)
+    for report in reports:
+        commit = report.commit
+        facts = ["-"] * 6
+        if commit is not None:
+            facts = [
+                _when(commit.created), f"{commit.leaves:,}", size(commit.raw_bytes), size(commit.written_bytes),
+                _ratio(commit.written_bytes, commit.raw_bytes), str(commit.generation),
+            ]  # fmt: skip
+        table.add_row(str(report.step), *facts, Text(report.state, _STYLES[report.state]))
+    return table
+
+
+def _show_problems(report: StepReport, most: int = 10) -> None:
+    for problem in report.problems[:most]:
+        emit(f"step {report.step}: {printable(problem)}")
+    if len(report.problems) > most:
+        emit(f"step {report.step}: … and {len(report.problems) - most} more files")
+
+
+def _step_json(report: StepReport, verifying: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
+    if verifying:
+        facts["verified"] = report.state == "ok"
+    if report.commit is not None:
+        names = ("created", "generation", "world_size", "leaves", "raw_bytes", "written_bytes", "version")
+        facts |= {name: getattr(report.commit, name) for name in names}
+    return facts
+
+
+# --- one step --------------------------------------------------------------------------------------------------
+
+
+def _one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verifying: bool, as_json: bool) -> int:
+    chosen: Contents | None = None
+    leaves: list[LeafReport] = []
+    if report.commit is not None:
+        checkpoint = Checkpoint(repo.store, report.commit)
+        try:
+            known = leaf_reports(checkpoint, report.bad_files)
+            chosen = contents(checkpoint, only)
+            leaves = [dataclasses.replace(known[a.leaf], name=a.name) for a in chosen.arrays]
+        except ckpt.IntegrityError as error:
+            report = _damaged(report, str(error))
+    if verifying and chosen is not None:
+        report, _ = _verified(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
+    if as_json:
+        facts = {"url": repo.url, **_step_json(report, verifying)}
+        if chosen is not None:
+            facts["leaves"] = [_leaf_json(leaf) for leaf in leaves]
+            facts |= {"plain_values": len(chosen.values), "tied": chosen.tied}
+        common.emit_json(facts)
+    elif not (verifying and chosen is not None):
+        _show_step(repo, report, chosen, leaves)
+    return int(report.state != "ok")
+
+
+def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, leaves: list[LeafReport]) -> None:
+    if chosen is not None:
+        common.show(_leaves_table(leaves))
+        for second, first in chosen.tied.items():
+            emit(f"{printable(second)} is tied to {printable(first)}")
+        stored = sum(leaf.stored_bytes for leaf in leaves)
+        emit(
+            f"{count(len(leaves), 'leaf')}, {size(chosen.nbytes)} stored in {size(stored)}, "
+            f"and {count(len(chosen.values), 'plain value')}"
+        )
+    about = f"step {report.step} of {repo.url}: {report.state}"
+    if (commit := report.commit) is not None:
+        who = f"{count(commit.world_size, 'rank')} of generation {commit.generation}, ckpt {commit.version}"
+        about += f"; saved {_when(commit.created)} UTC by {who}"
+    emit(about)
+    _show_problems(report)
+
+
+def _leaves_table(leaves: list[LeafReport]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("name", overflow="fold")
+    for column in ("dtype", "shape", "bytes", "ratio", "codec", "written in"):
+        right = column in ("bytes", "ratio", "written in")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
+    if any(leaf.missing for leaf in leaves):
+        table.add_column("state")
+    for leaf in leaves:
+        state = [Text("file missing", "bold red")] if leaf.missing else []
+        table.add_row(
+            printable(leaf.name), printable(leaf.dtype), "x".join(map(str, leaf.shape)) or "scalar", size(leaf.nbytes),
+            _ratio(leaf.stored_bytes, leaf.nbytes), ", ".join(map(_codec, leaf.codecs)) or "none",
+            ", ".join(map(str, leaf.written_in)) or "-", *state,
+        )  # fmt: skip
+    return table
+
+
+def _leaf_json(leaf: LeafReport) -> dict[str, Any]:
+    facts = dataclasses.asdict(leaf)
+    return {**facts, "codecs": [json.loads(codec) for codec in leaf.codecs]}
+
+
+def _codec(config: str) -> str:
+    """A codec configuration in short: `blosc lz4`."""
+    wish = json.loads(config)
+    return " ".join(str(wish[key]) for key in ("id", "cname") if key in wish)
+
+
+# --- verification ----------------------------------------------------------------------------------------------
+
+
+def _verified_steps(repo: Repository, reports: list[StepReport], quiet: bool) -> Iterator[tuple[StepReport, int]]:
+    for report in reports:
+        if report.commit is None:
+            if not quiet:
+                common.show(_verdict(report, "; ".join(report.problems)))
+            yield report, 0
+        else:
+            yield _verified(repo, report, None, quiet)
+
+
+def _verified(
+    repo: Repository, report: StepReport, leaves: list[str] | None, quiet: bool
+) -> tuple[StepReport, int]:
+    """Read and check a step; return its report with what was found, and the bytes read."""
+    assert report.commit is not None
+    checkpoint = Checkpoint(repo.store, report.commit)
+    began = time.monotonic()
+    nbytes = 0
+    try:
+        checkpoint.tree()
+        manifest = blocks_of(checkpoint, leaves)
+        with common.progress(stored_bytes(manifest), f"step {report.step}") as advance:
+            nbytes = verify(checkpoint, manifest, advance)
+    except CkptError as error:
+        report = _damaged(report, str(error))
+        if not quiet:
+            common.show(_verdict(report, str(error)))
+    else:
+        if not quiet:
+            what = "" if leaves is None else f" of {count(len(leaves), 'leaf')}"
+            told = f"{size(nbytes)}{what} read and checked in {time.monotonic() - began:.1f} s"
+            common.show(_verdict(report, "; ".join((told, *report.problems))))
+    return report, nbytes
+
+
+def _damaged(report: StepReport, problem: str) -> StepReport:
+    return dataclasses.replace(report, state="damaged", problems=(*report.problems, problem))
+
+
+def _verdict(report: StepReport, told: str) -> Text:
+    state = "OK" if report.state == "ok" else report.state.upper()
+    return Text.assemble(f"step {report.step}  ", (state, _STYLES[report.state]), f"  {printable(told)}")
+
+
+# --- words -----------------------------------------------------------------------------------------------------
+
+
+def _when(created: str) -> str:
+    try:
+        return datetime.fromisoformat(created).strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return printable(created)
+
+
+def _ratio(part: float, whole: int) -> str:
+    return f"{part / whole:.2f}" if whole else "-"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""ckpt-restore: a step, or a part of it, as a file that other programs read."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import click
+
+import ckpt
+from ckpt.checkpoint import Checkpoint
+from ckpt.repository import Repository
+from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
+from ckpt.tools import common
+from ckpt.tools.common import count, emit, printable, size
+from ckpt.tools.contents import contents
+
+# One module a format, imported only when asked for: each needs another library.
+_WRITERS = {
+    "safetensors": "to_safetensors", "npz": "to_npz", "pt": "to_torch", "hdf5": "to_hdf5", "zarr": "to_zarr",
+}  # fmt: skip
+_ENDINGS = {
+    ".safetensors": "safetensors", ".npz": "npz", ".pt": "pt", ".pth": "pt", ".h5": "hdf5", ".hdf5": "hdf5",
+    ".zarr": "zarr",
+}  # fmt: skip
+_TEMPORARY = ".ckpt-tmp"
+
+
+@click.command(
+    "ckpt-restore",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  ckpt-restore runs/a model.safetensors --only 'model.*'
+  ckpt-restore runs/a state.pt --step 1000
+  ckpt-restore s3://bucket/run weights.h5 --only model.embed --only model.head
+  ckpt-restore runs/a /data/step --format zarr
+
+\b
+What each format holds:
+  safetensors  arrays by leaf name; bfloat16 and float8 as they are; the metadata has `values`
+               (plain values), `tied` (second name: first name) and `dtypes`, each in JSON
+  npz          arrays by leaf name; JSON texts in __values__, __tied__ and __dtypes__
+  hdf5         a dataset for each leaf; ties are hard links; plain values in the root's
+               attribute `values`, in JSON
+  zarr         a Zarr v3 group (a folder) with an array for each leaf; the group's attributes
+               are `values` and `tied`
+  pt           the state itself with tensors for arrays, for torch.load(weights_only=True):
+               dataclasses and objects become dicts, namedtuples and frozensets become tuples.
+               The only format that needs the whole state in memory
+
+\b
+Types that a format lacks (bfloat16, float8, int4 in npz, hdf5 and zarr; dates, text and
+records in some) are stored as unsigned integers of the same size, or as bytes along one more
+axis, and the true type stands beside them: safetensors and npz in `dtypes`, hdf5 and zarr in
+the array's attribute `dtype`, pt as {"dtype": …, "raw": tensor}. In Python
+  array.view(ml_dtypes.bfloat16)
+gives the values back. Big-endian numbers get the machine's byte order where a format has only one.
+
+\b
+Every byte is checked while it is read. DEST appears under its name only when it is complete;
+until then it is a hidden .DEST.*.ckpt-tmp beside it, which a killed run leaves behind.
+Exit status: 0 written, 1 not written (the message says why), 2 wrong usage.""",
+)
+@click.argument("url")
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="The step to restore. Default: the newest committed one.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only leaves of this name or shell pattern, such as 'model.*'. May be repeated.",
+)
+@click.option(
+    "--format",
+    "wish",
+    type=click.Choice(list(_WRITERS)),
+    help="Default: by DEST's ending (.safetensors .npz .pt .pth .h5 .hdf5 .zarr).",
+)
+@click.option("--overwrite", is_flag=True, help="Replace DEST if it is there.")
+@click.version_option(ckpt.__version__, package_name="ckpt-store")
+def command(
+    url: str, dest: Path, step: int | None, only: tuple[str, ...], wish: str | None, overwrite: bool
+) -> int:
+    """Write a step of the checkpoint repository at URL to the file DEST, in a format that other programs read.
+
+    URL is a folder, or any URL that ckpt.save takes (s3://bucket/run …). Nothing is changed there.
+    """
+    chosen = wish or _ENDINGS.get(dest.suffix.lower())
+    if chosen is None:
+        raise click.UsageError(
+            f"no format is known by the ending of {dest.name!r}: name one with --format, or end DEST in one of "
+            + " ".join(_ENDINGS)
+        )
+    _check_destination(dest, chosen, overwrite)
+    repo = ckpt.open(url)
+    checkpoint = repo[step] if step is not None else _newest(repo)
+    wanted = contents(checkpoint, only)
+    writer = importlib.import_module(f"ckpt.tools.{_WRITERS[chosen]}")
+    passes = 2 if chosen == "pt" else 1  # read into memory, then written
+    with _published(dest, chosen, overwrite) as temporary:
+        with common.progress(wanted.nbytes * passes, f"step {checkpoint.step}") as advance:
+            raw = writer.write(wanted, str(temporary), advance)
+        nbytes = _make_durable(temporary)
+    if raw:
+        listed = ", ".join(printable(name) for name in raw[:5]) + (f" and {len(raw) - 5} more" if len(raw) > 5 else "")
+        click.echo(f"{chosen} lacks the types of {listed}: stored as plain integers, see --help", err=True)
+    emit(
+        f"wrote {dest}: {count(len(wanted.arrays), 'leaf')} and {count(len(wanted.values), 'plain value')} of step "
+        f"{checkpoint.step}, {size(nbytes)}"
+    )
+    return 0
+
+
+def main() -> None:
+    """The console script."""
+    common.run(command)
+
+
+def _newest(repo: Repository) -> Checkpoint:
+    """The newest committed step. A damaged record is an error: an older step in its place would go unnoticed."""
+    for number in reversed(repo.step_numbers()):
+        try:
+            return Checkpoint(repo.store, repo.commit(number))
+        except StepNotFound:  # being saved, or cut off
+            continue
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}; name another step with --step") from error
+    raise StepNotFound(f"{repo.url} has no committed step to restore")
+
+
+# --- the destination -------------------------------------------------------------------------------------------
+
+
+def _check_destination(dest: Path, form: str, overwrite: bool) -> None:
+    if not dest.parent.is_dir():
+        raise CkptError(f"{dest} cannot be written: the folder {dest.parent} does not exist; make it first")
+    if not os.path.lexists(dest):
+        return
+    if not overwrite:
+        raise CkptError(f"{dest} exists; name another file, or replace it with --overwrite")
+    if form == "zarr":
+        if not (dest.is_dir() and any((dest / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))):
+            raise CkptError(f"{dest} exists and is no zarr group, so it is not replaced; remove it, or name another")
+    elif dest.is_dir():
+        raise CkptError(f"{dest} is a folder, so it is not replaced by a file; name a file in it")
+
+
+@contextmanager
+def _published(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
+    """A temporary name beside `dest`, renamed to it at the end, or removed if anything goes wrong."""
+    temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{_TEMPORARY}")
+    replaced = temporary.with_name(temporary.name + "-old")
+    try:
+        yield temporary
+        _check_destination(dest, form, overwrite)  # it may have come into being meanwhile
+        if dest.is_dir():  # a folder with content cannot be replaced in one step
+            os.rename(dest, replaced)
+        os.rename(temporary, dest)
+        _fsync(dest.parent)
+    finally:
+        _remove(temporary)
+        _remove(replaced)
+
+
+def _make_durable(path: Path) -> int:
+    """fsync a file, or all files of a folder; return their bytes."""
+    nbytes = sum(map(_make_durable, path.iterdir())) if path.is_dir() else path.stat().st_size
+    _fsync(path)
+    return nbytes
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        for _ in range(100):  # zarr's threads may still be writing into it when we are interrupted
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
+                break
+            time.sleep(0.02)
+    else:
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+if __name__ == "__main__":
+    main()
