@@ -31,8 +31,8 @@ soak: $(VENV)/.test
 
 # mypy sees what a user's mypy sees: the package as installed, from a folder where the sources can't be imported.
 lint: $(VENV)/.lint
-	$(BIN)/ruff check .
 	@rm -rf build && mkdir build
+	$(BIN)/ruff check .
 	@$(PIP) install -q --no-deps --target build/site .
 	cd build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p ckpt
 

@@ -77,8 +77,11 @@ def _one(wish: Any) -> str | None:
                 "or a mapping of leaf patterns to those"
             )
         wish = get_config()
-    config = json.dumps(wish, sort_keys=True)
-    codec(config)
+    try:
+        config = json.dumps(wish, sort_keys=True)
+    except TypeError as error:
+        raise FormatError(f"codec configuration {wish!r} is not understood: {error}") from error
+    encode(config, np.zeros(64, np.uint8), 8)  # a level or a name that the codec refuses is told now
     return config
 
 
@@ -87,7 +90,12 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
     data: Any = raw
     if itemsize in (2, 4, 8) and len(raw) % itemsize == 0:
         data = raw.view(f"u{itemsize}")
-    encoded = codec(config).encode(data)
+    try:
+        encoded = codec(config).encode(data)
+    except MemoryError:
+        raise
+    except Exception as error:  # codecs raise what they like
+        raise FormatError(f"codec configuration {config[:200]} is not understood: {error}") from error
     return memoryview(encoded).cast("B") if not isinstance(encoded, np.ndarray) else memoryview(encoded.view(np.uint8))
 
 

@@ -14,7 +14,7 @@ from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.select import entries, suggest
 from ckpt.stateful import Stateful, as_stateful
-from ckpt.storage.errors import LeafMismatch, LeafNotFound
+from ckpt.storage.errors import CkptError, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, decode_key, empty_dict, join, rebuild
 
 
@@ -50,7 +50,10 @@ class Filler:
         leaf = self._made.get((name, node["kind"]))
         if leaf is None:  # else tied: one array for all places
             saved = self._lookup(name, name)
-            leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
+            try:
+                leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
+            except CkptError as error:
+                raise type(error)(f"leaf {name} of {self._where}: {error}") from error
             self._made[name, node["kind"]] = leaf
             self.targets.append((name, leaf))
         return _once(leaf)

@@ -225,7 +225,7 @@ class _Worker:
             raw = self._raw[: row.raw]
             try:
                 codec.decode(row.codec, memoryview(stored), raw)
-            except CkptError:
+            except (CkptError, MemoryError, ImportError):
                 raise
             except Exception as error:  # codecs raise what they like
                 raise self._damaged(row, f"codec ({error})") from error

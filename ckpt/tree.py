@@ -163,6 +163,10 @@ class _Flattener:
         name = self._tied.get(identity) if identity is not None else None
         if name is None:
             name = path or "(root)"
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise UnsupportedLeaf(f"leaf {name!r}: its name is no text that UTF-8 can hold; rename the key") from None
             while name in self.leaves:  # {"a.b": x, "a": {"b": y}}: two entries of one name
                 name += "~"
             self.leaves[name] = leaf

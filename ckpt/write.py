@@ -114,8 +114,8 @@ class _Save:
         self._known: KnownBlocks = {}
         self._known_packs: dict[str, int] = {}
         self._referenced: set[str] = set()
-        self._go = threading.Event()
-        self._caller_done = threading.Event()
+        self._go = threading.Event()  # the writers may begin
+        self._eager_staged = threading.Event()
         self._checkpoint: Checkpoint | None = None
 
     # --- the two ways ------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class _Save:
         except BaseException as error:  # interrupted while it waited for its helpers
             self._fail(error)
         finally:
-            self._caller_done.set()
+            self._eager_staged.set()
         if not deferred:
             self._handle.staged.set()
         self._go.set()
@@ -180,7 +180,7 @@ class _Save:
         except BaseException as error:
             self._fail(error)
         finally:
-            self._caller_done.wait()  # before the arena goes back: the caller may be copying into it
+            self._eager_staged.wait()  # before the arena goes back: the caller may still be copying into it
             self._end()
 
     def _borrow(self, nbytes: int) -> None:
@@ -253,6 +253,7 @@ class _Save:
     def _stage_late(self, deferred: list[int], versions: dict[int, tuple[str, ArrayLeaf, int]]) -> None:
         """Stage what may be read later, and prove that it was not changed meanwhile."""
         self._stage(deferred, False)
+        self._eager_staged.wait()
         for name, leaf, version in versions.values():
             if leaf.version() != version:
                 self._fail(

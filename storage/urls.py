@@ -19,7 +19,9 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         from ckpt.storage.local import LocalStore
 
         return LocalStore(text)
-    if scheme == "file":
+    if not scheme:
+        raise UnknownScheme(f"{text}: a URL begins with a scheme; use a path, file://, s3:// …")
+    if scheme in ("file", "local"):
         from ckpt.storage.local import LocalStore
 
         parts = urlsplit(text)

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,13 +112,17 @@ def reachable(root: str | os.PathLike[str]) -> set[str]:
     return found
 
 
-def assert_clean(root: str | os.PathLike[str]) -> None:
-    """Fail unless a repository holds exactly what its commit records need: no left-overs, nothing missing."""
+def assert_clean(root: str | os.PathLike[str], folders: bool = True) -> None:
+    """Fail unless a repository holds exactly what its commit records need: no left-overs, nothing missing.
+
+    folders: nor empty folders, which a failed save may leave until the repository is opened for writing again.
+    """
     here = files(root)
     steps = {name for name in here if name.startswith("steps/")}
     assert steps == reachable(root)
     assert not [name for name in here if os.path.basename(name).startswith(".")], "temporary files are left"
-    assert not [base for base, folders, names in os.walk(root) if not folders and not names], "empty folders are left"
+    empty = [base for base, below, names in os.walk(root) if not below and not names]
+    assert not (folders and empty), f"empty folders are left: {empty}"
     rest = here - steps
     assert {name.partition("/")[0] for name in rest} <= {"ckpt.json", "generations"}
 
@@ -159,6 +164,16 @@ def failing(spec: str) -> Iterator[None]:
         yield
     finally:
         set_failpoints("")
+
+
+@contextmanager
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """A new folder in memory where the system has such, for tests of many saves that need no disk; else `tmp_path`."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="ckpt-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 # --- processes -------------------------------------------------------------------------------------------------

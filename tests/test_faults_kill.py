@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import SOAK, TESTS, Killer, assert_all_load, assert_clean, finish, python, state_of
+from support import SOAK, TESTS, Killer, assert_all_load, assert_clean, fast_folder, finish, python, state_of
 
 import ckpt
 
@@ -37,6 +37,12 @@ SEED = int(os.environ.get("CKPT_SEED", "20240607"))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a server, and tells processes apart by /proc")
 
 
+@pytest.fixture
+def fast(tmp_path: Path) -> Iterator[Path]:
+    with fast_folder(tmp_path) as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def killer() -> Iterator[Killer]:
     server = Killer()
@@ -56,15 +62,15 @@ def check_and_go_on(root: Path, acknowledged: list[int]) -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at_a_named_point(killer: Killer, tmp_path: Path, point: str, mode: str) -> None:
+def test_killed_at_a_named_point(killer: Killer, fast: Path, point: str, mode: str) -> None:
     """One repository lives through a kill at the first pass of the point, the second, …"""
     passes = range(1, 100) if SOAK else (1, 2, 3, 5, 8, 13, 21)
     start, hits = 0, 0
     for k in passes:
         spec = f"{point}=kill@{k}"
-        told = killer.run(url=str(tmp_path / "run"), start=start, count=3, mode=mode, failpoints=spec)
+        told = killer.run(url=str(fast / "run"), start=start, count=3, mode=mode, failpoints=spec)
         assert not told["error"], (spec, told["error"])
-        start = check_and_go_on(tmp_path / "run", told["acknowledged"])
+        start = check_and_go_on(fast / "run", told["acknowledged"])
         if not told["killed"]:
             break
         hits += 1

@@ -20,6 +20,7 @@ from support import (
     assert_clean,
     assert_same,
     failing,
+    fast_folder,
     files,
     finish,
     one_line,
@@ -77,28 +78,34 @@ def retry(root: Path, step: int, mode: str) -> None:
     assert_clean(root)
 
 
+@pytest.fixture
+def fast(tmp_path: Path) -> Iterator[Path]:
+    with fast_folder(tmp_path) as folder:
+        yield folder
+
+
 # --- each call of each method ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "small"])
 @pytest.mark.parametrize("method", METHODS)
-def test_any_call_fails(tmp_path: Path, method: str, mode: str) -> None:
+def test_any_call_fails(fast: Path, method: str, mode: str) -> None:
     """The first call of a method fails, in the next try the second, … until a save meets no failure."""
     step = 2
     for after in (False, True):
         for at in range(1, 100):
-            save(tmp_path, step - 2, mode, overwrite=True)
-            save(tmp_path, step - 1, mode, overwrite=True)
+            save(fast, step - 2, mode, overwrite=True)
+            save(fast, step - 1, mode, overwrite=True)
             before = [step - 2, step - 1]
-            store = FailingStore(LocalStore(tmp_path), method, at, after)
+            store = FailingStore(LocalStore(fast), method, at, after)
             error = try_save(store, step, mode)
-            there = check_failed(tmp_path, before, step, error)
+            there = check_failed(fast, before, step, error)
             step += 3
             if not store.failed:
                 assert error is None
                 break
             assert error is not None or there
-            retry(tmp_path, step - 3, mode)
+            retry(fast, step - 3, mode)
         assert at > 1 or store.calls.get(method, 0) == 0, f"{method} is called and never failed"
 
 
@@ -135,23 +142,23 @@ def test_a_new_repository_on_a_failing_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["blocking", "async"])
 @pytest.mark.parametrize("point", ["local.fsync=error", "local.rename=error", "local.append=full", "save.manifest=full"])
-def test_injected_system_errors(tmp_path: Path, point: str, mode: str) -> None:
+def test_injected_system_errors(fast: Path, point: str, mode: str) -> None:
     """EIO from fsync is never retried: the file fails, and the save with it."""
     step = 2
     name, _, kind = point.partition("=")
     for at in range(1, 100) if SOAK else (1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 13, 15):
-        save(tmp_path, step - 2, mode, overwrite=True)
-        save(tmp_path, step - 1, mode, overwrite=True)
+        save(fast, step - 2, mode, overwrite=True)
+        save(fast, step - 1, mode, overwrite=True)
         with failing(f"{point}@{at}"):
-            error = try_save(tmp_path, step, mode)
-        there = check_failed(tmp_path, [step - 2, step - 1], step, error)
+            error = try_save(fast, step, mode)
+        there = check_failed(fast, [step - 2, step - 1], step, error)
         if error is not None:
             advice = "full" if kind == "full" and name.startswith("local") else "fail"
             one_line(error, advice)
             assert isinstance(error, ckpt.StoreError)
         else:
             assert there
-        retry(tmp_path, step, mode)
+        retry(fast, step, mode)
         step += 3
 
 
@@ -171,7 +178,7 @@ def test_a_failed_save_takes_nothing_from_the_others(tmp_path: Path) -> None:
         assert assert_all_load(tmp_path) == [1, 2]
         saver.step(3, state)
     assert assert_all_load(tmp_path) == [2, 3]
-    assert_clean(tmp_path)
+    assert_clean(tmp_path, folders=False)
 
 
 # --- a disk that is really full --------------------------------------------------------------------------------
@@ -260,7 +267,7 @@ def test_permission_denied(tmp_path_factory: pytest.TempPathFactory, how: str, w
     try:
         base.chmod(0o755)
         root = base / "run"
-        ckpt.save(state_of(0), root, 0)
+        ckpt.save(state_of(0), root, 0, codec="none")
         for folder, _, names in os.walk(root):
             os.chown(folder, 65534, 65534)
             for name in names:

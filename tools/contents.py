@@ -193,13 +193,13 @@ def _json(node: Node) -> Any:
 # --- pieces ----------------------------------------------------------------------------------------------------
 
 
-def piece_shape(shape: tuple[int, ...], itemsize: int, limit: int = PIECE_BYTES) -> tuple[int, ...]:
-    """A part of an array, contiguous in C order, of at most `limit` bytes, that tiles it with little left over."""
+def piece_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """A part of an array, contiguous in C order, of at most PIECE_BYTES, that tiles it with little left over."""
     piece = list(shape)
     for axis in range(len(shape)):
-        if itemsize * math.prod(piece) <= limit:
+        if itemsize * math.prod(piece) <= PIECE_BYTES:
             break
-        most = max(1, limit // (itemsize * math.prod(piece[axis + 1 :])))
+        most = max(1, PIECE_BYTES // (itemsize * math.prod(piece[axis + 1 :])))
         piece[axis] = -(-piece[axis] // -(-piece[axis] // most))
     return tuple(piece)
 

@@ -10,8 +10,6 @@ from datetime import datetime
 from typing import Any
 
 import click
-from rich.table import Table
-from rich.text import Text
 
 import ckpt
 from ckpt.api import check_step
@@ -23,6 +21,7 @@ from ckpt.tools.common import count, emit, printable, size
 from ckpt.tools.contents import Contents, contents
 from ckpt.tools.survey import (
     LeafReport,
+    State,
     StepReport,
     blocks_of,
     leaf_reports,
@@ -31,7 +30,7 @@ from ckpt.tools.survey import (
     verify,
 )
 
-_STYLES = {"ok": "green", "unfinished": "yellow", "incomplete": "bold red", "damaged": "bold red"}
+_COLOURS: dict[State, str] = {"ok": "green", "unfinished": "yellow", "incomplete": "red", "damaged": "red"}
 
 
 @click.command(
@@ -105,17 +104,15 @@ def _all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
         common.emit_json({"url": repo.url, "ok": not failed, "steps": [_step_json(r, verifying) for r in reports]})
         return int(bool(failed))
     if not verifying and reports:
-        common.show(_steps_table(reports))
+        _show_steps(reports)
         for report in reports:
             _show_problems(report)
     emit(f"{count(len(reports), 'step')} in {repo.url}" + (f", {failed} of them not whole" if failed else ""))
     return int(bool(failed))
 
 
-def _steps_table(reports: list[StepReport]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("step", "created (UTC)", "leaves", "raw", "written", "ratio", "generation", "state"):
-        table.add_column(column, justify="left" if column.startswith(("created", "state")) else "right", no_wrap=True)
+def _show_steps(reports: list[StepReport]) -> None:
+    rows = []
     for report in reports:
         commit = report.commit
         facts = ["-"] * 6
@@ -124,8 +121,10 @@ def _steps_table(reports: list[StepReport]) -> Table:
                 _when(commit.created), f"{commit.leaves:,}", size(commit.raw_bytes), size(commit.written_bytes),
                 _ratio(commit.written_bytes, commit.raw_bytes), str(commit.generation),
             ]  # fmt: skip
-        table.add_row(str(report.step), *facts, Text(report.state, _STYLES[report.state]))
-    return table
+        rows.append([str(report.step), *facts, _styled(report.state)])
+    common.show_table(
+        [">step", "created (UTC)", ">leaves", ">raw", ">written", ">ratio", ">generation", "state"], rows
+    )
 
 
 def _show_problems(report: StepReport, most: int = 10) -> None:
@@ -174,7 +173,7 @@ def _one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verif
 
 def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, leaves: list[LeafReport]) -> None:
     if chosen is not None:
-        common.show(_leaves_table(leaves))
+        _show_leaves(leaves)
         for second, first in chosen.tied.items():
             emit(f"{printable(second)} is tied to {printable(first)}")
         stored = sum(leaf.stored_bytes for leaf in leaves)
@@ -190,22 +189,19 @@ def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, le
     _show_problems(report)
 
 
-def _leaves_table(leaves: list[LeafReport]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("name", overflow="fold")
-    for column in ("dtype", "shape", "bytes", "ratio", "codec", "written in"):
-        right = column in ("bytes", "ratio", "written in")
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
-    if any(leaf.missing for leaf in leaves):
-        table.add_column("state")
-    for leaf in leaves:
-        state = [Text("file missing", "bold red")] if leaf.missing else []
-        table.add_row(
+def _show_leaves(leaves: list[LeafReport]) -> None:
+    any_missing = any(leaf.missing for leaf in leaves)
+    rows = [
+        [
             printable(leaf.name), printable(leaf.dtype), "x".join(map(str, leaf.shape)) or "scalar", size(leaf.nbytes),
             _ratio(leaf.stored_bytes, leaf.nbytes), ", ".join(map(_codec, leaf.codecs)) or "none",
-            ", ".join(map(str, leaf.written_in)) or "-", *state,
-        )  # fmt: skip
-    return table
+            ", ".join(map(str, leaf.written_in)) or "-",
+            *([_styled("incomplete", "file missing") if leaf.missing else ""] if any_missing else []),
+        ]
+        for leaf in leaves
+    ]  # fmt: skip
+    columns = ["name", "dtype", "shape", ">bytes", ">ratio", "codec", ">written in"]
+    common.show_table(columns + ["state"] * any_missing, rows)
 
 
 def _leaf_json(leaf: LeafReport) -> dict[str, Any]:
@@ -226,7 +222,7 @@ def _verified_steps(repo: Repository, reports: list[StepReport], quiet: bool) ->
     for report in reports:
         if report.commit is None:
             if not quiet:
-                common.show(_verdict(report, "; ".join(report.problems)))
+                emit(_verdict(report, "; ".join(report.problems)))
             yield report, 0
         else:
             yield _verified(repo, report, None, quiet)
@@ -248,12 +244,12 @@ def _verified(
     except CkptError as error:
         report = _damaged(report, str(error))
         if not quiet:
-            common.show(_verdict(report, str(error)))
+            emit(_verdict(report, str(error)))
     else:
         if not quiet:
             what = "" if leaves is None else f" of {count(len(leaves), 'leaf')}"
             told = f"{size(nbytes)}{what} read and checked in {time.monotonic() - began:.1f} s"
-            common.show(_verdict(report, "; ".join((told, *report.problems))))
+            emit(_verdict(report, "; ".join((told, *report.problems))))
     return report, nbytes
 
 
@@ -261,12 +257,16 @@ def _damaged(report: StepReport, problem: str) -> StepReport:
     return dataclasses.replace(report, state="damaged", problems=(*report.problems, problem))
 
 
-def _verdict(report: StepReport, told: str) -> Text:
-    state = "OK" if report.state == "ok" else report.state.upper()
-    return Text.assemble(f"step {report.step}  ", (state, _STYLES[report.state]), f"  {printable(told)}")
+def _verdict(report: StepReport, told: str) -> str:
+    word = "OK" if report.state == "ok" else report.state.upper()
+    return f"step {report.step}  {_styled(report.state, word)}  {printable(told)}"
 
 
 # --- words -----------------------------------------------------------------------------------------------------
+
+
+def _styled(state: State, text: str = "") -> str:
+    return click.style(text or state, fg=_COLOURS[state])
 
 
 def _when(created: str) -> str:

@@ -17,8 +17,9 @@ import ckpt
 from ckpt.checkpoint import Checkpoint
 from ckpt.repository import Repository
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
+from ckpt.storage.failpoints import failpoint
 from ckpt.tools import common
-from ckpt.tools.common import count, emit, printable, size
+from ckpt.tools.common import Advance, count, emit, printable, size
 from ckpt.tools.contents import contents
 
 # One module a format, imported only when asked for: each needs another library.
@@ -106,8 +107,9 @@ def command(
     passes = 2 if chosen == "pt" else 1  # read into memory, then written
     with _published(dest, chosen, overwrite) as temporary:
         with common.progress(wanted.nbytes * passes, f"step {checkpoint.step}") as advance:
-            raw = writer.write(wanted, str(temporary), advance)
+            raw = writer.write(wanted, str(temporary), _passing("restore.piece", advance))
         nbytes = _make_durable(temporary)
+        failpoint("restore.written")
     if raw:
         listed = ", ".join(printable(name) for name in raw[:5]) + (f" and {len(raw) - 5} more" if len(raw) > 5 else "")
         click.echo(f"{chosen} lacks the types of {listed}: stored as plain integers, see --help", err=True)
@@ -164,9 +166,19 @@ def _published(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
             os.rename(dest, replaced)
         os.rename(temporary, dest)
         _fsync(dest.parent)
+    except OSError as error:
+        raise CkptError(f"{dest} could not be written: {error.strerror or error}") from error
     finally:
         _remove(temporary)
         _remove(replaced)
+
+
+def _passing(name: str, advance: Advance) -> Advance:
+    def passed(nbytes: int) -> None:
+        failpoint(name)
+        advance(nbytes)
+
+    return passed
 
 
 def _make_durable(path: Path) -> int:

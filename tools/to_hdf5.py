@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -19,17 +20,16 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
         file.attrs["step"] = contents.checkpoint.step
         if contents.values:
             file.attrs["values"] = json.dumps(contents.values)
-        datasets = {}
-        for array in contents.arrays:
+        for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):
             dtype, shape = array.raw if array.name in raw else (array.numpy, array.shape)
-            dataset = datasets[array.name] = file.create_dataset(array.name, shape, dtype, fill_time="never")
+            dataset = file.create_dataset(array.name, shape, dtype, fill_time="never")
             if array.name in raw:
                 dataset.attrs["dtype"] = array.dtype
-        for array, box, data in contents.read():
-            datasets[array.name][box.slices()] = as_raw(data) if array.name in raw else data
-            advance(data.nbytes)
+            for _, box, data in pieces:
+                dataset[box.slices()] = as_raw(data) if array.name in raw else data
+                advance(data.nbytes)
         for name, first in contents.tied.items():
-            file[name] = datasets[first]
+            file[name] = file[first]
     return list(raw)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ckpt.storage.errors import CkptError
 from ckpt.tools.common import Advance, optional
 from ckpt.tools.contents import Array, Contents, as_raw, check_paths, piece_shape
@@ -24,21 +26,20 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     raw = {a.name: a.dtype for a in contents.arrays if not _holds(a)}
     attributes = {"step": contents.checkpoint.step, "values": contents.values, "tied": contents.tied}
     group = zarr.open_group(path, mode="w-", zarr_format=3, attributes=attributes)
-    made = {}
-    for array in contents.arrays:
+    for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):
         dtype, shape = array.raw if array.name in raw else (array.native, array.shape)
         chunk = piece_shape(array.shape, array.numpy.itemsize) + shape[len(array.shape) :]
-        made[array.name] = group.create_array(
+        made = group.create_array(
             array.name, shape=shape, dtype=dtype, chunks=tuple(max(1, n) for n in chunk), compressors=None,
             attributes={"dtype": array.dtype} if array.name in raw else {},
             # Otherwise a chunk that equals the fill value is left out, and -0.0 equals 0.0.
             config={"write_empty_chunks": True},
         )  # fmt: skip
-    for array, box, data in contents.read():
-        if data.size:
-            data = as_raw(data) if array.name in raw else data.astype(array.native, copy=False)
-            made[array.name][(*box.slices(), ...)] = data
-        advance(data.nbytes)
+        for _, box, data in pieces:
+            if data.size:
+                plain = as_raw(data) if array.name in raw else data.astype(array.native, copy=False)
+                made[(*box.slices(), ...)] = plain
+            advance(data.nbytes)
     return list(raw)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from ckpt.leaves import host
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf, NumpyScalarLeaf
+from ckpt.storage.errors import FormatError, LeafMismatch
 
 
 def as_leaf(value: Any) -> ArrayLeaf | None:
@@ -38,7 +41,7 @@ def _maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
 
         return torch_leaves.as_leaf
     jax = sys.modules.get("jax")
-    if jax is not None and issubclass(kind, jax.Array):
+    if jax is not None and issubclass(kind, (jax.Array, jax.core.Tracer)):
         from ckpt.leaves import jax as jax_leaves
 
         return jax_leaves.as_leaf
@@ -47,14 +50,15 @@ def _maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
 
 def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
     """Return a new leaf of unset bytes, to be filled by a load and then taken by `.value`."""
-    if kind == "torch":
-        from ckpt.leaves import torch as torch_leaves
-
-        return torch_leaves.empty_leaf(dtype, shape, attributes)
-    if kind == "jax":
-        from ckpt.leaves import jax as jax_leaves
-
-        return jax_leaves.empty_leaf(dtype, shape, attributes)
-    from ckpt.leaves import host
-
-    return host.empty_leaf(kind, dtype, shape)
+    if kind in ("numpy", "scalar", "bytes"):
+        return host.empty_leaf(kind, dtype, shape)
+    if kind not in ("torch", "jax"):
+        raise FormatError(f"a {kind!r} array: a newer ckpt may know it, or give `like` with arrays of another kind")
+    try:
+        made = importlib.import_module(f"ckpt.leaves.{kind}")
+    except ImportError as error:
+        raise LeafMismatch(
+            f"a {kind} array, and {kind} is not installed: install it, or give `like` with numpy arrays ({error})"
+        ) from error
+    leaf: ArrayLeaf = made.empty_leaf(dtype, shape, attributes)
+    return leaf

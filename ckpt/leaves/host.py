@@ -19,10 +19,10 @@ class HostLeaf(ArrayLeaf):
     array: np.ndarray[Any, Any]
 
     def read(self, box: Box, out: Bytes) -> None:
-        np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[box.slices()])
+        np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[(*box.slices(), ...)])
 
     def write(self, box: Box, data: Bytes) -> None:
-        np.copyto(self.array[box.slices()], data.view(self.array.dtype).reshape(box.shape))
+        np.copyto(self.array[(*box.slices(), ...)], data.view(self.array.dtype).reshape(box.shape))
 
     def target(self) -> ArrayLeaf:
         if not self.array.flags.writeable:

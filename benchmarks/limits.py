@@ -1,0 +1,170 @@
+"""The physical limits of this machine, as the denominators of every ratio: memory, disk, hashes.
+
+No library could be faster than these by more than their noise: each is the plainest program that moves the bytes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from probes import drop_file
+from results import Samples
+
+COPY_1 = "memory copy, 1 thread"
+COPY_2 = "memory copy, 2 threads"
+COPY_FRESH = "memory copy into fresh pages"
+WRITE_1 = "disk write O_DIRECT, 1 thread"
+WRITE_2 = "disk write O_DIRECT, 2 threads"
+WRITE_4 = "disk write O_DIRECT, 4 threads"
+WRITE_BUFFERED = "disk write buffered + fsync"
+READ_1 = "disk read O_DIRECT, 1 thread"
+READ_2 = "disk read O_DIRECT, 2 threads"
+READ_4 = "disk read O_DIRECT, 4 threads"
+READ_COLD = "disk read buffered, cold"
+READ_HOT = "disk read buffered, page cache hot"
+DISK_READS = (READ_1, READ_2, READ_4, READ_COLD)
+
+BLOCK = 8 << 20
+UNIT = 64 << 20  # sizes are multiples, so that every thread gets whole blocks
+HASHED = 64 << 20
+
+Task = Callable[[], object]
+
+
+def measure(folder: Path, gib: float, repeat: int) -> dict[str, Samples]:
+    """GB/s of each limit, `repeat` samples, with `gib` of memory and a file of `gib` in `folder`."""
+    nbytes = max(1, int(gib * 2**30) // UNIT) * UNIT
+    source = np.frombuffer(np.random.default_rng(0).bytes(UNIT) * (nbytes // UNIT), np.uint8)
+    file = folder / "limit.bin"
+    found: dict[str, Samples] = {}
+
+    def record(name: str, moved: int, task: Task, before: Task = lambda: None) -> None:
+        try:
+            found[name] = [moved / 1e9 / seconds(task, before) for _ in range(repeat)]
+        except OSError as error:  # no O_DIRECT here
+            print(f"{name}: {error}", file=sys.stderr)
+
+    try:
+        copy_limits(record, source)
+        write_limits(record, source, file)
+        read_limits(record, nbytes, file)
+        hash_limits(record, source)
+    finally:
+        file.unlink(missing_ok=True)
+    return found
+
+
+def seconds(task: Task, before: Task) -> float:
+    before()
+    began = time.perf_counter()
+    task()
+    return time.perf_counter() - began
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Run work(0) … work(count - 1), each on a thread."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+
+
+def copy_limits(record: Callable[..., None], source: np.ndarray) -> None:
+    nbytes, half = source.nbytes, source.nbytes // 2
+    target = np.empty(nbytes, np.uint8)
+    target[:] = 0
+    halves = [(target[:half], source[:half]), (target[half:], source[half:])]
+    record(COPY_1, nbytes, lambda: np.copyto(target, source))
+    record(COPY_2, nbytes, lambda: in_threads(2, lambda i: np.copyto(*halves[i])))
+    record(COPY_FRESH, nbytes, lambda: np.copyto(np.empty(nbytes, np.uint8), source))
+
+
+def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) -> None:
+    nbytes = source.nbytes
+    buffer = mmap.mmap(-1, BLOCK)
+    buffer.write(source[:BLOCK].tobytes())
+
+    def direct(threads: int) -> None:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            share = nbytes // threads // BLOCK * BLOCK
+
+            def write(i: int) -> None:
+                for offset in range(i * share, (i + 1) * share, BLOCK):
+                    os.pwrite(descriptor, buffer, offset)
+
+            in_threads(threads, write)
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def buffered() -> None:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+        data = memoryview(source)
+        for offset in range(0, nbytes, BLOCK):
+            os.pwrite(descriptor, data[offset : offset + BLOCK], offset)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def remove() -> None:
+        file.unlink(missing_ok=True)
+
+    for name, threads in ((WRITE_1, 1), (WRITE_2, 2), (WRITE_4, 4)):
+        record(name, nbytes, lambda threads=threads: direct(threads), remove)
+    record(WRITE_BUFFERED, nbytes, buffered, remove)  # the last: its file is what is read next
+
+
+def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
+    target = np.empty(nbytes, np.uint8)
+    target[:] = 0
+
+    def direct(threads: int) -> None:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        share = nbytes // threads // BLOCK * BLOCK
+
+        def read(i: int) -> None:
+            buffer = mmap.mmap(-1, BLOCK)
+            for offset in range(i * share, (i + 1) * share, BLOCK):
+                os.preadv(descriptor, [buffer], offset)
+
+        try:
+            in_threads(threads, read)
+        finally:
+            os.close(descriptor)
+
+    def buffered() -> None:
+        descriptor = os.open(file, os.O_RDONLY)
+        data = memoryview(target)
+        for offset in range(0, nbytes, BLOCK):
+            os.preadv(descriptor, [data[offset : offset + BLOCK]], offset)
+        os.close(descriptor)
+
+    for name, threads in ((READ_1, 1), (READ_2, 2), (READ_4, 4)):
+        record(name, nbytes, lambda threads=threads: direct(threads), lambda: drop_file(file))
+    record(READ_COLD, nbytes, buffered, lambda: drop_file(file))
+    buffered()
+    record(READ_HOT, nbytes, buffered)
+
+
+def hash_limits(record: Callable[..., None], source: np.ndarray) -> None:
+    data = memoryview(source[:HASHED])
+    for name, digest in hashes().items():
+        record(f"hash {name}, 1 thread", 4 * HASHED, lambda digest=digest: [digest(data) for _ in range(4)])
+
+
+def hashes() -> dict[str, Callable[[memoryview], bytes]]:
+    """The digests that a save can use, of those installed."""
+    import xxhash
+
+    found: dict[str, Callable[[memoryview], bytes]] = {"xxh3-128": xxhash.xxh3_128_digest}
+    try:
+        import blake3
+    except ImportError:
+        return found
+    return found | {"blake3": lambda data: blake3.blake3(data).digest()}

@@ -1,0 +1,107 @@
+"""The child process of a run: one thing measured, in a process that has done nothing else.
+
+Started by run.py; `python benchmarks/one.py ckpt --data /tmp/x --gib 1 --repeat 3 --result /tmp/ckpt.json` by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import states
+from peers import PEERS, Peer
+from probes import PeakMemory, drop_cache, fsync_files, quiet_step_seconds, step_seconds, stored_bytes
+from results import PeerResult
+
+
+def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> PeerResult:
+    """Save and load `repeat` times, each to a new place; once before, to warm up."""
+    found = PeerResult(states.nbytes(state), [], [], [], [], 0, 0, 0, [])
+    for number in range(repeat + 1):
+        warm_up = number == 0
+        place = folder / f"{number}"
+        os.sync()
+        with PeakMemory() as memory:
+            began = time.perf_counter()
+            peer.save(state, place)
+            stall = time.perf_counter() - began
+            peer.finish()
+            fsync_files(place)
+            durable = time.perf_counter() - began
+        found.save_memory_bytes = max(found.save_memory_bytes, memory.nbytes)
+        found.stored_bytes = stored_bytes(place)
+
+        like = states.blank(state)
+        drop_cache(place)
+        if warm_up:  # not in the rounds that count, where the sampling would take time from the load
+            with PeakMemory() as memory:
+                peer.load(place, like)
+            found.load_memory_bytes = memory.nbytes
+            drop_cache(place)
+        began = time.perf_counter()
+        peer.load(place, like)
+        cold = time.perf_counter() - began
+        began = time.perf_counter()
+        loaded = peer.load(place, like)
+        hot = time.perf_counter() - began
+        states.require_equal(loaded, state)
+        del like, loaded
+        shutil.rmtree(place)
+
+        if not warm_up:
+            found.stall_seconds.append(stall)
+            found.durable_seconds.append(durable)
+            found.cold_seconds.append(cold)
+            found.hot_seconds.append(hot)
+    if peer.background:  # apart from the timed rounds, which it would disturb
+        found.step_ratios = [step_ratio(peer, state, folder / f"step-{number}") for number in range(repeat)]
+    return found
+
+
+def step_ratio(peer: Peer, state: states.State, place: Path) -> float:
+    """A training step while the save runs in the background, over a quiet one."""
+    quiet = quiet_step_seconds()
+    peer.save(state, place)
+    busy = step_seconds(lambda steps: peer.done())
+    peer.finish()
+    shutil.rmtree(place)
+    return busy / quiet
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["limits", "lazy", *PEERS])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--leaves", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
+
+    folder = args.data / args.what
+    folder.mkdir(parents=True)
+    try:
+        if args.what == "limits":
+            import limits
+
+            found = limits.measure(folder, args.gib, args.repeat)
+        elif args.what == "lazy":
+            import lazy
+
+            found = asdict(lazy.measure(folder, args.gib, args.repeat))
+        else:
+            peer = PEERS[args.what]()
+            state = states.make(args.gib, args.leaves)
+            found = asdict(measure_peer(peer, states.as_numpy(state) if peer.numpy else state, folder, args.repeat))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    args.result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""The peers: how each saves a flat dict of arrays to a folder and fills such a dict from it.
+
+Every one is used as its own documentation says, with its defaults. What it imports is imported when it is made, so
+that the first save is a save only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+from states import State
+
+
+class Peer:
+    """A way to save. One that saves in the background returns early from `save`, and says more in `done`."""
+
+    title: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    """Modules to import."""
+    numpy = False
+    """Whether it takes numpy arrays; torch tensors otherwise."""
+    background = False
+    ours = False
+
+    @classmethod
+    def missing(cls) -> list[str]:
+        """The modules that it needs and that are not installed."""
+        return [module for module in cls.needs if importlib.util.find_spec(module) is None]
+
+    def save(self, state: State, folder: Path) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait for the save in the background."""
+
+    def done(self) -> bool:
+        """Whether the save in the background has ended."""
+        return True
+
+    def load(self, folder: Path, like: State) -> State:
+        """Fill `like` and return it; a peer that can't fill arrays returns its own."""
+        raise NotImplementedError
+
+
+class Ckpt(Peer):
+    title = "ckpt"
+    ours = True
+
+    def __init__(self) -> None:
+        import ckpt
+
+        self._ckpt = ckpt
+
+    def save(self, state: State, folder: Path) -> None:
+        self._ckpt.save(state, folder)
+
+    def load(self, folder: Path, like: State) -> State:
+        self._ckpt.load(folder, like)
+        return like
+
+
+class CkptAsync(Ckpt):
+    title = "ckpt async"
+    background = True
+
+    def save(self, state: State, folder: Path) -> None:
+        self._handle = self._ckpt.save(state, folder, blocking=False)
+
+    def finish(self) -> None:
+        self._handle.result()
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+
+class TorchSave(Peer):
+    title = "torch.save"
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+
+    def save(self, state: State, folder: Path) -> None:
+        folder.mkdir()
+        self._torch.save(state, folder / "state.pt")
+
+    def load(self, folder: Path, like: State) -> State:
+        stored = self._torch.load(folder / "state.pt", mmap=True)
+        for name, value in like.items():
+            value.copy_(stored[name])
+        return like
+
+
+class Safetensors(Peer):
+    title = "safetensors"
+    needs = ("torch", "safetensors")
+
+    def __init__(self) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        self._open, self._save_file = safe_open, save_file
+
+    def save(self, state: State, folder: Path) -> None:
+        folder.mkdir()
+        self._save_file(state, folder / "state.safetensors")
+
+    def load(self, folder: Path, like: State) -> State:
+        with self._open(folder / "state.safetensors", "pt") as file:
+            for name, value in like.items():
+                value.copy_(file.get_tensor(name))
+        return like
+
+
+class Dcp(Peer):
+    title = "torch DCP"
+
+    def __init__(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        self._dcp = dcp
+
+    def save(self, state: State, folder: Path) -> None:
+        self._dcp.save(state, checkpoint_id=folder)
+
+    def load(self, folder: Path, like: State) -> State:
+        self._dcp.load(like, checkpoint_id=folder)
+        return like
+
+
+class DcpThreads(Dcp):
+    title = "torch DCP, 2 threads"
+
+    def save(self, state: State, folder: Path) -> None:
+        writer = self._dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=2)
+        self._dcp.save(state, storage_writer=writer)
+
+
+class DcpAsync(Dcp):
+    title = "torch DCP async"
+    background = True
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        super().__init__()
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # it asks for a group
+
+    def save(self, state: State, folder: Path) -> None:
+        self._future = self._dcp.async_save(state, checkpoint_id=folder)
+
+    def finish(self) -> None:
+        self._future.result()
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+
+class Orbax(Peer):
+    title = "orbax"
+    needs = ("orbax.checkpoint", "jax")
+    numpy = True
+
+    def __init__(self) -> None:
+        import orbax.checkpoint as orbax
+
+        self._orbax = orbax
+        self._checkpointer: Any = orbax.PyTreeCheckpointer()
+
+    def save(self, state: State, folder: Path) -> None:
+        self._checkpointer.save(folder, state)
+
+    def load(self, folder: Path, like: State) -> State:
+        return self._orbax.PyTreeCheckpointer().restore(folder)  # type: ignore[no-any-return]
+
+
+class OrbaxAsync(Orbax):
+    title = "orbax async"
+    background = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._checkpointer = self._orbax.AsyncCheckpointer(self._orbax.PyTreeCheckpointHandler())
+
+    def save(self, state: State, folder: Path) -> None:
+        super().save(state, folder)
+        self._waiter = threading.Thread(target=self._checkpointer.wait_until_finished)  # it has no done()
+        self._waiter.start()
+
+    def finish(self) -> None:
+        self._waiter.join()
+        self._checkpointer.check_for_errors()
+
+    def done(self) -> bool:
+        return not self._waiter.is_alive()
+
+
+class H5py(Peer):
+    title = "h5py"
+    needs = ("torch", "h5py", "ml_dtypes")
+    numpy = True
+
+    def __init__(self) -> None:
+        import h5py
+
+        self._h5py = h5py
+
+    def save(self, state: State, folder: Path) -> None:
+        folder.mkdir()
+        with self._h5py.File(folder / "state.h5", "w") as file:
+            for name, value in state.items():
+                file.create_dataset(name, data=without_bf16(value))
+
+    def load(self, folder: Path, like: State) -> State:
+        with self._h5py.File(folder / "state.h5") as file:
+            for name, value in like.items():
+                file[name].read_direct(without_bf16(value))
+        return like
+
+
+class Zarr(Peer):
+    title = "zarr, no codec"
+    needs = ("torch", "zarr", "ml_dtypes")
+    numpy = True
+
+    def __init__(self) -> None:
+        import zarr
+
+        self._zarr = zarr
+
+    def save(self, state: State, folder: Path) -> None:
+        group = self._zarr.open_group(folder, mode="w")
+        for name, value in state.items():
+            data = without_bf16(value)
+            array = group.create_array(name, shape=data.shape, dtype=data.dtype, chunks=data.shape, compressors=None)
+            array[...] = data
+
+    def load(self, folder: Path, like: State) -> State:
+        group = self._zarr.open_group(folder, mode="r")
+        for name, value in like.items():
+            without_bf16(value)[...] = group[name][...]
+        return like
+
+
+def without_bf16(value: Any) -> Any:
+    """The same memory in a type that HDF5 and Zarr know."""
+    return value.view("uint16") if value.dtype.itemsize == 2 else value
+
+
+PEERS: dict[str, type[Peer]] = {
+    "ckpt": Ckpt,
+    "ckpt-async": CkptAsync,
+    "torch-save": TorchSave,
+    "safetensors": Safetensors,
+    "dcp": Dcp,
+    "dcp-threads": DcpThreads,
+    "dcp-async": DcpAsync,
+    "orbax": Orbax,
+    "orbax-async": OrbaxAsync,
+    "h5py": H5py,
+    "zarr": Zarr,
+}
+OURS = [key for key, peer in PEERS.items() if peer.ours]
+OTHERS = [key for key, peer in PEERS.items() if not peer.ours]

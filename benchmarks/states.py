@@ -1,0 +1,87 @@
+"""The two states that every peer saves: that of a GPT in mixed precision, and very many small leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+"""torch tensors or numpy arrays by name."""
+
+BYTES_PER_PARAMETER = 14  # bf16 weight, fp32 master copy, two fp32 moments
+WIDTH = 1024
+VOCABULARY = 8192
+
+
+def make(gib: float, leaves: int) -> State:
+    """`leaves` small leaves, or a GPT of about `gib` where that is 0. The same values every time."""
+    return small_leaves(leaves) if leaves else gpt(gib)
+
+
+def gpt(gib: float) -> State:
+    """bf16 weights, fp32 master copy and Adam moments of a GPT: some hundred tensors, none alike."""
+    torch.manual_seed(0)
+    parameters = int(gib * 2**30 / BYTES_PER_PARAMETER)
+    layers = max(1, (parameters - VOCABULARY * WIDTH) // (12 * WIDTH * WIDTH))
+    state: State = {}
+    for name, shape in gpt_shapes(layers).items():
+        weight = torch.randn(shape) * 0.02
+        gradient = torch.randn(shape) * 1e-3
+        state[f"model.{name}"] = weight.to(torch.bfloat16)
+        state[f"optim.master.{name}"] = weight
+        state[f"optim.exp_avg.{name}"] = gradient
+        state[f"optim.exp_avg_sq.{name}"] = gradient.square()
+    return state
+
+
+def gpt_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCABULARY, WIDTH)}
+    for i in range(layers):
+        shapes |= {
+            f"layers.{i}.attn.qkv.weight": (3 * WIDTH, WIDTH),
+            f"layers.{i}.attn.out.weight": (WIDTH, WIDTH),
+            f"layers.{i}.mlp.up.weight": (4 * WIDTH, WIDTH),
+            f"layers.{i}.mlp.down.weight": (WIDTH, 4 * WIDTH),
+            f"layers.{i}.ln1.weight": (WIDTH,),
+            f"layers.{i}.ln2.weight": (WIDTH,),
+        }
+    return shapes
+
+
+def small_leaves(count: int) -> State:
+    """Leaves of 1 to 64 KiB, as norms, biases and scalars of a large model have them: the cost of metadata."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(256, 16384, (count,), generator=generator).tolist()
+    return {f"block.{i // 20}.leaf.{i % 20}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)}
+
+
+def as_numpy(state: State) -> State:
+    """The same memory as numpy arrays; bf16 by ml_dtypes."""
+    import ml_dtypes
+
+    return {
+        name: value.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if value.dtype == torch.bfloat16 else value.numpy()
+        for name, value in state.items()
+    }
+
+
+def nbytes(state: State) -> int:
+    return sum(value.nbytes for value in state.values())
+
+
+def blank(state: State) -> State:
+    """Arrays of the same shapes that are all zero, each page of them touched."""
+    like = {name: value.clone() if isinstance(value, torch.Tensor) else value.copy() for name, value in state.items()}
+    for value in like.values():
+        value[...] = 0
+    return like
+
+
+def require_equal(loaded: State, state: State) -> None:
+    """Raise where a loaded leaf is not what was saved: a fast peer that gives back something else is no peer."""
+    for name, value in state.items():
+        other = loaded[name]
+        same = torch.equal(other, value) if isinstance(value, torch.Tensor) else bool((other == value).all())
+        if not same:
+            raise AssertionError(f"{name} was loaded with other values than were saved")
