@@ -18,11 +18,11 @@ from ckpt.quiet import collector_paused
 from ckpt.read import Progress
 from ckpt.repository import Repository, commit_name, open_repository
 from ckpt.retention import Keep, as_keep
-from ckpt.write import Options, take_apart
-from ckpt.write import save as run_save
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
+from ckpt.write import Options, take_apart
+from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
 
@@ -159,7 +159,7 @@ def load_checkpoint(
     return finish()
 
 
-def open(url: Url) -> Repository:  # noqa: A001  read as ckpt.open
+def open(url: Url) -> Repository:
     """Open the repository at `url` for reading; raise FormatError where there is none."""
     repo = open_repository(url)
     repo.check()

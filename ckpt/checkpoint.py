@@ -26,7 +26,6 @@ from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound
 from ckpt.tree import Node
 
-
 PREFETCH_BYTES = 512 << 20
 """About what a disk reads while the rows of a hundred thousand leaves are parsed."""
 
@@ -144,12 +143,17 @@ class Checkpoint:
             if room <= 0:
                 break
         if jobs:
-            threading.Thread(target=lambda: [self.store.prefetch(*j) for j in jobs], daemon=True).start()
+            threading.Thread(target=_prefetch, args=(self.store, jobs), name="ckpt-prefetch", daemon=True).start()
 
     def verify(self, progress: Progress | None = None) -> int:
         """Read and check every stored byte; return how many there were. Raises IntegrityError at the first bad block."""
         self.tree()
         return verify_blocks(self.store, self.manifest(), self.where, progress)
+
+
+def _prefetch(store: Store, jobs: list[tuple[str, int]]) -> None:
+    for name, nbytes in jobs:
+        store.prefetch(name, nbytes)
 
 
 class LazyArray:
@@ -191,7 +195,9 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
         raise IndexError(f"index {index!r} has more axes than shape {shape}")
     at = items.index(Ellipsis) if Ellipsis in items else len(items)
     items = items[:at] + [slice(None)] * (len(shape) - given) + items[at + 1 :]
-    offset, extent, within = [], [], []
+    offset: list[int] = []
+    extent: list[int] = []
+    within: list[slice | int] = []
     for item, length in zip(items, shape, strict=True):
         if isinstance(item, slice):
             picked = range(*item.indices(length))

@@ -18,9 +18,9 @@ from ckpt.interval import daly
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
+from ckpt.storage.errors import CkptError
 from ckpt.write import Options, take_apart
 from ckpt.write import save as run_save
-from ckpt.storage.errors import CkptError
 
 log = logging.getLogger("ckpt")
 
@@ -150,7 +150,7 @@ class Checkpointer:
             self._session.wait_staged()
 
     def _attached_memory(self) -> frozenset[int]:
-        found = set()
+        found: set[int] = set()
         for optimizer in self._attached:
             for group in optimizer.param_groups:
                 found.update(p.data_ptr() for p in group["params"])

@@ -96,7 +96,7 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
         raise
     except Exception as error:  # codecs raise what they like
         raise FormatError(f"codec configuration {config[:200]} is not understood: {error}") from error
-    return memoryview(encoded).cast("B") if not isinstance(encoded, np.ndarray) else memoryview(encoded.view(np.uint8))
+    return encoded.view(np.uint8).data if isinstance(encoded, np.ndarray) else memoryview(encoded).cast("B")
 
 
 def decode(config: str, stored: memoryview, out: Bytes) -> None:

@@ -211,7 +211,8 @@ class Filler:
             try:
                 stateful.set(finish())
             except Exception as error:
-                raise LeafMismatch(f"leaf {path or '(root)'}: {_kind(like)} refused the state of {self._where}: {error}") from error
+                message = f"leaf {path or '(root)'}: {_kind(like)} refused the state of {self._where}: {error}"
+                raise LeafMismatch(message) from error
             return like
 
         return load
@@ -227,7 +228,7 @@ class Filler:
                     parts.append((key, self._merge(current[key], child, name)))
                 elif self._wanted is None or self._node_wanted(child, name):
                     parts.append((key, self.rebuild(child)))
-            extra = {} if self._wanted is None else {k: v for k, v in current.items()}
+            extra = {} if self._wanted is None else dict(current)
             metadata = getattr(current, "_metadata", None)
 
             def finish_dict() -> Any:

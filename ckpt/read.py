@@ -202,7 +202,7 @@ class _Worker:
 
     def _straight(self, row: Row, place: Bytes) -> None:
         whole_hash = hasher(self._algorithm)
-        view = memoryview(place)
+        view = place.data
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
             self._fill(row, row.position + start, chunk)
@@ -216,7 +216,7 @@ class _Worker:
         row = block.row
         self._stored = _at_least(self._stored, row.stored)
         stored = self._stored[: row.stored]
-        self._fill(row, row.position, memoryview(stored))
+        self._fill(row, row.position, stored.data)
         raw = stored
         if row.codec is not None:
             if checksum(stored) != row.checksum:
@@ -224,7 +224,7 @@ class _Worker:
             self._raw = _at_least(self._raw, row.raw)
             raw = self._raw[: row.raw]
             try:
-                codec.decode(row.codec, memoryview(stored), raw)
+                codec.decode(row.codec, stored.data, raw)
             except (CkptError, MemoryError, ImportError):
                 raise
             except Exception as error:  # codecs raise what they like
@@ -241,7 +241,7 @@ class _Worker:
         end = min(row.raw, -(-(row.start + last * itemsize) // CELL_BYTES) * CELL_BYTES)
         self._stored = _at_least(self._stored, end - begin)
         cells = self._stored[: end - begin]
-        self._fill(row, row.position + begin, memoryview(cells))
+        self._fill(row, row.position + begin, cells.data)
         known = (begin - _cells_begin(row)) // CELL_BYTES
         self._check_cells(row, cells, known)
         # The row's bytes as if all had been read: only those within the span are looked at.

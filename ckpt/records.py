@@ -81,9 +81,8 @@ def decode_commit(data: bytes, where: str) -> CommitRecord:
     """The commit record in `data`."""
     body = decode("commit", data, where)
     try:
-        files = {k: tuple(FileRecord(**f) for f in body[k]) for k in ("manifests", "trees", "packs")}
-        names = [n for n in CommitRecord.__dataclass_fields__ if n not in files]
-        return CommitRecord(**files, **{n: body[n] for n in names})
+        files: dict[str, Any] = {k: tuple(FileRecord(**f) for f in body[k]) for k in ("manifests", "trees", "packs")}
+        return CommitRecord(**{n: files[n] if n in files else body[n] for n in CommitRecord.__dataclass_fields__})
     except (KeyError, TypeError) as error:
         raise IntegrityError(f"{where} is damaged: {error!r}") from error
 

@@ -19,7 +19,8 @@ def matcher(patterns: Patterns) -> Callable[[str], bool]:
     if isinstance(patterns, str):
         patterns = [patterns]
     joined = "|".join(f"{fnmatch.translate(p)}|{fnmatch.translate(p + '.*')}" for p in patterns)
-    return lambda name, match=re.compile(joined or r"(?!)").match: match(name) is not None
+    match = re.compile(joined or r"(?!)").match
+    return lambda name: match(name) is not None
 
 
 def children(node: Node, path: str) -> list[tuple[str, Node]]:

@@ -35,9 +35,8 @@ def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of one array, or None."""
     low = tuple(max(p, q) for p, q in zip(a.offset, b.offset, strict=True))
     high = tuple(min(p + m, q + n) for p, m, q, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
-    if any(h <= l for l, h in zip(low, high, strict=True)):
-        return None
-    return Box(low, tuple(h - l for l, h in zip(low, high, strict=True)))
+    extent = tuple(h - a for a, h in zip(low, high, strict=True))
+    return Box(low, extent) if all(n > 0 for n in extent) else None
 
 
 def contiguous_start(box: Box, shape: tuple[int, ...]) -> int | None:

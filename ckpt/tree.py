@@ -25,6 +25,7 @@ from ckpt.stateful import Stateful, as_stateful
 from ckpt.storage.errors import FormatError, UnsupportedLeaf
 
 Node = Any
+namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names from a file, so no static type fits
 INLINE_BYTES = 64 << 10
 """Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole."""
 
@@ -262,9 +263,9 @@ def _no_array(node: Node) -> Callable[[], Any]:
 
 def _rebuild_namedtuple(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     fields = tuple(node["fields"])
-    found = _imported(node["class"])
+    found: Any = _imported(node["class"])
     if not (isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields):
-        found = collections.namedtuple(_short(node["class"]), fields, rename=True)  # type: ignore[misc]  # noqa: PYI024
+        found = namedtuple_type(_short(node["class"]), fields, rename=True)
     return _sequence(node["namedtuple"], make_array, lambda values: tuple.__new__(found, values))
 
 

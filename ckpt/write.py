@@ -165,9 +165,9 @@ class _Save:
         self._go.set()
         if self._error is not None:  # found while the caller is still here: tell it now
             thread.join()
-            error = self._handle.take_error()
-            assert error is not None
-            raise error
+            failed = self._handle.take_error()
+            assert failed is not None
+            raise failed
 
     def _run(self, deferred: list[int], versions: dict[int, tuple[str, ArrayLeaf, int]]) -> None:
         _be_nice()
@@ -331,7 +331,7 @@ class _Save:
 
     def _store_block(self, packs: PackWriter, block: Block, region: Region) -> StoredBlock:
         raw = region.data[: block.nbytes]
-        summed, cells = digest_and_cells(self._algorithm, memoryview(raw))
+        summed, cells = digest_and_cells(self._algorithm, raw.data)
         key = (summed, block.nbytes)
         at = self._known.get(key)
         if at is None:
@@ -360,7 +360,7 @@ class _Save:
                 padded[stored:] = 0
         self._tuner.write_began()
         try:
-            pack, position = packs.append(memoryview(padded))
+            pack, position = packs.append(padded.data)
         finally:
             self._tuner.write_ended(len(padded))
         return KnownBlock(pack, position, stored, config, check)

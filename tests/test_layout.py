@@ -68,7 +68,9 @@ def test_blocks_are_even_and_within_bounds():
 
 @settings(max_examples=40)
 @given(
-    leaves=st.lists(st.tuples(st.sampled_from(["u1", "i2", "f4", "f8"]), st.integers(0, 3000), st.booleans()), max_size=30),
+    leaves=st.lists(
+        st.tuples(st.sampled_from(["u1", "i2", "f4", "f8"]), st.integers(0, 3000), st.booleans()), max_size=30
+    ),
 )
 def test_plan_places_every_byte_once(leaves):
     made = {}
@@ -175,7 +177,16 @@ def test_the_manifest_keeps_every_column(data, blocks):
     indices = st.none() if not blocks else st.none() | st.integers(0, len(blocks) - 1)
     pieces = data.draw(
         st.lists(
-            st.builds(manifest.PieceRow, texts, texts, shape, st.builds(Box, shape, shape), st.integers(0, 10**7), st.integers(0, 10**7), indices),
+            st.builds(
+                manifest.PieceRow,
+                texts,
+                texts,
+                shape,
+                st.builds(Box, shape, shape),
+                st.integers(0, 10**7),
+                st.integers(0, 10**7),
+                indices,
+            ),
             max_size=8,
         )
     )

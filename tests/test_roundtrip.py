@@ -33,7 +33,11 @@ class Frozen:
     b: str
 
 
-ML_TYPES = [n for n in dir(ml_dtypes) if n.startswith(("bfloat", "float", "int", "uint")) and isinstance(getattr(ml_dtypes, n), type)]
+ML_TYPES = [
+    n
+    for n in dir(ml_dtypes)
+    if n.startswith(("bfloat", "float", "int", "uint")) and isinstance(getattr(ml_dtypes, n), type)
+]
 NUMPY_TYPES = [
     "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "g", "F", "D",
     ">f4", ">i8", "S5", "U7", "M8[ns]", "m8[s]", "V3", [("a", "<f4"), ("b", ">i2", (2, 3))],
@@ -88,7 +92,9 @@ def same(a, b):
 @pytest.mark.parametrize("name", ML_TYPES)
 def test_every_type_of_ml_dtypes(tmp_path, name):
     dtype = np.dtype(getattr(ml_dtypes, name))
-    array = np.arange(-8, 9).astype(np.float32).clip(0 if name.startswith("uint") else -8, 8).astype(dtype).reshape(17, 1)
+    array = (
+        np.arange(-8, 9).astype(np.float32).clip(0 if name.startswith("uint") else -8, 8).astype(dtype).reshape(17, 1)
+    )
     state = {"a": array, "scalar": array[3, 0], "empty": array[:0]}
     ckpt.save(state, tmp_path / "r")
     same(ckpt.load(tmp_path / "r"), state)
@@ -167,7 +173,8 @@ def test_views_of_all_kinds(tmp_path):
     base = np.arange(4 * 5 * 6, dtype=np.float32).reshape(4, 5, 6)
     tensor = torch.arange(120.0).reshape(4, 5, 6)
     state = {
-        "transposed": base.T, "strided": base[::2, :, 1::3], "reversed": base[::-1, :, ::-1], "fortran": np.asfortranarray(base),
+        "transposed": base.T, "strided": base[::2, :, 1::3], "reversed": base[::-1, :, ::-1],
+        "fortran": np.asfortranarray(base),
         "broadcast": np.broadcast_to(np.float32(3), (5, 5)), "t": tensor.t() if tensor.ndim == 2 else tensor.permute(2, 0, 1),
         "expanded": torch.ones(1, 3).expand(4, 3), "conj": torch.view_as_complex(torch.randn(4, 2)).conj(),
         "bf16": torch.randn(6, 4).bfloat16().t(),
@@ -185,7 +192,9 @@ def test_views_of_all_kinds(tmp_path):
     assert torch.equal(like["t"], state["t"])
 
 
-@pytest.mark.parametrize("shape", [(3000, 1500), (2, 3, 1 << 20), (1, 1 << 22), ((1 << 21) + 3, 2), (5, 1000, 1000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3000, 1500), (2, 3, 1 << 20), (1, 1 << 22), ((1 << 21) + 3, 2), (5, 1000, 1000)], ids=str
+)
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_large_arrays_of_many_blocks(tmp_path, shape, order):
     array = np.asarray(np.random.default_rng(1).random(shape, np.float32), order=order)
@@ -218,16 +227,25 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
 
 def test_module_optimizer_scheduler_and_generators(tmp_path):
     def make():
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random": ckpt.RandomState(),
-                "python": random.Random(3), "numpy": np.random.default_rng(4), "torch": torch.Generator().manual_seed(5)}  # fmt: skip
+                "python": random.Random(3), "numpy": np.random.default_rng(4),
+                "torch": torch.Generator().manual_seed(5)}  # fmt: skip
 
     def run(state, steps):
         losses = []
         for _ in range(steps):
-            x = torch.randn(16, 6) + random.random() + np.random.rand() + state["python"].random() + state["numpy"].random()
+            x = (
+                torch.randn(16, 6)
+                + random.random()
+                + np.random.rand()
+                + state["python"].random()
+                + state["numpy"].random()
+            )
             x = x + torch.rand(1, generator=state["torch"])
             loss = state["model"](x).square().mean()
             state["optimizer"].zero_grad()
@@ -268,7 +286,8 @@ def test_state_of_an_object_and_a_plain_dict_fit_each_other(tmp_path):
 
 def test_jax(tmp_path):
     state = {
-        "a": jnp.arange(12.0).reshape(3, 4), "key": jax.random.key(3), "old": jax.random.PRNGKey(1), "bf": jnp.ones(3, jnp.bfloat16),
+        "a": jnp.arange(12.0).reshape(3, 4), "key": jax.random.key(3), "old": jax.random.PRNGKey(1),
+        "bf": jnp.ones(3, jnp.bfloat16),
         "i4": jnp.arange(5, dtype=jnp.int4), "zero": jnp.zeros((0, 3)), "scalar": jnp.float32(2),
     }  # fmt: skip
     ckpt.save(state, tmp_path / "r")
@@ -300,7 +319,10 @@ def test_only_a_part(tmp_path):
     ckpt.save(state, tmp_path / "r")
     same(ckpt.load(tmp_path / "r", only="model.*"), {"model": state["model"]})
     same(ckpt.load(tmp_path / "r", only="model"), {"model": state["model"]})
-    same(ckpt.load(tmp_path / "r", only=["*.w", "opt.2.x"]), {"model": {"w": state["model"]["w"]}, "opt": [None, None, {"x": 1}]})
+    same(
+        ckpt.load(tmp_path / "r", only=["*.w", "opt.2.x"]),
+        {"model": {"w": state["model"]["w"]}, "opt": [None, None, {"x": 1}]},
+    )
     like = {"model": {"w": np.zeros(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 0}
     ckpt.load(tmp_path / "r", like, only=["*.w", "step"])
     same(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})

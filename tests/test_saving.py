@@ -142,7 +142,11 @@ def test_codecs(tmp_path, codec):
     rng = np.random.default_rng(0)
     state = {
         "model": {"w": rng.integers(0, 4, 500_000).astype(np.float32), "noise": rng.bytes(100_000)},
-        "opt": {"m": np.zeros(3 * MIB, np.float32), "bf": torch.zeros(1000, 7, dtype=torch.bfloat16), "odd": np.ones(7, "S5")},
+        "opt": {
+            "m": np.zeros(3 * MIB, np.float32),
+            "bf": torch.zeros(1000, 7, dtype=torch.bfloat16),
+            "odd": np.ones(7, "S5"),
+        },
     }
     checkpoint = ckpt.save(state, tmp_path / "r", codec=codec)
     loaded = ckpt.load(tmp_path / "r")
@@ -197,7 +201,9 @@ def test_unchanged_blocks_are_referenced(tmp_path):
     np.testing.assert_array_equal(loaded["frozen"], state["frozen"])
     np.testing.assert_array_equal(loaded["head"], state["head"])
     assert not list((tmp_path / "r/steps/1").glob("**/*.pack"))
-    with ckpt.Checkpointer(tmp_path / "r", every=1, codec="none") as ck:  # in one session the blocks are remembered, not read again
+    with ckpt.Checkpointer(
+        tmp_path / "r", every=1, codec="none"
+    ) as ck:  # in one session the blocks are remembered, not read again
         assert ck.save(4, state, blocking=True).result().commit.written_bytes == 0
         state["head"] += 1
         assert 0 < ck.save(5, state, blocking=True).result().commit.written_bytes <= 9 * MIB
@@ -291,7 +297,12 @@ def test_cuda(tmp_path):
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(8, 2000, device="cuda")).sum().backward()
     optimizer.step()
-    state = {"m": model, "o": optimizer, "t": torch.randn(300, 200, device="cuda").t(), "b": torch.randn(5, device="cuda").bfloat16()}
+    state = {
+        "m": model,
+        "o": optimizer,
+        "t": torch.randn(300, 200, device="cuda").t(),
+        "b": torch.randn(5, device="cuda").bfloat16(),
+    }
     expected = {k: v.clone() for k, v in model.state_dict().items()}
     with ckpt.Checkpointer(tmp_path / "r", every=None) as ck:
         ck.attach(optimizer)

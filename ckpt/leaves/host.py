@@ -19,15 +19,20 @@ class HostLeaf(ArrayLeaf):
     array: np.ndarray[Any, Any]
 
     def read(self, box: Box, out: Bytes) -> None:
-        np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[(*box.slices(), ...)])
+        np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[_index(box)])
 
     def write(self, box: Box, data: Bytes) -> None:
-        np.copyto(self.array[(*box.slices(), ...)], data.view(self.array.dtype).reshape(box.shape))
+        np.copyto(self.array[_index(box)], data.view(self.array.dtype).reshape(box.shape))
 
     def target(self) -> ArrayLeaf:
         if not self.array.flags.writeable:
             raise TypeError("the array is read-only")
         return self
+
+
+def _index(box: Box) -> Any:
+    """The box as an index that gives a view; without the ellipsis an array without axes would give a scalar."""
+    return (*box.slices(), ...)
 
 
 def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes | None:
