@@ -28,7 +28,7 @@ class Peer:
     @classmethod
     def missing(cls) -> list[str]:
         """The modules that it needs and that are not installed."""
-        return [module for module in cls.needs if importlib.util.find_spec(module) is None]
+        return [module for module in cls.needs if not is_installed(module)]
 
     def save(self, state: State, folder: Path) -> None:
         raise NotImplementedError
@@ -244,6 +244,13 @@ class Zarr(Peer):
         for name, value in like.items():
             without_bf16(value)[...] = group[name][...]
         return like
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package above it
+        return False
 
 
 def without_bf16(value: Any) -> Any:

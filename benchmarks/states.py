@@ -60,10 +60,12 @@ def as_numpy(state: State) -> State:
     """The same memory as numpy arrays; bf16 by ml_dtypes."""
     import ml_dtypes
 
-    return {
-        name: value.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if value.dtype == torch.bfloat16 else value.numpy()
-        for name, value in state.items()
-    }
+    def convert(value: torch.Tensor) -> Any:
+        if value.dtype == torch.bfloat16:
+            return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return value.numpy()
+
+    return {name: convert(value) for name, value in state.items()}
 
 
 def nbytes(state: State) -> int:

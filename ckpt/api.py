@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Literal, TypeVar, overload
 
 from ckpt import session as sessions
@@ -114,28 +114,38 @@ def load_newest(repo: Repository, strict: bool, read: Callable[[Checkpoint], Loa
     Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
     """
     repo.check()
-    damage: list[IntegrityError] = []
+    damage: dict[int, IntegrityError] = {}
+    gone: list[int] = []  # never committed, or deleted since they were listed
+    found: tuple[int, Loaded] | None = None
     for number in reversed(repo.step_numbers()):
         try:
-            loaded = read(repo[number])
-        except StepNotFound:  # a save that was never committed
-            continue
+            found = number, read(repo[number])
+            break
+        except StepNotFound:
+            gone.append(number)
         except IntegrityError as error:
-            if not repo.store.exists(commit_name(number)):  # deleted while it was read: there are newer ones now
-                return load_newest(repo, strict, read)
+            if not repo.store.exists(commit_name(number)):
+                gone.append(number)
+                continue
             if strict:
                 raise
-            sessions.distrusted(repo).add(number)
-            damage.append(error)
-            continue
-        for passed_over in damage:
-            message = f"loaded the older step {number} because a newer one is damaged: {passed_over}"
-            log.error(message)
-            warnings.warn(message, stacklevel=3)
-        return number, loaded
-    if damage:
-        raise damage[0]
-    return None
+            damage[number] = error
+    if gone and _newer(repo, -1 if found is None else found[0], damage):  # another process saves and deletes meanwhile
+        return load_newest(repo, strict, read)
+    sessions.distrusted(repo).update(damage)
+    for passed_over in damage.values():
+        if found is None:
+            raise passed_over
+        message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"
+        log.error(message)
+        warnings.warn(message, stacklevel=3)
+    return found
+
+
+def _newer(repo: Repository, than: int, known: Container[int]) -> bool:
+    """Whether a step newer than one is committed that is not known."""
+    numbers = [n for n in repo.step_numbers() if n > than and n not in known]
+    return any(repo.store.exists(commit_name(n)) for n in numbers)
 
 
 def load_checkpoint(

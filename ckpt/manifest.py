@@ -57,19 +57,53 @@ class StoredBlock(NamedTuple):
     """Of all cells of the raw block."""
 
 
-class PieceRow(NamedTuple):
-    """The columns of `Row` that a piece has of its own, and the index of its block (None: the leaf has no bytes)."""
+@dataclass(slots=True)
+class Layout:
+    """The columns of `Row` that are known before anything is written, and the block of each piece (None: no bytes).
 
-    leaf: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    box: Box
-    start: int
-    nbytes: int
-    block: int | None
+    What Arrow makes of them is kept, since a training loop writes the same columns every time.
+    """
+
+    leaf: list[str]
+    dtype: list[str]
+    global_shape: list[tuple[int, ...]]
+    box: list[Box]
+    start: list[int]
+    nbytes: list[int]
+    block: list[int | None]
+    _columns: dict[str, Any] = field(default_factory=dict)
+    _cells: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def columns(self) -> dict[str, Any]:
+        """As Arrow arrays; `block` is the index of each piece's block."""
+        import pyarrow as pa
+
+        if not self._columns:
+            ints = pa.list_(pa.int64())
+            self._columns = {
+                "leaf": pa.array(self.leaf, pa.string()),
+                "dtype": _text(pa.array(self.dtype, pa.string())),
+                "global_shape": _lists(self.global_shape, ints),
+                "offset": _lists([b[0] for b in self.box], ints),
+                "shape": _lists([b[1] for b in self.box], ints),
+                "start": pa.array(self.start, pa.int64()),
+                "nbytes": pa.array(self.nbytes, pa.int64()),
+                "block": pa.array(self.block, pa.int32()),
+            }
+        return self._columns
+
+    def cells(self, of_blocks: Sequence[bytes]) -> list[bytes]:
+        """The checksums of the cells that each piece touches, out of those of all cells of each block."""
+        if not self._cells:
+            self._cells = [
+                (-1, 0, 0) if i is None else (i, s // CELL_BYTES * 8, -(-(s + n) // CELL_BYTES) * 8)
+                for i, s, n in zip(self.block, self.start, self.nbytes, strict=True)
+            ]
+        known = [*of_blocks, b""]  # the last one for -1
+        return [known[i][a:b] for i, a, b in self._cells]
 
 
-def encode(pieces: Sequence[PieceRow], blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
+def encode(layout: Layout, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
     """The manifest as a Parquet file with `metadata` in its schema.
 
     Made column by column: a Python object for each cell of the table would hold up the training step.
@@ -77,9 +111,8 @@ def encode(pieces: Sequence[PieceRow], blocks: Sequence[StoredBlock], metadata: 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    leaf, dtype, shape, boxes, start, nbytes, index = zip(*pieces, strict=True) if pieces else [()] * 7
-    ints = pa.list_(pa.int64())
-    of_block = pa.array(index, pa.int32())
+    known = layout.columns()
+    of_block = known["block"]
     shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
 
     def spread(column: int, kind: Any) -> Any:
@@ -89,38 +122,21 @@ def encode(pieces: Sequence[PieceRow], blocks: Sequence[StoredBlock], metadata: 
     def numbers(column: int) -> Any:
         return spread(column, pa.int64()).fill_null(0)
 
-    table = pa.table(
-        {
-            "leaf": pa.array(leaf, pa.string()),
-            "dtype": _text(pa.array(dtype, pa.string())),
-            "global_shape": _lists(shape, ints),
-            "offset": _lists([b[0] for b in boxes], ints),
-            "shape": _lists([b[1] for b in boxes], ints),
-            "pack": _text(spread(0, pa.string())),
-            "position": numbers(1),
-            "stored": numbers(2),
-            "raw": numbers(3),
-            "start": pa.array(start, pa.int64()),
-            "nbytes": pa.array(nbytes, pa.int64()),
-            "codec": _text(spread(4, pa.string())),
-            "digest": spread(5, pa.binary()).fill_null(b""),
-            "checksum": spread(6, pa.uint64()),
-            "cells": pa.array(_cells(shared[7], index, start, nbytes), pa.binary()),
-        }
-    ).replace_schema_metadata(metadata)
+    columns = {
+        **known,
+        "pack": _text(spread(0, pa.string())),
+        "position": numbers(1),
+        "stored": numbers(2),
+        "raw": numbers(3),
+        "codec": _text(spread(4, pa.string())),
+        "digest": spread(5, pa.binary()).fill_null(b""),
+        "checksum": spread(6, pa.uint64()),
+        "cells": pa.array(layout.cells(shared[7]), pa.binary()),
+    }
+    table = pa.table({name: columns[name] for name in _NAMES}).replace_schema_metadata(metadata)
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd", compression_level=1, use_dictionary=["dtype", "pack", "codec"])
     return sink.getvalue()
-
-
-def _cells(
-    of_blocks: Sequence[bytes], index: Sequence[int | None], start: Sequence[int], nbytes: Sequence[int]
-) -> list[bytes]:
-    """The checksums of the cells that each piece touches."""
-    return [
-        b"" if i is None else of_blocks[i][s // CELL_BYTES * 8 : -(-(s + n) // CELL_BYTES) * 8]
-        for i, s, n in zip(index, start, nbytes, strict=True)
-    ]
 
 
 def _text(column: Any) -> Any:

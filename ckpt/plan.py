@@ -6,10 +6,11 @@ Measured on the reference machine: below 4 MiB the cost of a call shows, above 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.manifest import Layout
 from ckpt.shard import Box, contiguous_start, split, whole
 
 BLOCK_BYTES = 8 << 20
@@ -20,11 +21,23 @@ PIECE_ALIGNMENT = 64
 """Where a leaf starts within a shared block: a cache line, so that it can be used in place by any vector code."""
 
 
+class LeafSpec(NamedTuple):
+    """All that a plan depends on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+    nbytes: int
+    codec: str | None
+    """The wish for its codec; leaves with different wishes never share a block."""
+
+
 class Piece(NamedTuple):
     """A box of one leaf and where its bytes lie in the raw block."""
 
-    name: str
-    leaf: ArrayLeaf
+    leaf: int
+    """Which leaf, in the order of the specs."""
     box: Box
     begin: int
     """First byte of the box in the leaf's own bytes, C order."""
@@ -34,44 +47,83 @@ class Piece(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Pieces that are stored together. All are of one codec and one element size, as shuffling codecs need."""
+    """Pieces that are stored together. All are of one codec wish and one element size, as shuffling codecs need."""
 
     pieces: list[Piece]
     nbytes: int
     itemsize: int
-    codec: Any
+    codec: str | None
 
 
-def plan(leaves: Iterable[tuple[str, ArrayLeaf]], codec_of: Callable[[str], Any]) -> tuple[list[Block], list[Piece]]:
-    """Return the blocks of the leaves, and the pieces of leaves without bytes, which need no block.
+class Plan(NamedTuple):
+    """The blocks of a state, and the columns of its manifest that are known before anything is written."""
 
-    `codec_of` names the codec wish of a leaf; leaves with different wishes never share a block.
+    blocks: list[Block]
+    layout: Layout
+
+
+def plan(specs: Sequence[LeafSpec]) -> Plan:
+    """Return the plan for leaves of these specs.
+
+    A training loop saves one structure over and over: the plan of the last two is remembered.
     """
+    specs = list(specs)
+    for known, made in _recent:
+        if known == specs:
+            return made
+    made = _plan(specs)
+    _recent.insert(0, (specs, made))
+    del _recent[2:]
+    return made
+
+
+_recent: list[tuple[list[LeafSpec], Plan]] = []
+
+
+def _plan(specs: list[LeafSpec]) -> Plan:
     blocks: list[Block] = []
-    empty: list[Piece] = []
-    shared: dict[tuple[int, int], _Shared] = {}
-    for name, leaf in leaves:
-        nbytes = leaf.nbytes
-        codec = codec_of(name)
+    empty: list[int] = []
+    shared: dict[tuple[int, str | None], _Shared] = {}
+    for i, spec in enumerate(specs):
+        nbytes = spec.nbytes
         if nbytes == 0:
-            empty.append(Piece(name, leaf, whole(leaf.shape), 0, 0, 0))
+            empty.append(i)
         elif nbytes < SMALL_BYTES:
-            key = (leaf.itemsize, id(codec))
+            key = (spec.itemsize, spec.codec)
             open_block = shared.get(key)
             if open_block is None or open_block.end + nbytes > BLOCK_BYTES:
                 open_block = shared[key] = _Shared([], 0)
-                blocks.append(Block(open_block.pieces, 0, leaf.itemsize, codec))
+                blocks.append(Block(open_block.pieces, 0, spec.itemsize, spec.codec))
             start = open_block.end
-            open_block.pieces.append(Piece(name, leaf, whole(leaf.shape), 0, start, nbytes))
+            open_block.pieces.append(Piece(i, whole(spec.shape), 0, start, nbytes))
             open_block.end = -(-(start + nbytes) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
         else:
-            for box in split(leaf.shape, leaf.itemsize, BLOCK_BYTES):
-                begin = contiguous_start(box, leaf.shape)
+            for box in split(spec.shape, spec.itemsize, BLOCK_BYTES):
+                begin = contiguous_start(box, spec.shape)
                 assert begin is not None  # split makes only such boxes
-                length = box.size * leaf.itemsize
-                piece = Piece(name, leaf, box, begin * leaf.itemsize, 0, length)
-                blocks.append(Block([piece], length, leaf.itemsize, codec))
-    return [b if b.nbytes else b._replace(nbytes=b.pieces[-1].start + b.pieces[-1].nbytes) for b in blocks], empty
+                length = box.size * spec.itemsize
+                piece = Piece(i, box, begin * spec.itemsize, 0, length)
+                blocks.append(Block([piece], length, spec.itemsize, spec.codec))
+    blocks = [b if b.nbytes else b._replace(nbytes=b.pieces[-1].start + b.pieces[-1].nbytes) for b in blocks]
+    return Plan(blocks, _layout(specs, blocks, empty))
+
+
+def _layout(specs: list[LeafSpec], blocks: list[Block], empty: list[int]) -> Layout:
+    pieces = [Piece(i, whole(specs[i].shape), 0, 0, 0) for i in empty]
+    index: list[int | None] = [None] * len(empty)
+    for n, block in enumerate(blocks):
+        pieces += block.pieces
+        index += [n] * len(block.pieces)
+    of = [specs[p.leaf] for p in pieces]
+    return Layout(
+        leaf=[s.name for s in of],
+        dtype=[s.dtype for s in of],
+        global_shape=[s.shape for s in of],
+        box=[p.box for p in pieces],
+        start=[p.start for p in pieces],
+        nbytes=[p.nbytes for p in pieces],
+        block=index,
+    )
 
 
 class _Shared:
@@ -82,18 +134,18 @@ class _Shared:
         self.end = end
 
 
-def stage(block: Block, out: Any) -> None:
+def stage(block: Block, leaves: Sequence[ArrayLeaf], out: Any) -> None:
     """Copy the block's raw bytes to `out` (uint8, at least `block.nbytes`); gaps and the rest become zero."""
     end = 0
-    for piece in block.pieces:
-        if end != piece.start:
-            out[end : piece.start] = 0
-        end = piece.start + piece.nbytes
-        part = out[piece.start : end]
-        flat = piece.leaf.flat
+    for index, box, begin, start, nbytes in block.pieces:
+        if end != start:
+            out[end:start] = 0
+        end = start + nbytes
+        part = out[start:end]
+        flat = leaves[index].flat
         if flat is not None:
-            part[:] = flat[piece.begin : piece.begin + piece.nbytes]
+            part[:] = flat[begin : begin + nbytes]
         else:
-            piece.leaf.read(piece.box, part)
+            leaves[index].read(box, part)
     if end != len(out):
         out[end:] = 0

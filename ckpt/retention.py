@@ -45,9 +45,10 @@ def as_keep(keep: int | Keep | None) -> Keep | None:
 
 
 def expired(steps: Iterable[int], good: Iterable[int], keep: Keep) -> list[int]:
-    """The steps to delete, ascending. Pure. Only good steps count as kept, and none newer than the oldest kept goes."""
+    """The steps to delete, ascending. Pure. Only good steps count as kept, and none newer than the oldest kept goes;
+    where fewer are good than shall be kept, none goes at all."""
     kept = sorted(good)[-keep.last :]
-    if not kept:
+    if len(kept) < keep.last:
         return []
     return [s for s in sorted(steps) if s < kept[0] and not (keep.every and s % keep.every == 0)]
 

@@ -26,9 +26,9 @@ from ckpt.checkpoint import Checkpoint
 from ckpt.digest import checksum, digest, digest_and_cells, require
 from ckpt.handle import SaveHandle
 from ckpt.leaves.base import ArrayLeaf
-from ckpt.manifest import PieceRow, StoredBlock
+from ckpt.manifest import StoredBlock
 from ckpt.pack import PackFile, PackWriter
-from ckpt.plan import BLOCK_BYTES, Block, Piece, plan, stage
+from ckpt.plan import BLOCK_BYTES, Block, LeafSpec, plan, stage
 from ckpt.quiet import collector_paused
 from ckpt.records import CommitRecord, FileRecord, encode_commit
 from ckpt.repository import commit_name, step_folder
@@ -102,7 +102,12 @@ class _Save:
         self._options = options
         self._algorithm = require(options.digest)
         self._flat = flat
-        self._blocks, self._empty = plan(flat.leaves.items(), codec.parse(options.codec))
+        self._leaves = list(flat.leaves.values())
+        self._names = list(flat.leaves)
+        codec_of = codec.parse(options.codec)
+        self._blocks, self._layout = plan(
+            [LeafSpec(n, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(n)) for n, x in flat.leaves.items()]
+        )
         self._tuner = codec.tuner(self._store.url)
         self._attempt = session.claim.begin()
         self._began = time.monotonic()
@@ -142,7 +147,7 @@ class _Save:
         deferred = [i for i, block in enumerate(self._blocks) if self._is_deferred(block)]
         late = set(deferred)
         eager = [i for i in range(len(self._blocks)) if i not in late]
-        versions = _versions(self._blocks[i] for i in deferred)
+        versions = self._versions(deferred)
         thread = threading.Thread(target=self._run, args=(deferred, versions), name=f"ckpt-save-{self._step}")
         try:
             self._borrow(min(total, self._options.memory or int(arenas.available_memory() * 0.8)))
@@ -193,7 +198,18 @@ class _Save:
 
     def _is_deferred(self, block: Block) -> bool:
         may = self._options.deferrable
-        return all(p.leaf.frozen() or (may is not None and may(p.leaf)) for p in block.pieces)
+        leaves = [self._leaves[p.leaf] for p in block.pieces]
+        return all(leaf.frozen() or (may is not None and may(leaf)) for leaf in leaves)
+
+    def _versions(self, deferred: list[int]) -> dict[int, tuple[str, ArrayLeaf, int]]:
+        """The leaves of these blocks that count their changes, by number, each with its count now."""
+        found: dict[int, tuple[str, ArrayLeaf, int]] = {}
+        for i in deferred:
+            for piece in self._blocks[i].pieces:
+                leaf = self._leaves[piece.leaf]
+                if (version := leaf.version()) is not None:
+                    found[piece.leaf] = (self._names[piece.leaf], leaf, version)
+        return found
 
     def _fail(self, error: BaseException) -> None:
         """Remember the first error and wake everyone."""
@@ -230,7 +246,7 @@ class _Save:
                     region = arena.take(block.nbytes)
                     assert region is not None
                 failpoint("save.stage")
-                stage(block, region.data)
+                stage(block, self._leaves, region.data)
                 self._staged.put((i, region))
         except BaseException as error:
             self._fail(error)
@@ -347,7 +363,7 @@ class _Save:
         raw = region.data[: block.nbytes]
         config = block.codec
         if config == "auto":
-            config = self._tuner.pick(block.pieces[0].leaf.dtype, raw, block.itemsize)
+            config = self._tuner.pick(self._leaves[block.pieces[0].leaf].dtype, raw, block.itemsize)
         stored, padded, check = block.nbytes, region.data[: round_up(block.nbytes)], None
         if config is not None:
             encoded = codec.encode(config, raw, block.itemsize)
@@ -368,13 +384,10 @@ class _Save:
     # --- committing --------------------------------------------------------------------------------------------
 
     def _commit(self, packs: list[PackFile]) -> Checkpoint:
-        rows = [_row(piece, None) for piece in self._empty]
-        for i, block in enumerate(self._blocks):
-            rows += [_row(piece, i) for piece in block.pieces]
         blocks = [stored for stored in self._stored if stored is not None]
         assert len(blocks) == len(self._blocks)  # else a writer failed, and the save has ended there
         folder = f"{step_folder(self._step)}/manifest/{self._attempt}"
-        table = manifest.encode(rows, blocks, {"format": "1", "digest": self._algorithm, "step": str(self._step)})
+        table = manifest.encode(self._layout, blocks, {"format": "1", "digest": self._algorithm, "step": str(self._step)})
         tree = json.dumps({"format": 1, "tree": self._flat.node}, separators=(",", ":")).encode()
         files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
@@ -460,20 +473,6 @@ class _Shared:
     def __next__(self) -> int:
         with self._lock:
             return next(self._items)
-
-
-def _versions(blocks: Iterable[Block]) -> dict[int, tuple[str, ArrayLeaf, int]]:
-    found = {}
-    for block in blocks:
-        for piece in block.pieces:
-            version = piece.leaf.version()
-            if version is not None:
-                found[id(piece.leaf)] = (piece.name, piece.leaf, version)
-    return found
-
-
-def _row(piece: Piece, block: int | None) -> PieceRow:
-    return PieceRow(piece.name, piece.leaf.dtype, piece.leaf.shape, piece.box, piece.start, piece.nbytes, block)
 
 
 def _be_nice() -> None:

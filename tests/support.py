@@ -179,9 +179,13 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
 # --- processes -------------------------------------------------------------------------------------------------
 
 
+def _path() -> str:
+    return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
 def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
     """Start a Python process that runs `code` with the tests on its path, talking by lines."""
-    env = {**os.environ, "PYTHONPATH": str(TESTS), **options.pop("env", {})}
+    env = {**os.environ, "PYTHONPATH": _path(), **options.pop("env", {})}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options,
@@ -201,7 +205,7 @@ class Killer:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "kill_server.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(TESTS)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": _path()},
         )  # fmt: skip
 
     def run(self, **job: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import assert_same, finish, one_line, python, snapshot, state_of, write_into
+from support import assert_same, finish, one_line, python, snapshot, state_of
 
 import ckpt
 from ckpt import codec, records
@@ -413,15 +413,12 @@ def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
 )
 def test_a_forged_manifest(root: Path, column: str, value: Any, words: tuple[str, ...]) -> None:
     """Digests prove that nothing was changed by accident; whoever forges them as well still runs no code here."""
-    state = state_of(40)
-    state["embed"] ^= 1  # else it would be referred to, uncompressed
-    ckpt.save(state, root, 4, codec={"id": "zlib", "level": 1}, overwrite=True)
+    ckpt.save({"w": np.zeros(50_000)}, root, 4, codec={"id": "zlib", "level": 1}, overwrite=True)
     forge(root, 4, change_column(column, value), ".parquet")
     with refused(ckpt.CkptError, *words, root=root):
         ckpt.load(root, step=4)
-    like = write_into(state_of(0), state_of(0))
-    with pytest.raises(ckpt.CkptError):
-        ckpt.load(root, like, step=4)
+    with refused(ckpt.CkptError, *words, root=root):
+        ckpt.load(root, {"w": np.zeros(50_000)}, step=4)
 
 
 @pytest.mark.parametrize(

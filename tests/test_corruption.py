@@ -164,6 +164,7 @@ def is_hit(sample: Sample, damage: Damage, step: int) -> bool:
     return damage.name in manifests
 
 
+@pytest.mark.soak
 @EXAMPLES
 @given(data=st.data())
 def test_damage_is_found(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
@@ -236,6 +237,7 @@ def check_newest(sample: Sample, damage: Damage, hit: dict[int, bool]) -> None:
     assert_same(state, saved(whole[-1]))
 
 
+@pytest.mark.soak
 @EXAMPLES
 @given(data=st.data())
 def test_damage_is_found_by_lazy_reads(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
@@ -254,6 +256,7 @@ def test_damage_is_found_by_lazy_reads(sample: Sample, repaired: Callable[[], No
     assert_same(got, saved(step)["wide"][first : first + count, 3:5])
 
 
+@pytest.mark.soak
 @settings(EXAMPLES, max_examples=300 if SOAK else 25)
 @given(data=st.data())
 def test_a_run_goes_on_after_damage(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
@@ -287,7 +290,7 @@ def test_a_truncated_pack_is_not_referred_to(tmp_path: Path) -> None:
     """Also by a process that never tried to load it."""
     ckpt.save(state_of(1), tmp_path, 1)
     (pack,) = tmp_path.glob("steps/1/pack/*.pack")
-    pack.write_bytes(pack.read_bytes()[:-5000])
+    pack.write_bytes(pack.read_bytes()[:1])
     ckpt.save(state_of(2), tmp_path, 2)
     assert_same(ckpt.load(tmp_path, step=2), state_of(2))
 

@@ -30,7 +30,6 @@ POINTS = sorted(
 )
 """Read from the sources, so that a point that is added is killed at, too."""
 
-DELETION = {p for p in POINTS if p.startswith("delete.") or p == "local.delete"}
 MODES = ("blocking", "async", "checkpointer")
 SEED = int(os.environ.get("CKPT_SEED", "20240607"))
 
@@ -60,6 +59,7 @@ def check_and_go_on(root: Path, acknowledged: list[int]) -> int:
     return after + 1
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_a_named_point(killer: Killer, fast: Path, point: str, mode: str) -> None:
@@ -75,8 +75,6 @@ def test_killed_at_a_named_point(killer: Killer, fast: Path, point: str, mode: s
             break
         hits += 1
     assert hits, f"nothing passes the fail point {point}"
-    if point in DELETION:
-        assert hits > 1 or point == "claim"
 
 
 @pytest.mark.soak

@@ -140,6 +140,7 @@ def test_a_new_repository_on_a_failing_store(tmp_path: Path) -> None:
 # --- the errors of a file system -------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["blocking", "async"])
 @pytest.mark.parametrize("point", ["local.fsync=error", "local.rename=error", "local.append=full", "save.manifest=full"])
 def test_injected_system_errors(fast: Path, point: str, mode: str) -> None:

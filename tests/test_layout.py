@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckpt import manifest
 from ckpt.arena import Arena, ArenaClosed, ArenaPool, round_up
 from ckpt.leaves.host import NumpyLeaf
-from ckpt.plan import BLOCK_BYTES, PIECE_ALIGNMENT, plan, stage
+from ckpt.plan import BLOCK_BYTES, PIECE_ALIGNMENT, LeafSpec, plan, stage
 from ckpt.shard import Box, contiguous_start, intersect, split, whole
 
 shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
@@ -77,22 +77,26 @@ def test_plan_places_every_byte_once(leaves):
     for i, (dtype, n, strided) in enumerate(leaves):
         array = np.random.default_rng(i).integers(0, 200, 2 * n).astype(dtype)
         made[f"l{i}"] = NumpyLeaf(array[::2] if strided else array[:n])
-    blocks, empty = plan(made.items(), lambda name: name[-1] == "3")
+    specs = [LeafSpec(n, x.dtype, x.shape, x.itemsize, x.nbytes, "a" if n[-1] == "3" else None) for n, x in made.items()]
+    blocks, layout = plan(specs)
+    assert plan(list(specs)).blocks is blocks
+    names = list(made)
     found = {}
     for block in blocks:
         out = np.full(round_up(block.nbytes), 7, np.uint8)
-        stage(block, out)
+        stage(block, list(made.values()), out)
         assert not out[block.nbytes :].any()
-        assert len({p.leaf.itemsize for p in block.pieces}) == 1
+        assert len({(specs[p.leaf].itemsize, specs[p.leaf].codec) for p in block.pieces}) == 1
         end = 0
         for piece in block.pieces:
             assert piece.start >= end
             assert piece.start % PIECE_ALIGNMENT == 0
             end = piece.start + piece.nbytes
-            assert piece.name not in found
-            found[piece.name] = bytes(out[piece.start : end])
+            assert names[piece.leaf] not in found
+            found[names[piece.leaf]] = bytes(out[piece.start : end])
         assert end == block.nbytes
-    assert {p.name for p in empty} == {n for n, leaf in made.items() if not leaf.nbytes}
+    without = {n for n, i in zip(layout.leaf, layout.block, strict=True) if i is None}
+    assert without == {n for n, leaf in made.items() if not leaf.nbytes}
     assert found == {n: leaf.array.tobytes() for n, leaf in made.items() if leaf.nbytes}
 
 
@@ -175,34 +179,25 @@ stored_blocks = st.builds(
 def test_the_manifest_keeps_every_column(data, blocks):
     shape = st.lists(ints, max_size=4).map(tuple)
     indices = st.none() if not blocks else st.none() | st.integers(0, len(blocks) - 1)
-    pieces = data.draw(
-        st.lists(
-            st.builds(
-                manifest.PieceRow,
-                texts,
-                texts,
-                shape,
-                st.builds(Box, shape, shape),
-                st.integers(0, 10**7),
-                st.integers(0, 10**7),
-                indices,
-            ),
-            max_size=8,
-        )
-    )
-    encoded = manifest.encode(pieces, blocks, {"digest": "xxh3-128"})
+    numbers = st.integers(0, 10**7)
+    columns = st.tuples(texts, texts, shape, st.builds(Box, shape, shape), numbers, numbers, indices)
+    pieces = data.draw(st.lists(columns, max_size=8))
+    layout = manifest.Layout(*map(list, zip(*pieces, strict=True))) if pieces else manifest.Layout(*([] for _ in range(7)))
+    for _ in range(2):  # the second time from what was kept
+        encoded = manifest.encode(layout, blocks, {"digest": "xxh3-128"})
     rows = manifest.decode(encoded, "x").rows
     assert len(rows) == len(pieces)
     for row, piece in zip(rows, pieces, strict=True):
         assert row[:4] == piece[:4]
-        assert (row.start, row.nbytes) == (piece.start, piece.nbytes)
-        if piece.block is None:
+        start, nbytes, index = piece[4:]
+        assert (row.start, row.nbytes) == (start, nbytes)
+        if index is None:
             assert row.pack is None
             assert row.cells == b""
         else:
-            block = blocks[piece.block]
+            block = blocks[index]
             assert (row.pack, row.position, row.stored, row.raw, row.codec, row.digest, row.checksum) == block[:7]
-            first, last = piece.start // 262144, -(-(piece.start + piece.nbytes) // 262144)
+            first, last = start // 262144, -(-(start + nbytes) // 262144)
             assert row.cells == block.cells[8 * first : 8 * last]
 
 

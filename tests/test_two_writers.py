@@ -179,6 +179,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.soak
 def test_two_that_begin_at_the_same_moment(tmp_path: Path) -> None:
     """On a repository that is not there yet. One may also be done before the other looks."""
     racers = [python(RACE, n) for n in range(2)]

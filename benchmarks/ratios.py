@@ -1,0 +1,168 @@
+"""The ratios that this project has promised, each within one run: figure, reached, target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from limits import COPY_2, DISK_READS, READ_HOT, WRITE_1
+from peers import OTHERS, PEERS
+from results import PeerResult, Results
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One line of the promise; `reached` is None where the run has not measured it."""
+
+    figure: str
+    reached: float | None
+    at_least: bool
+    target: float
+    detail: str
+    unit: str = ""
+    """Empty for a plain ratio."""
+
+    @property
+    def met(self) -> bool | None:
+        if self.reached is None:
+            return None
+        return self.reached >= self.target if self.at_least else self.reached <= self.target
+
+
+def ratios(results: Results) -> list[Ratio]:
+    """All that apply to this run: the promises for large leaves, or those for very many small ones."""
+    found = small_leaves(results) if results.leaves else large_leaves(results)
+    return [*found, *step(results, 1.2 if results.leaves else 1.05), import_time(results)]
+
+
+def large_leaves(results: Results) -> list[Ratio]:
+    ours, background = results.peers.get("ckpt"), results.peers.get("ckpt-async")
+    write = (results.limit(WRITE_1), "")
+    return [
+        rate("blocking save / O_DIRECT write, 1 thread", durable(ours), write, 0.85),
+        rate("blocking save / best peer", durable(ours), best(results, durable), 1.8),
+        rate("async save / O_DIRECT write, 1 thread", durable(background), write, 0.75),
+        stall(results),
+        lazy_stall(results),
+        rate("cold load / best disk read", cold(ours), best_read(results), 0.9),
+        rate("cold load / best peer", cold(ours), best(results, cold), 1.0),
+        rate("hot load / page cache read", hot(ours), (results.limit(READ_HOT), ""), 0.7),
+        memory("memory of a blocking save", ours and ours.save_memory_bytes),
+        memory("memory of a load", ours and ours.load_memory_bytes),
+        async_memory(background),
+    ]
+
+
+def small_leaves(results: Results) -> list[Ratio]:
+    ours = results.peers.get("ckpt")
+    return [
+        rate("blocking save / best peer", durable(ours), best(results, durable), 2.0),
+        rate("cold load / best peer", cold(ours), best(results, cold), 1.0),
+        rate("hot load / best peer", hot(ours), best(results, hot), 1.0),
+    ]
+
+
+# --- one figure of a peer, None where it was not measured ------------------------------------------------------
+
+
+def durable(peer: PeerResult | None) -> float | None:
+    return peer and peer.durable_gbs
+
+
+def cold(peer: PeerResult | None) -> float | None:
+    return peer and peer.cold_gbs
+
+
+def hot(peer: PeerResult | None) -> float | None:
+    return peer and peer.hot_gbs
+
+
+Named = tuple[float | None, str]
+"""What ours is compared with, in GB/s, and its name."""
+
+
+def best(results: Results, figure: Callable[[PeerResult | None], float | None]) -> Named:
+    """The best of the others."""
+    rates = [(figure(results.peers[key]) or 0.0, PEERS[key].title) for key in OTHERS if key in results.peers]
+    return max(rates, default=(None, ""))
+
+
+def best_read(results: Results) -> Named:
+    """The best median among the ways to read from the disk."""
+    rates = [(results.limit(name) or 0.0, name.removeprefix("disk read ")) for name in DISK_READS if name in results.limits]
+    return max(rates, default=(None, ""))
+
+
+def copy_seconds(results: Results, nbytes: int) -> float | None:
+    """The time of a two-thread memory copy of so many bytes."""
+    rate = results.limit(COPY_2)
+    return nbytes / 1e9 / rate if rate else None
+
+
+# --- the lines -------------------------------------------------------------------------------------------------
+
+
+def rate(figure: str, ours: float | None, other: Named, target: float) -> Ratio:
+    """Our GB/s over another's."""
+    theirs, name = other
+    if not ours or not theirs:
+        return not_measured(figure, True, target)
+    detail = f"{ours:.2f} of {theirs:.2f} GB/s" + (f", {name}" if name else "")
+    return Ratio(figure, ours / theirs, True, target, detail)
+
+
+def stall(results: Results) -> Ratio:
+    figure, target = "async stall / memory copy, 2 threads", 1.3
+    ours = results.peers.get("ckpt-async")
+    copy = ours and copy_seconds(results, ours.nbytes)
+    if not ours or not copy:
+        return not_measured(figure, False, target)
+    return Ratio(figure, ours.stall_ms / 1e3 / copy, False, target, f"{ours.stall_ms:.0f} of {copy * 1e3:.0f} ms")
+
+
+def lazy_stall(results: Results) -> Ratio:
+    figure, target = "lazy stall / memory copy, 2 threads", 0.05
+    lazy = results.lazy
+    copy = lazy and copy_seconds(results, lazy.nbytes)
+    if not lazy or not copy:
+        return not_measured(figure, False, target)
+    return Ratio(figure, lazy.stall_ms / 1e3 / copy, False, target, f"{lazy.stall_ms:.1f} of {copy * 1e3:.0f} ms")
+
+
+def memory(figure: str, nbytes: int | None) -> Ratio:
+    if nbytes is None:
+        return not_measured(figure, False, 256, "MiB")
+    return Ratio(figure, nbytes / MIB, False, 256, "peak above the state", "MiB")
+
+
+def async_memory(ours: PeerResult | None) -> Ratio:
+    figure, target = "memory of an async save / state", 1.05
+    if ours is None:
+        return not_measured(figure, False, target)
+    taken = ours.save_memory_bytes
+    return Ratio(figure, taken / ours.nbytes, False, target, f"{taken / MIB:.0f} of {ours.nbytes / MIB:.0f} MiB")
+
+
+def step(results: Results, target: float) -> list[Ratio]:
+    """A training step while a save runs, of a quiet one and of one beside the save of torch DCP."""
+    figures = "step during a save / quiet step", "step during a save / during torch DCP async"
+    ours, dcp = (results.peers[key].step_ratio if key in results.peers else None for key in ("ckpt-async", "dcp-async"))
+    if ours is None:
+        return [not_measured(figures[0], False, target), not_measured(figures[1], False, 1.0)]
+    quiet = Ratio(figures[0], ours, False, target, "one-thread matrix products")
+    if dcp is None:
+        return [quiet, not_measured(figures[1], False, 1.0)]
+    return [quiet, Ratio(figures[1], ours / dcp, False, 1.0, f"{ours:.2f} of {dcp:.2f}")]
+
+
+def import_time(results: Results) -> Ratio:
+    if not results.import_seconds:
+        return not_measured("import ckpt", False, 0.3, "s")
+    return Ratio("import ckpt", median(results.import_seconds), False, 0.3, "without torch, fresh interpreter", "s")
+
+
+def not_measured(figure: str, at_least: bool, target: float, unit: str = "") -> Ratio:
+    return Ratio(figure, None, at_least, target, "not measured", unit)
