@@ -19,7 +19,7 @@ from ckpt.interval import daly
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
-from ckpt.storage.errors import CkptError
+from ckpt.storage.errors import CkptError, InvalidArgument
 from ckpt.write import Options, staging_bytes, take_apart
 from ckpt.write import save as run_save
 
@@ -59,9 +59,9 @@ class Checkpointer:
         in_flight: int = 1,
     ) -> None:
         if isinstance(every, int) and every < 1:
-            raise ValueError(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
+            raise InvalidArgument(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
         if in_flight < 1:
-            raise ValueError(f"in_flight={in_flight}: at least one save must be allowed")
+            raise InvalidArgument(f"in_flight={in_flight}: at least one save must be allowed")
         self._every = every
         self._attached: list[Any] = []
         self._hooks: list[Any] = []

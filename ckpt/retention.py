@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckpt.claim import Claim, old_generations
 from ckpt.records import CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
-from ckpt.storage.errors import CkptError, IntegrityError, NotFound
+from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NotFound
 from ckpt.storage.failpoints import failpoint
 
 log = logging.getLogger("ckpt")
@@ -32,7 +32,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last < 1 or (self.every is not None and self.every < 1):
-            raise ValueError(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
+            raise InvalidArgument(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
 
 
 def as_keep(keep: int | Keep | None) -> Keep | None:

@@ -30,6 +30,10 @@ class UnknownScheme(StoreError, ValueError):
     """No store serves URLs of this scheme, or the package that does is not installed."""
 
 
+class InvalidArgument(CkptError, ValueError):
+    """An option that makes no sense, such as keeping no step at all."""
+
+
 # --- checkpoints ---------------------------------------------------------------------------------------------
 
 
