@@ -18,12 +18,12 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf
 from ckpt.manifest import Manifest, Row
 from ckpt.quiet import collector_paused
-from ckpt.read import Progress, read_leaves, verify_blocks
+from ckpt.read import Progress, is_bad_sector, read_leaves, verify_blocks
 from ckpt.records import CommitRecord, FileRecord
 from ckpt.select import suggest
 from ckpt.shard import Box
 from ckpt.storage.base import Store
-from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound
+from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound, StoreError
 from ckpt.tree import Node
 
 PREFETCH_BYTES = 512 << 20
@@ -93,6 +93,10 @@ class Checkpoint:
             data = self.store.get(file.name)
         except NotFound as error:
             raise IntegrityError(f"{self.store.url}/{file.name} of step {self.step} is missing") from error
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            raise IntegrityError(f"{self.store.url}/{file.name} of step {self.step} cannot be read: {error}") from error
         if len(data) != file.nbytes or digest("xxh3-128", data).hex() != file.digest:
             raise IntegrityError(
                 f"{self.store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "

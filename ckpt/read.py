@@ -8,6 +8,7 @@ read. Reads go through the page cache: a second load is a memory copy.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ckpt.manifest import Manifest, Row
 from ckpt.quiet import collector_paused
 from ckpt.shard import Box, contiguous_start, intersect
 from ckpt.storage.base import Reader, Store
-from ckpt.storage.errors import CkptError, IntegrityError, NotFound
+from ckpt.storage.errors import CkptError, IntegrityError, NotFound, StoreError
 
 READ_THREADS = 3
 """Measured on the reference machine, cold: 1 thread 2.4 GB/s, 2 threads 2.7, 3 threads 2.9, 4 threads 2.7."""
@@ -284,6 +285,13 @@ class _Worker:
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} is missing; restore it or load another step"
             ) from error
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} cannot be read at byte {position}: the device "
+                "reports an I/O error; check the disk, and load another step"
+            ) from error
         if count != len(buffer):
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} ends at byte {position + count}, "
@@ -304,6 +312,11 @@ class _Worker:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+
+def is_bad_sector(error: StoreError) -> bool:
+    """Whether the device itself could not give the bytes back: damage, and not a store out of reach."""
+    return getattr(error.__cause__, "errno", None) == errno.EIO
 
 
 class _Nowhere(ArrayLeaf):

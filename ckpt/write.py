@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt import arena as arenas
 from ckpt import codec, manifest
@@ -126,7 +126,7 @@ class _Save:
         self._began = time.monotonic()
         self._error: BaseException | None = None
         self._arena: Arena | None = None
-        self._staged: queue.SimpleQueue[tuple[int, Region] | None] = queue.SimpleQueue()
+        self._staged: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._stored: list[StoredBlock | None] = [None] * len(self._blocks)
         self._written: KnownBlocks = {}
         self._known: KnownBlocks = {}
@@ -142,7 +142,7 @@ class _Save:
         total = sum(round_up(b.nbytes) for b in self._blocks)
         budget = min(BLOCKING_ARENA, self._options.memory or BLOCKING_ARENA)
         self._go.set()
-        stager = threading.Thread(target=self._stage, args=(range(len(self._blocks)), True), name="ckpt-stage")
+        stager = threading.Thread(target=self._stage, args=(range(len(self._blocks)), True, True), name="ckpt-stage")
         try:
             self._borrow(min(total, budget))
             self._prepare()
@@ -245,8 +245,11 @@ class _Save:
 
     # --- staging -----------------------------------------------------------------------------------------------
 
-    def _stage(self, indices: Iterable[int], end: bool) -> None:
-        """Copy blocks into the arena and pass them on; `end` tells the writers that there are no more."""
+    def _stage(self, indices: Iterable[int], end: bool, summing: bool) -> None:
+        """Copy blocks into the arena and pass them on; `end` tells the writers that there are no more.
+
+        `summing`: digest each at once, while it is still in the cache. Not where the training loop waits for the copy.
+        """
         try:
             arena = self._arena
             for i in indices:
@@ -260,7 +263,8 @@ class _Save:
                     assert region is not None
                 failpoint("save.stage")
                 stage(block, self._leaves, region.data)
-                self._staged.put((i, region))
+                sums = digest_and_cells(self._algorithm, region.data[: block.nbytes].data) if summing else None
+                self._staged.put(_Staged(i, region, sums))
         except BaseException as error:
             self._fail(error)
         finally:
@@ -272,16 +276,17 @@ class _Save:
         """Stage with as many threads as copy faster than one, the caller among them."""
         threads = max(1, min(4, os.cpu_count() or 1, len(indices) // 4))
         share = _Shared(indices)
-        helpers = [threading.Thread(target=self._stage, args=(share, False), name="ckpt-stage") for _ in range(threads - 1)]
+        args = (share, False, False)
+        helpers = [threading.Thread(target=self._stage, args=args, name="ckpt-stage") for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
-        self._stage(share, False)
+        self._stage(*args)
         for helper in helpers:
             helper.join()
 
     def _stage_late(self, deferred: list[int], versions: dict[int, tuple[str, ArrayLeaf, int]]) -> None:
         """Stage what may be read later, and prove that it was not changed meanwhile."""
-        self._stage(deferred, False)
+        self._stage(deferred, False, True)
         self._eager_staged.wait()
         for name, leaf, version in versions.values():
             if leaf.version() != version:
@@ -346,21 +351,20 @@ class _Save:
     def _write(self, packs: PackWriter) -> None:
         try:
             while (item := self._staged.get()) is not None:
-                index, region = item
                 try:
                     if self._error is None:
-                        self._stored[index] = self._store_block(packs, self._blocks[index], region)
+                        self._stored[item.index] = self._store_block(packs, self._blocks[item.index], item)
                 finally:
                     if self._arena is not None:
-                        self._arena.give_back(region)
+                        self._arena.give_back(item.region)
         except BaseException as error:
             self._fail(error)
             while self._staged.get() is not None:  # let the stager and the others come to their end
                 pass
 
-    def _store_block(self, packs: PackWriter, block: Block, region: Region) -> StoredBlock:
-        raw = region.data[: block.nbytes]
-        summed, cells = digest_and_cells(self._algorithm, raw.data)
+    def _store_block(self, packs: PackWriter, block: Block, staged: _Staged) -> StoredBlock:
+        region = staged.region
+        summed, cells = staged.sums or digest_and_cells(self._algorithm, region.data[: block.nbytes].data)
         key = (summed, block.nbytes)
         at = self._known.get(key)
         if at is None:
@@ -471,6 +475,14 @@ class _Save:
                 pass
             doomed = [e.name for e in self._store.list(mine.rstrip("/")) if f"/{self._attempt}" in e.name]
             self._store.delete(doomed)
+
+
+class _Staged(NamedTuple):
+    """A block in the arena, with its digest and cells if they are known already."""
+
+    index: int
+    region: Region
+    sums: tuple[bytes, bytes] | None
 
 
 class _Shared:

@@ -1,5 +1,7 @@
 """Ways of saving: in the background, staged late, compressed, referring to earlier blocks, within a memory budget."""
 
+import errno
+import os
 import threading
 from datetime import timedelta
 
@@ -289,6 +291,24 @@ def test_interval_of_daly():
     assert daly(60, 7200) == pytest.approx(889, rel=0.02)
     assert daly(1e9, 60) == 60
     assert daly(0.1) < daly(1) < daly(10)
+
+
+def test_a_sector_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    for step in range(2):
+        ckpt.save({"x": np.full(100, step)}, tmp_path / "r", step=step)
+    bad = next((tmp_path / "r/steps/1/pack").iterdir()).stat().st_ino
+    preadv = os.preadv
+
+    def failing(fd, *rest):
+        if os.fstat(fd).st_ino == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(ckpt.IntegrityError, match=r"leaf x of step 1 .* I/O error"):
+        ckpt.load(tmp_path / "r", step=1)
+    with pytest.warns(UserWarning, match="older step 0 .* I/O error"):
+        assert ckpt.load(tmp_path / "r")["x"].tolist() == [0] * 100
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
