@@ -48,24 +48,26 @@ class Repository:
 
     # --- the marker --------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise FormatError unless the URL is a repository that this version can read."""
+    def _is_marked(self) -> bool:
+        """Whether the marker is there; raise what is wrong with it."""
         try:
             data = self.store.get(MARKER)
         except NotFound:
+            return False
+        records.decode("repository", data, f"{self.url}/{MARKER}")
+        return True
+
+    def check(self) -> None:
+        """Raise FormatError unless the URL is a repository that this version can read."""
+        if not self._is_marked():
             raise FormatError(
                 f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first"
-            ) from None
-        records.decode("repository", data, f"{self.url}/{MARKER}")
+            )
 
     def ensure(self) -> None:
         """Make the repository if it is not there; refuse a folder that holds something else."""
-        try:
-            self.check()
+        if self._is_marked():
             return
-        except FormatError:
-            if self.store.exists(MARKER):
-                raise
         foreign = next(iter(self.store.list()), None)
         if foreign is not None and not self.store.exists(MARKER):  # else another process was faster
             raise FormatError(
