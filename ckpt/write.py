@@ -353,7 +353,7 @@ class _Save:
             while (item := self._staged.get()) is not None:
                 try:
                     if self._error is None:
-                        self._stored[item.index] = self._store_block(packs, self._blocks[item.index], item)
+                        self._stored[item.number] = self._store_block(packs, self._blocks[item.number], item)
                 finally:
                     if self._arena is not None:
                         self._arena.give_back(item.region)
@@ -480,7 +480,7 @@ class _Save:
 class _Staged(NamedTuple):
     """A block in the arena, with its digest and cells if they are known already."""
 
-    index: int
+    number: int
     region: Region
     sums: tuple[bytes, bytes] | None
 
