@@ -121,6 +121,8 @@ class _Save:
         self._leaves = list(flat.leaves.values())
         self._names = list(flat.leaves)
         self._blocks, self._layout = plan(_specs(flat, options))
+        # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
+        self._tree = json.dumps({"format": 1, "tree": flat.node}, separators=(",", ":")).encode()
         self._tuner = codec.tuner(self._store.url)
         self._attempt = session.claim.begin()
         self._began = time.monotonic()
@@ -405,8 +407,7 @@ class _Save:
         assert len(blocks) == len(self._blocks)  # else a writer failed, and the save has ended there
         folder = f"{step_folder(self._step)}/manifest/{self._attempt}"
         table = manifest.encode(self._layout, blocks, {"format": "1", "digest": self._algorithm, "step": str(self._step)})
-        tree = json.dumps({"format": 1, "tree": self._flat.node}, separators=(",", ":")).encode()
-        files = {f"{folder}.parquet": table, f"{folder}.json": tree}
+        files = {f"{folder}.parquet": table, f"{folder}.json": self._tree}
         failpoint("save.manifest")
         for name, data in files.items():
             self._store.put(name, data)
