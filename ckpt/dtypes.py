@@ -31,6 +31,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
         return dtype.name
     if dtype.isbuiltin == 1 and dtype.isnative and dtype.kind in "biufc":
         return dtype.name
+    if dtype.names and any(hasattr(ml_dtypes, field[0].base.name) for field in (dtype.fields or {}).values()):
+        raise TypeError("a record with fields of ml_dtypes has no name that numpy reads back: store the fields apart")
     return "numpy:" + json.dumps(np.lib.format.dtype_to_descr(dtype))
 
 
