@@ -21,10 +21,11 @@ from results import PeerResult
 
 def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> PeerResult:
     """Save and load `repeat` times, each to a new place; once before, to warm up."""
-    found = PeerResult(states.nbytes(state), [], [], [], [], 0, 0, 0, [])
+    found = PeerResult(states.nbytes(state), [], [], [], [], [], 0, 0, 0, [])
     for number in range(repeat + 1):
         warm_up = number == 0
         place = folder / f"{number}"
+        copy = states.copy_seconds(state, states.blank(state)) if peer.background else 0.0
         os.sync()
         with PeakMemory() as memory:
             began = time.perf_counter()
@@ -55,6 +56,7 @@ def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> 
 
         if not warm_up:
             found.stall_seconds.append(stall)
+            found.copy_seconds.append(copy)
             found.durable_seconds.append(durable)
             found.cold_seconds.append(cold)
             found.hot_seconds.append(hot)
@@ -65,6 +67,7 @@ def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> 
 
 def step_ratio(peer: Peer, state: states.State, place: Path) -> float:
     """A training step while the save runs in the background, over a quiet one."""
+    os.sync()  # else the deletion of the round before goes on beside both
     quiet = quiet_step_seconds()
     peer.save(state, place)
     busy = step_seconds(lambda steps: peer.done())

@@ -17,6 +17,8 @@ class PeerResult:
     nbytes: int
     stall_seconds: Samples
     """Until the call returned."""
+    copy_seconds: Samples
+    """A copy of the same state by two threads, just before each save; zero where the peer can't save in the background."""
     durable_seconds: Samples
     """Until everything was written and fsynced."""
     cold_seconds: Samples
@@ -35,6 +37,10 @@ class PeerResult:
     @property
     def stall_ms(self) -> float:
         return median(self.stall_seconds) * 1e3
+
+    @property
+    def copy_ms(self) -> float:
+        return median(self.copy_seconds) * 1e3
 
     @property
     def durable_gbs(self) -> float:
