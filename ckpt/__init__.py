@@ -9,6 +9,7 @@ from ckpt.api import load, open, save
 from ckpt.checkpoint import Checkpoint, LazyArray, LeafInfo
 from ckpt.checkpointer import Checkpointer
 from ckpt.handle import SaveHandle
+from ckpt.leaves.sharded import Shard
 from ckpt.repository import Repository
 from ckpt.retention import Keep
 from ckpt.stateful import RandomState
@@ -17,20 +18,24 @@ from ckpt.storage.errors import (
     CkptError,
     Fenced,
     FormatError,
+    GroupError,
     IntegrityError,
     InvalidArgument,
     InvalidName,
     LeafMismatch,
     LeafNotFound,
     NotFound,
+    RanksMissing,
     RepositoryBusy,
     SaveFailed,
     StateChanged,
     StepNotFound,
+    StepRefused,
     StoreError,
     UnknownScheme,
     UnsupportedLeaf,
 )
+from ckpt.tree import PerRank
 from ckpt.version import __version__
 
 __all__ = [
@@ -40,6 +45,7 @@ __all__ = [
     "CkptError",
     "Fenced",
     "FormatError",
+    "GroupError",
     "IntegrityError",
     "InvalidArgument",
     "InvalidName",
@@ -49,13 +55,17 @@ __all__ = [
     "LeafMismatch",
     "LeafNotFound",
     "NotFound",
+    "PerRank",
     "RandomState",
+    "RanksMissing",
     "Repository",
     "RepositoryBusy",
     "SaveFailed",
     "SaveHandle",
+    "Shard",
     "StateChanged",
     "StepNotFound",
+    "StepRefused",
     "StoreError",
     "UnknownScheme",
     "UnsupportedLeaf",

@@ -7,20 +7,24 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Container
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from ckpt import session as sessions
 from ckpt.checkpoint import Checkpoint
 from ckpt.codec import CodecWish
-from ckpt.fill import Filler
+from ckpt.fill import Filler, Finish, Rename
+from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
+from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
-from ckpt.read import Progress
+from ckpt.read import Progress, Wanted, wanted_blocks
 from ckpt.repository import Repository, commit_name, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
+from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
+from ckpt.together import Wish, load_newest_together, together
 from ckpt.write import Options, take_apart
 from ckpt.write import save as run_save
 
@@ -33,15 +37,18 @@ Url = str | os.PathLike[str] | Store
 def save(
     state: Any, url: Url, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS,
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS,
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, which is made if it is not there.
 
@@ -56,32 +63,37 @@ def save(
     keep: delete all but the newest so many steps (or see `ckpt.Keep`) after the commit.
     memory: staging memory in bytes. A state larger than that is staged in pieces, as fast as it can be written.
     overwrite: replace the step if it is there.
+    group: the ranks that save this state together: an mpi4py communicator, a torch process group, a `ckpt.Group`; None for
+        this process alone. "auto" takes what is initialised (torch.distributed, jax.distributed, MPI), else what the
+        environment says (RANK and WORLD_SIZE …). Every rank of the group must call.
+    timeout: seconds that a step waits for the slowest rank.
 
-    Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced; nothing is changed then.
+    Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
+    changed then.
     """
-    options = Options(codec, digest, memory, as_keep(keep), overwrite)
+    options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout)
     number = None if step is None else check_step(step)
     repo = open_repository(url)
-    flat = take_apart(state)
-    session = sessions.enter(repo)
+    ranks = as_group(group)
+    # A group first meets: where one rank has a leaf that can't be stored, it can then tell the others.
+    ready = take_apart(state, ranks) if ranks.size == 1 else state
+    session = sessions.enter(repo, ranks)
     try:
         session.raise_failed()
-        if number is None:
-            number = next_step(session.repo)
-        handle = run_save(session, flat, number, options, blocking)
+        handle = run_save(session, ready, session.next_step() if number is None else number, options, blocking)
     except BaseException:
-        sessions.leave(session)
+        sessions.leave(session, keep=True)
         raise
     if blocking:
-        sessions.leave(session)
+        sessions.leave(session, keep=True)
         return handle.result()
-    handle.when_done(lambda: sessions.leave(session))
+    handle.when_done(lambda: sessions.leave(session, keep=True))
     return handle
 
 
 def load(
     url: Url, like: Any = None, *, step: int | None = None, only: Patterns | None = None, strict: bool = False,
-    progress: Progress | None = None,
+    rename: Rename | None = None, progress: Progress | None = None, group: Any = "auto", share_reads: ShareReads = "auto",
 ) -> Any:  # fmt: skip
     """Load a step, by default the newest that is whole, and return the state.
 
@@ -91,35 +103,49 @@ def load(
     only: names or shell patterns of the leaves to load, such as "model.*"; the others stay as they are in `like`, and
         are left out without it (in a list or tuple: None).
     strict: raise instead of falling back to an older step.
+    rename: where the names of `like` are not those that were saved: a function from a name in `like` to the saved one, or
+        {regular expression: replacement} as of re.sub.
+    group: the ranks that load together, as for `ckpt.save`; all of them load the same step. Each reads what lies in its own
+        shards, whatever the layout was when it was saved.
+    share_reads: whether what several ranks need is read by one of them and handed to the others. "auto": where that saves
+        reading and the ranks do not share a page cache.
     progress: called with the number of bytes just read, from several threads.
 
     Raises StepNotFound, LeafNotFound and LeafMismatch before anything is changed, and IntegrityError, after which the
     arrays of `like` may hold a mixture.
     """
     repo = open_repository(url)
+    ranks = as_group(group)
+    wish = Wish(like, only, progress, rename, ranks, share_reads)
     if step is not None:
-        return load_checkpoint(repo[check_step(step)], like, only, progress)
-    found = load_newest(repo, strict, lambda checkpoint: load_checkpoint(checkpoint, like, only, progress))
+        return load_step(repo, check_step(step), wish)
+    found = load_newest(repo, strict, wish)
     if found is None:
         raise StepNotFound(f"{repo.url} has no committed step to load")
     return found[1]
 
 
-Loaded = TypeVar("Loaded")
+def load_step(repo: Repository, step: int, wish: Wish) -> Any:
+    """Load a step that was named."""
+    if wish.group.size > 1:
+        wish.group.meet_at(repo.store)
+    return load_checkpoint(lambda: repo.of_rank(step, wish.group.rank), wish)
 
 
-def load_newest(repo: Repository, strict: bool, read: Callable[[Checkpoint], Loaded]) -> tuple[int, Loaded] | None:
-    """The newest step that `read` finds whole, and what that returned; None where no step is committed.
+def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] | None:
+    """The newest step that is whole, and what was loaded of it; None where no step is committed.
 
     Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
     """
     repo.check()
+    if wish.group.size > 1:
+        return load_newest_together(repo, strict, wish, load_checkpoint)
     damage: dict[int, IntegrityError] = {}
     gone: list[int] = []  # never committed, or deleted since they were listed
-    found: tuple[int, Loaded] | None = None
+    found: tuple[int, Any] | None = None
     for number in reversed(repo.step_numbers()):
         try:
-            found = number, read(repo[number])
+            found = number, load_checkpoint(lambda number=number: repo[number], wish)
             break
         except StepNotFound:
             gone.append(number)
@@ -131,7 +157,7 @@ def load_newest(repo: Repository, strict: bool, read: Callable[[Checkpoint], Loa
                 raise
             damage[number] = error
     if gone and _newer(repo, -1 if found is None else found[0], damage):  # another process saves and deletes meanwhile
-        return load_newest(repo, strict, read)
+        return load_newest(repo, strict, wish)
     sessions.distrusted(repo).update(damage)
     for passed_over in damage.values():
         if found is None:
@@ -148,11 +174,23 @@ def _newer(repo: Repository, than: int, known: Container[int]) -> bool:
     return any(repo.store.exists(commit_name(n)) for n in numbers)
 
 
-def load_checkpoint(
-    checkpoint: Checkpoint, like: Any = None, only: Patterns | None = None, progress: Progress | None = None
-) -> Any:
-    """What `load` does, of one checkpoint."""
-    if only is None:
+def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
+    """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise."""
+    group = wish.group
+    checkpoint, order, finish = together(group, lambda: _prepare(find(), wish))
+    algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
+    packs = [file.name for file in checkpoint.commit.packs]
+    together(
+        group,
+        lambda: read_together(checkpoint.store, algorithm, order, packs, where, group, wish.share_reads, wish.progress),
+    )
+    return together(group, finish)
+
+
+def _prepare(checkpoint: Checkpoint, wish: Wish) -> tuple[Checkpoint, list[Wanted], Finish]:
+    """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
+    like, only = wish.like, wish.only
+    if only is None and wish.group.size == 1:  # else this rank may need only a part
         checkpoint.prefetch()
     tree = checkpoint.tree()
     wanted = None
@@ -160,13 +198,12 @@ def load_checkpoint(
         require_match((name for name, _ in entries(tree)), only, checkpoint.where)
         wanted = matcher(only)
     with collector_paused():
-        filler = Filler(checkpoint.saved(), wanted, checkpoint.where)
+        filler = Filler(checkpoint.saved(), wanted, checkpoint.where, wish.rename)
         if like is None:
             finish = filler.rebuild(tree if wanted is None else select(tree, wanted))
         else:
             finish = filler.fill(like, tree) or (lambda: like)
-    checkpoint.read(filler.targets, progress)
-    return finish()
+    return checkpoint, wanted_blocks(checkpoint.manifest(), filler.reading(), checkpoint.where), finish
 
 
 def open(url: Url) -> Repository:
@@ -174,12 +211,6 @@ def open(url: Url) -> Repository:
     repo = open_repository(url)
     repo.check()
     return repo
-
-
-def next_step(repo: Repository) -> int:
-    """The number after the newest committed step, 0 in an empty repository."""
-    steps = repo.steps()
-    return steps[-1] + 1 if steps else 0
 
 
 def check_step(step: int) -> int:

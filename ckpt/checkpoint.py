@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,17 @@ from ckpt import manifest as manifests
 from ckpt.digest import digest
 from ckpt.dtypes import numpy_dtype
 from ckpt.fill import Saved
-from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf
-from ckpt.manifest import Manifest, Row
+from ckpt.manifest import Manifest
 from ckpt.quiet import collector_paused
-from ckpt.read import Progress, is_bad_sector, read_leaves, verify_blocks
+from ckpt.read import Progress, Target, is_bad_sector, read_leaves, verify_blocks
 from ckpt.records import CommitRecord, FileRecord
 from ckpt.select import suggest
 from ckpt.shard import Box
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound, StoreError
 from ckpt.tree import Node
+from ckpt.trees import differs_by_rank, resolve
 
 PREFETCH_BYTES = 512 << 20
 """About what a disk reads while the rows of a hundred thousand leaves are parsed."""
@@ -48,12 +48,13 @@ class LeafInfo:
 class Checkpoint:
     """A committed step: `c.leaves()`, `c["model.embed.weight"][0:8]`, `c.verify()`."""
 
-    def __init__(self, store: Store, commit: CommitRecord) -> None:
+    def __init__(self, store: Store, commit: CommitRecord, rank: int = 0) -> None:
         self.store = store
         self.commit = commit
         self.step = commit.step
         self._manifest: Manifest | None = None
         self._tree: Node = None
+        self._rank = rank
 
     @property
     def where(self) -> str:
@@ -66,25 +67,22 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """All rows, verified against the commit record."""
         if self._manifest is None:
-            rows: list[Row] = []
-            algorithm = "xxh3-128"
-            with collector_paused():
-                for file in self.commit.manifests:
-                    part = manifests.decode(self._verified(file), f"{self.store.url}/{file.name}")
-                    rows += part.rows
-                    algorithm = part.digest_algorithm
-            self._manifest = Manifest(rows, algorithm)
+            files = self.commit.manifests
+            parts = [manifests.decode(self._verified(file), f"{self.store.url}/{file.name}") for file in files]
+            self._manifest = manifests.joined(parts)
         return self._manifest
 
     def tree(self) -> Node:
-        """The description of the state, verified against the commit record."""
+        """The description of the state as this rank has it, verified against the commit record."""
         if self._tree is None:
             file = self.commit.trees[0]
             data = self._verified(file)
             try:
                 with collector_paused():
                     self._tree = json.loads(data)["tree"]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    if differs_by_rank(data):
+                        self._tree = resolve(self._tree, self._rank, max(1, self.commit.world_size))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
         return self._tree
 
@@ -108,33 +106,30 @@ class Checkpoint:
 
     def saved(self) -> dict[str, Saved]:
         """Type and shape of each array."""
-        return {name: Saved(rows[0].dtype, rows[0].global_shape) for name, rows in self.manifest().by_leaf().items()}
+        return {name: Saved(*leaf) for name, leaf in self.manifest().leaves().items()}
 
     def leaves(self) -> list[LeafInfo]:
         """Every array, in the order in which it was saved."""
         found = []
-        for name, rows in self.manifest().by_leaf().items():
-            first = rows[0]
-            stored = sum(r.stored * r.nbytes / r.raw for r in rows if r.raw)
+        for name, first, nbytes, stored in self.manifest().totals():
             step = int(first.pack.split("/")[1]) if first.pack else None
-            nbytes = sum(r.nbytes for r in rows)
             found.append(LeafInfo(name, first.dtype, first.global_shape, nbytes, stored, first.codec, step))
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.manifest().by_leaf())
+        return iter(self.manifest().leaves())
 
     def __contains__(self, name: object) -> bool:
-        return name in self.manifest().by_leaf()
+        return name in self.manifest().leaves()
 
     def __getitem__(self, name: str) -> LazyArray:
-        rows = self.manifest().by_leaf().get(name)
-        if rows is None:
+        saved = self.manifest().leaves().get(name)
+        if saved is None:
             raise LeafNotFound(f"no leaf {name!r} in {self.where}{suggest(name, self)}")
-        return LazyArray(self, name, rows)
+        return LazyArray(self, name, Saved(*saved))
 
-    def read(self, targets: list[tuple[str, ArrayLeaf]], progress: Progress | None = None) -> None:
-        """Fill arrays with whole leaves, verified. Leaves and shapes must be known to fit."""
+    def read(self, targets: Sequence[Target], progress: Progress | None = None) -> None:
+        """Fill arrays with leaves or boxes of them, verified. Leaves and shapes must be known to fit."""
         read_leaves(self.store, self.manifest(), targets, self.where, progress)
 
     def prefetch(self) -> None:
@@ -163,12 +158,12 @@ def _prefetch(store: Store, jobs: list[tuple[str, int]]) -> None:
 class LazyArray:
     """An array in a checkpoint. Indexing with integers and slices reads only the parts that are touched."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, rows: list[Row]) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, saved: Saved) -> None:
         self._checkpoint = checkpoint
-        self._rows = rows
+        self._rows: Manifest | None = None
         self.name = name
-        self.shape = rows[0].global_shape
-        self.dtype: np.dtype[Any] = numpy_dtype(rows[0].dtype)
+        self.shape = saved.shape
+        self.dtype: np.dtype[Any] = numpy_dtype(saved.dtype)
 
     def __repr__(self) -> str:
         return f"LazyArray({self.name!r}, shape={self.shape}, dtype={self.dtype})"
@@ -186,8 +181,10 @@ class LazyArray:
         out = np.empty(box.shape, self.dtype)
         if out.size:
             checkpoint = self._checkpoint
-            manifest = Manifest(self._rows, checkpoint.manifest().digest_algorithm)
-            read_leaves(checkpoint.store, manifest, [(self.name, NumpyLeaf(out))], checkpoint.where, None, box)
+            if self._rows is None:
+                self._rows = checkpoint.manifest().select([self.name])
+            target = Target(self.name, NumpyLeaf(out), box)
+            read_leaves(checkpoint.store, self._rows, [target], checkpoint.where)
         return out[within]
 
 

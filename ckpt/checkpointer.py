@@ -12,15 +12,20 @@ from typing import Any, Literal, Self
 
 from ckpt import arena as arenas
 from ckpt import session as sessions
-from ckpt.api import Url, check_step, load_checkpoint, load_newest
+from ckpt.api import Url, check_step, load_newest, load_step
 from ckpt.codec import CodecWish
+from ckpt.fill import Rename
+from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
 from ckpt.interval import daly
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
+from ckpt.sharing import ShareReads
 from ckpt.storage.errors import CkptError, InvalidArgument
-from ckpt.write import Options, staging_bytes, take_apart
+from ckpt.together import Wish
+from ckpt.write import Options, staging_bytes
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
@@ -41,7 +46,7 @@ class Checkpointer:
         None to save only by `save`.
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
     memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
-    codec, digest: as for `ckpt.save`.
+    codec, digest, group, timeout: as for `ckpt.save`.
 
     Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
@@ -57,6 +62,8 @@ class Checkpointer:
         digest: str = "xxh3-128",
         memory: int | None = None,
         in_flight: int = 1,
+        group: Any = "auto",
+        timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         if isinstance(every, int) and every < 1:
             raise InvalidArgument(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
@@ -65,13 +72,13 @@ class Checkpointer:
         self._every = every
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
-        self._options = Options(codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached)
+        self._options = Options(codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout)
         self._lazy_memory: frozenset[int] = frozenset()
         self._last: SaveHandle | None = None
         self._last_began = time.monotonic()
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
-        self._session: sessions.Session | None = sessions.enter(open_repository(url))
+        self._session: sessions.Session | None = sessions.enter(open_repository(url), as_group(group))
 
     @property
     def repository(self) -> Repository:
@@ -80,16 +87,20 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------------------------
 
-    def restore(self, state: Any, *, step: int | None = None, strict: bool = False) -> tuple[Any, int]:
+    def restore(
+        self, state: Any, *, step: int | None = None, strict: bool = False, rename: Rename | None = None,
+        share_reads: ShareReads = "auto",
+    ) -> tuple[Any, int]:  # fmt: skip
         """Fill `state` from the newest whole step (or from `step`) and return it with the number of the next step.
 
         Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with a warning,
         unless `strict` or named.
         """
-        repo = self._open().repo
+        session = self._open()
+        wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads)
         if step is not None:
-            return load_checkpoint(repo[check_step(step)], state), step + 1
-        found = load_newest(repo, strict, lambda checkpoint: load_checkpoint(checkpoint, state))
+            return load_step(session.repo, check_step(step), wish), step + 1
+        found = load_newest(session.repo, strict, wish)
         return (state, 0) if found is None else (found[1], found[0] + 1)
 
     # --- saving ------------------------------------------------------------------------------------------------
@@ -114,7 +125,7 @@ class Checkpointer:
         session.raise_failed()
         began = time.monotonic()
         self._lazy_memory = self._attached_memory()
-        handle = run_save(session, take_apart(state), check_step(step), self._options, blocking)
+        handle = run_save(session, state, check_step(step), self._options, blocking)
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began
         return handle
@@ -123,7 +134,7 @@ class Checkpointer:
         """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""
         if not self._prepared:
             self._prepared = True
-            nbytes = staging_bytes(state, self._options)
+            nbytes = staging_bytes(state, self._options, self._open().group)
             if nbytes:
                 arenas.pool.prepare(nbytes)
 
@@ -164,9 +175,9 @@ class Checkpointer:
         found: set[int] = set()
         for optimizer in self._attached:
             for group in optimizer.param_groups:
-                found.update(p.data_ptr() for p in group["params"])
+                found.update(map(_address, group["params"]))
             for state in optimizer.state.values():
-                found.update(v.data_ptr() for v in state.values() if hasattr(v, "data_ptr"))
+                found.update(_address(v) for v in state.values() if hasattr(v, "data_ptr"))
         found.discard(0)
         return frozenset(found)
 
@@ -210,3 +221,8 @@ class Checkpointer:
             self.close()
         except CkptError as failed:  # the error under way is what the user must see
             log.error("%s", failed)
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor's memory begins; of a DTensor, the memory of its shard."""
+    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())

@@ -83,33 +83,51 @@ def alive(owner: Owner, me: Owner) -> bool | None:
     return True
 
 
-class Claim:
-    """The right to write to a repository, until `release`."""
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try to save one step by one rank."""
 
-    def __init__(self, repo: Repository, generation: int) -> None:
+    name: str
+    """<rank>-<generation>-<serial>, never used twice: the files of the attempt begin with it."""
+    rank: int
+    generation: int
+    step: int
+    number: int
+    """Tries of this step by this rank in this generation before. Equal on all ranks, whatever else failed on one of them:
+    by it the committer tells what belongs together."""
+
+
+class Claim:
+    """The right to write to a repository, until `release`. Rank 0 of a group holds it, for all of them."""
+
+    def __init__(self, repo: Repository, generation: int, rank: int = 0, size: int = 1) -> None:
         self.repo = repo
         self.generation = generation
+        self.rank = rank
+        self.size = size
         self._serial = 0
+        self._tries: dict[int, int] = {}
         self._lock = threading.Lock()
         self._active: dict[str, frozenset[str]] = {}
 
-    def begin(self, rank: int = 0) -> str:
-        """Name a new attempt to save; its files begin with that name, and no sweep touches them until `end`."""
+    def begin(self, step: int) -> Attempt:
+        """Begin to save a step: no sweep touches the files of the attempt until `end`."""
         with self._lock:
-            attempt = f"{rank}-{self.generation}-{self._serial}"
+            number = self._tries[step] = self._tries.get(step, -1) + 1
+            name = f"{self.rank}-{self.generation}-{self._serial}"
             self._serial += 1
-            self._active[attempt] = frozenset()
-            return attempt
+            self._active[name] = frozenset()
+            return Attempt(name, self.rank, self.generation, step, number)
 
-    def refer(self, attempt: str, packs: Iterable[str]) -> None:
+    def refer(self, attempt: Attempt, packs: Iterable[str]) -> None:
         """The attempt may refer to these packs of earlier steps: no sweep takes them until `end`."""
         with self._lock:
-            self._active[attempt] = frozenset(packs)
+            self._active[attempt.name] = frozenset(packs)
 
-    def end(self, attempt: str) -> None:
+    def end(self, attempt: Attempt) -> None:
         """The attempt is committed or given up."""
         with self._lock:
-            self._active.pop(attempt, None)
+            self._active.pop(attempt.name, None)
 
     def active(self) -> dict[str, frozenset[str]]:
         """Attempts that are under way, and the packs of earlier steps that they may refer to."""
@@ -118,18 +136,25 @@ class Claim:
 
     def check(self) -> None:
         """Raise Fenced where a newer writer has taken over."""
+        if (newer := self.newer()) is not None:
+            raise newer
+
+    def newer(self) -> Fenced | None:
+        """What `check` raises, None where this is the newest generation."""
         newest = max(_generations(self.repo), default=self.generation)
         if newest <= self.generation:
-            return
+            return None
         owner = _owner(self.repo, newest)
         who = f" by process {owner.pid} on {owner.host} since {owner.since}" if owner else ""
-        raise Fenced(
+        return Fenced(
             f"{self.repo.url} was taken over{who} (generation {newest}, this process has {self.generation}); "
             "this process may not write to it any more: stop it"
         )
 
     def release(self) -> None:
         """Let others write. The record stays, marked as released, so that its number is never used again."""
+        if self.rank:
+            return
         name = _name(self.generation)
         try:
             self.repo.store.put(name, records.encode("generation", {"owner": None}))
@@ -137,9 +162,9 @@ class Claim:
             log.warning("%s could not be released: %s", name, error)
 
 
-def claim(repo: Repository) -> Claim:
-    """Become the writer of a repository; raise RepositoryBusy where a live process is."""
-    return Claim(repo, _take(repo))
+def claim(repo: Repository, size: int = 1) -> Claim:
+    """Become the writer of a repository, for a group of `size`; raise RepositoryBusy where a live process is."""
+    return Claim(repo, _take(repo), 0, size)
 
 
 def _take(repo: Repository) -> int:

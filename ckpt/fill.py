@@ -7,15 +7,17 @@ made anew where something in them changed. The result is returned as well, so th
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.read import Target
 from ckpt.select import entries, suggest
 from ckpt.stateful import Stateful, as_stateful
 from ckpt.storage.errors import CkptError, LeafMismatch, LeafNotFound
-from ckpt.tree import Node, decode_key, empty_dict, join, rebuild
+from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild
 
 
 class Saved(NamedTuple):
@@ -27,6 +29,9 @@ class Saved(NamedTuple):
 
 Finish = Callable[[], Any]
 
+Rename = Callable[[str], str] | Mapping[str, str]
+"""From names in `like` to saved names: a function, or regular expressions and their replacements."""
+
 
 class Filler:
     """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
@@ -34,12 +39,27 @@ class Filler:
     `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages.
     """
 
-    def __init__(self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str) -> None:
+    def __init__(
+        self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str, rename: Rename | None = None
+    ) -> None:
         self.targets: list[tuple[str, ArrayLeaf]] = []
         self._saved = saved
         self._wanted = wanted
         self._where = where
         self._made: dict[tuple[str, str], ArrayLeaf] = {}
+        self._rename = None if rename is None else as_function(rename)
+        self._by_name: dict[str, Node] = {}
+
+    def reading(self) -> list[Target]:
+        """The targets by their shards."""
+        found = []
+        for name, leaf in self.targets:
+            parts = leaf.parts()
+            if parts is None:
+                found.append(Target(name, leaf, None))
+            else:
+                found += [Target(name, part.leaf, part.box) for part in parts if part.leaf.nbytes]
+        return found
 
     def rebuild(self, node: Node) -> Finish:
         """Plan to load all of `node` into new arrays."""
@@ -64,16 +84,46 @@ class Filler:
             raise LeafNotFound(f"leaf {path} is in the tree of {self._where} but in none of its manifests")
         return saved
 
+    def _renamed(self, like: Any, path: str) -> Node:
+        """A tree of the structure of `like`, with what was saved under the new name of each of its entries."""
+        assert self._rename is not None
+        if (stateful := as_stateful(like)) is not None and self._leaf(like, path) is None:
+            return {"object": self._renamed(stateful.get(), path)}
+        if isinstance(like, dict):
+            return {"dict": [[_plain_key(k), self._renamed(v, join(path, k))] for k, v in like.items()]}
+        if isinstance(like, list):
+            return [self._renamed(v, join(path, i)) for i, v in enumerate(like)]
+        if isinstance(like, tuple):
+            names = getattr(like, "_fields", range(len(like)))
+            tag = "namedtuple" if hasattr(like, "_fields") else "tuple"
+            return {tag: [self._renamed(v, join(path, n)) for n, v in zip(names, like, strict=True)]}
+        if dataclasses.is_dataclass(like) and not isinstance(like, type):
+            fields = [f.name for f in dataclasses.fields(like)]
+            return {"dataclass": [self._renamed(getattr(like, f), join(path, f)) for f in fields], "fields": fields}
+        name = self._rename(path)
+        if name in self._by_name:
+            return self._by_name[name]
+        if not self._keeps(path):
+            return None
+        raise LeafNotFound(
+            f"leaf {path} of `like`, renamed to {name}, is not in {self._where}{suggest(name, self._by_name)}"
+        )
+
     # --- with like -------------------------------------------------------------------------------------------
 
     def fill(self, like: Any, node: Node, path: str = "") -> Finish | None:
         """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
+        if self._rename is not None and path == "":
+            self._by_name = dict(entries(node))
+            node = self._renamed(like, path)
         if isinstance(node, dict) and "object" in node and as_stateful(like) is None:
             node = node["object"]
         if type(like) is dict:
             return self._dict(like, node, path)
         if (leaf := self._leaf(like, path)) is not None:
             return self._array(leaf, node, path)
+        if type(like) is PerRank:
+            return self._per_rank(like, node, path)
         if (stateful := as_stateful(like)) is not None:
             return self._object(like, stateful, node, path)
         if isinstance(like, dict):
@@ -89,6 +139,17 @@ class Filler:
         if isinstance(node, dict) and "array" in node and node["kind"] != "bytes":
             raise LeafMismatch(f"leaf {path or '(root)'}: {self._where} has an array, `like` has {_kind(like)}")
         return self.rebuild(node)
+
+    def _per_rank(self, like: PerRank, node: Node, path: str) -> Finish | None:
+        finish = self.fill(like.value, node, path)
+        if finish is None:
+            return None
+
+        def load() -> PerRank:
+            like.value = finish()
+            return like
+
+        return load
 
     def _keeps(self, path: str) -> bool:
         return self._wanted is None or self._wanted(path or "(root)")
@@ -263,6 +324,25 @@ class Filler:
             f"leaf {path or '(root)'}: {self._where} has a {saved}, `like` has {_kind(like)}; "
             "give `like` the structure that was saved, or load without it"
         )
+
+
+def as_function(rename: Rename) -> Callable[[str], str]:
+    """A renaming as a function; patterns are applied one after the other."""
+    if callable(rename):
+        return rename
+    patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
+
+    def apply(name: str) -> str:
+        for pattern, replacement in patterns:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return apply
+
+
+def _plain_key(key: Any) -> Node:
+    """A dict key as the tree has it."""
+    return key if type(key) is str else [key]
 
 
 def _once(leaf: ArrayLeaf) -> Finish:

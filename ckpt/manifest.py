@@ -1,15 +1,26 @@
-"""The manifest: one row for each piece of each leaf, an Arrow table in Parquet. docs/format.md specifies the columns."""
+"""The manifest: one row for each piece of each leaf, an Arrow table in Parquet. docs/format.md specifies the columns.
+
+A step of ten thousand ranks has a million rows, of which a rank needs some hundred: Python objects are made of those
+that were found, and of nothing else.
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Sequence
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ckpt import table as tables
 from ckpt.digest import CELL_BYTES
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
+from ckpt.table import RowGroup, lists_of, read_table, write_table
+
+__all__ = ["Layout", "Manifest", "Row", "Saved", "StoredBlock", "decode", "encode", "read_table", "write_table"]
 
 
 class Row(NamedTuple):
@@ -38,9 +49,6 @@ class Row(NamedTuple):
     """xxh3-64 of the stored bytes, None where those are the raw bytes."""
     cells: bytes
     """xxh3-64 of each 256 KiB cell of the raw block that the piece touches; empty where there is a codec."""
-
-
-_NAMES = Row._fields[:3] + ("offset", "shape") + Row._fields[4:]
 
 
 class StoredBlock(NamedTuple):
@@ -79,13 +87,12 @@ class Layout:
         import pyarrow as pa
 
         if not self._columns:
-            ints = pa.list_(pa.int64())
             self._columns = {
                 "leaf": pa.array(self.leaf, pa.string()),
                 "dtype": _text(pa.array(self.dtype, pa.string())),
-                "global_shape": _lists(self.global_shape, ints),
-                "offset": _lists([b[0] for b in self.box], ints),
-                "shape": _lists([b[1] for b in self.box], ints),
+                "global_shape": lists_of(self.global_shape),
+                "offset": lists_of([b[0] for b in self.box]),
+                "shape": lists_of([b[1] for b in self.box]),
                 "start": pa.array(self.start, pa.int64()),
                 "nbytes": pa.array(self.nbytes, pa.int64()),
                 "block": pa.array(self.block, pa.int32()),
@@ -109,7 +116,6 @@ def encode(layout: Layout, blocks: Sequence[StoredBlock], metadata: dict[str, st
     Made column by column: a Python object for each cell of the table would hold up the training step.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     known = layout.columns()
     of_block = known["block"]
@@ -133,10 +139,7 @@ def encode(layout: Layout, blocks: Sequence[StoredBlock], metadata: dict[str, st
         "checksum": spread(6, pa.uint64()),
         "cells": pa.array(layout.cells(shared[7]), pa.binary()),
     }
-    table = pa.table({name: columns[name] for name in _NAMES}).replace_schema_metadata(metadata)
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", compression_level=1, use_dictionary=["dtype", "pack", "codec"])
-    return sink.getvalue()
+    return write_table(pa.table({name: columns[name] for name in tables.NAMES}), metadata)
 
 
 def _text(column: Any) -> Any:
@@ -144,76 +147,309 @@ def _text(column: Any) -> Any:
     return column.dictionary_encode()
 
 
-def _lists(values: Sequence[Sequence[int]], kind: Any) -> Any:
-    """A list column. Built from flat numbers: pyarrow takes nested Python lists one by one, ten times as slowly."""
-    import itertools
+class Saved(NamedTuple):
+    """What a manifest says of one array."""
 
-    import numpy as np
-    import pyarrow as pa
-
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([len(v) for v in values], out=offsets[1:])
-    flat = np.fromiter(itertools.chain.from_iterable(values), np.int64, offsets[-1])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind)
+    dtype: str
+    shape: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class Manifest:
-    """The rows of a step and how to find those of a leaf."""
+class LeafTotal(NamedTuple):
+    """The rows of one leaf, summed up."""
 
-    rows: list[Row]
-    digest_algorithm: str
-    _by_leaf: dict[str, list[Row]] = field(default_factory=dict)
+    name: str
+    first: Row
+    nbytes: int
+    stored_bytes: float
+    """Its share of the bytes in the packs."""
 
-    def by_leaf(self) -> dict[str, list[Row]]:
-        """Rows of each leaf, in the order in which leaves were saved."""
-        if not self._by_leaf:
-            found = self._by_leaf
-            for row in self.rows:
-                if (rows := found.get(row.leaf)) is None:
-                    found[row.leaf] = [row]
-                else:
-                    rows.append(row)
-        return self._by_leaf
+
+Place = tuple[str, int, int, str | None, int | None]
+"""Where a block lies: the columns pack, position, stored, codec and checksum."""
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Read a Parquet manifest; raise IntegrityError where it is not one."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        # Not read_table: it starts a thread of Arrow's that rarely aborts the process at exit (apache/arrow#34314).
-        table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
-        metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-        columns = {name: _values(table.column(name)) for name in _NAMES}
-        boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
-        ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
-        rows = list(map(Row._make, zip(*ordered, strict=True)))
-        return Manifest(rows, metadata["digest"])
-    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
-        raise IntegrityError(f"{where} is not a manifest: {error}") from error
+    """Open a Parquet manifest; raise IntegrityError where it is not one. `where` is for messages."""
+    groups, metadata = tables.read_groups(data, where)
+    if "digest" not in metadata:
+        raise IntegrityError(f"{where} is not a manifest: it does not name its digest")
+    return Manifest(groups, metadata["digest"], where)
 
 
-def _values(column: Any) -> Iterable[Any]:
-    """A column as Python objects. numpy makes them ten times as fast as pyarrow does, where there are no nulls."""
-    import pyarrow as pa
+def joined(manifests: Sequence[Manifest]) -> Manifest:
+    """Several as one."""
+    if len(manifests) == 1:
+        return manifests[0]
+    groups = [group for m in manifests for group in m.groups]
+    return Manifest(groups, manifests[-1].digest_algorithm if manifests else "xxh3-128", "the manifests")
 
-    column = column.combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    kind = column.type
-    if pa.types.is_list(kind):
-        flat = column.values.to_numpy(zero_copy_only=False).tolist()
-        ends = column.offsets.to_numpy(zero_copy_only=False).tolist()
-        return (tuple(flat[a:b]) for a, b in zip(ends, ends[1:], strict=False))
-    if pa.types.is_dictionary(kind):
-        known = [*column.dictionary.to_pylist(), None]
-        codes = column.indices.fill_null(len(known) - 1).to_numpy(zero_copy_only=False).tolist()
-        return [known[code] for code in codes]
-    if pa.types.is_integer(kind):
-        if column.null_count == len(column):
-            return [None] * len(column)
-        if not column.null_count:
-            return column.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
-    return column.to_pylist()  # type: ignore[no-any-return]
+
+class Manifest:
+    """The rows of a step: which leaves there are, and where a box of one lies.
+
+    Only the names of the leaves are read of all rows; the rest from the row groups that hold what is asked for.
+    May be used by several threads.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup], digest_algorithm: str, where: str) -> None:
+        self.groups = groups
+        self.digest_algorithm = digest_algorithm
+        self.where = where
+        self._starts = np.cumsum([0, *(group.length for group in groups)])
+        self._lock = threading.RLock()  # one thread at a time may read a Parquet file
+        self._recent: dict[tuple[int, Sequence[str]], Any] = {}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    # --- leaves ------------------------------------------------------------------------------------------------
+
+    def leaves(self) -> dict[str, Saved]:
+        """Type and shape of each leaf, in the order in which they were saved."""
+        if self._leaves is None:
+            index = self._index()
+            first = self._take(index.first_rows(), ("dtype", "global_shape"))
+            columns = (tables.values_of(first.column(name)) for name in ("dtype", "global_shape"))
+            self._leaves = dict(zip(index.numbers, map(Saved._make, zip(*columns, strict=True)), strict=True))
+        return self._leaves
+
+    _leaves: dict[str, Saved] | None = None
+
+    def totals(self) -> list[LeafTotal]:
+        """Of each leaf, in the order in which they were saved."""
+        index = self._index()
+        table = self._take(index.order, ("stored", "raw", "nbytes"))
+        stored, raw, nbytes = (tables.one_chunk(table.column(n)).to_numpy() for n in ("stored", "raw", "nbytes"))
+        share = stored * (nbytes / np.maximum(raw, 1))
+        sums = (np.add.reduceat(values, index.starts[:-1]).tolist() if len(raw) else [] for values in (nbytes, share))
+        first = _rows(self._take(index.first_rows(), tables.NAMES))
+        return list(map(LeafTotal._make, zip(index.numbers, first, *sums, strict=True)))
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def find(self, wanted: Sequence[tuple[str, Box | None]]) -> list[list[Row]]:
+        """Of each leaf the rows that have elements in the box (None: all rows), in stored order.
+
+        None for a leaf that is not there. Raises IntegrityError where a row found is no box of its array.
+        """
+        index = self._index()
+        names, boxes = [name for name, _ in wanted], [box for _, box in wanted]
+        which, numbers = index.rows_of(names)
+        if boxes.count(None) < len(boxes):
+            which, numbers = self._touching(which, numbers, boxes)
+        table = self._take(numbers, tables.NAMES)
+        self._check(table)
+        rows = _rows(table)
+        cuts = [0, *np.cumsum(np.bincount(which, minlength=len(wanted))).tolist()]
+        return [rows[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def select(self, leaves: Iterable[str]) -> Manifest:
+        """The rows of these leaves, in memory; those that are not there are left out."""
+        _, rows = self._index().rows_of(list(set(leaves)))
+        table = self._take(np.sort(rows), tables.NAMES)
+        return Manifest([tables.table_group(table, self.where)], self.digest_algorithm, self.where)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows as Python objects: 1 KB and 4 µs each."""
+        return [row for number in range(len(self.groups)) for row in _rows(self._read(number, tables.NAMES))]
+
+    def by_leaf(self) -> dict[str, list[Row]]:
+        """All rows by leaf, in the order in which leaves were saved."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.leaf, []).append(row)
+        return found
+
+    # --- blocks ------------------------------------------------------------------------------------------------
+
+    def blocks(self, rank: int | None = None) -> dict[tuple[bytes, int], Place]:
+        """Where each block lies, by digest and raw length. `rank`: only those in packs that this rank wrote."""
+        names = ("digest", "raw", "pack", "position", "stored", "codec", "checksum")
+        found: dict[tuple[bytes, int], Place] = {}
+        for number in range(len(self.groups)):
+            mine = _of_rank(self._read(number, ("pack",)).column("pack"), rank)
+            if len(mine):
+                table = self._read(number, names).select(names).take(mine)
+                columns = [tables.values_of(table.column(name)) for name in names]
+                found.update(zip(zip(*columns[:2], strict=True), zip(*columns[2:], strict=True), strict=True))
+        return found
+
+    def in_pack_order(self, at_once: int = 1 << 16) -> Iterator[list[Row]]:
+        """All rows that have bytes in the order in which these lie, about so many at once; a block is never divided."""
+        order, blocks = self._places()
+        cuts = blocks[np.unique(np.searchsorted(blocks, np.arange(0, len(order), at_once)))] if len(order) else blocks
+        for a, b in zip(cuts, [*cuts[1:], len(order)], strict=True):
+            yield _rows(self._take(order[a:b], tables.NAMES))
+
+    def stored_bytes(self) -> int:
+        """Bytes of all blocks, each counted once."""
+        order, blocks = self._places()
+        return int(np.sum(tables.one_chunk(self._take(order[blocks], ("stored",)).column("stored")).to_numpy()))
+
+    def _places(self) -> tuple[Any, Any]:
+        """The rows that have bytes in the order in which these lie, and where in it each block begins."""
+        import pyarrow.compute as pc
+
+        table = self._take(None, ("pack", "position"))
+        pack = tables.one_chunk(table.column("pack"))
+        rows = np.flatnonzero(pc.is_valid(pack).to_numpy(zero_copy_only=False))
+        codes, names = tables.codes_of(pack.take(rows))
+        rank = np.argsort(np.argsort(np.array(names, object), kind="stable")) if names else np.zeros(0, np.int64)
+        pack, position = rank[codes], tables.one_chunk(table.column("position")).to_numpy()[rows]
+        order = np.lexsort((position, pack))
+        pack, position = pack[order], position[order]
+        new = (pack[1:] != pack[:-1]) | (position[1:] != position[:-1])
+        return rows[order], np.flatnonzero(np.concatenate([np.ones(min(1, len(rows)), bool), new]))
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def _index(self) -> Index:
+        if self._known_index is None:
+            self._known_index = indexed(self._read(number, ("leaf",)).column("leaf") for number in range(len(self.groups)))
+        return self._known_index
+
+    _known_index: Index | None = None
+
+    def _read(self, group: int, names: Sequence[str]) -> Any:
+        """Columns of a row group. The last few are kept: a reader asks for its arrays one after the other."""
+        with self._lock:
+            if len(self.groups) == 1:
+                names = tables.NAMES  # one read of all is faster than two of some
+            table = self._recent.pop((group, names), None)
+            if table is None:
+                table = self.groups[group].read(names)
+                while len(self._recent) >= _KEPT:
+                    del self._recent[next(iter(self._recent))]
+            self._recent[group, names] = table
+            return table
+
+    def _take(self, rows: Any, names: Sequence[str]) -> Any:
+        """Columns of these rows, in this order; None: of all rows."""
+        import pyarrow as pa
+
+        if rows is None or (len(rows) == len(self) and _is_range(rows)):
+            read = [self._read(number, names) for number in range(len(self.groups))]
+            return pa.concat_tables(read or [tables.no_rows(names)])
+        groups = np.searchsorted(self._starts, rows, "right") - 1
+        order = None if np.all(groups[1:] >= groups[:-1]) else np.argsort(groups, kind="stable")
+        if order is not None:
+            rows, groups = rows[order], groups[order]
+        numbers, begins = np.unique(groups, return_index=True)
+        cuts = [*begins.tolist(), len(rows)]
+        taken = [
+            self._read(number, names).select(names).take(rows[a:b] - self._starts[number])
+            for number, a, b in zip(numbers.tolist(), cuts, cuts[1:], strict=False)
+        ]
+        table = pa.concat_tables(taken or [tables.no_rows(names)])
+        if order is not None:
+            back = np.empty_like(order)
+            back[order] = np.arange(len(order))
+            table = table.take(back)
+        return table
+
+    def _touching(self, which: Any, rows: Any, boxes: list[Box | None]) -> tuple[Any, Any]:
+        """Those of the rows that have elements in the box wanted of them; `which` says which box that is."""
+        axes = np.array([-1 if box is None else len(box.shape) for box in boxes])[which]
+        keep = axes < 0
+        table = self._take(rows, ("offset", "shape"))
+        (offset, begins), (shape, begins_shape) = (tables.numbers_of(table.column(name)) for name in ("offset", "shape"))
+        for count in np.unique(axes[~keep]).tolist():
+            at = np.flatnonzero(axes == count)
+            if np.any(np.diff(begins)[at] != count) or np.any(np.diff(begins_shape)[at] != count):
+                raise IntegrityError(f"{self.where}: a leaf has pieces of another number of axes than {count}")
+            fitting = [Box((0,) * count, (0,) * count) if b is None or len(b.shape) != count else b for b in boxes]
+            low, extent = (np.array([b[i] for b in fitting], np.int64).reshape(len(boxes), count)[which[at]] for i in (0, 1))
+            axis = np.arange(count)
+            begin, length = offset[begins[at][:, None] + axis], shape[begins_shape[at][:, None] + axis]
+            keep[at] = np.all(np.minimum(begin + length, low + extent) > np.maximum(begin, low), axis=1)
+        return which[keep], rows[keep]
+
+    def _check(self, table: Any) -> None:
+        """Raise IntegrityError where a row is not a box of its array."""
+        (whole, at), (offset, at_offset), (shape, at_shape) = (tables.numbers_of(table.column(n)) for n in tables.LISTS)
+        if not (np.array_equal(at, at_offset) and np.array_equal(at, at_shape)):
+            raise IntegrityError(f"{self.where}: a piece has another number of axes than its array")
+        if np.any(offset < 0) or np.any(shape < 0) or np.any(shape > whole - offset):
+            raise IntegrityError(f"{self.where}: a piece lies outside of its array")
+
+
+_KEPT = 16
+"""Reads of row groups that are kept: at most some hundred MB."""
+
+
+class Index(NamedTuple):
+    """Which rows are of which leaf."""
+
+    numbers: dict[str, int]
+    """Leaves, in the order in which they were saved."""
+    starts: Any
+    """Where in `order` the rows of each leaf begin, and the number of rows."""
+    order: Any
+    """All rows, those of one leaf together; None where they lie so already."""
+
+    def first_rows(self) -> Any:
+        """The first row of each leaf."""
+        return self.starts[:-1] if self.order is None else self.order[self.starts[:-1]]
+
+    def rows_of(self, leaves: Sequence[str]) -> tuple[Any, Any]:
+        """The rows of all these leaves, one leaf after the other: which leaf each is of, and its number."""
+        number = np.array(list(map(self.numbers.get, leaves, itertools.repeat(-1))), np.int64)
+        begin = np.where(number < 0, 0, self.starts[number])
+        count = np.where(number < 0, 0, self.starts[number + 1] - begin)
+        which = np.repeat(np.arange(len(number)), count)
+        rows = np.arange(len(which)) + np.repeat(begin - np.cumsum(count) + count, count)
+        return which, rows if self.order is None else self.order[rows]
+
+
+def indexed(leaf_columns: Iterable[Any]) -> Index:
+    """The index of rows whose leaves are these."""
+    known: dict[str, int] = {}
+    parts = []
+    for column in leaf_columns:
+        codes, names = tables.codes_of(column)
+        if known:
+            codes = np.array([known.setdefault(name, len(known)) for name in names], np.int64)[codes]
+        else:
+            known = dict(zip(names, range(len(names)), strict=True))
+        parts.append(codes)
+    codes = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(codes)), bool), codes[1:] != codes[:-1]]))
+    order = None
+    leaves = codes[starts]
+    if len(leaves) and np.bincount(leaves).max() > 1:  # a leaf's rows lie apart
+        leaves, first = np.unique(codes, return_index=True)
+        leaves = leaves[np.argsort(first)]
+        place = np.zeros(len(known), np.int64)
+        place[leaves] = np.arange(len(leaves))
+        order = np.argsort(place[codes], kind="stable")
+        starts = np.searchsorted(place[codes][order], np.arange(len(leaves)))
+    names = list(known)
+    numbers = dict(zip(map(names.__getitem__, leaves.tolist()), range(len(leaves)), strict=True))
+    return Index(numbers, np.append(starts, len(codes)), order)
+
+
+def _is_range(rows: Any) -> bool:
+    """Whether these are 0, 1, 2 …"""
+    return not len(rows) or bool(rows[0] == 0 and np.all(np.diff(rows) == 1))
+
+
+def _rows(table: Any) -> list[Row]:
+    """The rows of a table with all columns, as Python objects."""
+    columns = {name: tables.values_of(table.column(name)) for name in tables.NAMES}
+    boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
+    ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
+    return list(map(Row._make, zip(*ordered, strict=True)))
+
+
+def _of_rank(pack: Any, rank: int | None) -> Any:
+    """Which rows lie in packs that `rank` wrote (None: in any)."""
+    import pyarrow.compute as pc
+
+    pack = tables.one_chunk(pack)
+    rows = np.flatnonzero(pc.is_valid(pack).to_numpy(zero_copy_only=False))
+    if rank is None or not len(rows):
+        return rows
+    codes, names = tables.codes_of(pack.take(rows))
+    prefix = f"{rank}-"
+    return rows[np.array([name.rpartition("/")[2].startswith(prefix) for name in names])[codes]]

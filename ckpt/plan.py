@@ -1,17 +1,20 @@
 """Which bytes of the state go into which block. Pure: computed from names, types and shapes alone.
 
-A block is the unit of compression, checksum and reference: part of one leaf, or several small leaves together.
+A block is the unit of compression, checksum and reference: part of one leaf, or several small leaves together. Of a shard
+that several ranks hold each takes its share of the bytes (share.py), so that no two write the same.
 Measured on the reference machine: below 4 MiB the cost of a call shows, above 16 MiB staging and writing overlap less.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.manifest import Layout
-from ckpt.shard import Box, contiguous_start, split, whole
+from ckpt.shard import Box, Replica, contiguous_start, split, whole
+from ckpt.share import Held, Range, shares
 
 BLOCK_BYTES = 8 << 20
 SMALL_BYTES = 4 << 20
@@ -31,6 +34,12 @@ class LeafSpec(NamedTuple):
     nbytes: int
     codec: str | None
     """The wish for its codec; leaves with different wishes never share a block."""
+    global_shape: tuple[int, ...] | None = None
+    """Of the whole array where this is a shard of it; `shape` and `nbytes` are of the shard then."""
+    offset: tuple[int, ...] = ()
+    """Of the shard."""
+    replica: Replica | None = None
+    """Which copy this is, where several ranks hold it."""
 
 
 class Piece(NamedTuple):
@@ -39,6 +48,7 @@ class Piece(NamedTuple):
     leaf: int
     """Which leaf, in the order of the specs."""
     box: Box
+    """Within the shard."""
     begin: int
     """First byte of the box in the leaf's own bytes, C order."""
     start: int
@@ -84,28 +94,42 @@ def _plan(specs: list[LeafSpec]) -> Plan:
     blocks: list[Block] = []
     empty: list[int] = []
     shared: dict[tuple[int, str | None], _Shared] = {}
-    for i, spec in enumerate(specs):
-        nbytes = spec.nbytes
-        if nbytes == 0:
-            empty.append(i)
-        elif nbytes < SMALL_BYTES:
-            key = (spec.itemsize, spec.codec)
-            open_block = shared.get(key)
-            if open_block is None or open_block.end + nbytes > BLOCK_BYTES:
-                open_block = shared[key] = _Shared([], 0)
-                blocks.append(Block(open_block.pieces, 0, spec.itemsize, spec.codec))
-            start = open_block.end
-            open_block.pieces.append(Piece(i, whole(spec.shape), 0, start, nbytes))
-            open_block.end = -(-(start + nbytes) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        else:
-            for box in split(spec.shape, spec.itemsize, BLOCK_BYTES):
-                begin = contiguous_start(box, spec.shape)
-                assert begin is not None  # split makes only such boxes
+    for i, (spec, mine) in enumerate(zip(specs, _shares(specs), strict=True)):
+        if spec.nbytes == 0:
+            if not math.prod(spec.global_shape or (0,)):  # else only this shard is empty, and others hold the array
+                empty.append(i)
+            continue
+        for first, within in [(0, whole(spec.shape))] if mine is None else mine:
+            nbytes = within.size * spec.itemsize
+            begin = first * spec.itemsize
+            if nbytes < SMALL_BYTES:
+                key = (spec.itemsize, spec.codec)
+                open_block = shared.get(key)
+                if open_block is None or open_block.end + nbytes > BLOCK_BYTES:
+                    open_block = shared[key] = _Shared([], 0)
+                    blocks.append(Block(open_block.pieces, 0, spec.itemsize, spec.codec))
+                start = open_block.end
+                open_block.pieces.append(Piece(i, within, begin, start, nbytes))
+                open_block.end = -(-(start + nbytes) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+                continue
+            for box in split(within.shape, spec.itemsize, BLOCK_BYTES):
+                at = contiguous_start(box, within.shape)
+                assert at is not None  # split makes only such boxes
                 length = box.size * spec.itemsize
-                piece = Piece(i, box, begin * spec.itemsize, 0, length)
+                piece = Piece(i, box.moved(within.offset), begin + at * spec.itemsize, 0, length)
                 blocks.append(Block([piece], length, spec.itemsize, spec.codec))
     blocks = [b if b.nbytes else b._replace(nbytes=b.pieces[-1].start + b.pieces[-1].nbytes) for b in blocks]
     return Plan(blocks, _layout(specs, blocks, empty))
+
+
+def _shares(specs: list[LeafSpec]) -> list[list[Range] | None]:
+    """For each leaf what of it this rank writes, None for all of it."""
+    if not any(spec.replica for spec in specs):
+        return [None] * len(specs)
+    held = [
+        Held(s.name, s.offset, s.shape, s.itemsize, s.nbytes, s.replica) if s.replica and s.nbytes else None for s in specs
+    ]
+    return shares(held)
 
 
 def _layout(specs: list[LeafSpec], blocks: list[Block], empty: list[int]) -> Layout:
@@ -118,8 +142,8 @@ def _layout(specs: list[LeafSpec], blocks: list[Block], empty: list[int]) -> Lay
     return Layout(
         leaf=[s.name for s in of],
         dtype=[s.dtype for s in of],
-        global_shape=[s.shape for s in of],
-        box=[p.box for p in pieces],
+        global_shape=[s.shape if s.global_shape is None else s.global_shape for s in of],
+        box=[p.box if s.global_shape is None else p.box.moved(s.offset) for p, s in zip(pieces, of, strict=True)],
         start=[p.start for p in pieces],
         nbytes=[p.nbytes for p in pieces],
         block=index,

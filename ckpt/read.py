@@ -12,6 +12,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,64 +35,110 @@ Progress = Callable[[int], None]
 """Called with the number of stored bytes just done, from several threads."""
 
 
-@dataclass(slots=True)
-class Wanted:
-    """A block and the pieces of it that go somewhere: (row, destination, where in it the piece's box lies)."""
+class Target(NamedTuple):
+    """Where a leaf, or a box of it, is to go."""
+
+    name: str
+    leaf: ArrayLeaf
+    """Memory of exactly the shape of the box."""
+    box: Box | None
+    """The part of the global array that it holds; None: all of it."""
+
+
+class Piece(NamedTuple):
+    """A part of a row that goes somewhere."""
 
     row: Row
-    pieces: list[tuple[Row, ArrayLeaf, Box]] = field(default_factory=list)
+    leaf: ArrayLeaf
+    box: Box
+    """In the global array; the very `row.box` where that is wanted whole."""
+    at: Box
+    """In `leaf`."""
+
+    def span(self) -> tuple[int, int]:
+        """The bytes of the raw block from the first to the last that is wanted."""
+        row = self.row
+        itemsize = row.nbytes // max(1, row.box.size)
+        first, last = _span(self.box.relative_to(row.box), row.box.shape)
+        return row.start + first * itemsize, row.start + last * itemsize
+
+    def span_bytes(self) -> int:
+        """What of an uncompressed block must be read for this piece: whole cells."""
+        first, last = self.span()
+        return min(self.row.raw, -(-last // CELL_BYTES) * CELL_BYTES) - first // CELL_BYTES * CELL_BYTES
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A block and the pieces of it that go somewhere. `row` is one of those that lie in it."""
+
+    row: Row
+    pieces: list[Piece] = field(default_factory=list)
 
 
 def read_leaves(
-    store: Store,
-    manifest: Manifest,
-    targets: Sequence[tuple[str, ArrayLeaf]],
-    where: str,
-    progress: Progress | None = None,
-    part: Box | None = None,
+    store: Store, manifest: Manifest, targets: Sequence[Target], where: str, progress: Progress | None = None
 ) -> None:
-    """Fill each target with its leaf, or with the box `part` of it. Raises IntegrityError with file and leaf."""
-    with collector_paused():
-        order = _wanted(manifest, targets, where, part)
-    origin = None if part is None else part.offset
-    _each(order, lambda job: _Worker(store, manifest.digest_algorithm, where, origin, progress).run(job))
+    """Fill each target with its leaf or box. Raises IntegrityError with file and leaf."""
+    read_blocks(store, manifest.digest_algorithm, wanted_blocks(manifest, targets, where), where, progress)
 
 
-def _wanted(
-    manifest: Manifest, targets: Sequence[tuple[str, ArrayLeaf]], where: str, part: Box | None
-) -> list[Wanted]:
+def read_blocks(
+    store: Store, algorithm: str, order: list[Wanted], where: str, progress: Progress | None = None
+) -> None:
+    """Read blocks that lie in this order, each into its place."""
+    _each(order, lambda job: Worker(store, algorithm, where, progress).run(job))
+
+
+def wanted_blocks(manifest: Manifest, targets: Sequence[Target], where: str) -> list[Wanted]:
     """The blocks to read, in the order in which they lie."""
-    by_leaf = manifest.by_leaf()
+    with collector_paused():
+        return _wanted(manifest, targets, where)
+
+
+def _wanted(manifest: Manifest, targets: Sequence[Target], where: str) -> list[Wanted]:
+    """The blocks to read, in the order in which they lie."""
     blocks: dict[tuple[str, int], Wanted] = {}
-    for name, leaf in targets:
-        rows = by_leaf[name]
+    found = manifest.find([(name, box) for name, _, box in targets])
+    for (name, leaf, target), rows in zip(targets, found, strict=True):
         covered = 0
         for row in rows:
             if row.pack is None:
                 continue
-            box = row.box if part is None else intersect(row.box, part)
-            if box is None:
-                continue
+            box = at = row.box
+            if target is not None:
+                box, at = _within(box, target)
             covered += row.nbytes if box is row.box else box.size * leaf.itemsize
             key = (row.pack, row.position)
             if (block := blocks.get(key)) is None:
                 block = blocks[key] = Wanted(row)
-            block.pieces.append((row, leaf, box))
+            block.pieces.append(Piece(row, leaf, box, at))
         if covered != leaf.nbytes:
             raise IntegrityError(f"leaf {name} of {where}: the manifest covers {covered} of {leaf.nbytes} bytes")
     return [blocks[key] for key in sorted(blocks)]
 
 
+def _within(box: Box, target: Box) -> tuple[Box, Box]:
+    """The part of `box` that lies in `target`, `box` itself where that is all of it; and where it lies in there."""
+    common = intersect(box, target)
+    assert common is not None  # the manifest found it
+    return box if common == box else common, common.relative_to(target)
+
+
 def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progress | None = None) -> int:
     """Read every block, check it as stored and as decoded; return the bytes read."""
-    blocks: dict[tuple[str, int], Wanted] = {}
-    for row in manifest.rows:
-        if row.pack is not None:
-            blocks.setdefault((row.pack, row.position), Wanted(row))
-            blocks[row.pack, row.position].pieces.append((row, _NOWHERE, row.box))
-    order = [blocks[key] for key in sorted(blocks)]
-    _each(order, lambda job: _Worker(store, manifest.digest_algorithm, where, None, progress).verify(job))
-    return sum(block.row.stored for block in order)
+    done = 0
+    for rows in manifest.in_pack_order():
+        with collector_paused():
+            blocks: dict[tuple[str | None, int], Wanted] = {}
+            for row in rows:
+                if (block := blocks.get((row.pack, row.position))) is None:
+                    block = blocks[row.pack, row.position] = Wanted(row)
+                block.pieces.append(Piece(row, _NOWHERE, row.box, row.box))
+        order = list(blocks.values())
+        _each(order, lambda job: Worker(store, manifest.digest_algorithm, where, progress).verify(job))
+        done += sum(block.row.stored for block in order)
+    return done
 
 
 def _each(order: list[Wanted], work: Callable[[Iterable[Wanted]], None]) -> None:
@@ -133,16 +180,13 @@ def _until(part: list[Wanted], stop: threading.Event) -> Iterator[Wanted]:
         yield block
 
 
-class _Worker:
+class Worker:
     """One thread's reading: its open file and its buffers."""
 
-    def __init__(
-        self, store: Store, algorithm: str, where: str, origin: tuple[int, ...] | None, progress: Progress | None
-    ) -> None:
+    def __init__(self, store: Store, algorithm: str, where: str, progress: Progress | None) -> None:
         self._store = store
         self._algorithm = algorithm
         self._where = where
-        self._origin = origin
         self._progress = progress
         self._stored = np.empty(0, np.uint8)
         self._raw = np.empty(0, np.uint8)
@@ -162,9 +206,9 @@ class _Worker:
         try:
             for block in order:
                 raw = self._whole(block)
-                for row, _, _ in block.pieces:
-                    if row.cells:
-                        self._check_cells(row, raw[_cells_begin(row) : _cells_end(row)])
+                for piece in block.pieces:
+                    if piece.row.cells:
+                        self._check_cells(piece.row, raw[_cells_begin(piece.row) : _cells_end(piece.row)])
                 self._report(block.row.stored)
         finally:
             self._close()
@@ -174,32 +218,52 @@ class _Worker:
     def _block(self, block: Wanted) -> None:
         row = block.row
         if len(block.pieces) == 1:
-            row, leaf, box = block.pieces[0]
+            piece = block.pieces[0]
+            row = piece.row
             if row.codec is None:
-                if box == row.box and row.nbytes == row.raw and (place := self._place(leaf, row, box)) is not None:
+                if piece.box is row.box and row.nbytes == row.raw and (place := self._place(piece)) is not None:
                     self._straight(row, place)
                     return
-                if row.nbytes * 2 < row.raw or box != row.box:
-                    self._part(row, leaf, box)
+                if row.nbytes * 2 < row.raw or piece.box is not row.box:
+                    self._part(piece)
                     return
-        raw = self._whole(block)
-        for row, leaf, box in block.pieces:
+        self.place(block, self._whole(block))
+        self._report(row.stored)
+
+    def fetch(self, block: Wanted, out: Bytes) -> None:
+        """Read all of a block, verified and decoded, into `out`."""
+        try:
+            out[:] = self._whole(block)
+            self._report(block.row.stored)
+        finally:
+            self._close()
+
+    def accept(self, block: Wanted, raw: Bytes) -> None:
+        """Check a block that another rank has read, and put its pieces where they belong."""
+        if digest(self._algorithm, raw) != block.row.digest:
+            raise self._damaged(block.row, "digest")
+        self.place(block, raw)
+
+    def place(self, block: Wanted, raw: Bytes) -> None:
+        """Put the pieces of a block where they belong."""
+        for piece in block.pieces:
+            row, leaf, box, _ = piece
             flat = leaf.flat
             if flat is not None and len(flat) == row.nbytes and box is row.box:  # a whole small leaf
                 flat[:] = raw[row.start : row.start + row.nbytes]
                 continue
-            self._put(row, leaf, box, raw[row.start : row.start + row.nbytes])
-        self._report(row.stored)
+            self._put(piece, raw[row.start : row.start + row.nbytes])
 
-    def _place(self, leaf: ArrayLeaf, row: Row, box: Box) -> Bytes | None:
-        """The destination's own memory for all of `row`, where that is contiguous."""
+    def _place(self, piece: Piece) -> Bytes | None:
+        """The destination's own memory for a piece, where that is contiguous."""
+        leaf = piece.leaf
         if leaf.flat is None:
             return None
-        start = contiguous_start(self._in_target(box), leaf.shape)
+        start = contiguous_start(piece.at, leaf.shape)
         if start is None:
             return None
         start *= leaf.itemsize
-        return leaf.flat[start : start + row.nbytes]
+        return leaf.flat[start : start + piece.row.nbytes]
 
     def _straight(self, row: Row, place: Bytes) -> None:
         whole_hash = hasher(self._algorithm)
@@ -234,8 +298,9 @@ class _Worker:
             raise self._damaged(row, "digest")
         return raw
 
-    def _part(self, row: Row, leaf: ArrayLeaf, box: Box) -> None:
+    def _part(self, piece: Piece) -> None:
         """Some cells of an uncompressed block: those around the wanted box."""
+        row, leaf, box, at = piece
         itemsize = numpy_dtype(row.dtype).itemsize
         first, last = _span(box.relative_to(row.box), row.box.shape)
         begin = (row.start + first * itemsize) // CELL_BYTES * CELL_BYTES
@@ -248,7 +313,7 @@ class _Worker:
         # The row's bytes as if all had been read: only those within the span are looked at.
         inner = cells[row.start + first * itemsize - begin : row.start + last * itemsize - begin]
         box_rows = _rows_of_span(inner, first, last, box, row, itemsize)
-        leaf.write(self._in_target(box), box_rows)
+        leaf.write(at, box_rows)
         self._report(end - begin)
 
     def _check_cells(self, row: Row, data: Bytes, first: int = 0) -> None:
@@ -256,20 +321,17 @@ class _Worker:
             if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
                 raise self._damaged(row, f"cell {i}")
 
-    def _put(self, row: Row, leaf: ArrayLeaf, box: Box, data: Bytes) -> None:
-        if box == row.box and (place := self._place(leaf, row, box)) is not None:
-            place[:] = data
-            return
-        if box != row.box:
+    def _put(self, piece: Piece, data: Bytes) -> None:
+        row, leaf, box, at = piece
+        if box is row.box:
+            if (place := self._place(piece)) is not None:
+                place[:] = data
+                return
+        else:
             dtype = numpy_dtype(row.dtype)
             shaped = data.view(f"V{dtype.itemsize}").reshape(row.box.shape)
             data = np.ascontiguousarray(shaped[box.relative_to(row.box).slices()]).reshape(-1).view(np.uint8)
-        leaf.write(self._in_target(box), data)
-
-    def _in_target(self, box: Box) -> Box:
-        if self._origin is None:
-            return box
-        return Box(tuple(a - b for a, b in zip(box.offset, self._origin, strict=True)), box.shape)
+        leaf.write(at, data)
 
     # --- bytes -------------------------------------------------------------------------------------------------
 

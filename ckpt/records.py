@@ -43,8 +43,14 @@ class CommitRecord:
     """Of all leaves."""
     written_bytes: int
     """Of the packs that this step added."""
+    attempt: int
+    """How many times this step had been tried before in this generation."""
     version: str
     """Of the software that wrote it."""
+
+    def files(self) -> list[str]:
+        """The names of all files that make up the step, but for the record itself."""
+        return [f.name for f in (*self.manifests, *self.trees, *self.packs)]
 
 
 def encode(kind: str, body: dict[str, Any]) -> bytes:

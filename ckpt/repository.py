@@ -128,8 +128,12 @@ class Repository:
         return None
 
     def __getitem__(self, step: int) -> Checkpoint:
+        return self.of_rank(step, 0)
+
+    def of_rank(self, step: int, rank: int) -> Checkpoint:
+        """A step as one rank of a group sees it: values of which each has its own are those of this rank."""
         self.check()
-        return Checkpoint(self.store, self.commit(step))
+        return Checkpoint(self.store, self.commit(step), rank)
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return (self[step] for step in self.steps())

@@ -20,7 +20,9 @@ from ckpt.storage.failpoints import failpoint
 
 log = logging.getLogger("ckpt")
 
-_OURS = re.compile(r"steps/\d+/(?:pack|manifest)/(?P<attempt>\d+-(?P<generation>\d+)-\d+)[-.][\w.-]+")
+_OURS = re.compile(
+    r"steps/\d+/(?:pack|manifest|part)/(?P<attempt>(?P<rank>\d+)-(?P<generation>\d+)-\d+)[-.][\w.-]+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,21 @@ def expired(steps: Iterable[int], good: Iterable[int], keep: Keep) -> list[int]:
 
 
 def sweep(
-    repo: Repository, claim: Claim, keep: Keep | None = None, spare: int | None = None, distrusted: Collection[int] = ()
+    repo: Repository,
+    claim: Claim,
+    keep: Keep | None = None,
+    spare: Collection[int] = (),
+    distrusted: Collection[int] = (),
+    protected: Collection[str] = (),
+    retired: Collection[str] = (),
 ) -> None:
     """Delete expired steps, and what attempts that never committed have left. Only for the holder of the claim.
 
-    spare: a step that stays in any case: the one just saved, which is not the newest after a roll-back.
+    spare: steps that stay in any case: the one just saved, which is not the newest after a roll-back.
     distrusted: steps that were found damaged; they count as no good ones.
+    protected: packs that another rank may refer to.
+    retired: files of records that were replaced. What other ranks of this generation write is deleted only if it is
+        retired or the step that named it goes: whether they still write it cannot be seen from here.
     """
     claim.check()
     store = repo.store
@@ -81,20 +92,21 @@ def sweep(
                 unreadable.add(step)
     if keep is not None:
         good = [s for s, commit in commits.items() if s not in distrusted and is_good(commit, sizes)]
-        for step in expired((commits.keys() | damaged) - {spare}, good, keep):
+        for step in expired((commits.keys() | damaged) - set(spare), good, keep):
             failpoint("delete.commit")
             store.delete([commit_name(step)])
-            commits.pop(step, None)
+            if (gone := commits.pop(step, None)) is not None:
+                retired = {*retired, *gone.files()}
             damaged.discard(step)
     damaged |= unreadable
-    needed = {commit_name(step) for step in commits}.union(*active.values())
+    needed = {commit_name(step) for step in commits}.union(protected, *active.values())
     for commit in commits.values():
-        needed.update(f.name for f in (*commit.manifests, *commit.trees, *commit.packs))
-    doomed = [name for name in sizes if name not in needed and _is_left_over(name, claim, active, damaged)]
+        needed.update(commit.files())
+    doomed = [name for name in sizes if name not in needed and _is_left_over(name, claim, active, damaged, retired)]
     if damaged:  # a record that can't be read may refer to any pack
         doomed = [name for name in doomed if "/pack/" not in name]
     failpoint("delete.files")
-    store.delete(sorted(name for name in doomed if "/manifest/" in name))
+    store.delete(sorted(name for name in doomed if "/pack/" not in name))
     failpoint("delete.packs")
     store.delete(sorted(name for name in doomed if "/pack/" in name))
     store.delete(old_generations(repo))
@@ -105,8 +117,12 @@ def is_good(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:
     return all(sizes.get(f.name) == f.nbytes for f in (*commit.manifests, *commit.trees, *commit.packs))
 
 
-def _is_left_over(name: str, claim: Claim, active: Collection[str], damaged: Collection[int]) -> bool:
+def _is_left_over(
+    name: str, claim: Claim, active: Collection[str], damaged: Collection[int], retired: Collection[str]
+) -> bool:
     ours = _OURS.fullmatch(name)
     if ours is None or int(ours["generation"]) > claim.generation or ours["attempt"] in active:
+        return False
+    if int(ours["generation"]) == claim.generation and int(ours["rank"]) != claim.rank and name not in retired:
         return False
     return int(name.split("/")[1]) not in damaged

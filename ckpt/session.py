@@ -1,20 +1,26 @@
 """A process that writes to a repository: its claim, its saves under way, and what it remembers of the last step.
 
-All savers of one process share one session for a URL; the last to leave gives the claim up.
+All savers of one process share one session for a URL; the last to leave gives the claim up. The ranks of a group meet once,
+when their session begins: rank 0 takes the claim and tells the others its generation. Nothing later talks.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
+import json
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.claim import Claim, claim
+from ckpt.claim import Attempt, Claim, claim
+from ckpt.groups.base import Group
 from ckpt.repository import Repository
 from ckpt.retention import Keep, sweep
+from ckpt.storage import errors
 from ckpt.storage.errors import CkptError, SaveFailed
 
 if TYPE_CHECKING:
@@ -41,15 +47,34 @@ KnownBlocks = dict[tuple[bytes, int], KnownBlock]
 class Session:
     """Shared by all that save to one repository from this process."""
 
-    def __init__(self, repo: Repository) -> None:
+    def __init__(self, repo: Repository, group: Group) -> None:
         self.repo = repo
+        self.group = group
         self.holders = 0
-        self.claim: Claim = claim(repo)
+        self._next_step: int | None = None  # agreed by a group, whose ranks see commits at different moments
+        if group.size == 1:
+            repo.ensure()
+            self.claim = claim(repo)
+        else:
+            self.claim, self._next_step = _meet(repo, group)
         self._lock = threading.Lock()
         self._prepared = False
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
         self._pending: list[SaveHandle] = []
         self._sweeping = threading.Lock()
+        self._recent: collections.deque[tuple[int, Iterable[str]]] = collections.deque(maxlen=1)
+
+    def next_step(self) -> int:
+        """The number after the newest step, the same on all ranks."""
+        if self._next_step is None:
+            steps = self.repo.steps()
+            return steps[-1] + 1 if steps else 0
+        return self._next_step
+
+    def began(self, step: int) -> None:
+        """A save of this step begins."""
+        if self._next_step is not None:
+            self._next_step = max(self._next_step, step + 1)
 
     # --- the saves under way -----------------------------------------------------------------------------------
 
@@ -91,11 +116,11 @@ class Session:
     def prepare(self) -> None:
         """Once, before the first file is written: remove the temporary files of killed writers."""
         with self._lock:
-            if not self._prepared:
+            if not self._prepared and self.group.size == 1:  # a group has done it before it met
                 self.repo.store.sweep_temporaries("")
                 self._prepared = True
 
-    def known_blocks(self, algorithm: str, attempt: str) -> tuple[KnownBlocks, dict[str, int]]:
+    def known_blocks(self, algorithm: str, attempt: Attempt) -> tuple[KnownBlocks, dict[str, int]]:
         """Blocks of the newest committed step whose packs are there, and the lengths of those packs.
 
         Nothing of them is deleted before the attempt, which may refer to them, has ended.
@@ -119,6 +144,11 @@ class Session:
             self._known = (algorithm, blocks, packs)
         distrusted(self.repo).discard(step)
 
+    def forget(self) -> None:
+        """A save failed, or its end was not seen: look again at what is committed before the next one."""
+        with self._lock:
+            self._known = None
+
     def _read_known(self, algorithm: str) -> tuple[KnownBlocks, dict[str, int]]:
         try:
             checkpoint = self.repo.latest(distrusted(self.repo))
@@ -130,23 +160,64 @@ class Session:
             return {}, {}
         if manifest.digest_algorithm != algorithm:
             return {}, {}
-        blocks = {
-            (r.digest, r.raw): KnownBlock(r.pack, r.position, r.stored, r.codec, r.checksum)
-            for r in manifest.rows
-            if r.pack is not None
-        }
+        mine = None if self.group.size == 1 else self.group.rank
+        blocks = {key: KnownBlock(*at) for key, at in manifest.blocks(mine).items()}
         return blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}
 
-    def sweep(self, keep: Keep | None, saved: int) -> None:
-        """Delete what is not needed. A failure here loses nothing and is only logged."""
+    def sweep(self, keep: Keep | None, saved: int, packs: Iterable[str], retired: set[str], in_flight: int) -> None:
+        """Delete what is not needed after the commit of a step. A failure here loses nothing and is only logged."""
+        if self.claim.rank:
+            return
+        if self._recent.maxlen != in_flight:
+            self._recent = collections.deque(self._recent, in_flight)
+        # A rank that saves beside us has seen one of the last `in_flight` commits at least, and refers to its packs.
+        self._recent.append((saved, packs))
+        protected = set().union(*(names for _, names in self._recent)) if self.group.size > 1 else ()
+        spare = [step for step, _ in self._recent] if self.group.size > 1 else [saved]
         try:
             with self._sweeping:
-                sweep(self.repo, self.claim, keep, saved, distrusted(self.repo))
+                sweep(self.repo, self.claim, keep, spare, distrusted(self.repo), protected, retired)
         except (CkptError, OSError) as error:
             log.warning("cleaning %s failed, the next save tries again: %s", self.repo.url, error)
 
 
-_sessions: dict[str, Session] = {}
+def _meet(repo: Repository, group: Group) -> tuple[Claim, int]:
+    """Begin a session together; the one time that the ranks talk. All raise the same error where rank 0 can't begin."""
+    if group.rank:
+        group.meet_at(repo.store)
+        told = json.loads(group.broadcast(None))
+        if "error" in told:
+            kind = getattr(errors, told["error"], CkptError)
+            raise kind(told["message"])
+        return Claim(repo, told["generation"], group.rank, group.size), told["next"]
+    mine: Claim | None = None
+    try:
+        repo.ensure()
+        mine = claim(repo, group.size)
+        repo.store.sweep_temporaries("")  # now, while nobody of this generation writes
+        steps = repo.steps()
+        told = {"generation": mine.generation, "next": steps[-1] + 1 if steps else 0}
+    except CkptError as error:
+        told = {"error": type(error).__name__, "message": str(error)}
+        _tell(repo, group, told)
+        raise
+    except OSError as error:
+        _tell(repo, group, {"error": "StoreError", "message": f"rank 0 could not open {repo.url}: {error}"})
+        raise
+    try:
+        _tell(repo, group, told)
+    except BaseException:
+        mine.release()
+        raise
+    return mine, told["next"]
+
+
+def _tell(repo: Repository, group: Group, told: dict[str, object]) -> None:
+    group.meet_at(repo.store)
+    group.broadcast(json.dumps(told).encode())
+
+
+_sessions: dict[tuple[str, Group | None], Session] = {}
 _orphans: list[Session] = []  # left with an error that nobody has seen
 _registry = threading.RLock()
 _distrusted: dict[str, set[int]] = {}
@@ -160,28 +231,39 @@ def distrusted(repo: Repository) -> set[int]:
     return _distrusted.setdefault(repo.url, set())
 
 
-def enter(repo: Repository) -> Session:
-    """Join this process's session for a repository, or begin one."""
+def enter(repo: Repository, group: Group) -> Session:
+    """Join this process's session for a repository, or begin one: with a group, every rank must."""
+    key = _key(repo, group)
+    if group.size > 1:  # not under the lock: the ranks of a group of threads wait for each other here
+        with _registry:
+            session = _sessions.get(key)
+        if session is None:
+            session = _sessions[key] = Session(repo, group)
+        session.holders += 1
+        return session
     with _registry:
-        session = _sessions.get(repo.url)
+        session = _sessions.get(key)
         if session is None:
             for orphan in [o for o in _orphans if o.repo.url == repo.url]:
                 _orphans.remove(orphan)
                 orphan.wait()
                 orphan.raise_failed()
-            repo.ensure()
-            session = _sessions[repo.url] = Session(repo)
+            session = _sessions[key] = Session(repo, group)
         session.holders += 1
         return session
 
 
-def leave(session: Session) -> None:
-    """The counterpart of `enter`."""
+def _key(repo: Repository, group: Group) -> tuple[str, Group | None]:
+    return repo.url, None if group.size == 1 else group
+
+
+def leave(session: Session, keep: bool = False) -> None:
+    """The counterpart of `enter`. keep: the ranks of a group stay together for the next save, until the process ends."""
     with _registry:
         session.holders -= 1
-        if session.holders:
+        if session.holders or (keep and session.group.size > 1):
             return
-        del _sessions[session.repo.url]
+        _sessions.pop(_key(session.repo, session.group), None)
         session.claim.release()
         if any(h.unseen() for h in session._pending):
             _orphans.append(session)
@@ -206,3 +288,5 @@ def _report_at_exit() -> None:
             handle.wait()
             if handle.unseen():
                 log.error("saving step %d to %s failed: %s", handle.step, session.repo.url, handle.take_error())
+        if session.group.size > 1:
+            session.claim.release()

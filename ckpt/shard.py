@@ -21,6 +21,10 @@ class Box(NamedTuple):
         """The box as an index into its array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
+    def moved(self, by: tuple[int, ...]) -> Box:
+        """The same box further along each axis."""
+        return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
+
     def relative_to(self, outer: Box) -> Box:
         """The same box counted from the corner of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
@@ -49,6 +53,48 @@ def contiguous_start(box: Box, shape: tuple[int, ...]) -> int | None:
     for offset, length in zip(box.offset, shape, strict=True):
         start = start * length + offset
     return start
+
+
+class Replica(NamedTuple):
+    """Which of several equal copies of a shard this rank holds."""
+
+    index: int
+    count: int
+    ranks: tuple[int, ...] | None = None
+    """The ranks that hold the copies, where known. All of them see the same shards with this value, so that they can
+    divide all of those among them as one; where it is unknown they divide each shard by itself."""
+
+
+ONLY = Replica(0, 1)
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of an array in C order as boxes, each contiguous, in that order.
+
+    At most two boxes an axis: the end of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        return _in_row(first, flat_boxes(shape[1:], head, tail))
+    found = []
+    if head:
+        found += _in_row(first, flat_boxes(shape[1:], head, row))
+        first += 1
+    if first < last:
+        found.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
+    if tail:
+        found += _in_row(last, flat_boxes(shape[1:], 0, tail))
+    return found
+
+
+def _in_row(index: int, boxes: list[Box]) -> list[Box]:
+    return [Box((index, *b.offset), (1, *b.shape)) for b in boxes]
 
 
 def split(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[Box]:

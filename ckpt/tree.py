@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import collections
 import dataclasses
+import json
 import struct
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import numpy as np
 from ckpt.leaves import as_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf
-from ckpt.stateful import Stateful, as_stateful
+from ckpt.stateful import RandomState, Stateful, as_stateful
 from ckpt.storage.errors import FormatError, UnsupportedLeaf
 
 Node = Any
@@ -39,14 +40,35 @@ class Flat:
 
     node: Node
     leaves: dict[str, ArrayLeaf]
+    own: set[str] = dataclasses.field(default_factory=set)
+    """Leaves that belong to this rank alone, whatever other ranks have under the same path."""
 
 
-def flatten(state: Any) -> Flat:
-    """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored."""
+class PerRank:
+    """Something in a state of which every rank has its own: `{"reader": ckpt.PerRank(reader)}`.
+
+    Each rank loads what the rank of its number saved (modulo the number of ranks that saved). Plain values that differ
+    between ranks need no PerRank, nor does `ckpt.RandomState`; arrays do, since those are taken to be equal everywhere.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def flatten(state: Any, rank: int | None = None) -> Flat:
+    """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored.
+
+    rank: of this process, where it is one of several.
+    """
     try:
-        return _Flattener().run(state)
+        return _Flattener(rank).run(state)
     except RecursionError:
         raise UnsupportedLeaf("the state is nested too deeply: use lists instead of chains of objects") from None
+
+
+def encode_tree(node: Node) -> bytes:
+    """The tree file."""
+    return json.dumps({"format": 1, "tree": node}, separators=(",", ":")).encode()
 
 
 def join(path: str, key: Any) -> str:
@@ -55,13 +77,16 @@ def join(path: str, key: Any) -> str:
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, rank: int | None = None) -> None:
         self.leaves: dict[str, ArrayLeaf] = {}
+        self._rank = rank
+        self._own: set[str] | None = None  # while something of this rank alone is taken apart
+        self._all_own: set[str] = set()
         self._tied: dict[tuple[Any, ...], str] = {}
         self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
 
     def run(self, state: Any) -> Flat:
-        return Flat(self.node(state, ""), self.leaves)
+        return Flat(self.node(state, ""), self.leaves, self._all_own)
 
     def node(self, value: Any, path: str) -> Node:
         kind = type(value)
@@ -94,7 +119,11 @@ class _Flattener:
             return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
         if kind in (set, frozenset):
             return {kind.__name__: [self.node(item, join(path, "{}")) for item in sorted(value, key=repr)]}
+        if kind is PerRank:
+            return self._of_rank(value.value, path)
         if (stateful := as_stateful(value)) is not None:
+            if self._own is None and self._rank is not None and isinstance(value, RandomState):
+                return self._of_rank(value, path)
             return self._container(value, path, lambda _, p: self._object(stateful, value, p))
         if isinstance(value, dict):
             return self._container(value, path, self._dict)
@@ -108,6 +137,18 @@ class _Flattener:
             f"leaf {path or '(root)'}: a {_type_name(kind)} cannot be stored without pickle; give it state_dict() and "
             "load_state_dict(), turn it into arrays and plain values, or leave it out of the state"
         )
+
+    def _of_rank(self, value: Any, path: str) -> Node:
+        """What only this rank has: its arrays get names of their own."""
+        if self._own is not None:
+            return self.node(value, path)
+        self._own = self._all_own
+        tied, self._tied = self._tied, {}  # else an array that other ranks know by another name could be meant
+        try:
+            return {"ranks": {str(self._rank or 0): self.node(value, path)}}
+        finally:
+            self._own = None
+            self._tied = tied
 
     def _container(self, value: Any, path: str, encode: Callable[[Any, str], Node]) -> Node:
         if id(value) in self._open:
@@ -164,6 +205,8 @@ class _Flattener:
         name = self._tied.get(identity) if identity is not None else None
         if name is None:
             name = path or "(root)"
+            if self._own is not None:
+                name += f"@{self._rank or 0}"
             try:
                 name.encode()
             except UnicodeEncodeError:
@@ -171,6 +214,8 @@ class _Flattener:
             while name in self.leaves:  # {"a.b": x, "a": {"b": y}}: two entries of one name
                 name += "~"
             self.leaves[name] = leaf
+            if self._own is not None:
+                self._own.add(name)
             if identity is not None:
                 self._tied[identity] = name
         node: dict[str, Any] = {"array": name, "kind": leaf.kind}

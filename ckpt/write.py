@@ -7,7 +7,6 @@ as much as the budget holds, and writes from the arena in the background.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -20,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt import arena as arenas
-from ckpt import codec, manifest
+from ckpt import codec, manifest, parts
 from ckpt.arena import Arena, ArenaClosed, Region, round_up
 from ckpt.checkpoint import Checkpoint
+from ckpt.claim import Attempt
 from ckpt.digest import checksum, digest, digest_and_cells, require
+from ckpt.groups.base import Group
 from ckpt.handle import SaveHandle
-from ckpt.leaves.base import ArrayLeaf
+from ckpt.leaves.base import ArrayLeaf, Part
 from ckpt.manifest import StoredBlock
 from ckpt.pack import PackFile, PackWriter
 from ckpt.plan import BLOCK_BYTES, Block, LeafSpec, plan, stage
@@ -34,9 +35,19 @@ from ckpt.records import CommitRecord, FileRecord, encode_commit
 from ckpt.repository import commit_name, step_folder
 from ckpt.retention import Keep, is_good
 from ckpt.session import KnownBlock, KnownBlocks, Session
-from ckpt.storage.errors import AlreadyExists, CkptError, NotFound, StateChanged, StepNotFound, StoreError
+from ckpt.shard import Replica
+from ckpt.storage.errors import (
+    AlreadyExists,
+    CkptError,
+    NotFound,
+    RanksMissing,
+    StateChanged,
+    StepNotFound,
+    StepRefused,
+    StoreError,
+)
 from ckpt.storage.failpoints import failpoint
-from ckpt.tree import Flat, flatten
+from ckpt.tree import Flat, encode_tree, flatten
 from ckpt.version import __version__
 
 log = logging.getLogger("ckpt")
@@ -63,25 +74,34 @@ class Options:
     in_flight: int = 1
     deferrable: Callable[[ArrayLeaf], bool] | None = None
     """Leaves that nobody changes before `SaveHandle.staged` is set."""
+    timeout: float = parts.TIMEOUT_SECONDS
+    """Seconds to wait for the other ranks of a group."""
 
     def __post_init__(self) -> None:
         codec.parse(self.codec)  # a wrong wish is told before anything is written
         require(self.digest)
 
 
-def take_apart(state: Any) -> Flat:
+def take_apart(state: Any, group: Group) -> Flat:
     """The leaves of a state, before anything is written; raise UnsupportedLeaf."""
     with collector_paused():
-        return flatten(state)
+        return flatten(state, group.rank if group.size > 1 else None)
 
 
-def save(session: Session, flat: Flat, step: int, options: Options, blocking: bool) -> SaveHandle:
-    """Save a state as `step`. Returns when committed (`blocking`), else when the state is staged."""
+def save(session: Session, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
+    """Save a state (or one that was taken apart) as `step`. Returns when committed (`blocking`), else when staged."""
     handle = SaveHandle(step)
-    with collector_paused():
-        run = _Save(session, handle, flat, options)
-    if not options.overwrite:
-        run.refuse_existing()
+    attempt = session.claim.begin(step)
+    session.began(step)
+    try:
+        flat = state if isinstance(state, Flat) else take_apart(state, session.group)
+        with collector_paused():
+            run = _Save(session, handle, attempt, flat, options)
+        if not options.overwrite:
+            run.refuse_existing()
+    except BaseException as error:
+        give_up(session, attempt, error)
+        raise
     if blocking:
         run.blocking()
         handle.result()
@@ -91,10 +111,19 @@ def save(session: Session, flat: Flat, step: int, options: Options, blocking: bo
     return handle
 
 
-def staging_bytes(state: Any, options: Options) -> int:
+def give_up(session: Session, attempt: Attempt, error: BaseException) -> None:
+    """End an attempt that has written nothing, and tell the other ranks."""
+    session.claim.end(attempt)
+    if session.group.size > 1:
+        with suppress(CkptError, OSError):
+            parts.publish_failure(session.repo.store, attempt, str(error) or type(error).__name__)
+
+
+def staging_bytes(state: Any, options: Options, group: Group) -> int:
     """The size of the arena that an asynchronous save of `state` will take."""
+    flat = take_apart(state, group)
     with collector_paused():
-        blocks = plan(_specs(flatten(state), options)).blocks
+        blocks = plan(_specs(flat, _held(flat), options, group)).blocks
     return _budget(sum(round_up(b.nbytes) for b in blocks), options)
 
 
@@ -102,29 +131,68 @@ def _budget(total: int, options: Options) -> int:
     return min(total, options.memory or int(arenas.available_memory() * 0.8))
 
 
-def _specs(flat: Flat, options: Options) -> list[LeafSpec]:
+class _Held(NamedTuple):
+    """Memory that this process holds: a whole leaf, or a shard of one."""
+
+    name: str
+    leaf: ArrayLeaf
+    part: Part | None
+    """Where it lies in the global array."""
+    shape: tuple[int, ...]
+    """Of the global array."""
+
+
+def _held(flat: Flat) -> list[_Held]:
+    found = []
+    for name, leaf in flat.leaves.items():
+        shards = leaf.parts()
+        if shards is None:
+            found.append(_Held(name, leaf, None, leaf.shape))
+        else:
+            found += [_Held(name, part.leaf, part, leaf.shape) for part in shards]
+    return found
+
+
+def _specs(flat: Flat, held: list[_Held], options: Options, group: Group) -> list[LeafSpec]:
     codec_of = codec.parse(options.codec)
-    return [LeafSpec(n, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(n)) for n, x in flat.leaves.items()]
+    # Of arrays that do not say otherwise every rank has an equal copy, as data parallelism keeps them.
+    everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
+    found = []
+    for name, x, part, shape in held:
+        if part is not None:
+            replica = part.replica if part.replica.count > 1 and group.size > 1 else None
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), shape, part.box.offset, replica)
+        elif everywhere is not None and name not in flat.own:
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), None, (0,) * len(x.shape), everywhere)
+        else:
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name))
+        found.append(spec)
+    return found
 
 
 class _Save:
     """One attempt. Threads: the caller stages, helpers of it stage too, writers write, one of the background commits."""
 
-    def __init__(self, session: Session, handle: SaveHandle, flat: Flat, options: Options) -> None:
+    def __init__(self, session: Session, handle: SaveHandle, attempt: Attempt, flat: Flat, options: Options) -> None:
         self._session = session
+        self._attempt = attempt
+        self._group = session.group
         self._store = session.repo.store
         self._handle = handle
         self._step = handle.step
         self._options = options
         self._algorithm = require(options.digest)
         self._flat = flat
-        self._leaves = list(flat.leaves.values())
-        self._names = list(flat.leaves)
-        self._blocks, self._layout = plan(_specs(flat, options))
+        held = _held(flat)
+        self._leaves = [h.leaf for h in held]
+        self._names = [h.name for h in held]
+        self._sharded = any(h.part is not None for h in held)
+        self._blocks, self._layout = plan(_specs(flat, held, options, session.group))
         # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
-        self._tree = json.dumps({"format": 1, "tree": flat.node}, separators=(",", ":")).encode()
+        self._tree = encode_tree(flat.node)
         self._tuner = codec.tuner(self._store.url)
-        self._attempt = session.claim.begin()
+        self._told = False  # whether the other ranks know how this attempt of ours went
+        self._retired: set[str] = set()
         self._began = time.monotonic()
         self._error: BaseException | None = None
         self._arena: Arena | None = None
@@ -239,6 +307,10 @@ class _Save:
         if self._arena is not None:
             arenas.pool.give_back(self._arena)
         error = self._error
+        if error is not None:
+            self._session.forget()
+            if not self._told:
+                give_up(self._session, self._attempt, error)
         if isinstance(error, OSError):
             told = StoreError(f"saving step {self._step} to {self._store.url} failed: {error}")
             told.__cause__ = error
@@ -310,7 +382,7 @@ class _Save:
         self._known, self._known_packs = self._session.known_blocks(self._algorithm, self._attempt)
 
     def _write_and_commit(self, stager: threading.Thread) -> None:
-        prefix = f"{step_folder(self._step)}/pack/{self._attempt}"
+        prefix = f"{step_folder(self._step)}/pack/{self._attempt.name}"
         total = sum(round_up(b.nbytes) for b in self._blocks)
         packs: list[PackFile] = []
         try:
@@ -333,10 +405,9 @@ class _Save:
                 if self._error is not None:
                     raise self._error
                 packs = writer.close()
-            with collector_paused():
-                checkpoint = self._commit(packs)
-        except BaseException:
-            self._discard(packs)
+            checkpoint = self._commit(packs) if self._group.size == 1 else self._commit_together(packs)
+        except BaseException as error:
+            self._discard(error)
             raise
         self._session.claim.end(self._attempt)  # its files belong to the step now
         self._session.remember(
@@ -348,7 +419,8 @@ class _Save:
             self._step, self._store.url, checkpoint.commit.raw_bytes / 1e9,
             checkpoint.commit.written_bytes / 1e9, time.monotonic() - self._began,
         )  # fmt: skip
-        self._session.sweep(self._options.keep, self._step)
+        in_flight = max(1, self._options.in_flight)
+        self._session.sweep(self._options.keep, self._step, checkpoint.commit.files(), self._retired, in_flight)
 
     def _write(self, packs: PackWriter) -> None:
         try:
@@ -402,36 +474,82 @@ class _Save:
 
     # --- committing --------------------------------------------------------------------------------------------
 
-    def _commit(self, packs: list[PackFile]) -> Checkpoint:
+    def _encode(self, extra: dict[str, str]) -> bytes:
+        """The rows of what this rank has written, as a file."""
         blocks = [stored for stored in self._stored if stored is not None]
         assert len(blocks) == len(self._blocks)  # else a writer failed, and the save has ended there
-        folder = f"{step_folder(self._step)}/manifest/{self._attempt}"
-        table = manifest.encode(self._layout, blocks, {"format": "1", "digest": self._algorithm, "step": str(self._step)})
-        files = {f"{folder}.parquet": table, f"{folder}.json": self._tree}
+        metadata = {"format": "1", "digest": self._algorithm, "step": str(self._step), **extra}
+        with collector_paused():
+            return manifest.encode(self._layout, blocks, metadata)
+
+    def _packs_named(self, packs: list[PackFile]) -> dict[str, int]:
+        """Lengths of the packs that the rows refer to, those of earlier steps among them."""
+        sizes = {**self._known_packs, **{p.name: p.nbytes for p in packs}}
+        return {name: sizes[name] for name in sorted(self._referenced | {p.name for p in packs})}
+
+    def _commit(self, packs: list[PackFile]) -> Checkpoint:
+        """Of a single process: its rows are the manifest."""
+        table = self._encode({})
+        raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
+        if self._sharded:  # some boxes only: they must make whole arrays all the same
+            _, raw_bytes = parts.require_whole(table, self._store.url)
+        named, written = self._packs_named(packs), sum(p.nbytes for p in packs)
+        return self._make(table, self._tree, named, len(self._flat.leaves), raw_bytes, written)
+
+    def _commit_together(self, packs: list[PackFile]) -> Checkpoint:
+        """Of a group: leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
+        repo, claim, attempt, timeout = self._session.repo, self._session.claim, self._attempt, self._options.timeout
+        written = sum(p.nbytes for p in packs)
+        extra = parts.part_metadata(self._tree, self._packs_named(packs), written, claim)
+        data = self._encode(extra)
+        parts.publish(self._store, attempt, data)
+        if claim.rank:
+            self._told = True
+            commit = parts.await_commit(repo, claim, attempt, 2 * timeout)
+            return Checkpoint(self._store, commit, claim.rank)
+        whole = parts.put_together(repo, self._step, parts.gather(repo, claim, attempt, timeout))
+        parts.require_packs(self._store, self._step, whole.packs)
+        with collector_paused():
+            table = manifest.write_table(
+                whole.table, {"format": "1", "digest": whole.algorithm, "step": str(self._step)}
+            )
+            tree = encode_tree(whole.tree)
+            leaves, raw_bytes = parts.totals(whole.table)
+        checkpoint = self._make(table, tree, whole.packs, leaves, raw_bytes, whole.written_bytes)
+        self._told = True
+        with suppress(CkptError, OSError):  # the next generation's sweep takes them otherwise
+            self._store.delete(whole.parts)
+        return checkpoint
+
+    def _make(
+        self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written: int
+    ) -> Checkpoint:
+        """Make the step exist: manifest, tree, commit record."""
+        folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
+        files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
         for name, data in files.items():
             self._store.put(name, data)
         records = [FileRecord(name, len(data), digest("xxh3-128", data).hex()) for name, data in files.items()]
-        sizes = {**self._known_packs, **{p.name: p.nbytes for p in packs}}
-        needed = sorted(self._referenced | {p.name for p in packs})
         commit = CommitRecord(
             step=self._step,
             generation=self._session.claim.generation,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            world_size=1,
+            world_size=self._group.size,
             manifests=(records[0],),
             trees=(records[1],),
-            packs=tuple(FileRecord(name, sizes[name]) for name in needed),
-            leaves=len(self._flat.leaves),
-            raw_bytes=sum(leaf.nbytes for leaf in self._flat.leaves.values()),
-            written_bytes=sum(p.nbytes for p in packs),
+            packs=tuple(FileRecord(name, nbytes) for name, nbytes in packs.items()),
+            leaves=leaves,
+            raw_bytes=raw_bytes,
+            written_bytes=written,
+            attempt=self._attempt.number,
             version=__version__,
         )
         failpoint("save.commit")
         self._session.claim.check()
         self._publish(commit)
         failpoint("save.committed")
-        return Checkpoint(self._store, commit)
+        return Checkpoint(self._store, commit, self._group.rank)
 
     def _publish(self, commit: CommitRecord) -> None:
         name, data = commit_name(self._step), encode_commit(commit)
@@ -442,12 +560,13 @@ class _Save:
                 return
             if not self._options.overwrite and self._exists_and_is_good():
                 raise AlreadyExists(self._taken()) from None
+            with suppress(CkptError):
+                self._retired.update(self._session.repo.commit(self._step).files())
             self._store.put(name, data)
 
     def refuse_existing(self) -> None:
         """Raise AlreadyExists, before any work, where the step is committed and whole."""
         if self._exists_and_is_good():
-            self._session.claim.end(self._attempt)
             raise AlreadyExists(self._taken())
 
     def _taken(self) -> str:
@@ -465,16 +584,20 @@ class _Save:
         sizes = {e.name: e.nbytes for e in self._store.list("steps")}
         return is_good(commit, sizes)
 
-    def _discard(self, packs: list[PackFile]) -> None:
+    def _discard(self, error: BaseException) -> None:
         """Remove what this attempt has written; what can't be removed now, the next sweep takes."""
+        if self._told and (not isinstance(error, StepRefused) or isinstance(error, RanksMissing)):
+            return  # rank 0 has our part, and may commit it yet
         mine = f"{step_folder(self._step)}/"
+        name = f"/{self._attempt.name}"
         with suppress(CkptError, OSError):
             try:
-                if any(f"/{self._attempt}" in f.name for f in self._session.repo.commit(self._step).manifests):
+                if any(name in f.name for f in self._session.repo.commit(self._step).manifests):
+                    self._told = True
                     return  # committed after all, and only the answer got lost
             except (StepNotFound, NotFound):
                 pass
-            doomed = [e.name for e in self._store.list(mine.rstrip("/")) if f"/{self._attempt}" in e.name]
+            doomed = [e.name for e in self._store.list(mine.rstrip("/")) if name in e.name and "failed" not in e.name]
             self._store.delete(doomed)
 
 

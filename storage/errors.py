@@ -75,3 +75,15 @@ class Fenced(CkptError):
 
 class SaveFailed(CkptError):
     """A save in the background failed; the cause is chained."""
+
+
+class GroupError(CkptError):
+    """The ranks of a group could not meet, or do not agree."""
+
+
+class StepRefused(CkptError):
+    """What the ranks wrote does not make a whole step: a gap, an overlap, or ranks that contradict each other."""
+
+
+class RanksMissing(StepRefused):
+    """Ranks did not bring their part of a step in time."""

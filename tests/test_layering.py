@@ -13,7 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = ("storage", "aggregator", "ckpt", "recovery", "tools")  # each may import itself and those before it
 HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
-FRAMEWORK_FILES = {"ckpt/leaves/torch.py": "torch", "ckpt/leaves/jax.py": "jax"}
+FRAMEWORK_FILES = {
+    "ckpt/leaves/torch.py": "torch",
+    "ckpt/leaves/dtensor.py": "torch",
+    "ckpt/leaves/jax.py": "jax",
+}
 """Imported only where the framework is there already."""
 
 MODULES = sorted(str(file.relative_to(ROOT)) for layer in LAYERS for file in (ROOT / layer).rglob("*.py"))

@@ -18,6 +18,7 @@ import numpy as np
 from ckpt.checkpoint import Checkpoint
 from ckpt.dtypes import dtype_name, numpy_dtype
 from ckpt.leaves.host import NumpyLeaf
+from ckpt.read import Target
 from ckpt.select import entries, matcher, require_match
 from ckpt.shard import Box
 from ckpt.storage.errors import CkptError, IntegrityError
@@ -127,7 +128,7 @@ class Contents:
 
     def _together(self, batch: list[Array]) -> Iterator[Piece]:
         made = [np.empty(a.shape, a.numpy) for a in batch]
-        self.checkpoint.read([(a.leaf, NumpyLeaf(data)) for a, data in zip(batch, made, strict=True)])
+        self.checkpoint.read([Target(a.leaf, NumpyLeaf(data), None) for a, data in zip(batch, made, strict=True)])
         for array, data in zip(batch, made, strict=True):
             yield Piece(array, Box((0,) * len(array.shape), array.shape), data)
 

@@ -148,13 +148,12 @@ def blocks_of(checkpoint: Checkpoint, leaves: Iterable[str] | None = None) -> Ma
     manifest = checkpoint.manifest()
     if leaves is None:
         return manifest
-    chosen = set(leaves)
-    return Manifest([r for r in manifest.rows if r.leaf in chosen], manifest.digest_algorithm)
+    return manifest.select(leaves)
 
 
 def stored_bytes(manifest: Manifest) -> int:
     """Bytes that `verify` reads."""
-    return sum({(r.pack, r.position): r.stored for r in manifest.rows if r.pack is not None}.values())
+    return manifest.stored_bytes()
 
 
 def verify(checkpoint: Checkpoint, manifest: Manifest, advance: Advance) -> int:

@@ -12,6 +12,7 @@ from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf
+from ckpt.read import Target
 from ckpt.select import matcher, select
 from ckpt.tools.common import Advance, optional
 from ckpt.tools.contents import PIECE_BYTES, Array, Contents, as_raw
@@ -64,10 +65,10 @@ class _Tensors:
 
     def read(self, advance: Advance) -> None:
         """Fill them all."""
-        batch: list[tuple[str, ArrayLeaf]] = []
+        batch: list[Target] = []
         pending = 0
         for name, leaf in self._made.items():
-            batch.append((name, leaf))
+            batch.append(Target(name, leaf, None))
             pending += leaf.nbytes
             if pending >= 4 * PIECE_BYTES:
                 self._contents.checkpoint.read(batch)

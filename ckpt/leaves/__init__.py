@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.leaves import host
+from ckpt.leaves import host, sharded
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf, NumpyScalarLeaf
 from ckpt.storage.errors import FormatError, LeafMismatch
@@ -34,6 +34,8 @@ def _maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
         return NumpyLeaf
     if issubclass(kind, np.generic):
         return NumpyScalarLeaf
+    if issubclass(kind, sharded.Shard):
+        return sharded.as_leaf
     # An array of a framework that nobody imported cannot exist, so `import ckpt` need not import any.
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):

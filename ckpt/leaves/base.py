@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.shard import Box
+from ckpt.shard import ONLY, Box, Replica
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Part(NamedTuple):
+    """A shard: a box of a leaf's global array, in memory of exactly its shape."""
+
+    leaf: ArrayLeaf
+    box: Box
+    replica: Replica = ONLY
 
 
 class ArrayLeaf(ABC):
@@ -59,6 +67,10 @@ class ArrayLeaf(ABC):
     def on_cuda(self) -> bool:
         """Whether the bytes come from a CUDA device, to which page-locked memory is much nearer."""
         return False
+
+    def parts(self) -> list[Part] | None:
+        """The shards of a global array that this leaf stands for; None where it is all there, in this memory."""
+        return None
 
     def finish(self) -> Any:
         """The user's object, after a load has written all of it."""

@@ -1,19 +1,29 @@
-"""jax arrays: immutable, so that on the host they are referenced by a save and made anew by a load."""
+"""jax arrays: immutable, so that on the host they are referenced by a save and made anew by a load.
+
+An array over several devices is taken by its shards: each process has those on its own devices, nothing is gathered.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
 
 from ckpt.dtypes import dtype_name, numpy_dtype
-from ckpt.leaves.base import ArrayLeaf
+from ckpt.leaves.base import ArrayLeaf, Part
 from ckpt.leaves.host import HostLeaf, NumpyLeaf, flat_bytes
+from ckpt.leaves.sharded import ShardedLeaf
+from ckpt.shard import Box, Replica
 
 
 def as_leaf(value: jax.Array) -> ArrayLeaf:
-    """Return the leaf of a jax array."""
+    """Return the leaf of a jax array; raise TypeError for one without data."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("a traced jax value has no data: save outside of jit")
+    if len(value.sharding.device_set) > 1 and not (value.is_fully_addressable and value.is_fully_replicated):
+        return JaxShards(value)
     return JaxLeaf(value)
 
 
@@ -30,16 +40,8 @@ class JaxLeaf(HostLeaf):
     __slots__ = ("_data", "_key")
 
     def __init__(self, value: jax.Array) -> None:
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError("a traced jax value has no data: save outside of jit")
-        if not value.is_fully_addressable:
-            raise TypeError("the array is sharded over processes")
         self.value = value
-        self._key = None
-        self._data = value
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            self._key = str(jax.random.key_impl(value))
-            self._data = jax.random.key_data(value)
+        self._data, self._key = _plain(value)
         array = np.asarray(self._data)
         self.dtype = dtype_name(array.dtype)
         self.shape = array.shape
@@ -79,7 +81,89 @@ class _JaxTarget(NumpyLeaf):
         if self._key:
             made = jax.random.wrap_key_data(jax.numpy.asarray(self.value), impl=self._key)
             return jax.device_put(made, self._sharding)
-        made = jax.device_put(self.value, self._sharding)
-        if made.dtype != self.value.dtype:
-            raise TypeError(f"jax made {made.dtype} of {self.dtype}: set jax_enable_x64 to load it")
-        return made
+        return _same_type(jax.device_put(self.value, self._sharding), self)
+
+
+class JaxShards(ShardedLeaf):
+    """A jax array over several devices, by the shards of this process."""
+
+    __slots__ = ("_data", "_key")
+
+    def __init__(self, value: jax.Array) -> None:
+        self._data, self._key = _plain(value)
+        shape = self._data.shape
+        places = _places(self._data.sharding, shape)
+        mine = jax.process_index()
+        parts: dict[Box, Part] = {}
+        for shard in self._data.addressable_shards:
+            box = _box(shard.index, shape)
+            if box not in parts:
+                holders = places[box]
+                parts[box] = Part(_HostShard(np.asarray(shard.data)), box, Replica(holders.index(mine), len(holders), holders))
+        attributes = {"key": self._key} if self._key else {}
+        dtype = np.dtype(self._data.dtype)
+        super().__init__(value, "jax", shape, dtype_name(dtype), dtype.itemsize, list(parts.values()), attributes)
+
+    def identity(self) -> tuple[Any, ...]:
+        return ("jax", id(self.value))
+
+    def target(self) -> ArrayLeaf:
+        return _JaxShardsTarget(self, self._data.sharding, self._key)
+
+
+class _HostShard(NumpyLeaf):
+    """One shard, seen on the host. Nothing changes it, and the host array keeps its buffer alive."""
+
+    kind = "jax"
+
+    __slots__ = ()
+
+    def frozen(self) -> bool:
+        return True
+
+
+class _JaxShardsTarget(ShardedLeaf):
+    """Bytes on the host, a box for each shard of this process, that become a jax array once they are all there."""
+
+    __slots__ = ("_key", "_sharding")
+
+    def __init__(self, like: JaxShards, sharding: Any, key: str | None) -> None:
+        dtype = numpy_dtype(like.dtype)
+        parts = [Part(NumpyLeaf(np.empty(p.box.shape, dtype)), p.box, p.replica) for p in like.parts()]
+        super().__init__(None, "jax", like.shape, like.dtype, like.itemsize, parts)
+        self._sharding = sharding
+        self._key = key
+
+    def finish(self) -> Any:
+        shards = {p.box: p.leaf.value for p in self.parts()}
+        devices = self._sharding.addressable_devices_indices_map(self.shape)
+        arrays = [jax.device_put(shards[_box(index, self.shape)], device) for device, index in devices.items()]
+        made = jax.make_array_from_single_device_arrays(self.shape, self._sharding, arrays)
+        return jax.random.wrap_key_data(made, impl=self._key) if self._key else _same_type(made, self)
+
+
+def _plain(value: jax.Array) -> tuple[jax.Array, str | None]:
+    """The array of plain numbers, and the random generator if it is one of keys."""
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value), str(jax.random.key_impl(value))
+    return value, None
+
+
+def _same_type(made: jax.Array, leaf: ArrayLeaf) -> jax.Array:
+    if dtype_name(np.dtype(made.dtype)) != leaf.dtype:
+        raise TypeError(f"jax made {made.dtype} of {leaf.dtype}: set jax_enable_x64 to load it")
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _places(sharding: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    """The processes that hold each shard."""
+    found: dict[Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(_box(index, shape), set()).add(device.process_index)
+    return {box: tuple(sorted(processes)) for box, processes in found.items()}
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    spans = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return Box(tuple(a for a, _, _ in spans), tuple(b - a for a, b, _ in spans))

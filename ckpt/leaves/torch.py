@@ -24,17 +24,29 @@ _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.qui
 
 def as_leaf(value: torch.Tensor) -> ArrayLeaf:
     """Return the leaf of a tensor; raise TypeError for one that is not plain memory."""
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter and is_sharded(value):
+        return sharded_leaf(value)
     if value.layout is not torch.strided:
         raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
     if value.dtype in _QUANTIZED:
         raise TypeError(f"a quantized tensor ({value.dtype}) carries scales: store .int_repr() and the scales")
     if value.device.type == "meta":
         raise TypeError("a tensor on the meta device has no data")
-    if hasattr(value, "device_mesh"):
-        raise TypeError("a DTensor is sharded over ranks: store value.to_local(), or value.full_tensor()")
     if value.device.type == "cpu":
         return TorchLeaf(value)
     return DeviceLeaf(value)
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor or a ShardedTensor."""
+    return hasattr(value, "device_mesh") or hasattr(value, "local_shards")
+
+
+def sharded_leaf(value: torch.Tensor) -> ArrayLeaf:
+    """The leaf of a tensor that is spread over ranks."""
+    from ckpt.leaves import dtensor
+
+    return dtensor.as_leaf(value)
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:

@@ -1,0 +1,87 @@
+"""Which ranks work together: found out, or told by the user. Only libraries that are imported already are asked."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Any
+
+from ckpt.groups.base import Alone, Group
+from ckpt.groups.env import EnvGroup, Place, place
+from ckpt.storage.errors import InvalidArgument
+
+__all__ = ["Alone", "EnvGroup", "Group", "as_group", "detect"]
+
+_wrapped: dict[int, tuple[Any, Group]] = {}
+"""By the identity of what was wrapped, which is kept so that its number is not given to another."""
+
+_by_environment: dict[Place, EnvGroup] = {}
+
+
+def as_group(group: Any = "auto") -> Group:
+    """The group that the user means. Nobody is waited for.
+
+    group: "auto" (see `detect`), None for this process alone, a Group, an mpi4py communicator, a torch process group or
+    a torch device mesh of one dimension. The same object gives the same Group again.
+    """
+    if isinstance(group, str) and group == "auto":
+        return detect()
+    if group is None:
+        return Alone()
+    if isinstance(group, Group):
+        return group
+    if id(group) not in _wrapped:
+        _wrapped[id(group)] = (group, _wrap(group))
+    return _wrapped[id(group)][1]
+
+
+def detect() -> Group:
+    """The ranks of the library in use, else those that the launcher names in the environment, else this process alone.
+
+    A library that is initialised knows better than the environment, which a process may have inherited from a rank.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return as_group(dist.group.WORLD) if dist.get_world_size() > 1 else Alone()
+    if "jax" in sys.modules:
+        from ckpt.groups import jax
+
+        if jax.processes() > 1:
+            return jax.JaxGroup()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+        return as_group(mpi.COMM_WORLD)
+    here = place()
+    if here is None or here.size == 1:
+        return Alone()
+    if here not in _by_environment:
+        _by_environment[here] = EnvGroup()
+        atexit.register(_by_environment[here].close)
+    return _by_environment[here]
+
+
+def _wrap(group: Any) -> Group:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(group, mpi.Comm):
+        if not isinstance(group, mpi.Intracomm) or group == mpi.COMM_NULL:
+            raise InvalidArgument(f"{group!r} is no MPI communicator of ranks that work together; give MPI.COMM_WORLD")
+        from ckpt.groups.mpi import MpiGroup
+
+        return MpiGroup(group)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available():
+        from ckpt.groups.torch import TorchGroup
+
+        mesh = sys.modules.get("torch.distributed.device_mesh")
+        if mesh is not None and isinstance(group, mesh.DeviceMesh):
+            if group.ndim != 1:
+                raise InvalidArgument(f"a mesh of {group.ndim} dimensions is no group; give one of them, as in mesh['dp']")
+            return TorchGroup(group.get_group())
+        if isinstance(group, dist.ProcessGroup):
+            return TorchGroup(group)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise InvalidArgument("this process is not in the process group that was given; save from those that are")
+    raise InvalidArgument(
+        f"group={group!r}: give 'auto', None, a ckpt.groups.Group, an mpi4py communicator, a torch process group or a "
+        "torch device mesh of one dimension"
+    )

@@ -1,0 +1,146 @@
+"""What the pipelines need of ranks that work together: who is there, and two ways to hand bytes over.
+
+The calls that say "collective" are made by every rank, in the same order, or none returns. A save makes none of them: a
+dead or slow rank can't hold the others up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ckpt.storage.base import Store
+from ckpt.storage.errors import GroupError, InvalidArgument, StoreError
+
+Message = tuple[int, memoryview]
+"""The other rank, and the bytes to send or the memory to fill."""
+
+TIMEOUT_SECONDS = 600.0
+"""How long a rank waits for the others where the group's own library has no limit. The first save of a large job comes
+after every rank has compiled and loaded its model, which takes minutes and not the same for all."""
+
+
+class Group(ABC):
+    """The ranks of a job, as one of them sees it."""
+
+    name: str
+    """For messages: "torch.distributed", "MPI" …"""
+    rank: int
+    """Of this process (or thread), 0 … size - 1."""
+    size: int
+    can_exchange: bool = False
+    """Whether `exchange` is there."""
+
+    _one_host: bool | None = None
+
+    @abstractmethod
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank. Collective; when a repository is opened, and by loads."""
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The bytes of rank 0; the others' are not looked at. Collective."""
+        return self.all_gather(self._first(data))[0]
+
+    def exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        """Send and receive, all at once. Collective, for a rank with nothing to hand over too.
+
+        Between two ranks messages keep their order, and what is received is as long as what was sent. A rank may send
+        to itself. The memory is free for reuse when this returns.
+        """
+        if not self.can_exchange:
+            raise InvalidArgument(f"{self.name} has no messages from rank to rank; gather, or let each rank read")
+        send, receive = self._messages(send), self._messages(receive)
+        mine = [data for peer, data in send if peer == self.rank]
+        for source, target in zip(mine, (data for peer, data in receive if peer == self.rank), strict=True):
+            target[:] = source
+        self._exchange([m for m in send if m[0] != self.rank], [m for m in receive if m[0] != self.rank])
+
+    def _messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as flat bytes. One of no bytes is left out on both sides: not every library takes such."""
+        for peer, _ in messages:
+            if not 0 <= peer < self.size:
+                raise InvalidArgument(f"there is no rank {peer} in {self!r}")
+        return [(peer, data.cast("B")) for peer, data in messages if data.nbytes]
+
+    def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        """`exchange` with other ranks, of flat messages that hold something."""
+        raise NotImplementedError
+
+    def meet_at(self, store: Store) -> None:  # noqa: B027  most groups have a network
+        """Name the place where a group without a network meets from now on. Collective."""
+
+    def one_host(self) -> bool:
+        """Whether all ranks run on one host, so that they share its memory. Collective when first asked."""
+        if self._one_host is None:
+            self._one_host = len(set(self.all_gather(_host()))) == 1
+        return self._one_host
+
+    def close(self) -> None:  # noqa: B027  most groups hold nothing
+        """Give back what the group holds. Waits for nobody for long."""
+
+    def __repr__(self) -> str:
+        return f"{self.name}, rank {self.rank} of {self.size}"
+
+    def _first(self, data: bytes | None) -> bytes:
+        """What this rank brings to a broadcast."""
+        if self.rank:
+            return b""
+        if data is None:
+            raise InvalidArgument("rank 0 broadcasts, and was given nothing")
+        return data
+
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """Turn an error of the group's library, or of its meeting place, into a GroupError that says where.
+
+        MPI, torch and jax all raise kinds of RuntimeError; torch a ValueError once the process group is destroyed.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError, StoreError) as error:
+            raise GroupError(
+                f"{self!r}: {doing} failed: {first_line(error)}; see whether a rank has died, and restart the job"
+            ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """An error of a library in one line; some bring a stack of C++ frames."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in a message, not all of a thousand."""
+    listed = ", ".join(map(str, ranks[:16])) + (f" … ({len(ranks)} in all)" if len(ranks) > 16 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def late(group: Group, missing: Sequence[int], doing: str, seconds: float) -> GroupError:
+    """The error of a rank that has waited long enough."""
+    return GroupError(
+        f"{group!r}: {ranks_text(missing)} did not come within {seconds:g} s to {doing}; every rank must make the same "
+        "call: see whether one has died, or give group=None where a process works alone"
+    )
+
+
+def _host() -> bytes:
+    from ckpt.claim import this_process
+
+    me = this_process()
+    # Containers of one host share the boot, not the name, and most often not the memory either.
+    return f"{me.host} {me.boot}".encode()
+
+
+class Alone(Group):
+    """One process that works for itself."""
+
+    name = "one process"
+    rank = 0
+    size = 1
+    can_exchange = True
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return [bytes(data)]
+
+    def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        """There are no others."""

@@ -1,0 +1,113 @@
+"""Ranks that know each other only by what their launcher put into the environment. They meet at the store."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt.groups.base import TIMEOUT_SECONDS, Group
+from ckpt.groups.meeting import Job, Meeting
+from ckpt.storage.base import Store
+from ckpt.storage.errors import CkptError, GroupError
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """The variables of one launcher: rank, size, and those that together name the job, on all ranks the same."""
+
+    rank: str
+    size: str
+    job: tuple[str, ...]
+
+
+_LAUNCHERS = (
+    # Not TORCHELASTIC_RESTART_COUNT: each agent counts its own restarts, so it differs between the nodes of one job.
+    _Launcher("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)),
+    _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
+    _Launcher("PMI_RANK", "PMI_SIZE", ()),  # MPICH, Intel MPI, Cray. PMIx alone has a rank and no size.
+    # Not SLURM_NTASKS: the batch script has it too, and is one process that starts the ranks.
+    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the environment says of this process."""
+
+    name: str
+    rank: int
+    size: int
+    job: Job
+
+
+def place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """Rank, size and job as the first launcher has set them, None where none has."""
+    for launcher in _LAUNCHERS:
+        rank, size = environ.get(launcher.rank), environ.get(launcher.size)
+        if rank is None or size is None:
+            continue
+        if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+            raise GroupError(
+                f"the environment says {launcher.rank}={rank} and {launcher.size}={size}, which is no rank of a group; "
+                "correct or unset them, or give group=None"
+            )
+        return Place(f"environment ({launcher.rank}, {launcher.size})", int(rank), int(size), _job(launcher, environ))
+    return None
+
+
+def _job(launcher: _Launcher, environ: Mapping[str, str]) -> Job:
+    """The name of the job, its restart included where the launcher counts it: CKPT_RUN_ID, or the launcher's own."""
+    words = [environ.get(name, "") for name in (("CKPT_RUN_ID",) if "CKPT_RUN_ID" in environ else launcher.job)]
+    named = any(words) and words != ["none"]  # torchrun's name of a job that was given none
+    return Job(hashlib.sha256("\n".join(words).encode()).hexdigest()[:12], named)
+
+
+class EnvGroup(Group):
+    """The ranks that the environment tells of. They need no network: each store given to `meet_at` is a meeting place.
+
+    timeout: seconds to wait for the others, each time.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
+        found = place()
+        if found is None:
+            raise GroupError("no launcher has told this process its rank: set RANK and WORLD_SIZE, or give group=None")
+        self.name, self.rank, self.size = found.name, found.rank, found.size
+        self._job = found.job
+        self._timeout = timeout
+        self._process = os.getpid()
+        self._meetings: dict[str, Meeting] = {}
+        self._url: str | None = None
+
+    def meet_at(self, store: Store) -> None:
+        self._url = store.url
+        if store.url not in self._meetings:
+            with self._told(f"meeting at {store.url}"):
+                self._meetings[store.url] = Meeting(self, store, self._job, self._timeout)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        meeting = self._meetings.get(self._url or "")
+        if meeting is None:
+            raise GroupError(f"{self!r} has no network: all ranks must call meet_at(store) first")
+        try:
+            with self._told(f"a gather at {self._url}"):
+                return meeting.gather(data)
+        except GroupError:
+            # The ranks no longer agree on which gather is the next.
+            self._meetings.pop(self._url or "", None)
+            raise
+
+    def close(self) -> None:
+        meetings, self._meetings = self._meetings, {}
+        if os.getpid() != self._process:  # a forked child is no rank
+            return
+        for url, meeting in meetings.items():
+            try:
+                meeting.leave()
+            except CkptError as error:
+                log.debug("the meeting at %s is left: %s", url, error)

@@ -1,0 +1,118 @@
+"""The processes of jax.distributed as a group.
+
+Bytes go through the key-value store of its coordinator: jax's own collectives would compile a program, run on the
+devices, and must not meet the training's in another order on another process. The client of that store has no public
+name (orbax takes it from the same place); where a release of jax has none, the collectives do it after all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+
+from ckpt.groups.base import TIMEOUT_SECONDS, Group, first_line, late
+from ckpt.storage.errors import GroupError
+
+PIECE_BYTES = 1 << 20
+"""Of one value: gRPC refuses messages of more than 4 MiB unless told otherwise."""
+
+_number = itertools.count()  # of the gathers of this process, whatever objects make them: keys are never used twice
+
+
+class JaxGroup(Group):
+    """The processes of jax.distributed. `timeout`: seconds to wait for the others."""
+
+    name = "jax.distributed"
+
+    def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
+        self._timeout = timeout
+        state = _state()
+        self._client: Any = getattr(state, "client", None)
+        if self._client is not None:  # and do not start the backend only to ask who is there
+            self.rank, self.size = state.process_id, state.num_processes
+        else:
+            import jax
+
+            self.rank, self.size = jax.process_index(), jax.process_count()
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        with self._told("a gather"):
+            if self._client is None:
+                return self._gather_on_devices(data)
+            number = next(_number)
+            self._put(_key(number, self.rank), data)
+            until = time.monotonic() + self._timeout
+            got = [self._get(number, rank, until) for rank in range(self.size)]
+            # All have come to this gather, so all have left the one before and nobody needs it any more.
+            self._client.key_value_delete(_key(number - 1, self.rank))
+            return got
+
+    def _put(self, key: str, data: bytes) -> None:
+        """The length with the first piece, which is there for an empty value too."""
+        self._client.key_value_set_bytes(f"{key}0", len(data).to_bytes(8, "little") + data[:PIECE_BYTES])
+        for start in range(PIECE_BYTES, len(data), PIECE_BYTES):
+            self._client.key_value_set_bytes(f"{key}{start}", data[start : start + PIECE_BYTES])
+
+    def _get(self, number: int, rank: int, until: float) -> bytes:
+        key = _key(number, rank)
+        try:
+            first = self._wait(f"{key}0", until)
+            length = int.from_bytes(first[:8], "little")
+            rest = [self._wait(f"{key}{start}", until) for start in range(PIECE_BYTES, length, PIECE_BYTES)]
+        except RuntimeError as error:
+            missing = [r for r in range(self.size) if not self._has(f"{_key(number, r)}0")]
+            if not missing or "DEADLINE_EXCEEDED" not in str(error):
+                raise GroupError(
+                    f"{self!r}: what rank {rank} gave to a gather could not be read: {first_line(error)}; "
+                    "see whether the coordinator (process 0) has died, and restart the job"
+                ) from error
+            raise late(self, missing, "a gather", self._timeout) from error
+        return b"".join([first[8:], *rest])
+
+    def _wait(self, key: str, until: float) -> bytes:
+        left = max(1, int(1000 * (until - time.monotonic())))
+        value: bytes = self._client.blocking_key_value_get_bytes(key, left)
+        return value
+
+    def _has(self, key: str) -> bool:
+        try:
+            self._client.blocking_key_value_get_bytes(key, 10)
+        except RuntimeError:
+            return False
+        return True
+
+    def _gather_on_devices(self, data: bytes) -> list[bytes]:
+        from jax.experimental.multihost_utils import process_allgather
+
+        # int32: without jax_enable_x64 there is nothing wider.
+        lengths = process_allgather(np.array([len(data)], np.int32)).reshape(self.size).tolist()
+        mine = np.zeros(max(1, *lengths), np.uint8)  # padded: the same shape on all
+        mine[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = process_allgather(mine).reshape(self.size, -1)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def processes() -> int:
+    """How many processes jax.distributed was initialised with, 0 where it was not. Starts no backend."""
+    state = _state()
+    if state is not None:
+        return int(state.num_processes) if state.client is not None else 0
+    import jax
+
+    return int(jax.process_count()) if jax.distributed.is_initialized() else 0
+
+
+def _state() -> Any:
+    """What jax.distributed knows, None where this release keeps it elsewhere."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
+        return None
+    return global_state
+
+
+def _key(number: int, rank: int) -> str:
+    return f"ckpt/{number}/{rank}/"

@@ -1,0 +1,285 @@
+"""How ranks meet at a store when they have no network: small objects, each put whole, and patience.
+
+    meet/<job>-<size>-<token>/open             rank 0 is here; the token is random
+                             /hello-<r>-<token>  rank r is here too; each process draws a token of its own
+                             /members.json     rank 0 has heard all, and names one token for each rank
+                             /<k>-<r>          what rank r brings to gather k
+                             /<k>-all          all of it, put together by rank 0: n reads and not n², and one name to poll
+                             /bye-<r>          rank r needs nothing of this any more
+
+Rank r says hello in every open meeting of its job and takes the first whose members name its token. So one that a killed
+incarnation left is never taken for the present one, for its rank 0 answers no more, and who comes early simply waits.
+"""
+
+from __future__ import annotations
+
+import calendar
+import json
+import logging
+import secrets
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from ckpt.claim import Owner, alive, this_process
+from ckpt.groups.base import Group, late
+from ckpt.storage.base import Store
+from ckpt.storage.errors import GroupError, NotFound
+
+log = logging.getLogger("ckpt")
+
+PLACE = "meet"
+_FAREWELL_SECONDS = 2.0
+"""How long rank 0 waits at the end to clean up. Short, for it may be leaving because another rank has died."""
+_STALE_SECONDS = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What tells the meetings of one job from those of others."""
+
+    digest: str
+    named: bool
+    """Whether the launcher gave the job a name, so that another of the same digest is this one, started again."""
+
+
+class Meeting:
+    """Ranks that have met at a store."""
+
+    def __init__(self, group: Group, store: Store, job: Job, timeout: float) -> None:
+        self._group = group
+        self._store = store
+        self._job = job
+        self._timeout = timeout
+        self._gathers = 0
+        self._folder = self._open() if group.rank == 0 else self._find()
+
+    # --- coming together ---------------------------------------------------------------------------------------
+
+    def _open(self) -> str:
+        """Rank 0: open a meeting and wait for the others."""
+        token = secrets.token_hex(8)
+        folder = f"{PLACE}/{self._job.digest}-{self._group.size}-{token}"
+        _put(self._store, f"{folder}/open", _identity())
+        came: dict[int, str] = {}
+        for _ in _waits(self._timeout):
+            hellos = _hellos(self._store, folder)
+            if len(hellos) == self._group.size - 1:
+                came = self._living(folder, hellos)
+                if len(came) == len(hellos):
+                    break
+        else:
+            came = self._living(folder, _hellos(self._store, folder))
+            self._remove(folder)
+            raise self._late({0, *came})
+        names = [token, *(came[rank] for rank in range(1, self._group.size))]
+        _put(self._store, f"{folder}/members.json", json.dumps(names).encode())
+        self._clean(folder)
+        return folder
+
+    def _find(self) -> str:
+        """Another rank: say hello in every meeting of the job until one answers."""
+        rank, token = self._group.rank, secrets.token_hex(8)
+        mine = f"{self._job.digest}-{self._group.size}-"
+        greeted: set[str] = set()
+        begun: set[str] = set()  # without this process
+        for _ in _waits(self._timeout):
+            folders = {f"{PLACE}/{name}" for name in self._store.list_folders(PLACE) if name.startswith(mine)}
+            for folder in folders - begun:
+                members = _get(self._store, f"{folder}/members.json")
+                if folder not in greeted:
+                    if members is not None:
+                        begun.add(folder)
+                        continue
+                    _put(self._store, f"{folder}/hello-{rank}-{token}", _identity())
+                    greeted.add(folder)
+                elif members is not None and json.loads(members)[rank] == token:
+                    return folder
+        # Where one is still open it is the others that are missing; if all are there, rank 0 answers no more.
+        heard = [{0, *_hellos(self._store, folder)} for folder in greeted]
+        others = set(range(1, self._group.size))
+        came = max(heard, key=len, default=others)
+        raise self._late(others if came > others else came)
+
+    def _living(self, folder: str, hellos: dict[int, list[str]]) -> dict[int, str]:
+        """The token of each rank whose process may live: one that died since, and was started again, said hello too."""
+        me = this_process()
+        names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
+        said = iter(_get_all(self._store, names))
+        living: dict[int, str] = {}
+        for rank, tokens in hellos.items():
+            owners = [(token, _owner(next(said))) for token in tokens]
+            here = [(token, owner) for token, owner in owners if owner is not None and alive(owner, me) is not False]
+            if len(here) > 1:
+                self._remove(folder)
+                who = " and ".join(f"process {owner.pid} on {owner.host}" for _, owner in here)
+                raise GroupError(
+                    f"{self._group!r}: {who} both say that they are rank {rank}: end what is left of an earlier start, "
+                    f"and give jobs that use {self._store.url} at the same time a CKPT_RUN_ID each"
+                )
+            living.update((rank, token) for token, _ in here)
+        return living
+
+    def _late(self, came: Collection[int], doing: str = "meet") -> GroupError:
+        missing = [rank for rank in range(self._group.size) if rank not in came]
+        return late(self._group, missing, f"{doing} at {self._store.url}", self._timeout)
+
+    # --- together ----------------------------------------------------------------------------------------------
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+        number = self._gathers
+        self._gathers += 1
+        mine = f"{self._folder}/{number}-{self._group.rank}"
+        _put(self._store, mine, data)
+        if self._group.rank:
+            together = self._await(number)
+            self._store.delete([mine])  # rank 0 has read it
+        else:
+            together = self._collect(number)
+            _put(self._store, f"{self._folder}/{number}-all", together)
+            # All have come to this gather, and each does so only when it has read the one before.
+            self._store.delete([mine, f"{self._folder}/{number - 1}-all"])
+        return _split(together)
+
+    def _collect(self, number: int) -> bytes:
+        """Rank 0: what all have brought, once they have."""
+        names = [f"{self._folder}/{number}-{rank}" for rank in range(self._group.size)]
+        for _ in _waits(self._timeout):
+            here = {entry.name for entry in self._store.list(self._folder)}
+            if here.issuperset(names):
+                brought = [data for data in _get_all(self._store, names) if data is not None]
+                if len(brought) == self._group.size:  # else the store lists what it can't yet read
+                    return _join(brought)
+        raise self._absent(number)
+
+    def _await(self, number: int) -> bytes:
+        """Another rank: the same, from rank 0."""
+        for _ in _waits(self._timeout):
+            together = _get(self._store, f"{self._folder}/{number}-all")
+            if together is not None:
+                return together
+        raise self._absent(number)
+
+    def _absent(self, number: int) -> GroupError:
+        here = {entry.name for entry in self._store.list(self._folder)}
+        came = {rank for rank in range(self._group.size) if f"{self._folder}/{number}-{rank}" in here}
+        return self._late(came if len(came) < self._group.size else came - {0}, "a gather")
+
+    # --- and apart ---------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Rank 0 removes the meeting once nobody needs it; where a rank does not say so, the next meeting does."""
+        if self._group.rank:
+            _put(self._store, f"{self._folder}/bye-{self._group.rank}", b"")
+            return
+        for _ in _waits(_FAREWELL_SECONDS):
+            left = {entry.name for entry in self._store.list(self._folder)}
+            if all(f"{self._folder}/bye-{rank}" in left for rank in range(1, self._group.size)):
+                self._remove(self._folder)
+                return
+
+    def _remove(self, folder: str) -> None:
+        self._store.delete([entry.name for entry in self._store.list(folder)])
+
+    def _clean(self, mine: str) -> None:
+        """Remove meetings whose rank 0 has died: nobody will ever need them."""
+        me = this_process()
+        for name in list(self._store.list_folders(PLACE)):
+            folder = f"{PLACE}/{name}"
+            if folder == mine:
+                continue
+            owner = _owner(_get(self._store, f"{folder}/open"))
+            same_job = self._job.named and name.startswith(f"{self._job.digest}-")
+            if owner is None or _is_over(owner, me, same_job):
+                log.debug("removing %s of %s, which nobody needs", folder, self._store.url)
+                self._remove(folder)
+
+
+def _is_over(owner: Owner, me: Owner, same_job: bool) -> bool:
+    """Whether nobody needs the meeting of this rank 0 any more. One of another job that lives may be in a gather."""
+    lives = alive(owner, me)
+    if lives is None:  # on another host
+        return same_job or _age(owner.since) > _STALE_SECONDS
+    return not lives
+
+
+def _age(since: str) -> float:
+    return time.time() - calendar.timegm(time.strptime(since, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+def _identity() -> bytes:
+    return json.dumps(asdict(this_process())).encode()
+
+
+def _owner(data: bytes | None) -> Owner | None:
+    """Whose hello or meeting it is; None where that is gone or says nothing."""
+    try:
+        return Owner(**json.loads(data or b""))
+    except (ValueError, TypeError):
+        return None
+
+
+def _hellos(store: Store, folder: str) -> dict[int, list[str]]:
+    """The tokens that were given, by rank."""
+    found: dict[int, list[str]] = {}
+    for entry in store.list(folder):
+        kind, _, rest = entry.name.rpartition("/")[2].partition("-")
+        rank, _, token = rest.partition("-")
+        if kind == "hello":
+            found.setdefault(int(rank), []).append(token)
+    return found
+
+
+def _join(parts: Sequence[bytes]) -> bytes:
+    """Parts of any length as one object."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def _split(together: bytes) -> list[bytes]:
+    """The counterpart of `_join`."""
+    parts, position = [], 0
+    while position < len(together):
+        begin = position + 8
+        position = begin + int.from_bytes(together[position:begin], "little")
+        parts.append(together[begin:position])
+    return parts
+
+
+def _get_all(store: Store, names: Sequence[str]) -> list[bytes | None]:
+    """Many small objects, by several threads: of a thousand ranks in a bucket they take seconds each otherwise."""
+    with ThreadPoolExecutor(min(16, len(names) or 1)) as pool:
+        return list(pool.map(lambda name: _get(store, name), names))
+
+
+def _get(store: Store, name: str) -> bytes | None:
+    try:
+        return store.get(name)
+    except NotFound:
+        return None
+
+
+def _put(store: Store, name: str, data: bytes) -> None:
+    """Put an object. What is not found is our temporary file, which the rank that prepares the repository took for a
+    killed writer's, or the folder, which became empty just now: then once more."""
+    for _ in range(20):
+        try:
+            store.put(name, data)
+            return
+        except NotFound:
+            continue
+    store.put(name, data)
+
+
+def _waits(seconds: float) -> Iterator[None]:
+    """Look now, then ever more rarely, and a last time when the time is over."""
+    until = time.monotonic() + seconds
+    pause = 0.002
+    while True:
+        yield
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(pause, left))
+        pause = min(1.5 * pause, 0.25)

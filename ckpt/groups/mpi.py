@@ -1,0 +1,100 @@
+"""An MPI communicator as a group: buffers only, nothing is pickled.
+
+MPI knows no timeouts: where a rank has died, its launcher ends the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ckpt.groups.base import Group, Message
+
+PIECE_BYTES = 1 << 30
+"""Messages are cut to this length, and gathers to rounds of it: counts in MPI were 32 bits wide until MPI 4."""
+
+
+class MpiGroup(Group):
+    """The ranks of an mpi4py intracommunicator."""
+
+    name = "MPI"
+    can_exchange = True
+
+    def __init__(self, communicator: Any) -> None:
+        self.rank = communicator.Get_rank()
+        self.size = communicator.Get_size()
+        self._given = communicator
+        self._own: Any = None
+
+    def _communicator(self) -> Any:
+        """A duplicate of the one given: a receive of the user's from any source can't take our messages there.
+
+        Made at the first collective call, for making it is one too: a rank alone can still ask who it is.
+        """
+        if self._own is None:
+            from mpi4py import MPI
+
+            self._own = self._given.Dup()
+            self._own.Set_errhandler(MPI.ERRORS_RETURN)  # as exceptions, whatever the user has set
+        return self._own
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        with self._told("a gather"):
+            communicator = self._communicator()
+            lengths = np.empty(self.size, np.int64)
+            communicator.Allgather(np.array([len(data)], np.int64), lengths)
+            parts: list[list[bytes]] = [[] for _ in range(self.size)]
+            piece = max(1, PIECE_BYTES // self.size)  # of each rank in one round
+            for start in range(0, int(lengths.max()), piece):
+                counts = np.clip(lengths - start, 0, piece)
+                ends = np.cumsum(counts)
+                got = np.empty(int(ends[-1]), np.uint8)
+                mine = np.frombuffer(data, np.uint8)[start : start + piece]
+                communicator.Allgatherv(mine, [got, counts.tolist(), (ends - counts).tolist(), _byte()])
+                for part, end, count in zip(parts, ends, counts, strict=True):
+                    part.append(got[end - count : end].tobytes())
+            return [b"".join(part) for part in parts]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        mine = self._first(data)
+        with self._told("a broadcast"):
+            communicator = self._communicator()
+            length = np.array([len(mine)], np.int64)
+            communicator.Bcast(length)
+            got = np.empty(int(length[0]), np.uint8)
+            if self.rank == 0:
+                got[:] = np.frombuffer(mine, np.uint8)
+            for piece in _pieces(got.data):
+                communicator.Bcast([piece, _byte()])
+            return got.tobytes()
+
+    def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        from mpi4py import MPI
+
+        with self._told("an exchange"):
+            communicator = self._communicator()
+            # Messages of one tag between two ranks do not overtake each other (MPI 4.1, section 3.5).
+            requests = [
+                communicator.Irecv([piece, MPI.BYTE], peer) for peer, data in receive for piece in _pieces(data)
+            ]
+            requests += [communicator.Isend([piece, MPI.BYTE], peer) for peer, data in send for piece in _pieces(data)]
+            MPI.Request.Waitall(requests)
+
+    def close(self) -> None:
+        from mpi4py import MPI
+
+        own, self._own = self._own, None
+        if own is not None and not MPI.Is_finalized():
+            own.Free()
+
+
+def _byte() -> Any:
+    from mpi4py import MPI
+
+    return MPI.BYTE
+
+
+def _pieces(data: memoryview) -> list[memoryview]:
+    return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]

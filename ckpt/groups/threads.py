@@ -1,0 +1,67 @@
+"""Threads of one process as ranks, for tests of what ranks do together."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from ckpt.groups.base import Group, Message, late
+from ckpt.storage.errors import GroupError
+
+
+class _Table:
+    """Where the threads of a group put down what they bring."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.gathers: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
+        self.letters: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+
+
+class ThreadGroup(Group):
+    """One thread of several."""
+
+    name = "threads"
+    can_exchange = True
+
+    def __init__(self, rank: int, size: int, table: _Table, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._table = table
+        self._timeout = timeout
+        self._gathers = 0
+
+    @staticmethod
+    def make(size: int, timeout: float = 60) -> list[Group]:
+        """One group object for each of `size` threads; they wait for each other `timeout` seconds."""
+        table = _Table()
+        return [ThreadGroup(rank, size, table, timeout) for rank in range(size)]
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        number = self._gathers
+        self._gathers += 1
+        with self._table.changed:
+            came = self._table.gathers[number]
+            came[self.rank] = bytes(data)
+            self._table.changed.notify_all()
+            if not self._table.changed.wait_for(lambda: len(came) == self.size, self._timeout):
+                raise late(self, [r for r in range(self.size) if r not in came], "a gather", self._timeout)
+            self._table.gathers.pop(number - 1, None)  # all have come here, so all have left that one
+            return [came[rank] for rank in range(self.size)]
+
+    def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        letters, changed = self._table.letters, self._table.changed
+        with changed:
+            for peer, data in send:
+                letters[self.rank, peer].append(bytes(data))
+            changed.notify_all()
+        for peer, data in receive:
+            mail = letters[peer, self.rank]
+            with changed:
+                if not changed.wait_for(mail.__len__, self._timeout):
+                    raise late(self, [peer], "an exchange", self._timeout)
+                letter = mail.popleft()
+            if len(letter) != len(data):
+                raise GroupError(f"{self!r}: rank {peer} sent {len(letter)} bytes where {len(data)} were awaited")
+            data[:] = letter

@@ -1,0 +1,98 @@
+"""A process group of torch.distributed as a group: plain tensors of bytes, no pickled objects.
+
+How long a rank waits for the others is the process group's own timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.groups.base import Group, Message
+
+PIECE_BYTES = 1 << 30
+"""Messages are cut to this length: not every backend takes 2 GiB at once."""
+
+
+class TorchGroup(Group):
+    """The ranks of a torch.distributed process group, None for the default one."""
+
+    name = "torch.distributed"
+
+    def __init__(self, group: Any = None) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+        self._members = dist.get_process_group_ranks(self._group)  # messages go to global ranks, in a subgroup too
+        kinds = _devices(self._group)
+        kind = "cpu" if "cpu" in kinds else kinds[0]
+        # The user has set the current device of a rank, or the collectives of the training would not work either.
+        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+        self._device = torch.device(kind, index)
+        # Point to point on the device would take its memory, and its time from the training.
+        self.can_exchange = kind == "cpu"
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        import torch
+        import torch.distributed as dist
+
+        with self._told("a gather"):
+            mine = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
+            gathered = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(gathered, mine, group=self._group)
+            lengths = [int(length) for length in gathered]
+            if not max(lengths):
+                return [b""] * self.size
+            # Padded to the longest, for not every backend gathers different lengths.
+            mine = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+            if data:
+                mine[: len(data)] = _tensor(memoryview(data))
+            gathered = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(gathered, mine, group=self._group)
+            return [bytes(g[:n].cpu().numpy()) for g, n in zip(gathered, lengths, strict=True)]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        import torch
+        import torch.distributed as dist
+
+        mine = self._first(data)
+        with self._told("a broadcast"):
+            length = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
+            dist.broadcast(length, self._members[0], group=self._group)
+            if not int(length):
+                return b""
+            got = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+            if mine:
+                got[:] = _tensor(memoryview(mine))
+            dist.broadcast(got, self._members[0], group=self._group)
+            return bytes(got.cpu().numpy())
+
+    def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        import torch.distributed as dist
+
+        with self._told("an exchange"):
+            operations = [
+                dist.P2POp(call, piece, self._members[peer], self._group)
+                for call, messages in ((dist.irecv, receive), (dist.isend, send))
+                for peer, data in messages
+                for piece in _tensor(data).split(PIECE_BYTES)
+            ]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+
+
+def _devices(group: Any) -> list[str]:
+    """The kinds of device that a process group serves, such as cpu and cuda for "cpu:gloo,cuda:nccl"."""
+    import torch.distributed as dist
+
+    return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+
+def _tensor(data: memoryview) -> Any:
+    """The same memory as a tensor; a copy of memory that is read-only, which torch has no word for."""
+    import torch
+
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

@@ -1,0 +1,150 @@
+"""torch tensors that are spread over ranks: DTensor (FSDP2, tensor parallelism, hybrids) and the older ShardedTensor.
+
+Where a shard lies is computed here from mesh and placements, by the rule of `torch.chunk` that torch itself follows, along
+each axis from the leftmost mesh dimension to the rightmost. A strided placement (FSDP2 over tensor parallelism) may give a
+rank several runs of one axis, and so several boxes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ckpt.leaves.base import ArrayLeaf, Part
+from ckpt.leaves.sharded import ShardedLeaf
+from ckpt.shard import Box, Replica
+
+Run = tuple[int, int]
+"""First index and length, along one axis."""
+
+
+def as_leaf(value: Any) -> ArrayLeaf:
+    """The leaf of a DTensor or ShardedTensor; raise TypeError for one whose value is not there yet."""
+    return _of_dtensor(value) if hasattr(value, "device_mesh") else _of_sharded_tensor(value)
+
+
+def _of_dtensor(value: Any) -> ArrayLeaf:
+    from ckpt.leaves.torch import as_leaf as leaf_of
+
+    mesh, placements = value.device_mesh, tuple(value.placements)
+    shape = tuple(value.shape)
+    coordinate = mesh.get_coordinate()
+    if any(p.is_partial() for p in placements):
+        raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")
+    local = value._local_tensor.detach()
+    parts: list[Part] = []
+    if coordinate is not None:
+        cuts = tuple(_cut_of(p) for p in placements)
+        for box, within in shard_boxes(shape, tuple(mesh.shape), tuple(coordinate), cuts):
+            part = local if within.shape == tuple(local.shape) else local[within.slices()]
+            if tuple(part.shape) != box.shape:
+                raise TypeError(
+                    f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(local.shape)}"
+                )
+            parts.append(Part(leaf_of(part), box, _replica(mesh, tuple(coordinate), placements)))
+    plain = leaf_of(local)
+    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, _attributes(value))
+
+
+def _of_sharded_tensor(value: Any) -> ArrayLeaf:
+    from ckpt.leaves.torch import as_leaf as leaf_of
+
+    shape = tuple(value.size())
+    parts = []
+    for shard in value.local_shards():
+        offset = tuple(shard.metadata.shard_offsets)
+        parts.append(Part(leaf_of(shard.tensor.detach()), Box(offset, tuple(shard.metadata.shard_sizes))))
+    plain = parts[0].leaf if parts else leaf_of(torch.empty(0, dtype=value.dtype))
+    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = {}
+    if isinstance(value, torch.nn.Parameter):
+        found["parameter"] = True
+    if value.requires_grad and value.is_leaf:
+        found["requires_grad"] = True
+    return found
+
+
+Cut = tuple[int, int] | None
+"""How a mesh dimension cuts: (axis, split factor), None where it holds copies."""
+
+
+def _cut_of(placement: Any) -> Cut:
+    if placement.is_replicate():
+        return None
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        raise TypeError(f"a DTensor with the placement {placement} is not known here")
+    return int(dim), int(getattr(placement, "split_factor", 1))
+
+
+def _replica(mesh: Any, coordinate: tuple[int, ...], placements: Sequence[Any]) -> Replica:
+    """Which copy this rank holds: the ranks along the mesh dimensions that replicate."""
+    index = tuple(slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True))
+    return _copies(mesh, index, mesh.get_rank())
+
+
+def _copies(mesh: Any, index: tuple[Any, ...], rank: int) -> Replica:
+    ranks = tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+    return Replica(ranks.index(rank), len(ranks), ranks)
+
+
+@lru_cache(maxsize=4096)
+def shard_boxes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], cuts: tuple[Cut, ...]
+) -> list[tuple[Box, Box]]:
+    """The boxes of a global array at one place of a mesh, and where each lies in the local tensor."""
+    runs: list[list[Run]] = [[(0, n)] for n in shape]
+    for cut, size, at in zip(cuts, mesh_shape, coordinate, strict=True):
+        if cut is not None:
+            axis, factor = cut
+            runs[axis] = [run for piece in _pieces(runs[axis], factor) for run in _chunk(piece, size, at)]
+    merged = [_merge(r) for r in runs]
+    if not all(merged):
+        return []
+    local = [list(itertools.accumulate((n for _, n in axis), initial=0)) for axis in merged]
+    found = []
+    for pick in itertools.product(*(range(len(axis)) for axis in merged)):
+        chosen = [axis[i] for axis, i in zip(merged, pick, strict=True)]
+        extent = tuple(n for _, n in chosen)
+        found.append((
+            Box(tuple(o for o, _ in chosen), extent),
+            Box(tuple(starts[i] for starts, i in zip(local, pick, strict=True)), extent),
+        ))  # fmt: skip
+    return found
+
+
+def _pieces(runs: list[Run], count: int) -> list[list[Run]]:
+    return [runs] if count == 1 else [_chunk(runs, count, i) for i in range(count)]
+
+
+def _chunk(runs: list[Run], count: int, index: int) -> list[Run]:
+    """Chunk `index` of `count`, as torch.chunk makes them: all of the rounded-up size but the last ones."""
+    total = sum(n for _, n in runs)
+    step = -(-total // count)
+    low, high = min(index * step, total), min((index + 1) * step, total)
+    found = []
+    at = 0
+    for start, length in runs:
+        first, last = max(low, at), min(high, at + length)
+        if first < last:
+            found.append((start + first - at, last - first))
+        at += length
+    return found
+
+
+def _merge(runs: list[Run]) -> list[Run]:
+    """Join runs that follow each other."""
+    found: list[Run] = []
+    for start, length in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return found

@@ -1,0 +1,168 @@
+"""Leaves of which this process holds only some boxes; and `Shard`, with which a user says which."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.leaves.base import ArrayLeaf, Bytes, Part
+from ckpt.shard import Box, Replica, flat_boxes
+from ckpt.storage.errors import InvalidArgument
+
+
+class Shard:
+    """The part of a global array that this rank holds, for a state whose arrays do not say so themselves.
+
+        Shard(local, global_shape, offset)                          one box
+        Shard([a, b], global_shape, [offset_a, offset_b])           several
+        Shard(local, global_shape, flat=start)                      elements [start, start + size) of the flattened array
+        Shard(local, global_shape, offset, replica=(i, n))          copy i of n equal ones; the copies share the writing
+
+    local: an array of any kind that can be saved, of the box's shape (for `flat`: contiguous, of any shape). A load
+        with the Shard in `like` fills it in place.
+    """
+
+    def __init__(
+        self,
+        local: Any,
+        global_shape: Sequence[int],
+        offset: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        flat: int | None = None,
+        replica: tuple[int, int] | Replica = (0, 1),
+    ) -> None:
+        if (offset is None) == (flat is None):
+            raise InvalidArgument("Shard: give either offset=, the corner of the box, or flat=, the first element")
+        self.local = local
+        self.global_shape = _numbers(global_shape, "global_shape")
+        self.flat = None if flat is None else operator.index(flat)
+        self.replica = Replica(*replica)
+        if not 0 <= self.replica.index < self.replica.count:
+            raise InvalidArgument(f"Shard: replica={tuple(replica)[:2]}: use (i, n) with 0 <= i < n")
+        self._several = flat is None and isinstance(local, (list, tuple))
+        self.offset: list[tuple[int, ...]] = []
+        if offset is not None:
+            corners: Any = offset if self._several else [offset]
+            self.offset = [_numbers(o, "offset") for o in corners]
+            if self._several and len(self.offset) != len(local):
+                raise InvalidArgument(f"Shard: {len(local)} local arrays and {len(self.offset)} offsets")
+
+    def locals(self) -> list[Any]:
+        """The local arrays."""
+        return list(self.local) if self._several else [self.local]
+
+    def __repr__(self) -> str:
+        at = f"flat={self.flat}" if self.flat is not None else f"offset={self.offset}"
+        return f"Shard(global_shape={self.global_shape}, {at}, replica={tuple(self.replica[:2])})"
+
+
+class ShardedLeaf(ArrayLeaf):
+    """A leaf by its shards. `shape` is that of the global array, `nbytes` what is held here."""
+
+    __slots__ = ("_attributes", "_parts", "kind")
+
+    kind: str  # type: ignore[misc]
+
+    def __init__(
+        self, value: Any, kind: str, shape: tuple[int, ...], dtype: str, itemsize: int, parts: list[Part],
+        attributes: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.value = value
+        self.kind = kind
+        self.dtype = dtype
+        self.shape = shape
+        self.itemsize = itemsize
+        self.nbytes = sum(p.leaf.nbytes for p in parts)
+        self.flat = None
+        self._parts = parts
+        self._attributes = attributes or {}
+        for part in parts:
+            _check(part.box, part.leaf, shape)
+
+    def parts(self) -> list[Part]:
+        return self._parts
+
+    def read(self, box: Box, out: Bytes) -> None:
+        raise AssertionError("a sharded leaf is read through its parts")
+
+    def write(self, box: Box, data: Bytes) -> None:
+        raise AssertionError("a sharded leaf is written through its parts")
+
+    def identity(self) -> tuple[Any, ...] | None:
+        return ("shards", self.shape, *((p.box, p.leaf.identity()) for p in self._parts)) if self._parts else None
+
+    def attributes(self) -> dict[str, Any]:
+        return self._attributes
+
+    def frozen(self) -> bool:
+        return all(p.leaf.frozen() for p in self._parts)
+
+    def on_cuda(self) -> bool:
+        return any(p.leaf.on_cuda() for p in self._parts)
+
+    def target(self) -> ArrayLeaf:
+        parts = [Part(p.leaf.target(), p.box, p.replica) for p in self._parts]
+        if all(a.leaf is b.leaf for a, b in zip(parts, self._parts, strict=True)):
+            return self
+        raise TypeError("its local array cannot be filled in place: use a numpy array or a torch tensor")
+
+
+def as_leaf(value: Shard) -> ArrayLeaf:
+    """The leaf of a `Shard`; raise TypeError where its arrays and boxes do not fit."""
+    from ckpt.leaves import as_leaf as leaf_of
+
+    leaves = []
+    for local in value.locals():
+        leaf = leaf_of(local)
+        if leaf is None or leaf.parts() is not None:
+            raise TypeError(f"a Shard holds plain arrays, not a {type(local).__name__}")
+        leaves.append(leaf)
+    if not leaves:
+        raise TypeError("a Shard without a local array does not say its dtype: give one of size 0")
+    first = leaves[0]
+    if any(leaf.dtype != first.dtype for leaf in leaves):
+        raise TypeError(f"the local arrays of a Shard differ in dtype: {', '.join(leaf.dtype for leaf in leaves)}")
+    if value.flat is not None:
+        parts = _flat_parts(first, value)
+    else:
+        parts = [Part(x, Box(o, x.shape), value.replica) for x, o in zip(leaves, value.offset, strict=True)]
+    return ShardedLeaf(value, first.kind, value.global_shape, first.dtype, first.itemsize, parts, first.attributes())
+
+
+def _flat_parts(leaf: ArrayLeaf, value: Shard) -> list[Part]:
+    """The boxes of a range of the flattened array, each a view of the local memory."""
+    from ckpt.leaves import as_leaf as leaf_of
+
+    assert value.flat is not None
+    flat = value.local.reshape(-1)
+    parts = []
+    at = 0
+    for box in flat_boxes(value.global_shape, value.flat, value.flat + len(flat)):
+        view = flat[at : at + box.size].reshape(box.shape)
+        part = leaf_of(view)
+        assert part is not None
+        parts.append(Part(part, box, value.replica))
+        at += box.size
+    identity = leaf.identity()
+    if parts and identity is not None and (mine := parts[0].leaf.identity()) is not None and mine[1] != identity[1]:
+        raise TypeError("the local array of a flat Shard must be contiguous, so that it can be filled in place")
+    return parts
+
+
+def _check(box: Box, leaf: ArrayLeaf, shape: tuple[int, ...]) -> None:
+    if len(box.offset) != len(shape) or len(leaf.shape) != len(shape):
+        raise TypeError(f"a shard of shape {list(leaf.shape)} at {list(box.offset)} of an array of shape {list(shape)}")
+    if leaf.shape != box.shape or any(
+        o < 0 or o + n > length for o, n, length in zip(box.offset, box.shape, shape, strict=True)
+    ):
+        raise TypeError(
+            f"a shard of shape {list(leaf.shape)} at {list(box.offset)} does not lie in an array of shape {list(shape)}"
+        )
+
+
+def _numbers(values: Any, what: str) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(v) for v in values)
+    except TypeError:
+        raise InvalidArgument(f"Shard: {what}={values!r}: use a sequence of whole numbers") from None

@@ -1,0 +1,276 @@
+"""How the ranks of a group make one step without talking: each leaves its part in the store, and one of them commits.
+
+A part is a file `steps/<step>/part/<rank>-<generation>-<serial>-<number>-<digest>.parquet`: the rows of what the rank has
+written, with its tree and its packs in the metadata. It is written when those packs are durable. Rank 0 waits for the parts
+of all ranks, of its own generation and of the same try of the step, merges and commits. The others wait for the commit
+record. A rank that fails leaves `…-failed.json` with the reason instead, so that nobody waits in vain; of rank 0 that is the
+word that this try is given up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ckpt import records
+from ckpt.claim import Attempt, Claim
+from ckpt.digest import digest
+from ckpt.records import CommitRecord
+from ckpt.repository import Repository, commit_name, step_folder
+from ckpt.storage.base import Store
+from ckpt.storage.errors import IntegrityError, NotFound, RanksMissing, StepRefused
+from ckpt.storage.failpoints import failpoint
+from ckpt.tree import Node
+from ckpt.trees import merge_trees
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TIMEOUT_SECONDS = 600.0
+"""How long the committer waits for the last rank. The others wait twice as long for its answer."""
+
+_POLL = (0.002, 0.5)  # seconds between looks: at first, and at most
+_FENCE_SECONDS = 1.0  # between looks for a newer generation
+T = TypeVar("T")
+
+_READERS = 8  # parts read at once: a store far away answers each in its own time
+
+_PART = re.compile(
+    r"(?P<rank>\d+)-(?P<generation>\d+)-(?P<serial>\d+)-(?P<number>\d+)-(?:(?P<digest>[0-9a-f]{32})\.parquet|failed\.json)"
+)
+
+
+class Listed(NamedTuple):
+    """A file of a part folder, by what its name says."""
+
+    name: str
+    rank: int
+    number: int
+    digest: str | None
+    """None for the word of a rank that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A step put together of all its parts."""
+
+    table: pa.Table
+    tree: Node
+    packs: dict[str, int]
+    """Lengths by name."""
+    written_bytes: int
+    algorithm: str
+    parts: list[str]
+    """The files it was made of, of no use after the commit."""
+
+
+# --- what each rank leaves -------------------------------------------------------------------------------------
+
+
+def part_metadata(tree: bytes, packs: Mapping[str, int], written_bytes: int, claim: Claim) -> dict[str, str]:
+    """What a part carries beside its rows."""
+    return {
+        "tree": tree.decode(),
+        "packs": json.dumps(dict(packs)),
+        "written_bytes": str(written_bytes),
+        "world_size": str(claim.size),
+    }
+
+
+def publish(store: Store, attempt: Attempt, table: bytes) -> None:
+    """Leave a part, once the packs that it names are durable."""
+    failpoint("ranks.part")
+    store.put(f"{_stem(attempt)}-{digest('xxh3-128', table).hex()}.parquet", table)
+
+
+def publish_failure(store: Store, attempt: Attempt, reason: str) -> None:
+    """Say that this rank will not bring its part."""
+    store.put(f"{_stem(attempt)}-failed.json", records.encode("failure", {"reason": reason}))
+
+
+def _folder(step: int) -> str:
+    return f"{step_folder(step)}/part"
+
+
+def _stem(attempt: Attempt) -> str:
+    return f"{_folder(attempt.step)}/{attempt.name}-{attempt.number}"
+
+
+def _listed(store: Store, attempt: Attempt) -> Iterator[Listed]:
+    """What has come for this try of the step."""
+    for entry in store.list(_folder(attempt.step)):
+        found = _PART.fullmatch(entry.name.rpartition("/")[2])
+        if found and (int(found["generation"]), int(found["number"])) == (attempt.generation, attempt.number):
+            yield Listed(entry.name, int(found["rank"]), attempt.number, found["digest"])
+
+
+def _reason(store: Store, name: str) -> str:
+    try:
+        return str(records.decode("failure", store.get(name), f"{store.url}/{name}")["reason"])
+    except (NotFound, IntegrityError, KeyError) as error:
+        return str(error)
+
+
+# --- the committer ---------------------------------------------------------------------------------------------
+
+
+def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> list[Listed]:
+    """Wait for the parts of all ranks; return them by rank.
+
+    Raises StepRefused where a rank says that it failed, RanksMissing after `timeout` seconds, Fenced where a newer
+    generation has begun.
+    """
+    found: dict[int, Listed] = {}
+
+    def all_there() -> list[Listed] | None:
+        for part in _listed(repo.store, attempt):
+            if part.digest is None and part.rank != claim.rank:
+                reason = _reason(repo.store, part.name)
+                raise StepRefused(f"step {attempt.step} is given up because rank {part.rank} failed: {reason}")
+            found[part.rank] = part
+        return [found[rank] for rank in sorted(found)] if len(found) == claim.size else None
+
+    failpoint("ranks.gather")
+    parts = _wait(all_there, claim, timeout)
+    if parts is None:
+        missing = [rank for rank in range(claim.size) if rank not in found]
+        raise RanksMissing(
+            f"{_ranks(missing)} of {claim.size} did not bring {'its' if len(missing) == 1 else 'their'} part of step "
+            f"{attempt.step} within {timeout:g} s; every rank of the group must save the same steps. Look at the log of "
+            f"{'that rank' if len(missing) == 1 else 'those ranks'}; to save from one rank alone pass group=None"
+        )
+    return parts
+
+
+def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole:
+    """Read, verify and merge the parts; raise StepRefused where they do not make a whole step."""
+    from ckpt.merge import merge
+
+    failpoint("ranks.merge")
+    with ThreadPoolExecutor(min(_READERS, len(listed)), "ckpt-parts") as pool:
+        tables: list[pa.Table] = list(pool.map(lambda part: _read(repo.store, part), listed))
+    told: dict[str, tuple[list[int], Node]] = {}
+    packs: dict[str, int] = {}
+    written = 0
+    algorithms: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for part, table in zip(listed, tables, strict=True):
+        said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+        if said["tree"] in told:
+            told[said["tree"]][0].append(part.rank)
+        else:
+            told[said["tree"]] = ([part.rank], json.loads(said["tree"])["tree"])
+        packs.update(json.loads(said["packs"]))
+        written += int(said["written_bytes"])
+        algorithms.setdefault(said["digest"], part.rank)
+        sizes.setdefault(said["world_size"], part.rank)
+    _require_one("digests by", algorithms, step)
+    _require_one("counts its group as", sizes, step)
+    table = merge([(part.rank, table.replace_schema_metadata(None)) for part, table in zip(listed, tables, strict=True)])
+    tree = merge_trees(list(told.values()))
+    return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
+
+
+def _read(store: Store, part: Listed) -> Any:
+    from ckpt.manifest import read_table
+
+    where = f"{store.url}/{part.name}"
+    data = store.get(part.name)
+    if digest("xxh3-128", data).hex() != part.digest:
+        raise IntegrityError(f"{where} is damaged: its digest is not that of its name; save the step again")
+    return read_table(data, where)
+
+
+def _require_one(what: str, told: dict[str, int], step: int) -> None:
+    if len(told) > 1:
+        (a, first), (b, second) = list(told.items())[:2]
+        raise StepRefused(
+            f"step {step}: rank {first} {what} {a}, rank {second} {b}; every rank must save with the same options"
+        )
+
+
+def totals(table: pa.Table) -> tuple[int, int]:
+    """The number of leaves of a merged table, and their bytes."""
+    import pyarrow.compute as pc
+
+    return len(table["leaf"].unique()), pc.sum(table["nbytes"]).as_py() or 0
+
+
+def require_whole(data: bytes, where: str) -> tuple[int, int]:
+    """`totals` of the manifest of a single process; raise StepRefused where its shards do not make whole leaves."""
+    from ckpt.manifest import read_table
+    from ckpt.merge import merge
+
+    return totals(merge([(0, read_table(data, where))]))
+
+
+def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
+    """Raise StepRefused where a pack that the step would name is not there whole."""
+    folders = {name.rpartition("/")[0] for name in packs}
+    there = {entry.name: entry.nbytes for folder in folders for entry in store.list(folder)}
+    for name, nbytes in packs.items():
+        if there.get(name) != nbytes:
+            raise StepRefused(f"step {step} refers to {store.url}/{name}, which is missing or cut; save the step again")
+
+
+# --- the others ------------------------------------------------------------------------------------------------
+
+
+def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> CommitRecord:
+    """Wait until rank 0 has committed this try of the step, and return the record.
+
+    Raises StepRefused with the reason where rank 0 gave it up, RanksMissing where it says nothing for `timeout` seconds.
+    """
+
+    def answer() -> CommitRecord | None:
+        name = commit_name(attempt.step)
+        try:
+            commit = records.decode_commit(repo.store.get(name), f"{repo.url}/{name}")
+            if (commit.generation, commit.attempt) == (attempt.generation, attempt.number):
+                return commit
+        except (NotFound, IntegrityError):
+            pass
+        for part in _listed(repo.store, attempt):
+            if part.rank == 0 and part.digest is None:
+                raise StepRefused(_reason(repo.store, part.name))
+        return None
+
+    commit = _wait(answer, claim, timeout)
+    if commit is None:
+        raise RanksMissing(
+            f"rank 0 of {claim.size} has not committed step {attempt.step} within {timeout:g} s; look at its log. Every rank "
+            "of the group must save the same steps; to save from one rank alone pass group=None"
+        )
+    return commit
+
+
+def _wait(look: Callable[[], T | None], claim: Claim, timeout: float) -> T | None:
+    """What `look` finds, asked more and more slowly; None when the time is up. Raises Fenced, but looks once more before."""
+    deadline = time.monotonic() + timeout
+    pause = _POLL[0]
+    fence = time.monotonic() + _FENCE_SECONDS
+    while True:
+        if (found := look()) is not None:
+            return found
+        now = time.monotonic()
+        if now >= deadline:
+            return None
+        if now >= fence:
+            fence = now + _FENCE_SECONDS
+            newer = claim.newer()
+            if newer is not None:
+                if (found := look()) is not None:
+                    return found
+                raise newer
+        time.sleep(min(pause, max(0.0, deadline - now)))
+        pause = min(pause * 1.5, _POLL[1])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:20])) + (" …" if len(ranks) > 20 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

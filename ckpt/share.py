@@ -1,0 +1,107 @@
+"""Which part of a shard each of its copies writes. Pure, and computed by each rank alone from what all of them know.
+
+Where the ranks that hold the copies are known, all shards with the same ranks are laid end to end, ordered by name and
+place, and cut into as many equal ranges as there are ranks: one cut for thousands of leaves, and bytes even to within one
+cut unit. The ranks of that set see exactly the same shards, since each names all who hold it. Where only the number of the
+copies is known, two shards of the same number may be held by different ranks, so that each is cut by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckpt.shard import Box, Replica, flat_boxes
+
+UNIT = 4096
+"""Bytes below which nothing is cut: a page."""
+
+_UNEVEN = 50  # cuts move to the next row where that shifts less than one part in so many of a rank's share
+
+
+class Held(NamedTuple):
+    """A shard that this rank holds a copy of."""
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    nbytes: int
+    replica: Replica
+
+
+Range = tuple[int, Box]
+"""A box within a shard, contiguous in it, and its first element there."""
+
+
+def shares(shards: Sequence[Held | None]) -> list[list[Range] | None]:
+    """For each shard the ranges that this rank writes; None for all of it."""
+    found: list[list[Range] | None] = [None] * len(shards)
+    together: dict[tuple[int, ...], list[int]] = {}
+    for i, shard in enumerate(shards):
+        if shard is None or shard.replica.count == 1:
+            continue
+        if shard.replica.ranks is not None:
+            together.setdefault(shard.replica.ranks, []).append(i)
+        else:
+            found[i] = _alone(shard)
+    for members in together.values():
+        _cut(shards, sorted(members, key=lambda i: _place(shards[i])), found)
+    return found
+
+
+def _place(shard: Held | None) -> tuple[str, tuple[int, ...]]:
+    assert shard is not None
+    return shard.name, shard.offset
+
+
+def _cut(shards: Sequence[Held | None], members: list[int], found: list[list[Range] | None]) -> None:
+    """The share of one set of ranks: bytes [total · i / n, total · (i + 1) / n) of its shards end to end."""
+    held = [s for i in members if (s := shards[i]) is not None]
+    total = sum(s.nbytes for s in held)
+    replica = held[0].replica
+    low = total * replica.index // replica.count
+    high = total * (replica.index + 1) // replica.count
+    at = 0
+    for i, shard in zip(members, held, strict=True):
+        unit = _unit(shard, total // replica.count)
+        first, last = (_rounded(edge - at, shard, unit) for edge in (low, high))
+        if (first, last) != (0, shard.nbytes):
+            found[i] = _ranges(shard, first, last)
+        at += shard.nbytes
+
+
+def _alone(shard: Held) -> list[Range]:
+    """The share of a shard by itself. Small ones are not cut finer than a unit: who begins is drawn by the name."""
+    _, count, _ = shard.replica
+    pieces = min(count, max(1, shard.nbytes // UNIT))
+    start = zlib.crc32(f"{shard.name} {shard.offset}".encode()) % count if pieces < count else 0
+    mine = (shard.replica.index - start) % count
+    if mine >= pieces:
+        return []
+    unit = _unit(shard, shard.nbytes // pieces)
+    first, last = (_rounded(shard.nbytes * i // pieces, shard, unit) for i in (mine, mine + 1))
+    return _ranges(shard, first, last)
+
+
+def _unit(shard: Held, share: int) -> int:
+    """Bytes at whose multiples a shard is cut: a row where rows are small, so that a range is one box."""
+    row = math.prod(shard.shape[1:]) * shard.itemsize
+    if row <= max(UNIT, share // _UNEVEN):
+        return row * max(1, UNIT // row)
+    return max(UNIT // shard.itemsize, 1) * shard.itemsize
+
+
+def _rounded(edge: int, shard: Held, unit: int) -> int:
+    return shard.nbytes if edge >= shard.nbytes else max(0, edge) // unit * unit
+
+
+def _ranges(shard: Held, first: int, last: int) -> list[Range]:
+    at = first // shard.itemsize
+    found = []
+    for box in flat_boxes(shard.shape, at, last // shard.itemsize):
+        found.append((at, box))
+        at += box.size
+    return found

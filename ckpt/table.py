@@ -1,0 +1,247 @@
+"""The manifest as a file: an Arrow table in Parquet, written whole and read by row groups. docs/format.md has its columns."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.storage.errors import IntegrityError
+
+GROUP_ROWS = 32_768
+"""Rows of a row group, of which a reader takes those that hold its leaves. Smaller ones cost more than they save."""
+
+TEXT = ("leaf", "dtype", "pack", "codec")
+LISTS = ("global_shape", "offset", "shape")
+NUMBERS = ("position", "stored", "raw", "start", "nbytes")
+BINARY = ("digest", "cells")
+NAMES = (
+    "leaf", "dtype", "global_shape", "offset", "shape", "pack", "position", "stored", "raw", "start", "nbytes", "codec",
+    "digest", "checksum", "cells",
+)  # fmt: skip
+"""All columns, in the order of the file."""
+
+_NULLABLE = {"pack", "codec", "checksum"}
+_WHAT_ARROW_RAISES = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
+"""ArrowInvalid and ArrowTypeError are among them; a file that is none raises what it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Some rows of a manifest; `read` gives a table of the columns that are asked for."""
+
+    where: str
+    length: int
+    _read: Callable[[list[str]], Any]
+
+    def read(self, names: Sequence[str] = NAMES) -> Any:
+        """These columns as an Arrow table of the specified types; raise IntegrityError where they are of others."""
+        with _told(self.where):
+            return _fitting(self._read(list(names)))
+
+
+def write_table(table: Any, metadata: dict[str, str]) -> bytes:
+    """The table as a Parquet file with `metadata` in its schema."""
+    import pyarrow.parquet as pq
+
+    sink = io.BytesIO()
+    pq.write_table(
+        table.replace_schema_metadata(metadata),
+        sink,
+        row_group_size=GROUP_ROWS,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=list(TEXT),
+    )
+    return sink.getvalue()
+
+
+def read_table(data: bytes, where: str) -> Any:
+    """All of a Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError where it is none."""
+    with _told(where):
+        return _fitting(_open(data).read(columns=list(NAMES), use_threads=False))
+
+
+def read_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, str]]:
+    """The row groups of a Parquet manifest, not yet read, and its metadata; raise IntegrityError where it is none."""
+    with _told(where):
+        file = _open(data)
+        schema = file.schema_arrow
+        for name in NAMES:
+            _kind(schema.field(name).type, name)
+        lengths = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        groups = [RowGroup(where, n, _reader(file, i)) for i, n in enumerate(lengths)]
+        return groups, {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
+
+
+def table_group(table: Any, where: str) -> RowGroup:
+    """A table in memory as a row group."""
+    return RowGroup(where, table.num_rows, table.select)
+
+
+def no_rows(names: Sequence[str]) -> Any:
+    """An empty table of these columns."""
+    import pyarrow as pa
+
+    return pa.schema([(name, _specified(name)) for name in names]).empty_table()
+
+
+def _reader(file: Any, group: int) -> Callable[[list[str]], Any]:
+    return lambda names: file.read_row_group(group, columns=names, use_threads=False)
+
+
+def _open(data: bytes) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # No threads: one of Arrow's rarely aborts the process at exit (apache/arrow#34314).
+    return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, read_dictionary=["leaf"])
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, *_WHAT_ARROW_RAISES) as error:
+        raise IntegrityError(f"{where} is not a manifest: {error}") from error
+
+
+def _fitting(table: Any) -> Any:
+    """The table with columns of the specified types; other writers may have used wider or narrower ones."""
+    for i, name in enumerate(table.column_names):
+        column = table.column(i)
+        kind = _kind(column.type, name)
+        if kind != column.type:
+            table = table.set_column(i, name, column.cast(kind))
+        if column.null_count and name not in _NULLABLE:
+            raise ValueError(f"column {name} has rows without a value")
+    return table
+
+
+def _kind(found: Any, name: str) -> Any:
+    """The type that a column should have, given the one it has; raise TypeError where one can't be made the other."""
+    import pyarrow as pa
+
+    types = pa.types
+    specified = _specified(name)
+    if found == specified:
+        return found
+    if name in TEXT:
+        if types.is_dictionary(found) and types.is_string(found.value_type):
+            return found
+        fits = types.is_string(found) or types.is_large_string(found)
+    elif name in LISTS:
+        fits = (types.is_list(found) or types.is_large_list(found)) and types.is_integer(found.value_type)
+    elif name in BINARY:
+        fits = types.is_large_binary(found) or types.is_fixed_size_binary(found)
+    else:
+        fits = types.is_integer(found)
+    if not (fits or types.is_null(found)):
+        raise TypeError(f"column {name} is of type {found}")
+    return specified
+
+
+def _specified(name: str) -> Any:
+    import pyarrow as pa
+
+    if name in TEXT:
+        return pa.string()
+    if name in LISTS:
+        return pa.list_(pa.int64())
+    if name in BINARY:
+        return pa.binary()
+    return pa.uint64() if name == "checksum" else pa.int64()
+
+
+# --- between Arrow and Python ------------------------------------------------------------------------------------
+
+
+def one_chunk(column: Any) -> Any:
+    """A column of a table as one Arrow array."""
+    import pyarrow as pa
+
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def lists_of(values: Sequence[Sequence[int]]) -> Any:
+    """A list column. Built from flat numbers: pyarrow takes nested Python lists one by one, ten times as slowly."""
+    lengths = [len(v) for v in values]
+    return list_column(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
+
+
+def list_column(flat: Any, lengths: Any) -> Any:
+    """A list column of these numbers, so many to each row."""
+    import pyarrow as pa
+
+    ends = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), type=pa.list_(pa.int64()))
+
+
+def numbers_of(column: Any) -> tuple[Any, Any]:
+    """A list column as flat numbers, and where each row's begin: one more than there are rows."""
+    column = one_chunk(column)
+    ends = column.offsets.to_numpy()
+    return column.values.to_numpy()[ends[0] : ends[-1]], ends - ends[0]
+
+
+def codes_of(column: Any) -> tuple[Any, list[str]]:
+    """A text column without nulls as numbers, and the texts that they mean; some of them may mean nothing here."""
+    import pyarrow as pa
+
+    column = _decoded_if_short(one_chunk(column))
+    if not pa.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    return column.indices.to_numpy(), column.dictionary.to_pylist()
+
+
+def _decoded_if_short(column: Any) -> Any:
+    """The column itself, as text where it has fewer rows than its dictionary has entries."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type) and len(column) < len(column.dictionary):
+        return column.dictionary_decode()
+    return column
+
+
+def values_of(column: Any) -> Iterable[Any]:
+    """A column as Python objects. numpy makes them ten times as fast as pyarrow does, where there are no nulls."""
+    import pyarrow as pa
+
+    column = _decoded_if_short(one_chunk(column))
+    kind = column.type
+    if pa.types.is_list(kind):
+        return _tuples(*numbers_of(column))
+    if pa.types.is_dictionary(kind):
+        known = [*column.dictionary.to_pylist(), None]
+        codes = column.indices.fill_null(len(known) - 1).to_numpy(zero_copy_only=False).tolist()
+        return [known[code] for code in codes]
+    if pa.types.is_integer(kind):
+        if column.null_count == len(column):
+            return [None] * len(column)
+        if not column.null_count:
+            return column.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+    return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _tuples(flat: Any, begins: Any) -> list[tuple[int, ...]]:
+    """Rows of numbers as tuples. Those of one length are made together, four times as fast as one by one."""
+    lengths = np.diff(begins)
+    made = np.empty(len(lengths), object)
+    for length in np.unique(lengths).tolist():
+        rows = np.flatnonzero(lengths == length)
+        numbers = iter(flat[begins[rows][:, None] + np.arange(length)].reshape(-1).tolist())
+        tuples: Iterable[tuple[int, ...]] = zip(*[numbers] * length, strict=False) if length else [()] * len(rows)
+        made[rows] = np.fromiter(tuples, object, len(rows))
+    return made.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,533 @@
+"""Many ranks save one step and load it into other layouts. Here ranks are threads; processes are in test_ranks_processes.py."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import assert_clean
+
+import ckpt
+from ckpt.groups.base import Group
+from ckpt.groups.threads import ThreadGroup
+from ckpt.shard import Box, flat_boxes
+from ckpt.storage.failpoints import set_failpoints
+
+Work = Callable[[Group], Any]
+
+
+def on_ranks(count: int, work: Work, groups: list[Group] | None = None) -> list[Any]:
+    """What `work` returns, or the error it raises, for each rank of a group of threads."""
+    groups = groups or ThreadGroup.make(count)
+    found: list[Any] = [None] * count
+
+    def run(group: Group) -> None:
+        try:
+            found[group.rank] = work(group)
+        except Exception as error:
+            found[group.rank] = error
+
+    threads = [threading.Thread(target=run, args=(g,)) for g in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a rank hangs"
+    return found
+
+
+def all_well(found: list[Any]) -> list[Any]:
+    for rank, result in enumerate(found):
+        if isinstance(result, Exception):
+            raise AssertionError(f"rank {rank}: {result!r}") from result
+    return found
+
+
+def packed(root: Path) -> dict[int, int]:
+    """Bytes of the packs that each rank wrote."""
+    found: dict[int, int] = {}
+    for file in root.rglob("*.pack"):
+        rank = int(file.name.split("-")[0])
+        found[rank] = found.get(rank, 0) + file.stat().st_size
+    return found
+
+
+# --- replicated states -----------------------------------------------------------------------------------------
+
+
+def replicated() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    return {
+        "embed": draw.standard_normal((5000, 96), dtype=np.float32),
+        "layers": [draw.standard_normal((n, 257), dtype=np.float32) for n in (1000, 2500, 61)],
+        "norms": {str(i): draw.standard_normal(300) for i in range(40)},
+        "odd": draw.standard_normal(999_983),
+        "scalar": np.array(3.5),
+        "empty": np.zeros((0, 7)),
+        "step": 12,
+    }
+
+
+def test_a_replicated_state_is_written_once_and_evenly(tmp_path: Path) -> None:
+    state = replicated()
+    unique = sum(a.nbytes for a in [state["embed"], state["odd"], *state["layers"], *state["norms"].values()])
+    saved = all_well(on_ranks(4, lambda g: ckpt.save(replicated(), tmp_path, 1, group=g, codec="none")))
+    assert {c.step for c in saved} == {1}
+    written = packed(tmp_path)
+    assert unique <= sum(written.values()) <= 1.05 * unique
+    assert max(written.values()) <= 1.05 * sum(written.values()) / 4
+    assert min(written.values()) >= 0.95 * sum(written.values()) / 4
+    commit = saved[0].commit
+    assert (commit.world_size, commit.raw_bytes) == (4, unique + 8)
+    for loaded in [ckpt.load(tmp_path), *all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, group=g)))]:
+        assert_equal(loaded, state)
+    assert ckpt.open(tmp_path)[1].verify() > 0
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    if isinstance(b, dict):
+        assert list(a) == list(b)
+        for key in b:
+            assert_equal(a[key], b[key])
+    elif isinstance(b, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert np.array_equal(a, b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)
+
+
+def test_a_four_dimensional_layout_is_written_evenly(tmp_path: Path) -> None:
+    """2 data x 2 tensor x 2 pipeline ranks, every copy known only as (i, n)."""
+    layers = {f"layers.{i}.{n}": s for i in range(4) for n, s in {"up": (512, 256), "down": (256, 512), "norm": (256,)}.items()}
+    full = {name: np.random.default_rng(i).standard_normal(shape) for i, (name, shape) in enumerate(layers.items())}
+
+    def state(rank: int) -> dict[str, Any]:
+        data, tensor, stage = np.unravel_index(rank, (2, 2, 2))
+        found: dict[str, Any] = {}
+        for name, array in full.items():
+            if int(name.split(".")[1]) // 2 != stage:
+                continue
+            if name.endswith("norm"):
+                found[name] = ckpt.Shard(array.copy(), array.shape, (0,), replica=(int(data * 2 + tensor), 4))
+            else:
+                rows = array.shape[0] // 2
+                local = array[tensor * rows : (tensor + 1) * rows].copy()
+                found[name] = ckpt.Shard(local, array.shape, (tensor * rows, 0), replica=(int(data), 2))
+        return found
+
+    all_well(on_ranks(8, lambda g: ckpt.save(state(g.rank), tmp_path, 1, group=g, codec="none")))
+    written = packed(tmp_path)
+    even = sum(a.nbytes for a in full.values()) / 8
+    assert set(written) == set(range(8))
+    assert all(0.95 * even <= n <= 1.05 * even + 4096 for n in written.values())
+    assert_equal(dict(sorted(ckpt.load(tmp_path).items())), dict(sorted(full.items())))
+
+
+def test_nothing_is_asked_of_the_group_after_opening(tmp_path: Path) -> None:
+    class Silent(ThreadGroup):
+        opened = False
+
+        def all_gather(self, data: bytes) -> list[bytes]:
+            assert not self.opened, "a collective during a save"
+            return super().all_gather(data)
+
+        def _exchange(self, send: Any, receive: Any) -> None:
+            raise AssertionError("a message during a save")
+
+    made = ThreadGroup.make(3)
+    groups: list[Group] = [Silent(g.rank, 3, g._table, 60) for g in made]  # type: ignore[attr-defined]
+
+    def work(group: Any) -> list[int]:
+        with ckpt.Checkpointer(tmp_path, every=1, keep=2, group=group) as saver:
+            group.opened = True
+            state = {"a": np.zeros(1000), "own": group.rank}
+            for step in range(5):
+                state["a"] += 1
+                saver.step(step, state)
+        return ckpt.open(tmp_path).steps()
+
+    assert all_well(on_ranks(3, work, groups))[0][-1] == 4
+    assert ckpt.load(tmp_path)["a"][0] == 5
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int, count: int) -> list[int]:
+    inner = sorted(draw(st.lists(st.integers(0, length), min_size=count - 1, max_size=count - 1)))
+    return [0, *inner, length]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...], size: int) -> list[list[Any]]:
+    """For each rank how it holds an array of `shape`: uneven grids with copies, several boxes, or flattened ranges."""
+    kind = draw(st.sampled_from(["grid", "flat", "whole", "boxes"]))
+    if kind == "whole":
+        return [["whole"] for _ in range(size)]
+    if kind == "flat":
+        edges = draw(cuts(int(np.prod(shape)), size))
+        return [["flat", a, b] for a, b in itertools.pairwise(edges)]
+    axis = draw(st.integers(0, len(shape) - 1))
+    if kind == "boxes":
+        edges = draw(cuts(shape[axis], 2 * size))
+        spans = list(itertools.pairwise(edges))
+        return [["boxes", [box_along(shape, axis, *spans[i]) for i in (r, r + size)]] for r in range(size)]
+    copies = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    edges = draw(cuts(shape[axis], size // copies))
+    spans = list(itertools.pairwise(edges))
+    return [["grid", box_along(shape, axis, *spans[r // copies]), (r % copies, copies)] for r in range(size)]
+
+
+def box_along(shape: tuple[int, ...], axis: int, low: int, high: int) -> Box:
+    offset = tuple(low if i == axis else 0 for i in range(len(shape)))
+    return Box(offset, tuple(high - low if i == axis else n for i, n in enumerate(shape)))
+
+
+def held(array: np.ndarray, how: list[Any], fill: bool) -> Any:
+    """What a rank has of `array`; blank where it is to be loaded."""
+    def local(part: np.ndarray) -> np.ndarray:
+        return part.copy() if fill else np.full_like(part, 77)
+
+    if how[0] == "whole":
+        return local(array)
+    if how[0] == "flat":
+        return ckpt.Shard(local(array.reshape(-1)[how[1] : how[2]]), array.shape, flat=how[1])
+    if how[0] == "boxes":
+        return ckpt.Shard([local(array[b.slices()]) for b in how[1]], array.shape, [b.offset for b in how[1]])
+    return ckpt.Shard(local(array[how[1].slices()]), array.shape, how[1].offset, replica=how[2])
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, ckpt.Shard):
+        return all(map(np.array_equal, a.locals(), b.locals()))
+    return bool(np.array_equal(a, b))
+
+
+@settings(max_examples=40 if os.environ.get("CKPT_SOAK") != "1" else 1000, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
+@given(data=st.data())
+def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """numpy is the reference: what a rank loads is the slice of the whole."""
+    root = tmp_path_factory.mktemp("any")
+    writers, readers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    arrays, before, after = {}, {}, {}
+    for i in range(data.draw(st.integers(1, 3))):
+        shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+        kind = data.draw(st.sampled_from(["u1", "f4", "f8"]))
+        arrays[f"x{i}"] = np.random.default_rng(i).integers(0, 255, shape).astype(kind)
+        before[f"x{i}"] = data.draw(layouts(shape, writers))
+        after[f"x{i}"] = data.draw(layouts(shape, readers))
+
+    def state(rank: int, layout: dict[str, Any], fill: bool) -> dict[str, Any]:
+        return {name: held(array, layout[name][rank], fill) for name, array in arrays.items()}
+
+    all_well(on_ranks(writers, lambda g: ckpt.save(state(g.rank, before, True), root, 0, group=g)))
+    assert_equal(ckpt.load(root, group=None), arrays)
+
+    def load(group: Group) -> bool:
+        like, want = state(group.rank, after, False), state(group.rank, after, True)
+        loaded = ckpt.load(root, like, group=group)
+        return all(same(loaded[name], want[name]) for name in want)
+
+    assert all(all_well(on_ranks(readers, load)))
+
+
+@given(st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple), st.data())
+def test_a_range_of_a_flattened_array_is_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
+    size = int(np.prod(shape))
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    array = np.arange(size).reshape(shape)
+    boxes = flat_boxes(shape, start, stop)
+    assert [int(x) for b in boxes for x in array[b.slices()].reshape(-1)] == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_experts_move_to_another_number_of_ranks(tmp_path: Path) -> None:
+    """Eight experts on four ranks, then on two, with their moments."""
+    full = {f"experts.{e}.{n}": np.random.default_rng(e).standard_normal((16, 8)) for e in range(8) for n in ("w", "exp_avg")}
+
+    def state(group: Group, fill: bool) -> dict[str, Any]:
+        each = 8 // group.size
+        mine = range(group.rank * each, (group.rank + 1) * each)
+        return {
+            name: ckpt.Shard(a.copy() if fill else np.zeros_like(a), a.shape, (0, 0))
+            for name, a in full.items()
+            if int(name.split(".")[1]) in mine
+        }
+
+    all_well(on_ranks(4, lambda g: ckpt.save(state(g, True), tmp_path, 0, group=g)))
+    for size in (2, 1, 8):
+        for loaded in all_well(on_ranks(size, lambda g: ckpt.load(tmp_path, state(g, False), group=g))):
+            assert loaded and all(np.array_equal(s.local, full[name]) for name, s in loaded.items())
+
+
+def test_stages_are_renumbered_by_name(tmp_path: Path) -> None:
+    """Two stages of two layers each, every stage counting from 0, become one stage of four; and back."""
+    full = [np.random.default_rng(i).standard_normal((6, 4)) for i in range(4)]
+
+    def stage(rank: int, fill: bool) -> dict[str, Any]:
+        mine = full[2 * rank : 2 * rank + 2]
+        return {f"stage{rank}": {f"layer{i}": ckpt.Shard(a.copy() if fill else a * 0, a.shape, (0, 0)) for i, a in enumerate(mine)}}
+
+    all_well(on_ranks(2, lambda g: ckpt.save(stage(g.rank, True), tmp_path, 0, group=g)))
+    whole = {f"layer{i}": np.zeros((6, 4)) for i in range(4)}
+    ckpt.load(tmp_path, whole, rename=lambda n: f"stage{int(n[5:]) // 2}.layer{int(n[5:]) % 2}")
+    assert all(np.array_equal(whole[f"layer{i}"], a) for i, a in enumerate(full))
+    with_patterns = {"model": {"0": np.zeros((6, 4))}}
+    ckpt.load(tmp_path, with_patterns, rename={r"^model\.(\d)$": r"stage1.layer\1"})
+    assert np.array_equal(with_patterns["model"]["0"], full[2])
+    with pytest.raises(ckpt.LeafNotFound, match=r"leaf layer0 of `like`, renamed to nowhere, is not in step 0"):
+        ckpt.load(tmp_path, whole, rename=lambda n: "nowhere")
+
+
+# --- what each rank has for itself -----------------------------------------------------------------------------
+
+
+def test_values_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {
+            "w": np.arange(10.0),
+            "position": rank * 100,
+            "reader": ckpt.PerRank({"buffer": np.full(3, rank), "seed": rank}),
+            "same": [1, "x", None],
+        }
+
+    all_well(on_ranks(3, lambda g: ckpt.save(state(g.rank), tmp_path, 0, group=g)))
+
+    def load(group: Group) -> tuple[dict[str, Any], dict[str, Any]]:
+        like = {"w": np.zeros(10), "position": -1, "reader": ckpt.PerRank({"buffer": np.zeros(3, int), "seed": -1}), "same": [0, "", 0]}
+        return ckpt.load(tmp_path, group=group), ckpt.load(tmp_path, like, group=group)
+
+    for size in (3, 5):
+        for rank, (new, filled) in enumerate(all_well(on_ranks(size, load))):
+            own = rank % 3
+            assert new["position"] == filled["position"] == own * 100
+            assert new["reader"]["buffer"].tolist() == filled["reader"].value["buffer"].tolist() == [own] * 3
+            assert new["reader"]["seed"] == filled["reader"].value["seed"] == own
+            assert new["same"] == filled["same"] == [1, "x", None]
+    assert ckpt.load(tmp_path, group=None)["position"] == 0
+    assert sorted(ckpt.open(tmp_path)[0]) == ["reader.buffer@0", "reader.buffer@1", "reader.buffer@2", "w"]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+def refused(tmp_path: Path, state: Callable[[int], Any], size: int = 2, **options: Any) -> list[Any]:
+    """The errors of a save by every rank; nothing is committed, and the next save works."""
+    groups = ThreadGroup.make(size)
+    good = {"good": np.arange(5)}
+    all_well(on_ranks(size, lambda g: ckpt.save(good, tmp_path, 0, group=g), groups))
+    found = on_ranks(size, lambda g: ckpt.save(state(g.rank), tmp_path, 1, group=g, **options), groups)
+    assert all(isinstance(error, ckpt.CkptError) for error in found), found
+    assert ckpt.open(tmp_path).steps() == [0]
+    all_well(on_ranks(size, lambda g: ckpt.save(good, tmp_path, 1, group=g), groups))
+    assert ckpt.open(tmp_path).steps() == [0, 1]
+    return found
+
+
+def test_a_gap_is_refused_with_leaf_and_box(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"w": ckpt.Shard(np.zeros((4, 6)), (10, 6), (6 * rank, 0))}
+
+    for error in refused(tmp_path, state):
+        assert isinstance(error, ckpt.StepRefused)
+        assert "w" in str(error) and "[4:6, 0:6]" in str(error)
+
+
+def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"a": np.zeros(100_000)} | ({"only": np.zeros(100_000)} if rank else {})
+
+    for error in refused(tmp_path, state):
+        assert "only" in str(error) and "ckpt.Shard" in str(error)
+
+
+def test_an_overlap_is_refused(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"w": ckpt.Shard(np.full((6, 2), rank), (10, 2), (4 * rank, 0))}
+
+    for error in refused(tmp_path, state):
+        assert isinstance(error, ckpt.StepRefused) and "w" in str(error) and "overlap" in str(error)
+
+
+def test_different_shapes_are_refused(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"w": ckpt.Shard(np.zeros(4), (8 + rank,), (4 * rank,))}
+
+    for error in refused(tmp_path, state):
+        assert "leaf w" in str(error) and "(8,) on rank 0" in str(error) and "(9,) on rank 1" in str(error)
+
+
+def test_a_rank_that_cannot_store_its_leaf_tells_the_others(tmp_path: Path) -> None:
+    errors = refused(tmp_path, lambda rank: {"a": np.zeros(3), "b": (lambda: 0) if rank else 0})
+    assert isinstance(errors[1], ckpt.UnsupportedLeaf)
+    assert isinstance(errors[0], ckpt.StepRefused) and "rank 1 failed" in str(errors[0]) and "leaf b" in str(errors[0])
+
+
+def test_different_options_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("blake3")
+    groups = ThreadGroup.make(2)
+    kinds = ["xxh3-128", "blake3"]
+    found = on_ranks(2, lambda g: ckpt.save({"a": np.zeros(9000)}, tmp_path, 0, group=g, digest=kinds[g.rank]), groups)
+    assert all(isinstance(e, ckpt.StepRefused) and "same options" in str(e) for e in found)
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(4)
+
+    def work(group: Group) -> Any:
+        ckpt.save({"a": np.arange(50)}, tmp_path, 0, group=group)
+        if group.rank in (1, 3):
+            return None
+        return ckpt.save({"a": np.arange(50)}, tmp_path, 1, group=group, timeout=0.5)
+
+    found = on_ranks(4, work, groups)
+    assert isinstance(found[0], ckpt.RanksMissing) and "ranks 1, 3 of 4" in str(found[0]) and "step 1" in str(found[0])
+    assert isinstance(found[2], ckpt.StepRefused) and "ranks 1, 3 of 4" in str(found[2])
+    assert ckpt.open(tmp_path).steps() == [0]
+    all_well(on_ranks(4, lambda g: ckpt.save({"a": np.arange(50)}, tmp_path, 2, group=g), groups))
+
+
+def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
+    """The committer waits in the background; the loop goes on and is told at the next save."""
+    groups = ThreadGroup.make(2)
+
+    def work(group: Group) -> Any:
+        saver = ckpt.Checkpointer(tmp_path, every=None, group=group, timeout=0.5)
+        saver.save(0, {"a": np.zeros(10)}).result()
+        if group.rank == 1:
+            return None
+        handle = saver.save(1, {"a": np.zeros(10)})
+        assert not handle.done()
+        handle.wait()
+        with pytest.raises(ckpt.SaveFailed, match=r"saving step 1 .* rank 1 of 2 did not bring its part"):
+            saver.save(2, {"a": np.zeros(10)})
+        saver.close()
+        return "told"
+
+    assert on_ranks(2, work, groups) == ["told", None]
+
+
+def test_parts_of_an_earlier_generation_are_not_taken(tmp_path: Path) -> None:
+    """Rank 1 of a killed job left its part; the next job's rank 1 never comes."""
+    def stale(group: Group) -> Any:
+        return ckpt.save({"a": np.full(2000, 1.0)}, tmp_path, 0, group=group, timeout=0.3)
+
+    set_failpoints("save.commit=error")
+    try:
+        first = on_ranks(2, stale)
+    finally:
+        set_failpoints("")
+    assert isinstance(first[0], ckpt.StoreError)
+    keep = list((tmp_path / "steps/0/part").glob("1-*"))
+    part = tmp_path / "steps/0/part" / "1-1-0-0-0123456789abcdef0123456789abcdef.parquet"
+    part.parent.mkdir(parents=True, exist_ok=True)
+    part.write_bytes(keep[0].read_bytes() if keep else b"x")
+    groups = ThreadGroup.make(2)
+
+    def work(group: Group) -> Any:
+        saver = ckpt.Checkpointer(tmp_path, every=None, group=group, timeout=0.3)
+        return saver.save(0, {"a": np.full(2000, 2.0)}, blocking=True).result() if group.rank == 0 else None
+
+    found = on_ranks(2, work, groups)
+    assert isinstance(found[0], ckpt.RanksMissing), found
+    assert ckpt.open(tmp_path).steps() == []
+
+
+def test_a_second_job_fences_the_first(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(2)
+    all_well(on_ranks(2, lambda g: ckpt.save({"a": np.zeros(10)}, tmp_path, 0, group=g), groups))
+    record = tmp_path / "generations" / "00000009.json"
+    record.write_bytes(sorted((tmp_path / "generations").iterdir())[-1].read_bytes())
+    found = on_ranks(2, lambda g: ckpt.save({"a": np.zeros(10)}, tmp_path, 1, group=g), groups)
+    assert isinstance(found[0], ckpt.Fenced)
+    assert isinstance(found[1], (ckpt.Fenced, ckpt.StepRefused))
+    assert ckpt.open(tmp_path).steps() == [0]
+
+
+def test_ranks_are_told_why_rank_0_cannot_begin(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    found = on_ranks(3, lambda g: ckpt.save({"a": 1}, tmp_path, 0, group=g))
+    assert all(isinstance(error, ckpt.FormatError) and "thesis.txt" in str(error) for error in found)
+
+
+# --- over time -------------------------------------------------------------------------------------------------
+
+
+def test_unchanged_blocks_are_referred_to_and_old_steps_go(tmp_path: Path) -> None:
+    """Half of the state never changes; with keep=2 nothing but what the last two steps need is left."""
+    groups = ThreadGroup.make(3)
+    frozen = np.random.default_rng(1).standard_normal((3, 200_000))
+
+    def work(group: Group) -> None:
+        with ckpt.Checkpointer(tmp_path, every=1, keep=2, group=group, codec="none") as saver:
+            state = {
+                "frozen": ckpt.Shard(frozen[group.rank : group.rank + 1].copy(), frozen.shape, (group.rank, 0)),
+                "moving": ckpt.Shard(np.zeros((1, 1000), np.float32), (3, 1000), (group.rank, 0)),
+            }
+            for step in range(6):
+                state["moving"].local += 1
+                saver.step(step, state)
+
+    all_well(on_ranks(3, work, groups))
+    repo = ckpt.open(tmp_path)
+    assert repo.steps() == [4, 5]
+    assert repo[5].commit.written_bytes < frozen.nbytes / 10
+    loaded = ckpt.load(tmp_path)
+    assert np.array_equal(loaded["frozen"], frozen) and (loaded["moving"] == 6).all()
+    assert_clean(tmp_path, folders=False)
+
+
+def test_a_group_falls_back_together(tmp_path: Path) -> None:
+    """The newest step is damaged where only rank 1 reads: every rank loads the one before."""
+    full = np.random.default_rng(3).integers(0, 1000, (2, 300_000)).astype(float)
+
+    def state(rank: int, fill: bool = True) -> dict[str, Any]:
+        local = full[rank : rank + 1].copy() if fill else np.zeros((1, 300_000))
+        return {"w": ckpt.Shard(local, full.shape, (rank, 0)), "step": 0}
+
+    for step in (0, 1):
+        all_well(on_ranks(2, lambda g, step=step: ckpt.save(state(g.rank) | {"step": step}, tmp_path, step, group=g, codec="none")))
+        full += 1
+    full -= 2
+    pack = next((tmp_path / "steps/1/pack").glob("1-*.pack"))
+    data = bytearray(pack.read_bytes())
+    data[1000] ^= 1
+    pack.write_bytes(data)
+
+    def load(group: Group) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = ckpt.load(tmp_path, state(group.rank, False), group=group)
+        assert np.array_equal(loaded["w"].local, full[group.rank : group.rank + 1])
+        return int(loaded["step"])
+
+    assert all_well(on_ranks(2, load)) == [0, 0]
+    for error in on_ranks(2, lambda g: ckpt.load(tmp_path, state(g.rank, False), group=g, step=1)):
+        assert isinstance(error, ckpt.IntegrityError)
+
+
+def test_shards_of_one_process_must_be_whole(tmp_path: Path) -> None:
+    array = np.arange(40.0).reshape(8, 5)
+    parts = [array[:3].copy(), array[3:].copy()]
+    ckpt.save({"w": ckpt.Shard(parts, (8, 5), [(0, 0), (3, 0)])}, tmp_path, 0)
+    assert np.array_equal(ckpt.load(tmp_path)["w"], array)
+    with pytest.raises(ckpt.StepRefused, match=r"w.*\[3:8, 0:5\]"):
+        ckpt.save({"w": ckpt.Shard(parts[0], (8, 5), (0, 0))}, tmp_path, 1)
+    with pytest.raises(ckpt.UnsupportedLeaf, match="does not lie in an array of shape"):
+        ckpt.save({"w": ckpt.Shard(parts[1], (8, 5), (4, 0))}, tmp_path, 1)
+    assert ckpt.open(tmp_path).steps() == [0]
+    json.dumps(ckpt.open(tmp_path)[0].commit.world_size)
