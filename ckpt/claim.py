@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 from ckpt import records
 from ckpt.repository import Repository
-from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RepositoryBusy
+from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy
 from ckpt.storage.failpoints import failpoint
 
 log = logging.getLogger("ckpt")
@@ -150,6 +150,13 @@ class Claim:
             f"{self.repo.url} was taken over{who} (generation {newest}, this process has {self.generation}); "
             "this process may not write to it any more: stop it"
         )
+
+    def lost(self) -> RanksMissing | None:
+        """What tells a rank that rank 0, which holds the claim, is dead; None where it lives or can't be seen from here."""
+        owner = _owner(self.repo, self.generation)
+        if owner is None or alive(owner, this_process()) is not False:
+            return None
+        return RanksMissing(f"rank 0 of {self.size} (process {owner.pid} on {owner.host}) is dead: no step can be committed")
 
     def release(self) -> None:
         """Let others write. The record stays, marked as released, so that its number is never used again."""

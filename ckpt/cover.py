@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ckpt.shard import Box
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 _MOST_AXES = 10
 """Along which one array may be cut to be checked by corners, of which a box has 2**axes."""
@@ -26,17 +27,17 @@ _CELLS = float(1 << 60)
 """Points that are told apart by one key: numbers of 64 bits, one of them the sign."""
 
 
-def tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> npt.NDArray[np.bool_]:
+def tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> Flags:
     """Which of several arrays of one number of axes are covered exactly, each element by one box.
 
     Array i has the boxes starts[i] to starts[i + 1] of `offset` and `shape`, which lie within it. Nothing is empty.
     """
     counts = np.diff(starts)
-    done = counts == 1
+    done: Flags = counts == 1
     rows = np.arange(starts[0], starts[-1])
     array = np.repeat(np.arange(len(counts)), counts)
     # An axis along which all boxes are as long as the array tells nothing; mostly one or two are left.
-    cut = np.zeros(global_shapes.shape, bool)
+    cut: Flags = np.zeros(global_shapes.shape, bool)
     cut_rows = shape != global_shapes[array]
     if len(rows) and cut.shape[1]:
         held = np.flatnonzero(counts)
@@ -63,7 +64,7 @@ def tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> npt.N
     return done
 
 
-def _corners_cancel(global_shapes: Ints, which: Ints, offset: Ints, shape: Ints) -> npt.NDArray[np.bool_]:
+def _corners_cancel(global_shapes: Ints, which: Ints, offset: Ints, shape: Ints) -> Flags:
     points = global_shapes + 1
     strides = np.ones_like(points)
     strides[:, :-1] = np.cumprod(points[:, :0:-1], axis=1)[:, ::-1]
@@ -77,7 +78,7 @@ def _corners_cancel(global_shapes: Ints, which: Ints, offset: Ints, shape: Ints)
     points_of_keys = keys >> 1
     first = np.flatnonzero(np.concatenate([[True], points_of_keys[1:] != points_of_keys[:-1]]))
     sums = np.add.reduceat(1 - 2 * (keys & 1), first)
-    done = np.ones(len(base), bool)
+    done: Flags = np.ones(len(base), bool)
     done[np.searchsorted(base, points_of_keys[first[sums != 0]], "right") - 1] = False
     return done
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckpt import table as tables
 from ckpt.digest import CELL_BYTES
+from ckpt.index import Index, indexed
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
 from ckpt.table import RowGroup, lists_of, read_table, write_table
@@ -196,7 +197,7 @@ class Manifest:
         self.digest_algorithm = digest_algorithm
         self.where = where
         self._starts = np.cumsum([0, *(group.length for group in groups)])
-        self._lock = threading.RLock()  # one thread at a time may read a Parquet file
+        self._lock = threading.Lock()  # one thread at a time may read a Parquet file
         self._recent: dict[tuple[int, Sequence[str]], Any] = {}
 
     def __len__(self) -> int:
@@ -230,7 +231,7 @@ class Manifest:
     def find(self, wanted: Sequence[tuple[str, Box | None]]) -> list[list[Row]]:
         """Of each leaf the rows that have elements in the box (None: all rows), in stored order.
 
-        None for a leaf that is not there. Raises IntegrityError where a row found is no box of its array.
+        No rows for a leaf that is not there. Raises IntegrityError where a row found is no box of its array.
         """
         index = self._index()
         names, boxes = [name for name, _ in wanted], [box for _, box in wanted]
@@ -241,7 +242,7 @@ class Manifest:
         self._check(table)
         rows = _rows(table)
         cuts = [0, *np.cumsum(np.bincount(which, minlength=len(wanted))).tolist()]
-        return [rows[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [rows[a:b] for a, b in itertools.pairwise(cuts)]
 
     def select(self, leaves: Iterable[str]) -> Manifest:
         """The rows of these leaves, in memory; those that are not there are left out."""
@@ -251,7 +252,7 @@ class Manifest:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows as Python objects: 1 KB and 4 µs each."""
+        """All rows as Python objects, for small uses."""
         return [row for number in range(len(self.groups)) for row in _rows(self._read(number, tables.NAMES))]
 
     def by_leaf(self) -> dict[str, list[Row]]:
@@ -278,8 +279,8 @@ class Manifest:
     def in_pack_order(self, at_once: int = 1 << 16) -> Iterator[list[Row]]:
         """All rows that have bytes in the order in which these lie, about so many at once; a block is never divided."""
         order, blocks = self._places()
-        cuts = blocks[np.unique(np.searchsorted(blocks, np.arange(0, len(order), at_once)))] if len(order) else blocks
-        for a, b in zip(cuts, [*cuts[1:], len(order)], strict=True):
+        cuts = np.unique(blocks[np.searchsorted(blocks, np.arange(0, len(order), at_once), "right") - 1])
+        for a, b in itertools.pairwise([*cuts.tolist(), len(order)]):
             yield _rows(self._take(order[a:b], tables.NAMES))
 
     def stored_bytes(self) -> int:
@@ -300,7 +301,7 @@ class Manifest:
         order = np.lexsort((position, pack))
         pack, position = pack[order], position[order]
         new = (pack[1:] != pack[:-1]) | (position[1:] != position[:-1])
-        return rows[order], np.flatnonzero(np.concatenate([np.ones(min(1, len(rows)), bool), new]))
+        return rows[order], np.flatnonzero(np.append(np.ones(min(1, len(rows)), bool), new))
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -339,7 +340,7 @@ class Manifest:
         cuts = [*begins.tolist(), len(rows)]
         taken = [
             self._read(number, names).select(names).take(rows[a:b] - self._starts[number])
-            for number, a, b in zip(numbers.tolist(), cuts, cuts[1:], strict=False)
+            for number, (a, b) in zip(numbers.tolist(), itertools.pairwise(cuts), strict=True)
         ]
         table = pa.concat_tables(taken or [tables.no_rows(names)])
         if order is not None:
@@ -376,57 +377,6 @@ class Manifest:
 
 _KEPT = 16
 """Reads of row groups that are kept: at most some hundred MB."""
-
-
-class Index(NamedTuple):
-    """Which rows are of which leaf."""
-
-    numbers: dict[str, int]
-    """Leaves, in the order in which they were saved."""
-    starts: Any
-    """Where in `order` the rows of each leaf begin, and the number of rows."""
-    order: Any
-    """All rows, those of one leaf together; None where they lie so already."""
-
-    def first_rows(self) -> Any:
-        """The first row of each leaf."""
-        return self.starts[:-1] if self.order is None else self.order[self.starts[:-1]]
-
-    def rows_of(self, leaves: Sequence[str]) -> tuple[Any, Any]:
-        """The rows of all these leaves, one leaf after the other: which leaf each is of, and its number."""
-        number = np.array(list(map(self.numbers.get, leaves, itertools.repeat(-1))), np.int64)
-        begin = np.where(number < 0, 0, self.starts[number])
-        count = np.where(number < 0, 0, self.starts[number + 1] - begin)
-        which = np.repeat(np.arange(len(number)), count)
-        rows = np.arange(len(which)) + np.repeat(begin - np.cumsum(count) + count, count)
-        return which, rows if self.order is None else self.order[rows]
-
-
-def indexed(leaf_columns: Iterable[Any]) -> Index:
-    """The index of rows whose leaves are these."""
-    known: dict[str, int] = {}
-    parts = []
-    for column in leaf_columns:
-        codes, names = tables.codes_of(column)
-        if known:
-            codes = np.array([known.setdefault(name, len(known)) for name in names], np.int64)[codes]
-        else:
-            known = dict(zip(names, range(len(names)), strict=True))
-        parts.append(codes)
-    codes = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(codes)), bool), codes[1:] != codes[:-1]]))
-    order = None
-    leaves = codes[starts]
-    if len(leaves) and np.bincount(leaves).max() > 1:  # a leaf's rows lie apart
-        leaves, first = np.unique(codes, return_index=True)
-        leaves = leaves[np.argsort(first)]
-        place = np.zeros(len(known), np.int64)
-        place[leaves] = np.arange(len(leaves))
-        order = np.argsort(place[codes], kind="stable")
-        starts = np.searchsorted(place[codes][order], np.arange(len(leaves)))
-    names = list(known)
-    numbers = dict(zip(map(names.__getitem__, leaves.tolist()), range(len(leaves)), strict=True))
-    return Index(numbers, np.append(starts, len(codes)), order)
 
 
 def _is_range(rows: Any) -> bool:

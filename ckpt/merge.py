@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt import table as tables
-from ckpt.cover import Ints, overlap, tiled, uncovered
-from ckpt.manifest import Index, indexed
+from ckpt.cover import Flags, Ints, overlap, tiled, uncovered
+from ckpt.index import Index, indexed
 from ckpt.shard import Box, intersect
 from ckpt.storage.errors import StepRefused
 
@@ -41,7 +40,7 @@ def merge(parts: Sequence[tuple[int, pa.Table]]) -> pa.Table:
     if index.order is not None:
         keep = index.order[keep]
     if len(keep) < len(table) or index.order is not None:
-        table = pa.table({name: table.column(name).chunk(0).take(pa.array(keep)) for name in table.column_names})
+        table = pa.table({name: tables.one_chunk(table.column(name)).take(keep) for name in table.column_names})
     return table.replace_schema_metadata(parts[0][1].schema.metadata if parts else None)
 
 
@@ -61,17 +60,10 @@ def _together(parts: list[pa.Table]) -> pa.Table:
     """All rows as one table, each column in one chunk."""
     import pyarrow as pa
 
-    if not parts:
-        return tables.no_rows(tables.NAMES)
-    columns = {}
-    for name in tables.NAMES:
-        chunks = [chunk for part in parts for chunk in part.column(name).chunks]
-        kinds = {chunk.type for chunk in chunks}
-        if len(kinds) > 1:  # text, of some ranks by number
-            chunks = [chunk.cast(tables.no_rows([name]).schema.field(0).type) for chunk in chunks]
-        kind = chunks[0].type if chunks else parts[0].schema.field(name).type
-        columns[name] = pa.chunked_array([pa.concat_arrays(chunks) if chunks else pa.array([], kind)])
-    return pa.table(columns)
+    plain = [part.replace_schema_metadata(None) for part in parts] or [tables.no_rows(tables.NAMES)]
+    if len({part.schema for part in plain}) > 1:  # text, in some of them by number
+        plain = [part.select(tables.NAMES).cast(tables.no_rows(tables.NAMES).schema) for part in plain]
+    return pa.concat_tables(plain).combine_chunks()
 
 
 class _Rows:
@@ -139,7 +131,7 @@ class _Rows:
                 f"{self._shape(row)}; check offset and global_shape of its ckpt.Shard"
             )
 
-    def _not_empty(self) -> npt.NDArray[np.bool_]:
+    def _not_empty(self) -> Flags:
         """All rows but those of boxes without elements, of which a leaf without elements needs one."""
         keep = np.ones(len(self.leaf), bool)
         keep[_row_of(self.at, np.flatnonzero(self.shape == 0))] = False
@@ -149,7 +141,7 @@ class _Rows:
 
     # --- boxes ---------------------------------------------------------------------------------------------------
 
-    def _is_tiled(self, leaves: Ints, keep: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def _is_tiled(self, leaves: Ints, keep: Flags) -> Flags:
         """Which of the leaves the kept rows cover exactly."""
         kept = np.concatenate([[0], np.cumsum(keep)])
         counts = (kept[self.starts[1:]] - kept[self.starts[:-1]])[leaves]
@@ -167,7 +159,7 @@ class _Rows:
             done[mine] = tiled(shapes, starts, *boxes) | np.any(shapes == 0, axis=1)
         return done
 
-    def _without_copies(self, leaves: Ints, keep: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def _without_copies(self, leaves: Ints, keep: Flags) -> Flags:
         """Leave out rows of a box that an earlier one has; raise StepRefused unless their bytes are provably equal."""
         keep = keep.copy()
         suspect = np.zeros(len(self.names), bool)
@@ -196,7 +188,7 @@ class _Rows:
             keep[copy] = False
         return keep
 
-    def _same_bytes(self, a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
+    def _same_bytes(self, a: Ints, b: Ints) -> Flags:
         import pyarrow.compute as pc
 
         equal = np.ones(len(a), bool)
@@ -204,7 +196,7 @@ class _Rows:
             equal &= pc.equal(column.take(a), column.take(b)).to_numpy(zero_copy_only=False)
         return equal
 
-    def _diagnosed(self, leaf: int, keep: npt.NDArray[np.bool_]) -> StepRefused:
+    def _diagnosed(self, leaf: int, keep: Flags) -> StepRefused:
         """What is wrong with a leaf that is not covered exactly."""
         rows = np.flatnonzero(keep[self.starts[leaf] : self.starts[leaf + 1]]) + self.starts[leaf]
         shape = self._shape(int(self.starts[leaf]))
@@ -244,12 +236,14 @@ class _Rows:
 
 def _matrix(flat: Ints, begins: Ints, count: int) -> Ints:
     """`count` numbers from each place on, as rows."""
-    return flat[begins[:, None] + np.arange(count)]
+    matrix: Ints = flat[begins[:, None] + np.arange(count)]
+    return matrix
 
 
 def _row_of(begins: Ints, places: Ints) -> Ints:
     """The rows that places in the flat numbers belong to."""
-    return np.searchsorted(begins, places, "right") - 1
+    rows: Ints = np.searchsorted(begins, places, "right") - 1
+    return rows
 
 
 def _text(box: Box | None) -> str:

@@ -250,7 +250,10 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
 
 
 def _wait(look: Callable[[], T | None], claim: Claim, timeout: float) -> T | None:
-    """What `look` finds, asked more and more slowly; None when the time is up. Raises Fenced, but looks once more before."""
+    """What `look` finds, asked more and more slowly; None when the time is up.
+
+    Raises Fenced where a newer generation has begun, RanksMissing where rank 0 is seen to be dead; but looks once more before.
+    """
     deadline = time.monotonic() + timeout
     pause = _POLL[0]
     fence = time.monotonic() + _FENCE_SECONDS
@@ -262,11 +265,11 @@ def _wait(look: Callable[[], T | None], claim: Claim, timeout: float) -> T | Non
             return None
         if now >= fence:
             fence = now + _FENCE_SECONDS
-            newer = claim.newer()
-            if newer is not None:
+            hopeless = claim.newer() or (claim.lost() if claim.rank else None)
+            if hopeless is not None:
                 if (found := look()) is not None:
                     return found
-                raise newer
+                raise hopeless
         time.sleep(min(pause, max(0.0, deadline - now)))
         pause = min(pause * 1.5, _POLL[1])
 

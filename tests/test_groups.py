@@ -324,6 +324,13 @@ def test_rank_0_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(error, GroupError)
         one_line(error, "rank 0 did not come")
     assert not (folder / "new").exists(), "to wait leaves nothing"
+    # One that opened a meeting once, and answers no more.
+    LocalStore(folder).put(f"meet/{groups[0]._job.digest}-3-{'0' * 16}/open", b"")
+    for group in groups[1:]:
+        group._timeout = 1
+    for error in meet(groups[1:], LocalStore(folder)):
+        assert isinstance(error, GroupError)
+        one_line(error, "rank 0 did not come")
 
 
 def test_a_rank_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,26 +367,27 @@ def test_a_rank_that_does_not_gather(folder: Path, monkeypatch: pytest.MonkeyPat
     assert gather(groups, "again") == [words("again", 3)] * 3
 
 
-@pytest.mark.parametrize("members", [None, ["0", "1"]])
-def test_a_meeting_that_answers_no_more(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, members: list[str] | None
-) -> None:
-    """Left by an incarnation of the same job whose end can't be seen from here."""
-    groups = env_groups(2, monkeypatch)
+@pytest.mark.parametrize("members", ["never", "before", "after"])
+def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, members: str) -> None:
+    """Of the same job, and of another incarnation, whose end can't be seen from here."""
+    groups = env_groups(2, monkeypatch, timeout=10)
     old = folder / "meet" / f"{groups[0]._job.digest}-2-{'0' * 16}"
     old.mkdir(parents=True)
     owner = dataclasses.replace(this_process(), host="elsewhere")
     (old / "open").write_text(json.dumps(dataclasses.asdict(owner)))
-    (old / "hello-1-1").write_text("{}")
-    if members:
-        (old / "members.json").write_text(json.dumps(members))
+    if members == "before":
+        (old / "members.json").write_text('["0", "1"]')
     early = threading.Thread(target=lambda: groups[1].meet_at(LocalStore(folder)))
     early.start()
-    if not members:
-        until(lambda: len([*old.glob("hello-1-*")]) == 2)
+    if members != "before":
+        until(lambda: [*old.glob("hello-1-*")])
+    if members == "after":
+        LocalStore(folder).put(f"meet/{old.name}/members.json", b'["0", "1"]')
+        time.sleep(0.5)  # in which rank 1 looks at it
     groups[0].meet_at(LocalStore(folder))
     early.join()
     assert gather(groups, "new") == [words("new", 2)] * 2
+    assert len([*old.glob("hello-*")]) == (members != "before")
     assert not [*old.glob("0-*")]
 
 

@@ -19,7 +19,7 @@ from ckpt.merge import merge
 from ckpt.shard import Box, intersect, whole
 from ckpt.storage.errors import StepRefused
 
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=60, deadline=None)
 
 
 class Held(NamedTuple):
@@ -257,7 +257,7 @@ def any_boxes(draw: st.DrawFn, shape: tuple[int, ...], whole_sometimes: bool = T
     return boxes
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), shape=shapes)
 def test_cover_and_overlap_are_those_of_painting(data: st.DataObject, shape: tuple[int, ...]) -> None:
     boxes = data.draw(any_boxes(shape))

@@ -104,7 +104,8 @@ def assert_equal(a: Any, b: Any) -> None:
         for x, y in zip(a, b, strict=True):
             assert_equal(x, y)
     else:
-        assert np.array_equal(a, b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)
+        assert np.array_equal(a, b)
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
 
 
 def test_a_four_dimensional_layout_is_written_evenly(tmp_path: Path) -> None:
@@ -271,7 +272,8 @@ def test_experts_move_to_another_number_of_ranks(tmp_path: Path) -> None:
     all_well(on_ranks(4, lambda g: ckpt.save(state(g, True), tmp_path, 0, group=g)))
     for size in (2, 1, 8):
         for loaded in all_well(on_ranks(size, lambda g: ckpt.load(tmp_path, state(g, False), group=g))):
-            assert loaded and all(np.array_equal(s.local, full[name]) for name, s in loaded.items())
+            assert loaded
+            assert all(np.array_equal(s.local, full[name]) for name, s in loaded.items())
 
 
 def test_stages_are_renumbered_by_name(tmp_path: Path) -> None:
@@ -279,8 +281,8 @@ def test_stages_are_renumbered_by_name(tmp_path: Path) -> None:
     full = [np.random.default_rng(i).standard_normal((6, 4)) for i in range(4)]
 
     def stage(rank: int, fill: bool) -> dict[str, Any]:
-        mine = full[2 * rank : 2 * rank + 2]
-        return {f"stage{rank}": {f"layer{i}": ckpt.Shard(a.copy() if fill else a * 0, a.shape, (0, 0)) for i, a in enumerate(mine)}}
+        mine = [a.copy() if fill else a * 0 for a in full[2 * rank : 2 * rank + 2]]
+        return {f"stage{rank}": {f"layer{i}": ckpt.Shard(a, a.shape, (0, 0)) for i, a in enumerate(mine)}}
 
     all_well(on_ranks(2, lambda g: ckpt.save(stage(g.rank, True), tmp_path, 0, group=g)))
     whole = {f"layer{i}": np.zeros((6, 4)) for i in range(4)}
@@ -308,7 +310,8 @@ def test_values_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
     all_well(on_ranks(3, lambda g: ckpt.save(state(g.rank), tmp_path, 0, group=g)))
 
     def load(group: Group) -> tuple[dict[str, Any], dict[str, Any]]:
-        like = {"w": np.zeros(10), "position": -1, "reader": ckpt.PerRank({"buffer": np.zeros(3, int), "seed": -1}), "same": [0, "", 0]}
+        reader = ckpt.PerRank({"buffer": np.zeros(3, int), "seed": -1})
+        like = {"w": np.zeros(10), "position": -1, "reader": reader, "same": [0, "", 0]}
         return ckpt.load(tmp_path, group=group), ckpt.load(tmp_path, like, group=group)
 
     for size in (3, 5):
@@ -344,7 +347,8 @@ def test_a_gap_is_refused_with_leaf_and_box(tmp_path: Path) -> None:
 
     for error in refused(tmp_path, state):
         assert isinstance(error, ckpt.StepRefused)
-        assert "w" in str(error) and "[4:6, 0:6]" in str(error)
+        assert "w" in str(error)
+        assert "[4:6, 0:6]" in str(error)
 
 
 def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
@@ -352,7 +356,8 @@ def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
         return {"a": np.zeros(100_000)} | ({"only": np.zeros(100_000)} if rank else {})
 
     for error in refused(tmp_path, state):
-        assert "only" in str(error) and "ckpt.Shard" in str(error)
+        assert "only" in str(error)
+        assert "ckpt.Shard" in str(error)
 
 
 def test_an_overlap_is_refused(tmp_path: Path) -> None:
@@ -360,7 +365,9 @@ def test_an_overlap_is_refused(tmp_path: Path) -> None:
         return {"w": ckpt.Shard(np.full((6, 2), rank), (10, 2), (4 * rank, 0))}
 
     for error in refused(tmp_path, state):
-        assert isinstance(error, ckpt.StepRefused) and "w" in str(error) and "overlap" in str(error)
+        assert isinstance(error, ckpt.StepRefused)
+        assert "w" in str(error)
+        assert "overlap" in str(error)
 
 
 def test_different_shapes_are_refused(tmp_path: Path) -> None:
@@ -368,13 +375,17 @@ def test_different_shapes_are_refused(tmp_path: Path) -> None:
         return {"w": ckpt.Shard(np.zeros(4), (8 + rank,), (4 * rank,))}
 
     for error in refused(tmp_path, state):
-        assert "leaf w" in str(error) and "(8,) on rank 0" in str(error) and "(9,) on rank 1" in str(error)
+        assert "leaf w" in str(error)
+        assert "(8,) on rank 0" in str(error)
+        assert "(9,) on rank 1" in str(error)
 
 
 def test_a_rank_that_cannot_store_its_leaf_tells_the_others(tmp_path: Path) -> None:
     errors = refused(tmp_path, lambda rank: {"a": np.zeros(3), "b": (lambda: 0) if rank else 0})
     assert isinstance(errors[1], ckpt.UnsupportedLeaf)
-    assert isinstance(errors[0], ckpt.StepRefused) and "rank 1 failed" in str(errors[0]) and "leaf b" in str(errors[0])
+    assert isinstance(errors[0], ckpt.StepRefused)
+    assert "rank 1 failed" in str(errors[0])
+    assert "leaf b" in str(errors[0])
 
 
 def test_different_options_are_refused(tmp_path: Path) -> None:
@@ -395,8 +406,11 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
         return ckpt.save({"a": np.arange(50)}, tmp_path, 1, group=group, timeout=0.5)
 
     found = on_ranks(4, work, groups)
-    assert isinstance(found[0], ckpt.RanksMissing) and "ranks 1, 3 of 4" in str(found[0]) and "step 1" in str(found[0])
-    assert isinstance(found[2], ckpt.StepRefused) and "ranks 1, 3 of 4" in str(found[2])
+    assert isinstance(found[0], ckpt.RanksMissing)
+    assert "ranks 1, 3 of 4" in str(found[0])
+    assert "step 1" in str(found[0])
+    assert isinstance(found[2], ckpt.StepRefused)
+    assert "ranks 1, 3 of 4" in str(found[2])
     assert ckpt.open(tmp_path).steps() == [0]
     all_well(on_ranks(4, lambda g: ckpt.save({"a": np.arange(50)}, tmp_path, 2, group=g), groups))
 
@@ -487,7 +501,8 @@ def test_unchanged_blocks_are_referred_to_and_old_steps_go(tmp_path: Path) -> No
     assert repo.steps() == [4, 5]
     assert repo[5].commit.written_bytes < frozen.nbytes / 10
     loaded = ckpt.load(tmp_path)
-    assert np.array_equal(loaded["frozen"], frozen) and (loaded["moving"] == 6).all()
+    assert np.array_equal(loaded["frozen"], frozen)
+    assert (loaded["moving"] == 6).all()
     assert_clean(tmp_path, folders=False)
 
 
@@ -500,7 +515,8 @@ def test_a_group_falls_back_together(tmp_path: Path) -> None:
         return {"w": ckpt.Shard(local, full.shape, (rank, 0)), "step": 0}
 
     for step in (0, 1):
-        all_well(on_ranks(2, lambda g, step=step: ckpt.save(state(g.rank) | {"step": step}, tmp_path, step, group=g, codec="none")))
+        both = on_ranks(2, lambda g, n=step: ckpt.save(state(g.rank) | {"step": n}, tmp_path, n, group=g, codec="none"))
+        all_well(both)
         full += 1
     full -= 2
     pack = next((tmp_path / "steps/1/pack").glob("1-*.pack"))

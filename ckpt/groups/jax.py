@@ -16,9 +16,6 @@ import numpy as np
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, first_line, late
 from ckpt.storage.errors import GroupError
 
-PIECE_BYTES = 1 << 20
-"""Of one value: gRPC refuses messages of more than 4 MiB unless told otherwise."""
-
 _number = itertools.count()  # of the gathers of this process, whatever objects make them: keys are never used twice
 
 
@@ -43,39 +40,26 @@ class JaxGroup(Group):
             if self._client is None:
                 return self._gather_on_devices(data)
             number = next(_number)
-            self._put(_key(number, self.rank), data)
+            self._client.key_value_set_bytes(_key(number, self.rank), data)
             until = time.monotonic() + self._timeout
             got = [self._get(number, rank, until) for rank in range(self.size)]
             # All have come to this gather, so all have left the one before and nobody needs it any more.
             self._client.key_value_delete(_key(number - 1, self.rank))
             return got
 
-    def _put(self, key: str, data: bytes) -> None:
-        """The length with the first piece, which is there for an empty value too."""
-        self._client.key_value_set_bytes(f"{key}0", len(data).to_bytes(8, "little") + data[:PIECE_BYTES])
-        for start in range(PIECE_BYTES, len(data), PIECE_BYTES):
-            self._client.key_value_set_bytes(f"{key}{start}", data[start : start + PIECE_BYTES])
-
     def _get(self, number: int, rank: int, until: float) -> bytes:
-        key = _key(number, rank)
+        left = max(1, int(1000 * (until - time.monotonic())))
         try:
-            first = self._wait(f"{key}0", until)
-            length = int.from_bytes(first[:8], "little")
-            rest = [self._wait(f"{key}{start}", until) for start in range(PIECE_BYTES, length, PIECE_BYTES)]
+            data: bytes = self._client.blocking_key_value_get_bytes(_key(number, rank), left)
         except RuntimeError as error:
-            missing = [r for r in range(self.size) if not self._has(f"{_key(number, r)}0")]
+            missing = [r for r in range(self.size) if not self._has(_key(number, r))]
             if not missing or "DEADLINE_EXCEEDED" not in str(error):
                 raise GroupError(
                     f"{self!r}: what rank {rank} gave to a gather could not be read: {first_line(error)}; "
                     "see whether the coordinator (process 0) has died, and restart the job"
                 ) from error
             raise late(self, missing, "a gather", self._timeout) from error
-        return b"".join([first[8:], *rest])
-
-    def _wait(self, key: str, until: float) -> bytes:
-        left = max(1, int(1000 * (until - time.monotonic())))
-        value: bytes = self._client.blocking_key_value_get_bytes(key, left)
-        return value
+        return data
 
     def _has(self, key: str) -> bool:
         try:
@@ -115,4 +99,4 @@ def _state() -> Any:
 
 
 def _key(number: int, rank: int) -> str:
-    return f"ckpt/{number}/{rank}/"
+    return f"ckpt/{number}/{rank}"

@@ -1,0 +1,153 @@
+"""Ranks as real processes: started by mpiexec, by torchrun, by hand; killed one by one at every named point."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import SOAK, TESTS, fast_folder
+
+import ckpt
+
+PROGRAM = TESTS / "ranks_program.py"
+POINTS = (
+    "save.stage", "save.append", "save.pack", "ranks.part", "local.rename",
+    "ranks.gather", "ranks.merge", "save.manifest", "save.commit", "save.committed",
+)  # fmt: skip
+SIZE = 3
+ONLY_RANK_0 = {"ranks.gather", "ranks.merge", "save.manifest", "save.commit", "save.committed"}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts and kills processes as Linux has them")
+
+
+def start(size: int, what: str, url: Path, **options: Any) -> list[subprocess.Popen[str]]:
+    """The ranks as plain processes, told by RANK and WORLD_SIZE: the store is all they share."""
+    command = [sys.executable, str(PROGRAM), what, str(url), json.dumps(options)]
+    pipe = subprocess.PIPE
+    return [
+        subprocess.Popen(
+            command, env=clean() | {"RANK": str(rank), "WORLD_SIZE": str(size)}, stdout=pipe, stderr=pipe, text=True
+        )
+        for rank in range(size)
+    ]
+
+
+def clean() -> dict[str, str]:
+    """The environment without what a launcher may have left in it."""
+    return {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)} | {
+        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def ends(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[str, Any]], str]]:
+    """Exit status, what was printed and the errors of each rank."""
+    found = []
+    for process in ranks:
+        out, err = process.communicate(timeout=120)
+        found.append((process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], err))
+    return found
+
+
+def run(command: Sequence[str]) -> list[dict[str, Any]]:
+    """What the ranks of a launcher print, by rank."""
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
+    return sorted((line for line in lines if "rank" in line), key=lambda line: int(line["rank"]))
+
+
+def launcher(kind: str, size: int) -> list[str]:
+    if kind == "mpiexec":
+        pytest.importorskip("mpi4py")
+        mpiexec = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
+        assert mpiexec, "no mpiexec: install the wheel mpich"
+        return [mpiexec, "-n", str(size), sys.executable]
+    pytest.importorskip("torch")
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "imports", "name"),
+    [("mpiexec", ["mpi4py.MPI"], "MPI"), ("mpiexec", [], "environment"), ("torchrun", ["torch.distributed"], "torch"),
+     ("torchrun", [], "environment")],
+)  # fmt: skip
+def test_a_launcher_s_ranks_save_and_load(tmp_path: Path, kind: str, imports: list[str], name: str) -> None:
+    options = json.dumps({"steps": 2, "imports": imports})
+    saved = run([*launcher(kind, 4), str(PROGRAM), "train", str(tmp_path), options])
+    assert [(line["rank"], line["size"]) for line in saved] == [(r, 4) for r in range(4)]
+    assert all(name in line["group"] for line in saved), saved
+    assert ckpt.open(tmp_path).steps() == [0, 1]
+    assert ckpt.open(tmp_path)[1].commit.world_size == 4
+    loaded = run([*launcher(kind, 4), str(PROGRAM), "load", str(tmp_path), options])
+    assert [line["step"] for line in loaded] == [1] * 4
+
+
+def check(root: Path, least: int | None, size: int) -> int:
+    """After a kill: earlier steps are whole, the next job of all ranks goes on. Returns its first step."""
+    ended = ends(start(size, "train", root, steps=1, wait=True))
+    assert all(status == 0 for status, _, _ in ended), [err[-2000:] for _, _, err in ended]
+    first = {line["start"] for _, lines, _ in ended for line in lines if "start" in line}
+    assert len(first) == 1, "the ranks went on from different steps"
+    begun = first.pop()
+    assert least is None or begun > least
+    for number in ckpt.open(root).steps():
+        assert ckpt.open(root)[number].verify() > 0
+    return int(begun)
+
+
+CASES = [
+    (point, victim, k)
+    for point in POINTS
+    for victim in ([0] if point in ONLY_RANK_0 else range(SIZE) if SOAK else [0, SIZE - 1])
+    for k in ((1, 2, 3, 5) if SOAK else (2,))
+]
+
+
+def killed(root: Path, point: str, victim: int, k: int) -> None:
+    """A job whose rank `victim` dies at a point: every rank of it ends, and the next job goes on from a whole step."""
+    ended = ends(start(SIZE, "train", root, steps=4, victim=victim, failpoints=f"{point}=kill@{k}", timeout=4))
+    assert ended[victim][0] == -signal.SIGKILL, ended[victim]
+    committed = [line["committed"] for _, lines, _ in ended for line in lines if "committed" in line]
+    for rank, (status, _, err) in enumerate(ended):
+        if rank != victim:
+            assert status == 1, (rank, err[-2000:])
+            assert re.search("SaveFailed|RanksMissing|StepRefused", err), err[-2000:]
+    check(root, max(committed, default=None), SIZE)
+
+
+@pytest.mark.soak
+def test_each_rank_killed_at_each_named_point(tmp_path: Path) -> None:
+    """The cases mostly wait for each other's end, so that several run at once."""
+    with fast_folder(tmp_path) as fast, ThreadPoolExecutor(5) as pool:
+        jobs = {case: pool.submit(killed, fast / "-".join(map(str, case)), *case) for case in CASES}
+        failed = {case: job.exception() for case, job in jobs.items() if job.exception() is not None}
+    assert not failed, failed
+
+
+def test_a_killed_job_s_ranks_do_not_add_to_the_next(tmp_path: Path) -> None:
+    """Every rank but the committer goes on a while after the next job has begun."""
+    ranks = start(3, "train", tmp_path, steps=1000, timeout=60)
+    try:
+        while not (tmp_path / "steps/1/commit.json").exists():
+            assert all(process.poll() is None for process in ranks)
+        ranks[0].kill()
+        begun = check(tmp_path, 0, 3)
+        assert begun >= 1
+    finally:
+        for process in ranks:
+            process.kill()
+        ends_of_killed = [process.communicate()[1] for process in ranks]
+    assert len(ends_of_killed) == 3
+    for number in ckpt.open(tmp_path).steps():
+        ckpt.open(tmp_path)[number].verify()
+    assert {c.commit.generation for c in ckpt.open(tmp_path)} <= {1, 2}
