@@ -37,18 +37,18 @@ Url = str | os.PathLike[str] | Store
 def save(
     state: Any, url: Url, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, which is made if it is not there.
 
@@ -67,11 +67,12 @@ def save(
         this process alone. "auto" takes what is initialised (torch.distributed, jax.distributed, MPI), else what the
         environment says (RANK and WORLD_SIZE …). Every rank of the group must call.
     timeout: seconds that a step waits for the slowest rank.
+    verify_replicas: let every rank digest all that it holds, and refuse the step where copies differ.
 
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
     changed then.
     """
-    options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout)
+    options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout, verify_replicas=verify_replicas)
     number = None if step is None else check_step(step)
     repo = open_repository(url)
     ranks = as_group(group)

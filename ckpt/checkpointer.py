@@ -22,10 +22,11 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
+from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.storage.errors import CkptError, InvalidArgument
 from ckpt.together import Wish
-from ckpt.write import Options, staging_bytes
+from ckpt.write import Options, give_up, staging_bytes
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
@@ -46,7 +47,7 @@ class Checkpointer:
         None to save only by `save`.
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
     memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
-    codec, digest, group, timeout: as for `ckpt.save`.
+    codec, digest, group, timeout, verify_replicas: as for `ckpt.save`.
 
     Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
@@ -64,6 +65,7 @@ class Checkpointer:
         in_flight: int = 1,
         group: Any = "auto",
         timeout: float = TIMEOUT_SECONDS,
+        verify_replicas: bool = False,
     ) -> None:
         if isinstance(every, int) and every < 1:
             raise InvalidArgument(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
@@ -72,13 +74,19 @@ class Checkpointer:
         self._every = every
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
-        self._options = Options(codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout)
+        ranks = as_group(group)
+        by_time = every is not None and not isinstance(every, int)
+        self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
+        self._options = Options(
+            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas,
+            None if self._schedule is None else self._schedule.propose,
+        )  # fmt: skip
         self._lazy_memory: frozenset[int] = frozenset()
         self._last: SaveHandle | None = None
         self._last_began = time.monotonic()
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
-        self._session: sessions.Session | None = sessions.enter(open_repository(url), as_group(group))
+        self._session: sessions.Session | None = sessions.enter(open_repository(url), ranks)
 
     @property
     def repository(self) -> Repository:
@@ -116,8 +124,15 @@ class Checkpointer:
             return None
         if loss is not None and not math.isfinite(float(loss)):
             log.warning("step %d is not saved: its loss is %s", step, float(loss))
+            self._leave_out(step, f"its loss is {float(loss)}")
             return None
         return self.save(step, state)
+
+    def _leave_out(self, step: int, why: str) -> None:
+        """This rank does not save a step that the others may save: they need not wait for it."""
+        session = self._open()
+        if session.group.size > 1:
+            give_up(session, session.claim.begin(check_step(step)), CkptError(why))
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
         """Save now. Replaces the step if it is there: after a roll-back the loop comes by again."""
@@ -128,6 +143,8 @@ class Checkpointer:
         handle = run_save(session, state, check_step(step), self._options, blocking)
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began
+        if self._schedule is not None:
+            self._schedule.saving(step, handle)
         return handle
 
     def _prepare(self, state: Any) -> None:
@@ -142,12 +159,19 @@ class Checkpointer:
         every = self._every
         if every is None:
             return False
+        if self._schedule is not None:
+            due = self._schedule.is_due(step)
+            if (missed := self._schedule.missed()) is not None:
+                self._leave_out(missed, "it heard too late that this step was to be saved; name a number of steps as every=")
+            return due
         if isinstance(every, int):
             return (step + 1) % every == 0
         elapsed = time.monotonic() - self._last_began
-        if isinstance(every, timedelta):
-            return elapsed >= every.total_seconds()
-        return elapsed >= daly(self._cost_seconds) and (self._last is None or self._last.done())
+        return elapsed >= self._interval() and (every != "auto" or self._last is None or self._last.done())
+
+    def _interval(self) -> float:
+        """Seconds between two saves."""
+        return self._every.total_seconds() if isinstance(self._every, timedelta) else daly(self._cost_seconds)
 
     # --- lazy staging ------------------------------------------------------------------------------------------
 

@@ -51,6 +51,10 @@ class SaveHandle:
         assert self._checkpoint is not None
         return self._checkpoint
 
+    def failed(self) -> bool:
+        """Whether the save has ended badly."""
+        return self._error is not None
+
     def unseen(self) -> bool:
         """Whether the save failed and nobody was told yet."""
         return self._error is not None and not self._seen

@@ -111,6 +111,12 @@ class Layout:
         return [known[i][a:b] for i, a, b in self._cells]
 
 
+def warm() -> None:
+    """Import what writing a manifest takes."""
+    import pyarrow.compute
+    import pyarrow.parquet  # noqa: F401
+
+
 def encode(layout: Layout, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
     """The manifest as a Parquet file with `metadata` in its schema.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckpt import records
 from ckpt.claim import Attempt, Claim
+from ckpt.copies import Copies, compare
 from ckpt.digest import digest
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, commit_name, step_folder
@@ -72,13 +73,16 @@ class Whole:
 # --- what each rank leaves -------------------------------------------------------------------------------------
 
 
-def part_metadata(tree: bytes, packs: Mapping[str, int], written_bytes: int, claim: Claim) -> dict[str, str]:
+def part_metadata(
+    tree: bytes, packs: Mapping[str, int], written_bytes: int, claim: Claim, copies: Copies | None
+) -> dict[str, str]:
     """What a part carries beside its rows."""
     return {
         "tree": tree.decode(),
         "packs": json.dumps(dict(packs)),
         "written_bytes": str(written_bytes),
         "world_size": str(claim.size),
+        **({} if copies is None else {"copies": json.dumps(copies)}),
     }
 
 
@@ -159,6 +163,7 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     written = 0
     algorithms: dict[str, int] = {}
     sizes: dict[str, int] = {}
+    copies: list[tuple[int, Copies]] = []
     for part, table in zip(listed, tables, strict=True):
         said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
         if said["tree"] in told:
@@ -169,6 +174,9 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
         written += int(said["written_bytes"])
         algorithms.setdefault(said["digest"], part.rank)
         sizes.setdefault(said["world_size"], part.rank)
+        if "copies" in said:
+            copies.append((part.rank, json.loads(said["copies"])))
+    compare(step, copies)
     _require_one("digests by", algorithms, step)
     _require_one("counts its group as", sizes, step)
     table = merge([(part.rank, table.replace_schema_metadata(None)) for part, table in zip(listed, tables, strict=True)])

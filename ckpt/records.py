@@ -45,6 +45,8 @@ class CommitRecord:
     """Of the packs that this step added."""
     attempt: int
     """How many times this step had been tried before in this generation."""
+    next_save: int | None
+    """The step that the ranks of the group save next, where that is counted in seconds."""
     version: str
     """Of the software that wrote it."""
 

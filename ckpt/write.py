@@ -23,6 +23,7 @@ from ckpt import codec, manifest, parts
 from ckpt.arena import Arena, ArenaClosed, Region, round_up
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
+from ckpt.copies import digest_copies
 from ckpt.digest import checksum, digest, digest_and_cells, require
 from ckpt.groups.base import Group
 from ckpt.handle import SaveHandle
@@ -76,6 +77,10 @@ class Options:
     """Leaves that nobody changes before `SaveHandle.staged` is set."""
     timeout: float = parts.TIMEOUT_SECONDS
     """Seconds to wait for the other ranks of a group."""
+    verify_replicas: bool = False
+    """Digest the copies of a shard that other ranks hold, so that the committer can compare them."""
+    propose: Callable[[], int] | None = None
+    """The step to save next, asked at the commit by rank 0."""
 
     def __post_init__(self) -> None:
         codec.parse(self.codec)  # a wrong wish is told before anything is written
@@ -90,6 +95,8 @@ def take_apart(state: Any, group: Group) -> Flat:
 
 def save(session: Session, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
     """Save a state (or one that was taken apart) as `step`. Returns when committed (`blocking`), else when staged."""
+    if "pyarrow.parquet" not in sys.modules:  # it takes longer to import than many a commit; here it overlaps with writing
+        threading.Thread(target=manifest.warm, name="ckpt-import").start()
     handle = SaveHandle(step)
     attempt = session.claim.begin(step)
     session.began(step)
@@ -187,7 +194,9 @@ class _Save:
         self._leaves = [h.leaf for h in held]
         self._names = [h.name for h in held]
         self._sharded = any(h.part is not None for h in held)
-        self._blocks, self._layout = plan(_specs(flat, held, options, session.group))
+        specs = _specs(flat, held, options, session.group)
+        self._copies = digest_copies(specs, self._leaves) if options.verify_replicas and session.group.size > 1 else None
+        self._blocks, self._layout = plan(specs)
         # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
         self._tree = encode_tree(flat.node)
         self._tuner = codec.tuner(self._store.url)
@@ -500,7 +509,7 @@ class _Save:
         """Of a group: leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
         repo, claim, attempt, timeout = self._session.repo, self._session.claim, self._attempt, self._options.timeout
         written = sum(p.nbytes for p in packs)
-        extra = parts.part_metadata(self._tree, self._packs_named(packs), written, claim)
+        extra = parts.part_metadata(self._tree, self._packs_named(packs), written, claim, self._copies)
         data = self._encode(extra)
         parts.publish(self._store, attempt, data)
         if claim.rank:
@@ -543,6 +552,7 @@ class _Save:
             raw_bytes=raw_bytes,
             written_bytes=written,
             attempt=self._attempt.number,
+            next_save=None if self._options.propose is None else self._options.propose(),
             version=__version__,
         )
         failpoint("save.commit")

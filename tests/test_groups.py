@@ -307,6 +307,7 @@ def test_two_jobs_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_that_do_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(folder)
     groups = env_groups(4, monkeypatch, timeout=0.5)
+    groups[2]._timeout = 2  # it waits longer than rank 0, which else may find it gone too
     told = meet([groups[0], groups[2]], store)
     for rank, error in zip((0, 2), told, strict=True):
         assert isinstance(error, GroupError)
@@ -325,30 +326,29 @@ def test_rank_0_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         one_line(error, "rank 0 did not come")
     assert not (folder / "new").exists(), "to wait leaves nothing"
     # One that opened a meeting once, and answers no more.
-    LocalStore(folder).put(f"meet/{groups[0]._job.digest}-3-{'0' * 16}/open", b"")
-    for group in groups[1:]:
-        group._timeout = 1
-    for error in meet(groups[1:], LocalStore(folder)):
-        assert isinstance(error, GroupError)
-        one_line(error, "rank 0 did not come")
+    (_, group) = env_groups(2, monkeypatch, timeout=0.2)
+    LocalStore(folder).put(f"meet/{group._job.digest}-2-{'0' * 16}/open", b"")
+    with pytest.raises(GroupError, match="rank 0 did not come"):
+        group.meet_at(LocalStore(folder))
 
 
 def test_a_rank_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says who is missing while rank 0 still waits; the others find out that it is gone when they gather."""
+    """It says who is missing while rank 0 still waits, and nobody counts on it until it comes again."""
     groups = env_groups(4, monkeypatch)
-    waiting = threading.Thread(target=lambda: meet(groups[:2], LocalStore(folder)))
-    waiting.start()
+    rest = [threading.Thread(target=lambda g=g: meet([g], LocalStore(folder))) for g in groups]
+    for rank in (0, 1):
+        rest[rank].start()
     until(lambda: [*folder.glob("meet/*/hello-1-*")])
     groups[2]._timeout = 0.2
     with pytest.raises(GroupError, match="rank 3 did not come within 0.2 s to meet"):
         groups[2].meet_at(LocalStore(folder))
-    groups[3].meet_at(LocalStore(folder))
-    waiting.join()
-    for group in (groups[0], groups[1], groups[3]):
-        group._meetings[LocalStore(folder).url]._timeout = 0.5
-    for error in gather([groups[0], groups[1], groups[3]], "without"):
-        assert isinstance(error, GroupError)
-        one_line(error, "rank 2 did not come within 0.5 s to a gather")
+    groups[2]._timeout = 60
+    rest[3].start()
+    until(lambda: [*folder.glob("meet/*/hello-3-*")])
+    rest[2].start()
+    for thread in rest:
+        thread.join()
+    assert gather(groups, "all") == [words("all", 4)] * 4
 
 
 def test_a_rank_that_does_not_gather(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +377,7 @@ def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, memb
     (old / "open").write_text(json.dumps(dataclasses.asdict(owner)))
     if members == "before":
         (old / "members.json").write_text('["0", "1"]')
+        monkeypatch.setattr("ckpt.groups.meeting.Meeting._withdraw", lambda *a: None)  # none is said to it
     early = threading.Thread(target=lambda: groups[1].meet_at(LocalStore(folder)))
     early.start()
     if members != "before":
@@ -387,7 +388,7 @@ def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, memb
     groups[0].meet_at(LocalStore(folder))
     early.join()
     assert gather(groups, "new") == [words("new", 2)] * 2
-    assert len([*old.glob("hello-*")]) == (members != "before")
+    assert not [*old.glob("hello-*")], "taken back"
     assert not [*old.glob("0-*")]
 
 
@@ -415,12 +416,12 @@ def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyP
 def test_two_processes_of_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both alive: rank 0 can't tell which is the right one, and says so."""
     groups = env_groups(3, monkeypatch)
-    ones = [env_groups(3, monkeypatch, timeout=0.5)[1] for _ in range(2)]
+    ones = [env_groups(3, monkeypatch, timeout=2)[1] for _ in range(2)]
     store = LocalStore(folder)
 
     def rank_2() -> None:
         until(lambda: len([*folder.glob("meet/*/hello-1-*")]) == 2)
-        groups[2]._timeout = 0.5
+        groups[2]._timeout = 2
         groups[2].meet_at(store)
 
     calls = [lambda: groups[0].meet_at(store), rank_2, *(lambda g=g: g.meet_at(store) for g in ones)]

@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ from support import assert_clean
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
+from ckpt.schedule import LEAD_SECONDS, next_step
 from ckpt.shard import Box, flat_boxes
+from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.local import LocalStore
 
 Work = Callable[[Group], Any]
 
@@ -256,6 +261,76 @@ def test_a_range_of_a_flattened_array_is_boxes(shape: tuple[int, ...], data: st.
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
+class Counting(LocalStore):
+    """Counts the bytes read of packs."""
+
+    read = 0
+    lock = threading.Lock()
+
+    def open(self, name: str) -> Any:
+        reader = super().open(name)
+        inner = reader.read_into
+
+        def read_into(position: int, buffer: memoryview) -> int:
+            count = inner(position, buffer)
+            if name.endswith(".pack"):
+                with Counting.lock:
+                    Counting.read += count
+            return count
+
+        class Counted(Reader):
+            def close(self) -> None:
+                reader.close()
+
+        made = Counted.__new__(type("Made", (Counted,), {"read_into": staticmethod(read_into)}))
+        return made
+
+
+@pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
+@pytest.mark.parametrize("share", ["auto", True])
+def test_reads_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, share: Any) -> None:
+    """Columns of a matrix that was saved by rows, and a leaf that all want: the store is read once for all ranks."""
+    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)  # as if it were far away
+    full = np.random.default_rng(5).integers(0, 50, (4096, 2048)).astype(np.float32)
+    copied = np.random.default_rng(6).standard_normal(500_000)
+
+    def rows(rank: int) -> Any:
+        return {"w": ckpt.Shard(full[1024 * rank : 1024 * rank + 1024].copy(), full.shape, (1024 * rank, 0)), "c": copied}
+
+    all_well(on_ranks(4, lambda g: ckpt.save(rows(g.rank), tmp_path, 0, group=g, codec=codec)))
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*.pack"))
+    for size in (4, 3):
+        edges = [2048 * r // size for r in range(size + 1)]
+
+        def load(group: Group, edges: list[int] = edges) -> None:
+            low, high = edges[group.rank], edges[group.rank + 1]
+            like = {"w": ckpt.Shard(np.zeros((4096, high - low), np.float32), full.shape, (0, low)), "c": copied * 0}
+            loaded = ckpt.load(Counting(tmp_path), like, group=group, share_reads=share)
+            assert np.array_equal(loaded["w"].local, full[:, low:high])
+            assert np.array_equal(loaded["c"], copied)
+
+        Counting.read = 0
+        all_well(on_ranks(size, load))
+        assert stored * 0.9 <= Counting.read <= 1.05 * stored, (Counting.read, stored)
+
+
+class Remote:
+    """No store is one."""
+
+
+def test_damage_is_found_by_every_rank_that_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
+    array = np.random.default_rng(5).standard_normal(2_000_000)
+    all_well(on_ranks(2, lambda g: ckpt.save({"w": array}, tmp_path, 0, group=g, codec="none")))
+    pack = next((tmp_path / "steps/0/pack").glob("1-*.pack"))
+    data = bytearray(pack.read_bytes())
+    data[4_000_000] ^= 4
+    pack.write_bytes(data)
+    for error in on_ranks(3, lambda g: ckpt.load(tmp_path, {"w": array * 0}, group=g)):
+        assert isinstance(error, ckpt.IntegrityError)
+        assert pack.name in str(error)
+
+
 def test_experts_move_to_another_number_of_ranks(tmp_path: Path) -> None:
     """Eight experts on four ranks, then on two, with their moments."""
     full = {f"experts.{e}.{n}": np.random.default_rng(e).standard_normal((16, 8)) for e in range(8) for n in ("w", "exp_avg")}
@@ -396,6 +471,22 @@ def test_different_options_are_refused(tmp_path: Path) -> None:
     assert all(isinstance(e, ckpt.StepRefused) and "same options" in str(e) for e in found)
 
 
+def test_copies_that_differ_are_found(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        array = np.arange(60_000.0).reshape(300, 200)
+        if rank == 2:
+            array[17, 3] = -1
+        half = slice(150 * (rank % 2), 150 * (rank % 2) + 150)
+        return {"w": array, "half": ckpt.Shard(np.ones((150, 9)), (300, 9), (half.start, 0), replica=(rank // 2, 2))}
+
+    for error in refused(tmp_path, state, 4, verify_replicas=True):
+        assert isinstance(error, ckpt.StepRefused)
+        assert "leaf w differs between rank 0 and rank 2" in str(error)
+    groups = ThreadGroup.make(4)
+    good = lambda rank: {**state(rank), "w": np.ones((300, 200))}  # noqa: E731
+    all_well(on_ranks(4, lambda g: ckpt.save(good(g.rank), tmp_path, 5, group=g, verify_replicas=True), groups))
+
+
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     groups = ThreadGroup.make(4)
 
@@ -504,6 +595,48 @@ def test_unchanged_blocks_are_referred_to_and_old_steps_go(tmp_path: Path) -> No
     assert np.array_equal(loaded["frozen"], frozen)
     assert (loaded["moving"] == 6).all()
     assert_clean(tmp_path, folders=False)
+
+
+def test_steps_counted_in_seconds_are_the_same_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose clocks and speeds differ save the same steps."""
+    monkeypatch.setattr("ckpt.schedule.LEAD_SECONDS", 0.2)
+
+    def work(group: Group) -> list[int]:
+        saved = []
+        with ckpt.Checkpointer(tmp_path, every=timedelta(seconds=0.05), group=group) as saver:
+            for step in range(120):
+                time.sleep(0.004 + 0.002 * group.rank)
+                if saver.step(step, {"a": np.full(100, float(step))}) is not None:
+                    saved.append(step)
+        return saved
+
+    saved = all_well(on_ranks(3, work))
+    assert saved[0][0] == 0
+    assert len(saved[0]) >= 2
+    assert saved[0] == saved[1] == saved[2] == ckpt.open(tmp_path).steps()
+
+
+@given(st.integers(0, 10**6), st.floats(1e-4, 100), st.floats(0.01, 10**5))
+def test_the_next_step_lies_ahead(now: int, step_seconds: float, interval: float) -> None:
+    step = next_step(now, step_seconds, interval)
+    assert (step - now) * step_seconds >= LEAD_SECONDS
+    assert abs((step - now) * step_seconds - interval) <= max(step_seconds, LEAD_SECONDS + 4 * step_seconds)
+
+
+def test_a_rank_whose_loss_is_not_finite_tells_the_others(tmp_path: Path) -> None:
+    def work(group: Group) -> Any:
+        with ckpt.Checkpointer(tmp_path, every=1, group=group) as saver:
+            saver.step(0, {"a": np.zeros(9)}, loss=1.0)
+            saver.wait()
+            saver.step(1, {"a": np.zeros(9)}, loss=float("nan") if group.rank == 2 else 1.0)
+            saver.wait()
+
+    found = on_ranks(3, work)
+    assert found[2] is None
+    for error in found[:2]:
+        assert isinstance(error, ckpt.SaveFailed)
+        assert "rank 2 failed: its loss is nan" in str(error)
+    assert ckpt.open(tmp_path).steps() == [0]
 
 
 def test_a_group_falls_back_together(tmp_path: Path) -> None:

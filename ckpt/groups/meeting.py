@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ckpt.claim import Owner, alive, this_process
@@ -92,15 +93,22 @@ class Meeting:
                     if members is not None:
                         begun.add(folder)
                         continue
-                    _put(self._store, f"{folder}/hello-{rank}-{token}", _identity())
-                    greeted.add(folder)
+                    with suppress(NotFound):  # swept, as in _put, or the meeting is over: then not made anew by a hello
+                        self._store.put(f"{folder}/hello-{rank}-{token}", _identity())
+                        greeted.add(folder)
                 elif members is not None and json.loads(members)[rank] == token:
+                    self._withdraw(greeted - {folder}, token)
                     return folder
         # Where one is still open it is the others that are missing; if all are there, rank 0 answers no more.
-        heard = [{0, *_hellos(self._store, folder)} for folder in greeted]
+        heard = [{0, rank, *_hellos(self._store, folder)} for folder in greeted]
         others = set(range(1, self._group.size))
         came = max(heard, key=len, default=others)
+        self._withdraw(greeted, token)
         raise self._late(others if came > others else came)
+
+    def _withdraw(self, folders: Collection[str], token: str) -> None:
+        """Take the hellos back: nobody is to count on a process that does not come."""
+        self._store.delete([f"{folder}/hello-{self._group.rank}-{token}" for folder in folders])
 
     def _living(self, folder: str, hellos: dict[int, list[str]]) -> dict[int, str]:
         """The token of each rank whose process may live: one that died since, and was started again, said hello too."""
@@ -172,7 +180,8 @@ class Meeting:
     def leave(self) -> None:
         """Rank 0 removes the meeting once nobody needs it; where a rank does not say so, the next meeting does."""
         if self._group.rank:
-            _put(self._store, f"{self._folder}/bye-{self._group.rank}", b"")
+            # Not twice, as other puts: it may have been seen already, and everything removed.
+            self._store.put(f"{self._folder}/bye-{self._group.rank}", b"")
             return
         for _ in _waits(_FAREWELL_SECONDS):
             left = {entry.name for entry in self._store.list(self._folder)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,22 +30,19 @@ def as_leaf(value: Any) -> ArrayLeaf:
 def _of_dtensor(value: Any) -> ArrayLeaf:
     from ckpt.leaves.torch import as_leaf as leaf_of
 
-    mesh, placements = value.device_mesh, tuple(value.placements)
+    placements = value.placements
     shape = tuple(value.shape)
-    coordinate = mesh.get_coordinate()
-    if any(p.is_partial() for p in placements):
-        raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")
+    place = _place(value.device_mesh, placements)
     local = value._local_tensor.detach()
     parts: list[Part] = []
-    if coordinate is not None:
-        cuts = tuple(_cut_of(p) for p in placements)
-        for box, within in shard_boxes(shape, tuple(mesh.shape), tuple(coordinate), cuts):
+    if place is not None:
+        for box, within in shard_boxes(shape, place.mesh_shape, place.coordinate, place.cuts):
             part = local if within.shape == tuple(local.shape) else local[within.slices()]
             if tuple(part.shape) != box.shape:
                 raise TypeError(
                     f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(local.shape)}"
                 )
-            parts.append(Part(leaf_of(part), box, _replica(mesh, tuple(coordinate), placements)))
+            parts.append(Part(leaf_of(part), box, place.replica))
     plain = leaf_of(local)
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, _attributes(value))
 
@@ -73,6 +70,27 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 Cut = tuple[int, int] | None
 """How a mesh dimension cuts: (axis, split factor), None where it holds copies."""
+
+
+class _Place(NamedTuple):
+    """Where this rank stands in a mesh, for tensors of the same placements."""
+
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    replica: Replica
+
+
+@lru_cache(maxsize=1024)
+def _place(mesh: Any, placements: tuple[Any, ...]) -> _Place | None:
+    """None where this rank is not in the mesh. Remembered: what the mesh answers takes longer than to plan a tensor."""
+    if any(p.is_partial() for p in placements):
+        raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    at = tuple(coordinate)
+    return _Place(tuple(mesh.shape), at, tuple(map(_cut_of, placements)), _replica(mesh, at, placements))
 
 
 def _cut_of(placement: Any) -> Cut:
