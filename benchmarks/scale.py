@@ -33,9 +33,9 @@ from rich.table import Table
 from ckpt import manifest
 from ckpt.digest import CELL_BYTES, digest
 from ckpt.merge import merge
-from ckpt.plan import BLOCK_BYTES
-from ckpt.shard import Box
-from ckpt.table import NAMES, list_column
+from ckpt.plan import BLOCK_BYTES, LeafSpec, plan
+from ckpt.shard import Box, Replica
+from ckpt.table import NAMES, list_column, read_part, write_part
 
 METADATA = {"format": "1", "digest": "xxh3-128", "step": "1000"}
 STATES = {"model": ("bfloat16", 2), "master": ("float32", 4), "exp_avg": ("float32", 4), "exp_avg_sq": ("float32", 4)}
@@ -95,6 +95,8 @@ class Figures:
     find: float
     found: int
     find_peak: int
+    plan_first: float
+    plan_again: float
 
 
 # --- the layout ------------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ def parts(model: Model, mesh: Mesh) -> Iterator[tuple[int, bytes]]:
     edges = np.searchsorted(columns["rank"], np.arange(mesh.ranks + 1))
     for rank, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
         part = {name: column[a:b] for name, column in columns.items()}
-        yield rank, manifest.write_table(rank_table(rank, leaves, part), METADATA)
+        yield rank, write_part(rank_table(rank, leaves, part), METADATA)
 
 
 def rank_table(rank: int, leaves: list[tuple[str, str, tuple[int, ...]]], part: dict[str, Ints]) -> pa.Table:
@@ -242,7 +244,7 @@ def committer(size: int, folder: Path) -> dict[str, Any]:
     with open(folder / "parts", "rb") as file:
         files = pickle.load(file)
     began = time.perf_counter()
-    tables = [(rank, manifest.read_table(data, f"the part of rank {rank}")) for rank, data in files]
+    tables = [(rank, read_part(data, f"the part of rank {rank}")) for rank, data in files]
     read = time.perf_counter() - began
     merged: list[float] = []
     encoded: list[float] = []
@@ -283,7 +285,33 @@ def loader(size: int, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-TASKS = {"make": make, "committer": committer, "loader": loader}
+def planner(size: int, folder: Path) -> dict[str, Any]:
+    """What a rank in the middle computes before each save: the first time, and when the structure is known."""
+    model, mesh = SIZES[size]
+    stage, t, data = mesh.pipeline // 2, mesh.tensor // 2, mesh.data // 2
+    first = stage * mesh.data * mesh.tensor + t
+    copies = Replica(data, mesh.data, tuple(range(first, first + mesh.data * mesh.tensor, mesh.tensor)))
+    specs = []
+    for tensor in tensors(model, mesh):
+        if tensor.stage == stage:
+            held = slices(tensor, mesh)
+            box = held[t % len(held)]
+            for state, (dtype, itemsize) in STATES.items():
+                a, b = (box.shape[0] * d // mesh.data for d in (data, data + 1)) if state != "model" else (0, box.shape[0])
+                mine = Box((box.offset[0] + a, *box.offset[1:]), (b - a, *box.shape[1:]))
+                specs.append(LeafSpec(
+                    f"{state}.{tensor.name}", dtype, mine.shape, itemsize, mine.size * itemsize, "none", tensor.shape,
+                    mine.offset, copies if state == "model" else None,
+                ))  # fmt: skip
+    seconds = []
+    for _ in range(REPEAT):
+        began = time.perf_counter()
+        plan(specs).layout.columns()
+        seconds.append(time.perf_counter() - began)
+    return {"plan_first": seconds[0], "plan_again": max(seconds[1:])}
+
+
+TASKS = {"planner": planner, "make": make, "committer": committer, "loader": loader}
 
 
 def peak() -> int:
@@ -307,14 +335,14 @@ def show(results: list[Figures]) -> None:
     table = Table(box=SIMPLE_HEAD, title="The manifest of one step", title_justify="left")
     for column in (
         "model", "ranks", "rows", "leaves", "manifest\nMB", "read parts\ns", "merge\ns", "encode\ns", "peak\nMiB",
-        "open\ns", "find\ns", "rows\nfound", "peak\nMiB",
+        "open\ns", "find\ns", "rows\nfound", "peak\nMiB", "plan\nms", "again\nms",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for f in results:
         table.add_row(
             f.title, f"{f.ranks:,}", f"{f.rows:,}", f"{f.leaves:,}", f"{f.nbytes / 1e6:,.1f}", f"{f.read:.2f}",
             f"{f.merge:.2f}", f"{f.encode:.2f}", f"{f.merge_peak >> 20:,}", f"{f.open:.3f}", f"{f.find:.3f}",
-            f"{f.found:,}", f"{f.find_peak >> 20:,}",
+            f"{f.found:,}", f"{f.find_peak >> 20:,}", f"{f.plan_first * 1e3:.1f}", f"{f.plan_again * 1e3:.2f}",
         )  # fmt: skip
     Console(width=160).print(table)
 

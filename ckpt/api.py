@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
@@ -146,7 +147,7 @@ def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] |
     found: tuple[int, Any] | None = None
     for number in reversed(repo.step_numbers()):
         try:
-            found = number, load_checkpoint(lambda number=number: repo[number], wish)
+            found = number, load_checkpoint(functools.partial(repo.of_rank, number, 0), wish)
             break
         except StepNotFound:
             gone.append(number)

@@ -118,7 +118,12 @@ def warm() -> None:
 
 
 def encode(layout: Layout, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
-    """The manifest as a Parquet file with `metadata` in its schema.
+    """The manifest as a Parquet file with `metadata` in its schema."""
+    return write_table(made_table(layout, blocks), metadata)
+
+
+def made_table(layout: Layout, blocks: Sequence[StoredBlock]) -> Any:
+    """The rows as an Arrow table.
 
     Made column by column: a Python object for each cell of the table would hold up the training step.
     """
@@ -146,7 +151,7 @@ def encode(layout: Layout, blocks: Sequence[StoredBlock], metadata: dict[str, st
         "checksum": spread(6, pa.uint64()),
         "cells": pa.array(layout.cells(shared[7]), pa.binary()),
     }
-    return write_table(pa.table({name: columns[name] for name in tables.NAMES}), metadata)
+    return pa.table({name: columns[name] for name in tables.NAMES})
 
 
 def _text(column: Any) -> Any:

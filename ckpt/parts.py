@@ -1,6 +1,6 @@
 """How the ranks of a group make one step without talking: each leaves its part in the store, and one of them commits.
 
-A part is a file `steps/<step>/part/<rank>-<generation>-<serial>-<number>-<digest>.parquet`: the rows of what the rank has
+A part is a file `steps/<step>/part/<rank>-<generation>-<serial>-<number>-<digest>.arrow`: the rows of what the rank has
 written, with its tree and its packs in the metadata. It is written when those packs are durable. Rank 0 waits for the parts
 of all ranks, of its own generation and of the same try of the step, merges and commits. The others wait for the commit
 record. A rank that fails leaves `…-failed.json` with the reason instead, so that nobody waits in vain; of rank 0 that is the
@@ -42,7 +42,7 @@ T = TypeVar("T")
 _READERS = 8  # parts read at once: a store far away answers each in its own time
 
 _PART = re.compile(
-    r"(?P<rank>\d+)-(?P<generation>\d+)-(?P<serial>\d+)-(?P<number>\d+)-(?:(?P<digest>[0-9a-f]{32})\.parquet|failed\.json)"
+    r"(?P<rank>\d+)-(?P<generation>\d+)-(?P<serial>\d+)-(?P<number>\d+)-(?:(?P<digest>[0-9a-f]{32})\.arrow|failed\.json)"
 )
 
 
@@ -89,7 +89,7 @@ def part_metadata(
 def publish(store: Store, attempt: Attempt, table: bytes) -> None:
     """Leave a part, once the packs that it names are durable."""
     failpoint("ranks.part")
-    store.put(f"{_stem(attempt)}-{digest('xxh3-128', table).hex()}.parquet", table)
+    store.put(f"{_stem(attempt)}-{digest('xxh3-128', table).hex()}.arrow", table)
 
 
 def publish_failure(store: Store, attempt: Attempt, reason: str) -> None:
@@ -185,13 +185,13 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
 
 
 def _read(store: Store, part: Listed) -> Any:
-    from ckpt.manifest import read_table
+    from ckpt.table import read_part
 
     where = f"{store.url}/{part.name}"
     data = store.get(part.name)
     if digest("xxh3-128", data).hex() != part.digest:
         raise IntegrityError(f"{where} is damaged: its digest is not that of its name; save the step again")
-    return read_table(data, where)
+    return read_part(data, where)
 
 
 def _require_one(what: str, told: dict[str, int], step: int) -> None:

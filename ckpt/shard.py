@@ -58,8 +58,8 @@ def contiguous_start(box: Box, shape: tuple[int, ...]) -> int | None:
 class Replica(NamedTuple):
     """Which of several equal copies of a shard this rank holds."""
 
-    index: int
-    count: int
+    number: int
+    of: int
     ranks: tuple[int, ...] | None = None
     """The ranks that hold the copies, where known. All of them see the same shards with this value, so that they can
     divide all of those among them as one; where it is unknown they divide each shard by itself."""

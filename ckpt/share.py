@@ -41,7 +41,7 @@ def shares(shards: Sequence[Held | None]) -> list[list[Range] | None]:
     found: list[list[Range] | None] = [None] * len(shards)
     together: dict[tuple[int, ...], list[int]] = {}
     for i, shard in enumerate(shards):
-        if shard is None or shard.replica.count == 1:
+        if shard is None or shard.replica.of == 1:
             continue
         if shard.replica.ranks is not None:
             together.setdefault(shard.replica.ranks, []).append(i)
@@ -62,11 +62,11 @@ def _cut(shards: Sequence[Held | None], members: list[int], found: list[list[Ran
     held = [s for i in members if (s := shards[i]) is not None]
     total = sum(s.nbytes for s in held)
     replica = held[0].replica
-    low = total * replica.index // replica.count
-    high = total * (replica.index + 1) // replica.count
+    low = total * replica.number // replica.of
+    high = total * (replica.number + 1) // replica.of
     at = 0
     for i, shard in zip(members, held, strict=True):
-        unit = _unit(shard, total // replica.count)
+        unit = _unit(shard, total // replica.of)
         first, last = (_rounded(edge - at, shard, unit) for edge in (low, high))
         if (first, last) != (0, shard.nbytes):
             found[i] = _ranges(shard, first, last)
@@ -78,7 +78,7 @@ def _alone(shard: Held) -> list[Range]:
     _, count, _ = shard.replica
     pieces = min(count, max(1, shard.nbytes // UNIT))
     start = zlib.crc32(f"{shard.name} {shard.offset}".encode()) % count if pieces < count else 0
-    mine = (shard.replica.index - start) % count
+    mine = (shard.replica.number - start) % count
     if mine >= pieces:
         return []
     unit = _unit(shard, shard.nbytes // pieces)

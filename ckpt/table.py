@@ -67,6 +67,26 @@ def read_table(data: bytes, where: str) -> Any:
         return _fitting(_open(data).read(columns=list(NAMES), use_threads=False))
 
 
+def write_part(table: Any, metadata: dict[str, str]) -> bytes:
+    """The table as an Arrow IPC stream with `metadata` in its schema: what is read once, by the committer, of ten thousand
+    ranks, and a Parquet file takes 15 times as long to open."""
+    import pyarrow as pa
+
+    plain = table.select(NAMES).cast(no_rows(NAMES).schema).replace_schema_metadata(metadata)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, plain.schema) as stream:
+        stream.write_table(plain)
+    return sink.getvalue()
+
+
+def read_part(data: bytes, where: str) -> Any:
+    """The counterpart of `write_part`; raise IntegrityError where it is none."""
+    import pyarrow as pa
+
+    with _told(where):
+        return _fitting(pa.ipc.open_stream(pa.BufferReader(data)).read_all())
+
+
 def read_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, str]]:
     """The row groups of a Parquet manifest, not yet read, and its metadata; raise IntegrityError where it is none."""
     with _told(where):

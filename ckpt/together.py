@@ -5,6 +5,7 @@ A rank that fell back to an older step alone would train on beside the others, a
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import warnings
@@ -74,7 +75,7 @@ def load_newest_together(
     found: tuple[int, Any] | None = None
     for number in reversed(numbers):
         try:
-            found = number, load(lambda number=number: repo.of_rank(number, group.rank), wish)
+            found = number, load(functools.partial(repo.of_rank, number, group.rank), wish)
             break
         except IntegrityError as error:
             if strict:

@@ -48,6 +48,7 @@ from ckpt.storage.errors import (
     StoreError,
 )
 from ckpt.storage.failpoints import failpoint
+from ckpt.table import write_part
 from ckpt.tree import Flat, encode_tree, flatten
 from ckpt.version import __version__
 
@@ -95,8 +96,6 @@ def take_apart(state: Any, group: Group) -> Flat:
 
 def save(session: Session, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
     """Save a state (or one that was taken apart) as `step`. Returns when committed (`blocking`), else when staged."""
-    if "pyarrow.parquet" not in sys.modules:  # it takes longer to import than many a commit; here it overlaps with writing
-        threading.Thread(target=manifest.warm, name="ckpt-import").start()
     handle = SaveHandle(step)
     attempt = session.claim.begin(step)
     session.began(step)
@@ -167,7 +166,7 @@ def _specs(flat: Flat, held: list[_Held], options: Options, group: Group) -> lis
     found = []
     for name, x, part, shape in held:
         if part is not None:
-            replica = part.replica if part.replica.count > 1 and group.size > 1 else None
+            replica = part.replica if part.replica.of > 1 and group.size > 1 else None
             spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), shape, part.box.offset, replica)
         elif everywhere is not None and name not in flat.own:
             spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), None, (0,) * len(x.shape), everywhere)
@@ -391,6 +390,8 @@ class _Save:
         self._known, self._known_packs = self._session.known_blocks(self._algorithm, self._attempt)
 
     def _write_and_commit(self, stager: threading.Thread) -> None:
+        if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit: let it overlap with writing
+            threading.Thread(target=manifest.warm, name="ckpt-import").start()
         prefix = f"{step_folder(self._step)}/pack/{self._attempt.name}"
         total = sum(round_up(b.nbytes) for b in self._blocks)
         packs: list[PackFile] = []
@@ -483,13 +484,13 @@ class _Save:
 
     # --- committing --------------------------------------------------------------------------------------------
 
-    def _encode(self, extra: dict[str, str]) -> bytes:
+    def _encode(self, write: Callable[[Any, dict[str, str]], bytes], extra: dict[str, str]) -> bytes:
         """The rows of what this rank has written, as a file."""
         blocks = [stored for stored in self._stored if stored is not None]
         assert len(blocks) == len(self._blocks)  # else a writer failed, and the save has ended there
         metadata = {"format": "1", "digest": self._algorithm, "step": str(self._step), **extra}
         with collector_paused():
-            return manifest.encode(self._layout, blocks, metadata)
+            return write(manifest.made_table(self._layout, blocks), metadata)
 
     def _packs_named(self, packs: list[PackFile]) -> dict[str, int]:
         """Lengths of the packs that the rows refer to, those of earlier steps among them."""
@@ -498,7 +499,7 @@ class _Save:
 
     def _commit(self, packs: list[PackFile]) -> Checkpoint:
         """Of a single process: its rows are the manifest."""
-        table = self._encode({})
+        table = self._encode(manifest.write_table, {})
         raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
         if self._sharded:  # some boxes only: they must make whole arrays all the same
             _, raw_bytes = parts.require_whole(table, self._store.url)
@@ -510,7 +511,7 @@ class _Save:
         repo, claim, attempt, timeout = self._session.repo, self._session.claim, self._attempt, self._options.timeout
         written = sum(p.nbytes for p in packs)
         extra = parts.part_metadata(self._tree, self._packs_named(packs), written, claim, self._copies)
-        data = self._encode(extra)
+        data = self._encode(write_part, extra)
         parts.publish(self._store, attempt, data)
         if claim.rank:
             self._told = True

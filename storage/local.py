@@ -194,7 +194,7 @@ class LocalStore(Store):
         for base, _, files in os.walk(self._folder(prefix), topdown=False):
             for name in files:
                 if name.startswith(".") and name.endswith(_SUFFIX):
-                    with suppress(FileNotFoundError), _told("deleting", os.path.join(base, name)):
+                    with suppress(NotFound), _told("deleting", os.path.join(base, name)):
                         os.unlink(os.path.join(base, name))
             self._remove_empty(base)
 
@@ -365,6 +365,9 @@ class _LocalReader(Reader):
     def __init__(self, path: str) -> None:
         self._path = path
         self._fd = _open_to_read(path)
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # twice the read-ahead: packs are mostly read in order
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, position: int, buffer: memoryview) -> int:
         done = 0

@@ -538,7 +538,7 @@ def test_parts_of_an_earlier_generation_are_not_taken(tmp_path: Path) -> None:
         set_failpoints("")
     assert isinstance(first[0], ckpt.StoreError)
     keep = list((tmp_path / "steps/0/part").glob("1-*"))
-    part = tmp_path / "steps/0/part" / "1-1-0-0-0123456789abcdef0123456789abcdef.parquet"
+    part = tmp_path / "steps/0/part" / "1-1-0-0-0123456789abcdef0123456789abcdef.arrow"
     part.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(keep[0].read_bytes() if keep else b"x")
     groups = ThreadGroup.make(2)

@@ -8,7 +8,9 @@ rank several runs of one axis, and so several boxes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -66,6 +68,37 @@ def _attributes(value: Any) -> dict[str, Any]:
     if value.requires_grad and value.is_leaf:
         found["requires_grad"] = True
     return found
+
+
+def copies(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:
+    """The ranks that hold copies of this rank's shard of a DTensor, where its mesh is not all there is to know.
+
+    holders: the ranks that have the tensor. Beyond those of its mesh they have it on meshes beside that one, made by the
+    same cut of one larger mesh: under FSDP2 with tensor parallelism, of a parameter that the latter leaves alone. None where
+    its mesh has all the holders, or where no larger mesh is known that does.
+    """
+    mesh = value.device_mesh
+    own = set(mesh.mesh.reshape(-1).tolist())
+    root = _root(mesh)
+    if mesh.get_coordinate() is None or root is None or own.issuperset(holders):
+        return None
+    coordinates = {int(root.mesh[at]): at for at in itertools.product(*map(range, root.mesh.shape))}
+    if not own.issubset(coordinates) or not coordinates.keys() >= set(holders):
+        return None
+    varied = [axis for axis in range(root.mesh.ndim) if len({coordinates[rank][axis] for rank in own}) > 1]
+    if len(own) != math.prod(root.mesh.shape[axis] for axis in varied):
+        return None  # no cut along axes
+    here = _replica(mesh, tuple(mesh.get_coordinate()), tuple(value.placements)).ranks or ()
+    places = {tuple(coordinates[rank][axis] for axis in varied) for rank in here}
+    return tuple(sorted(r for r in holders if tuple(coordinates[r][axis] for axis in varied) in places))
+
+
+def _root(mesh: Any) -> Any:
+    """The mesh that this one was cut from, by the names that releases of torch have for it."""
+    if callable(find := getattr(mesh, "_get_root_mesh", None)):
+        return find()
+    resources = getattr(sys.modules["torch.distributed.device_mesh"], "_mesh_resources", None)
+    return None if resources is None else resources.get_root_mesh(mesh)
 
 
 Cut = tuple[int, int] | None

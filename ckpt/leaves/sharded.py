@@ -38,7 +38,7 @@ class Shard:
         self.global_shape = _numbers(global_shape, "global_shape")
         self.flat = None if flat is None else operator.index(flat)
         self.replica = Replica(*replica)
-        if not 0 <= self.replica.index < self.replica.count:
+        if not 0 <= self.replica.number < self.replica.of:
             raise InvalidArgument(f"Shard: replica={tuple(replica)[:2]}: use (i, n) with 0 <= i < n")
         self._several = flat is None and isinstance(local, (list, tuple))
         self.offset: list[tuple[int, ...]] = []
