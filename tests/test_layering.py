@@ -17,6 +17,9 @@ FRAMEWORK_FILES = {
     "ckpt/leaves/torch.py": "torch",
     "ckpt/leaves/dtensor.py": "torch",
     "ckpt/leaves/jax.py": "jax",
+    "ckpt/adapters/torch.py": "torch",
+    "ckpt/adapters/dcp.py": "torch",
+    "ckpt/adapters/jax.py": "jax",
 }
 """Imported only where the framework is there already."""
 

@@ -1,0 +1,344 @@
+"""Four processes save one sharded state and other numbers of processes load it: this project beside torch DCP, in one run.
+
+    python benchmarks/ranks.py                 2 GiB over 4 ranks: table, benchmarks/out/ranks.json, docs/ranks.png
+    python benchmarks/ranks.py --draw FILE     the table and the picture of an earlier run
+
+Every leaf is a DTensor cut by rows; "replicated" keeps all of it on every rank, as data parallelism does. The processes have
+imported what they use before the clock starts; it stops when the slowest rank is done and every file is fsynced. The first
+save of a process also makes its buffers ready, so that it stands apart from the later ones. Loads are cold and into other
+processes, and what they load is compared with what was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+PEERS = {"ckpt": "ckpt", "dcp": "torch DCP"}
+MORE = (3, 2, 1)
+"""Numbers of ranks that load what four have saved."""
+
+Result = dict[str, Any]
+
+
+# --- one rank --------------------------------------------------------------------------------------------------
+
+
+def state_of(gib: float, kind: str, fill: bool) -> dict[str, Any]:
+    """This rank's part of the state of states.py."""
+    import states
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = states.gpt(gib)
+    if kind == "replicated":
+        return whole if fill else {name: torch.zeros_like(value) for name, value in whole.items()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {}
+    for name, value in whole.items():
+        cut = value.shape[0] >= mesh.size()
+        local = value.chunk(mesh.size())[mesh.get_local_rank()] if cut else value
+        local = local.clone() if fill else torch.zeros_like(local)
+        place = [Shard(0)] if cut else [Replicate()]
+        found[name] = DTensor.from_local(local, mesh, place, run_check=False, shape=value.shape, stride=value.stride())
+    return found
+
+
+def local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def rank(args: argparse.Namespace) -> Result:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from probes import fsync_files
+
+    import ckpt
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+
+    def timed(work: Any) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        work()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def slowest(seconds: float) -> float:
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
+
+    found: Result = {}
+    if args.task == "save":
+        state = state_of(args.gib, args.kind, True)
+        times = []
+        for number in range(args.repeat + 1):
+            place = args.data / str(number)
+
+            def save(place: Path = place) -> None:
+                if args.peer == "ckpt":
+                    ckpt.save(state, place, 1)
+                else:
+                    dcp.save(state, checkpoint_id=place)
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    fsync_files(place)
+
+            os.sync()
+            times.append(timed(save))
+            found["stored"] = sum(f.stat().st_size for f in place.rglob("*") if f.is_file())
+            dist.barrier()
+            if dist.get_rank() == 0 and number < args.repeat:
+                shutil.rmtree(place)
+            dist.barrier()
+        found |= {"first": times[0], "again": times[1:]}
+    elif args.task == "stall":
+        state = state_of(args.gib, args.kind, True)
+        found |= {"stall": [], "copy": []}
+        with ckpt.Checkpointer(args.data / "stall", every=None, keep=1) as saver:
+            targets = [local(v).clone() for v in state.values()]
+            for number in range(args.repeat + 1):
+                copy = timed(lambda: [t.copy_(local(v)) for t, v in zip(targets, state.values(), strict=True)])
+                dist.barrier()
+                began = time.perf_counter()
+                handle = saver.save(number, state)
+                stall = slowest(time.perf_counter() - began)
+                handle.result()
+                if number:
+                    found["stall"].append(stall)
+                    found["copy"].append(copy)
+    else:
+        like = state_of(args.gib, args.kind, False)
+        place = args.data / str(args.repeat)
+
+        def load() -> None:
+            if args.peer == "ckpt":
+                ckpt.load(place, like)
+            else:
+                dcp.load(like, checkpoint_id=place)
+
+        found["load"] = timed(load)
+        for name, value in state_of(args.gib, args.kind, True).items():
+            if not torch.equal(local(value), local(like[name])):
+                raise AssertionError(f"{name} was loaded with other values than were saved")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        args.result.write_text(json.dumps(found))
+    dist.destroy_process_group()
+    return found
+
+
+# --- the limit: as many processes that only write --------------------------------------------------------------
+
+
+def raw_writes(folder: Path, nbytes: int, processes: int) -> float:
+    """Seconds in which so many processes write their share with O_DIRECT, four threads each, and make it durable."""
+    command = [sys.executable, __file__, "--raw", str(nbytes // processes), "--data"]
+    children = [
+        subprocess.Popen([*command, str(folder / f"raw-{i}")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for i in range(processes)
+    ]
+    for child in children:
+        assert child.stdout is not None
+        child.stdout.readline()
+    os.sync()
+    began = time.perf_counter()
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    for child in children:
+        if child.wait():
+            raise RuntimeError("a raw writer failed")
+    taken = time.perf_counter() - began
+    for i in range(processes):
+        (folder / f"raw-{i}").unlink()
+    return taken
+
+
+def raw_writer(file: Path, nbytes: int) -> None:
+    import mmap
+
+    block, threads = 8 << 20, 4
+    buffer = mmap.mmap(-1, block)
+    buffer.write(np.random.default_rng(0).bytes(block))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    os.posix_fallocate(descriptor, 0, nbytes)
+
+    def write(first: int) -> None:
+        for offset in range(first * block, nbytes // block * block, threads * block):
+            os.pwrite(descriptor, buffer, offset)
+
+    workers = [threading.Thread(target=write, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    os.fdatasync(descriptor)
+    os.close(descriptor)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------
+
+
+def launch(args: argparse.Namespace, ranks: int, task: str, peer: str, kind: str, data: Path) -> Result:
+    result = data.parent / "result.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
+        "--task", task, "--peer", peer, "--kind", kind, "--gib", str(args.gib), "--repeat", str(args.repeat),
+        "--data", str(data), "--result", str(result),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"{peer} {kind} {task}: {done.stderr[-2000:]}")
+    found: Result = json.loads(result.read_text())
+    return found
+
+
+def run(args: argparse.Namespace, folder: Path) -> Result:
+    import limits
+    import states
+    from probes import drop_cache
+
+    unique = states.nbytes(states.gpt(args.gib))
+    results: Result = {"unique": unique, "ranks": args.ranks, "rows": []}
+    limit: dict[str, list[float]] = {}
+
+    def record(name: str, moved: int, task: Any, before: Any = lambda: None) -> None:
+        limit.setdefault(name, []).extend(moved / 1e9 / limits.seconds(task, before) for _ in range(args.repeat))
+
+    def measure_limits() -> None:
+        source = np.frombuffer(np.random.default_rng(0).bytes(limits.UNIT) * max(1, unique // limits.UNIT), np.uint8)
+        limits.write_limits(record, source, folder / "limit.bin")
+        limits.read_limits(record, source.nbytes, folder / "limit.bin")
+        (folder / "limit.bin").unlink()
+        name = f"disk write O_DIRECT, {args.ranks} processes"
+        limit.setdefault(name, []).extend(unique / 1e9 / raw_writes(folder, unique, args.ranks) for _ in range(args.repeat))
+
+    measure_limits()
+    for kind in ("sharded", "replicated"):
+        for peer in PEERS:
+            data = folder / f"{peer}-{kind}"
+            data.mkdir()
+            row: Result = {"peer": peer, "kind": kind, **launch(args, args.ranks, "save", peer, kind, data)}
+            if peer == "ckpt":
+                row |= launch(args, args.ranks, "stall", peer, kind, data)
+            for ranks in (args.ranks, *MORE):
+                seconds = []
+                for _ in range(args.repeat):
+                    drop_cache(data)
+                    seconds.append(launch(args, ranks, "load", peer, kind, data)["load"])
+                row[f"load {ranks}"] = seconds
+            shutil.rmtree(data)
+            results["rows"].append(row)
+            print(f"{peer} {kind} measured", file=sys.stderr)
+        if kind == "sharded":
+            measure_limits()
+    results["limits"] = limit
+    return results
+
+
+def show(results: Result) -> None:
+    unique, ranks = results["unique"] / 1e9, results["ranks"]
+    console = Console(width=130)
+    for name, samples in results["limits"].items():
+        console.print(f"{name:42} {median(samples):6.2f} GB/s  ({min(samples):.2f} – {max(samples):.2f})")
+    table = Table(box=SIMPLE_HEAD, title=f"{unique:.2f} GB, GB/s of unique bytes", title_justify="left")
+    loads = [f"load {n}" for n in (ranks, *MORE)]
+    for column in ("", "first save", "later saves", "stored", "stall / copy ms", *loads):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for row in results["rows"]:
+        stall = f"{median(row['stall']) * 1e3:.0f} / {median(row['copy']) * 1e3:.0f}" if "stall" in row else ""
+        table.add_row(
+            f"{PEERS[row['peer']]}, {row['kind']}", f"{unique / row['first']:.2f}", f"{unique / median(row['again']):.2f}",
+            f"{row['stored'] / results['unique']:.2f}", stall,
+            *(f"{unique / median(row[load]):.2f}" for load in loads),
+        )  # fmt: skip
+    console.print(table)
+
+
+def draw(results: Result, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    unique, ranks = results["unique"] / 1e9, results["ranks"]
+    figures = ["first", "again", *(f"load {n}" for n in (ranks, *MORE))]
+    titles = ["first save", "later saves", *(f"load into {n}" for n in (ranks, *MORE))]
+    colours = {"ckpt": "#0b7285", "dcp": "#c4c9cf"}
+    fig, axes = plt.subplots(2, 1, figsize=(9, 7), layout="constrained", sharey=True)
+    write = median(results["limits"][f"disk write O_DIRECT, {ranks} processes"])
+    for ax, kind in zip(axes, ("sharded", "replicated"), strict=True):
+        for i, peer in enumerate(PEERS):
+            row = next(r for r in results["rows"] if (r["peer"], r["kind"]) == (peer, kind))
+            rates = [unique / (row[f] if isinstance(row[f], float) else median(row[f])) for f in figures]
+            bars = ax.bar(np.arange(len(figures)) + 0.4 * i - 0.2, rates, 0.38, color=colours[peer], label=PEERS[peer])
+            ax.bar_label(bars, [f"{r:.2f}" for r in rates], fontsize=9, padding=2)
+        ax.plot([-0.45, 1.45], [write, write], linestyle=(0, (4, 3)), color="#c92a2a", linewidth=1.2)
+        ax.annotate(f"{ranks} processes that only write", (-0.45, write), (0, 3), textcoords="offset points", fontsize=8,
+                    color="#c92a2a")  # fmt: skip
+        ax.set_xticks(range(len(figures)), titles)
+        ax.set_title(f"{kind.capitalize()} state of {unique:.2f} GB on {ranks} ranks, GB/s", loc="left", weight="bold")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    fig.savefig(file, dpi=140)
+    plt.close(fig)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--data", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--out", type=Path, default=HERE / "out")
+    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "ranks.png")
+    parser.add_argument("--draw", type=Path, metavar="JSON")
+    for name in ("--task", "--peer", "--kind"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--raw", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.raw:
+        raw_writer(args.data, args.raw)
+        return
+    if args.task:
+        rank(args)
+        return
+    if args.draw:
+        results = json.loads(args.draw.read_text())
+    else:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="ckpt-ranks-", dir=args.data or args.out) as folder:
+            results = run(args, Path(folder))
+        (args.out / "ranks.json").write_text(json.dumps(results, indent=1) + "\n")
+    show(results)
+    draw(results, args.picture)
+
+
+if __name__ == "__main__":
+    main()
