@@ -265,7 +265,7 @@ def show(results: Result) -> None:
     unique, ranks = results["unique"] / 1e9, results["ranks"]
     console = Console(width=130)
     for name, samples in results["limits"].items():
-        console.print(f"{name:42} {median(samples):6.2f} GB/s  ({min(samples):.2f} – {max(samples):.2f})")
+        console.print(f"{name:42} {median(samples):6.2f} GB/s  ({min(samples):.2f} - {max(samples):.2f})")
     table = Table(box=SIMPLE_HEAD, title=f"{unique:.2f} GB, GB/s of unique bytes", title_justify="left")
     loads = [f"load {n}" for n in (ranks, *MORE)]
     for column in ("", "first save", "later saves", "stored", "stall / copy ms", *loads):

@@ -64,7 +64,7 @@ def save(
     keep: delete all but the newest so many steps (or see `ckpt.Keep`) after the commit.
     memory: staging memory in bytes. A state larger than that is staged in pieces, as fast as it can be written.
     overwrite: replace the step if it is there.
-    group: the ranks that save this state together: an mpi4py communicator, a torch process group, a `ckpt.Group`; None for
+    group: the ranks that save this state together: an mpi4py communicator, a torch process group, a `ckpt.groups.Group`; None for
         this process alone. "auto" takes what is initialised (torch.distributed, jax.distributed, MPI), else what the
         environment says (RANK and WORLD_SIZE …). Every rank of the group must call.
     timeout: seconds that a step waits for the slowest rank.
