@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.read import Target
-from ckpt.select import entries, suggest
+from ckpt.select import entries, select, suggest
 from ckpt.stateful import Stateful, as_stateful
 from ckpt.storage.errors import CkptError, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild
@@ -264,9 +264,17 @@ class Filler:
         return None if target is leaf else _once(target)
 
     def _object(self, like: Any, stateful: Stateful, node: Node, path: str) -> Finish:
-        """Into an object: what its state already holds is filled in place, the rest is new, and the object takes all."""
+        """Into an object: what its state already holds is filled in place, the rest is new, and the object takes all.
+
+        One with `state_dict_like(saved, everything)` gives the state to fill itself: it may be a part of what was saved, of
+        which it gets an outline.
+        """
         state = node["object"] if isinstance(node, dict) and "object" in node else node
-        finish = self._merge(stateful.get(), state, path)
+        if callable(shape := getattr(like, "state_dict_like", None)):
+            target = shape(self._outline(state, path), self._wanted is None)
+            finish = self._dict(target, state, path) or (lambda: target)
+        else:
+            finish = self._merge(stateful.get(), state, path)
 
         def load() -> Any:
             try:
@@ -277,6 +285,12 @@ class Filler:
             return like
 
         return load
+
+    def _outline(self, node: Node, path: str) -> Any:
+        """What was saved there and is to be loaded, with a `Saved` for each array."""
+        if self._wanted is not None:
+            node = select(node, lambda name: self._keeps(join(path, name)))
+        return rebuild(node, lambda array: lambda: self._lookup(array["array"], path))()
 
     def _merge(self, current: Any, node: Node, path: str) -> Finish:
         """Like `fill`, but shaped by the checkpoint: a fresh optimizer has no moments yet, and gets them."""

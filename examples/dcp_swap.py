@@ -32,6 +32,7 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
+    background = dist.new_group(backend="gloo")  # async_save talks while the training does: not in the same group
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(args.width, args.layers, context=32)
@@ -43,7 +44,7 @@ def main() -> None:
     if (Path(args.folder) / "steps").exists():
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state, "next": 0, "cursor": 0}
-        dcp.load(state, storage_reader=Reader(args.folder))  # was: FileSystemReader(newest_folder(args.folder))
+        dcp.load(state, storage_reader=Reader(args.folder))  # was: FileSystemReader(newest(args.folder))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         start, data.cursor = state["next"], state["cursor"]
 
@@ -60,7 +61,8 @@ def main() -> None:
                 saving.result()
             model_state, optimizer_state = get_state_dict(model, optimizer)
             state = {"model": model_state, "optimizer": optimizer_state, "next": step + 1, "cursor": data.cursor}
-            saving = dcp.async_save(state, storage_writer=Writer(args.folder, step=step, keep=2))  # was: FileSystemWriter(…)
+            writer = Writer(args.folder, step=step, keep=2)  # was: FileSystemWriter(f"{args.folder}/step-{step}")
+            saving = dcp.async_save(state, storage_writer=writer, process_group=background)
     if saving is not None:
         saving.result()
     dist.destroy_process_group()

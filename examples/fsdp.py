@@ -23,7 +23,7 @@ from ckpt.adapters.torch import ModelState  # ckpt
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="where the checkpoints go: a folder, s3://…")
-    parser.add_argument("--log", help="append the loss of each step to this file, as lines of JSON")
+    parser.add_argument("--losses", help="append the loss of each step to this file, as lines of JSON")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=30, help="steps from one checkpoint to the next")
     parser.add_argument("--width", type=int, default=192)
@@ -58,7 +58,7 @@ def main() -> None:
         dist.all_reduce(total)
         return total.item() / size
 
-    log = open(args.log, "a", buffering=1) if args.log and rank == 0 else None
+    log = open(args.losses, "a", buffering=1) if args.losses and rank == 0 else None
 
     def report(step: int, loss: float) -> None:
         if log is not None:

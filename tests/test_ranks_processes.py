@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import SOAK, TESTS, fast_folder
 
@@ -151,3 +152,44 @@ def test_a_killed_job_s_ranks_do_not_add_to_the_next(tmp_path: Path) -> None:
     for number in ckpt.open(tmp_path).steps():
         ckpt.open(tmp_path)[number].verify()
     assert {c.commit.generation for c in ckpt.open(tmp_path)} <= {1, 2}
+
+
+MEMORY = """
+import resource, sys
+import numpy as np
+import ckpt
+from ckpt.groups.threads import ThreadGroup
+from test_ranks import Remote, all_well, on_ranks
+import ckpt.sharing
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+ckpt.sharing.LocalStore = Remote
+ranks = int(sys.argv[2])
+targets = [np.ones((16384, 8192 // ranks), np.float32) for _ in range(ranks)]
+before = peak()
+
+def load(group):
+    mine = targets[group.rank]
+    like = {"w": ckpt.Shard(mine, (16384, 8192), (0, mine.shape[1] * group.rank))}
+    ckpt.load(sys.argv[1], like, group=group)
+    assert (mine == 7).all()
+
+all_well(on_ranks(ranks, load))
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_needs_little_beside_its_shard(tmp_path: Path, ranks: int) -> None:
+    """Columns of 512 MiB that were saved by rows, alone and with shared reads: 256 MiB more than the shards, at most."""
+    whole = np.full((16384, 8192), 7, np.float32)
+    ckpt.save({"w": whole}, tmp_path / "run", 0, codec="none")
+    del whole
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "run"), str(ranks)],
+        env=clean(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) <= ranks * 256 << 20

@@ -10,9 +10,11 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +43,23 @@ pytestmark = [
 
 def environment(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)}
-    return kept | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | more
+    return kept | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | more
 
 
 def torchrun(size: int, program: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(program)]
-    return subprocess.run(
-        [*command, *arguments], env=environment(**more), capture_output=True, text=True, timeout=180, check=False
+    """How the ranks ended. None of them outlives the call."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    command = [*launcher, str(program), *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=environment(**more), stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def check(size: int, root: Path, *checks: str) -> None:
@@ -251,7 +262,7 @@ def test_dcp_is_told_what_is_wrong(tmp_path: Path) -> None:
 
 def test_the_fsdp_example_goes_on_after_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    arguments = [str(tmp_path / "run"), "--log", str(log), "--steps=7", "--every=2", "--context=16", "--batch=4", *SMALL]
+    arguments = [str(tmp_path / "run"), "--losses", str(log), "--steps=7", "--every=2", "--context=16", "--batch=4", *SMALL]
     killed = torchrun(2, EXAMPLES / "fsdp.py", *arguments, CKPT_FAILPOINTS="save.commit=kill@2")
     assert killed.returncode != 0
     first = [json.loads(line) for line in log.read_text().splitlines()]

@@ -1,0 +1,1 @@
+"""Interfaces of other libraries, one a file: import the one you need, as in `from ckpt.adapters.torch import ModelState`."""
