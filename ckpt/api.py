@@ -25,7 +25,7 @@ from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
-from ckpt.together import Wish, load_newest_together, together
+from ckpt.together import Wish, find_together, load_newest_together, together
 from ckpt.write import Options, take_apart
 from ckpt.write import save as run_save
 
@@ -64,7 +64,7 @@ def save(
     keep: delete all but the newest so many steps (or see `ckpt.Keep`) after the commit.
     memory: staging memory in bytes. A state larger than that is staged in pieces, as fast as it can be written.
     overwrite: replace the step if it is there.
-    group: the ranks that save this state together: an mpi4py communicator, a torch process group, a `ckpt.groups.Group`; None for
+    group: the ranks that save this state together: an mpi4py communicator, a torch process group, `ckpt.groups.Group`; None for
         this process alone. "auto" takes what is initialised (torch.distributed, jax.distributed, MPI), else what the
         environment says (RANK and WORLD_SIZE …). Every rank of the group must call.
     timeout: seconds that a step waits for the slowest rank.
@@ -81,8 +81,7 @@ def save(
     ready = take_apart(state, ranks) if ranks.size == 1 else state
     session = sessions.enter(repo, ranks)
     try:
-        session.raise_failed()
-        handle = run_save(session, ready, session.next_step() if number is None else number, options, blocking)
+        handle = run_save(session, ready, number, options, blocking)
     except BaseException:
         sessions.leave(session, keep=True)
         raise
@@ -131,7 +130,7 @@ def load_step(repo: Repository, step: int, wish: Wish) -> Any:
     """Load a step that was named."""
     if wish.group.size > 1:
         wish.group.meet_at(repo.store)
-    return load_checkpoint(lambda: repo.of_rank(step, wish.group.rank), wish)
+    return load_checkpoint(functools.partial(find_together, repo, step, wish.group), wish)
 
 
 def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] | None:
@@ -139,9 +138,9 @@ def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] |
 
     Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
     """
-    repo.check()
     if wish.group.size > 1:
         return load_newest_together(repo, strict, wish, load_checkpoint)
+    repo.check()
     damage: dict[int, IntegrityError] = {}
     gone: list[int] = []  # never committed, or deleted since they were listed
     found: tuple[int, Any] | None = None
@@ -179,7 +178,8 @@ def _newer(repo: Repository, than: int, known: Container[int]) -> bool:
 def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
     """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise."""
     group = wish.group
-    checkpoint, order, finish = together(group, lambda: _prepare(find(), wish))
+    checkpoint = find()  # which all ranks do together
+    order, finish = together(group, lambda: _prepare(checkpoint, wish))
     algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
     packs = [file.name for file in checkpoint.commit.packs]
     together(
@@ -189,7 +189,7 @@ def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
     return together(group, finish)
 
 
-def _prepare(checkpoint: Checkpoint, wish: Wish) -> tuple[Checkpoint, list[Wanted], Finish]:
+def _prepare(checkpoint: Checkpoint, wish: Wish) -> tuple[list[Wanted], Finish]:
     """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
     like, only = wish.like, wish.only
     if only is None and wish.group.size == 1:  # else this rank may need only a part
@@ -205,7 +205,7 @@ def _prepare(checkpoint: Checkpoint, wish: Wish) -> tuple[Checkpoint, list[Wante
             finish = filler.rebuild(tree if wanted is None else select(tree, wanted))
         else:
             finish = filler.fill(like, tree) or (lambda: like)
-    return checkpoint, wanted_blocks(checkpoint.manifest(), filler.reading(), checkpoint.where), finish
+    return wanted_blocks(checkpoint.manifest(), filler.reading(), checkpoint.where), finish
 
 
 def open(url: Url) -> Repository:

@@ -26,7 +26,7 @@ from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.storage.errors import CkptError, InvalidArgument
 from ckpt.together import Wish
-from ckpt.write import Options, give_up, staging_bytes
+from ckpt.write import Options, leave_out, staging_bytes
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
@@ -105,6 +105,7 @@ class Checkpointer:
         unless `strict` or named.
         """
         session = self._open()
+        session.wait()  # a save under way may delete what is read here
         wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads)
         if step is not None:
             return load_step(session.repo, check_step(step), wish), step + 1
@@ -118,8 +119,9 @@ class Checkpointer:
 
         A loss that is not finite stops this save: what diverged is not worth keeping.
         """
-        self._open().raise_failed()
-        if not self._is_due(step):
+        due = self._is_due(step)
+        if not due:
+            self._open().raise_failed()  # else the save does it, and tells the other ranks
             self._prepare(state)
             return None
         if loss is not None and not math.isfinite(float(loss)):
@@ -132,12 +134,13 @@ class Checkpointer:
         """This rank does not save a step that the others may save: they need not wait for it."""
         session = self._open()
         if session.group.size > 1:
-            give_up(session, session.claim.begin(check_step(step)), CkptError(why))
+            leave_out(session, check_step(step), CkptError(why))
+        if self._schedule is not None:
+            self._schedule.left_out(step)
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
         """Save now. Replaces the step if it is there: after a roll-back the loop comes by again."""
         session = self._open()
-        session.raise_failed()
         began = time.monotonic()
         self._lazy_memory = self._attached_memory()
         handle = run_save(session, state, check_step(step), self._options, blocking)

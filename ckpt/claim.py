@@ -96,6 +96,11 @@ class Attempt:
     """Tries of this step by this rank in this generation before. Equal on all ranks, whatever else failed on one of them:
     by it the committer tells what belongs together."""
 
+    @property
+    def serial(self) -> tuple[int, int]:
+        """Grows with each attempt of this rank."""
+        return self.generation, int(self.name.rpartition("-")[2])
+
 
 class Claim:
     """The right to write to a repository, until `release`. Rank 0 of a group holds it, for all of them."""
@@ -106,14 +111,15 @@ class Claim:
         self.rank = rank
         self.size = size
         self._serial = 0
-        self._tries: dict[int, int] = {}
+        self._tries: dict[tuple[int, bool], int] = {}
         self._lock = threading.Lock()
         self._active: dict[str, frozenset[str]] = {}
 
-    def begin(self, step: int) -> Attempt:
-        """Begin to save a step: no sweep touches the files of the attempt until `end`."""
+    def begin(self, step: int, size: int = 1) -> Attempt:
+        """Begin to save a step by a group of `size`: no sweep touches the files of the attempt until `end`."""
         with self._lock:
-            number = self._tries[step] = self._tries.get(step, -1) + 1
+            key = step, size > 1  # apart: rank 0 may save for itself as well
+            number = self._tries[key] = self._tries.get(key, -1) + 1
             name = f"{self.rank}-{self.generation}-{self._serial}"
             self._serial += 1
             self._active[name] = frozenset()
@@ -153,8 +159,15 @@ class Claim:
 
     def lost(self) -> RanksMissing | None:
         """What tells a rank that rank 0, which holds the claim, is dead; None where it lives or can't be seen from here."""
-        owner = _owner(self.repo, self.generation)
-        if owner is None or alive(owner, this_process()) is not False:
+        name = _name(self.generation)
+        try:
+            body = records.decode("generation", self.repo.store.get(name), name)
+            if body["owner"] is None:
+                return RanksMissing(f"rank 0 of {self.size} has ended its saves: no step can be committed any more")
+            owner = Owner(**body["owner"])
+        except (CkptError, KeyError, TypeError):
+            return None
+        if alive(owner, this_process()) is not False:
             return None
         return RanksMissing(f"rank 0 of {self.size} (process {owner.pid} on {owner.host}) is dead: no step can be committed")
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, NotFound, RanksMissing, StepRefused
 from ckpt.storage.failpoints import failpoint
 from ckpt.tree import Node
-from ckpt.trees import merge_trees
+from ckpt.trees import merge_trees, settle
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -156,8 +156,7 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     from ckpt.merge import merge
 
     failpoint("ranks.merge")
-    with ThreadPoolExecutor(min(_READERS, len(listed)), "ckpt-parts") as pool:
-        tables: list[pa.Table] = list(pool.map(lambda part: _read(repo.store, part), listed))
+    tables = _read_all(repo.store, listed)
     told: dict[str, tuple[list[int], Node]] = {}
     packs: dict[str, int] = {}
     written = 0
@@ -180,8 +179,41 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     _require_one("digests by", algorithms, step)
     _require_one("counts its group as", sizes, step)
     table = merge([(part.rank, table.replace_schema_metadata(None)) for part, table in zip(listed, tables, strict=True)])
-    tree = merge_trees(list(told.values()))
+    tree = settle(merge_trees(list(told.values())), set(table["leaf"].unique().to_pylist()), step)
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
+
+
+def _read_all(store: Store, listed: Sequence[Listed]) -> list[Any]:
+    """The tables of the parts, read by several threads.
+
+    Not by a pool of concurrent.futures: it takes no work once the program has come to its end, where this save may still be
+    under way.
+    """
+    found: list[Any] = [None] * len(listed)
+    errors: list[BaseException] = []
+    numbers = iter(range(len(listed)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                i = next(numbers, None)
+            if i is None:
+                return
+            try:
+                found[i] = _read(store, listed[i])
+            except BaseException as error:
+                errors.append(error)
+
+    readers = [threading.Thread(target=work, name="ckpt-parts") for _ in range(min(_READERS, len(listed)) - 1)]
+    for reader in readers:
+        reader.start()
+    work()
+    for reader in readers:
+        reader.join()
+    if errors:
+        raise errors[0]
+    return found
 
 
 def _read(store: Store, part: Listed) -> Any:
@@ -209,12 +241,14 @@ def totals(table: pa.Table) -> tuple[int, int]:
     return len(table["leaf"].unique()), pc.sum(table["nbytes"]).as_py() or 0
 
 
-def require_whole(data: bytes, where: str) -> tuple[int, int]:
-    """`totals` of the manifest of a single process; raise StepRefused where its shards do not make whole leaves."""
+def require_whole(data: bytes, tree: Node, step: int, where: str) -> int:
+    """The bytes of the leaves of a single process; raise StepRefused where its shards do not make whole leaves."""
     from ckpt.manifest import read_table
     from ckpt.merge import merge
 
-    return totals(merge([(0, read_table(data, where))]))
+    table = merge([(0, read_table(data, where))])
+    settle(tree, set(table["leaf"].unique().to_pylist()), step)
+    return totals(table)[1]
 
 
 def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
@@ -236,6 +270,7 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
     """
 
     def answer() -> CommitRecord | None:
+        said = list(_listed(repo.store, attempt))  # before the record: rank 0 gives up only what it has not committed
         name = commit_name(attempt.step)
         try:
             commit = records.decode_commit(repo.store.get(name), f"{repo.url}/{name}")
@@ -243,7 +278,7 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
                 return commit
         except (NotFound, IntegrityError):
             pass
-        for part in _listed(repo.store, attempt):
+        for part in said:
             if part.rank == 0 and part.digest is None:
                 raise StepRefused(_reason(repo.store, part.name))
         return None

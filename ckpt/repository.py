@@ -68,7 +68,7 @@ class Repository:
         """Make the repository if it is not there; refuse a folder that holds something else."""
         if self._is_marked():
             return
-        foreign = next(iter(self.store.list()), None)
+        foreign = next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
         if foreign is not None and not self.store.exists(MARKER):  # else another process was faster
             raise FormatError(
                 f"{self.url} holds other files (such as {foreign.name}) and is not a checkpoint repository; "

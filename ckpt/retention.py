@@ -123,6 +123,8 @@ def _is_left_over(
     ours = _OURS.fullmatch(name)
     if ours is None or int(ours["generation"]) > claim.generation or ours["attempt"] in active:
         return False
+    if name.endswith("-failed.json") and int(ours["generation"]) == claim.generation:
+        return False  # a slow rank may not have read it yet; the next generation takes it
     if int(ours["generation"]) == claim.generation and int(ours["rank"]) != claim.rank and name not in retired:
         return False
     return int(name.split("/")[1]) not in damaged

@@ -62,6 +62,10 @@ class Schedule:
         """A save of this step has begun."""
         self._last, self._saving, self._due = step, handle, None
 
+    def left_out(self, step: int) -> None:
+        """This rank did not save a step that was due."""
+        self._last, self._saving, self._due = step, None, step + self._gap
+
     def propose(self) -> int:
         """For rank 0, when it commits."""
         passed = max(1, self._steps - 1)
@@ -71,6 +75,9 @@ class Schedule:
         self._saving = None
         named = None if handle.unseen() or handle.failed() else handle.result().commit.next_save
         assert self._last is not None
-        # After a save that failed on all ranks they go on by the gap that all of them know.
-        self._due = named if named is not None else max(self._now + 1, self._last + self._gap)
-        self._gap = max(1, self._due - self._last)
+        if named is not None:
+            self._due, self._gap = named, max(1, named - self._last)
+            return
+        # After a save that failed they go on by the gap that all of them know, whenever each of them learns of it.
+        behind = max(0, self._now + LEAD_STEPS - self._last)
+        self._due = self._last + self._gap * (behind // self._gap + 1)

@@ -7,7 +7,6 @@ when their session begins: rank 0 takes the claim and tells the others its gener
 from __future__ import annotations
 
 import atexit
-import collections
 import json
 import logging
 import os
@@ -47,14 +46,14 @@ KnownBlocks = dict[tuple[bytes, int], KnownBlock]
 class Session:
     """Shared by all that save to one repository from this process."""
 
-    def __init__(self, repo: Repository, group: Group) -> None:
+    def __init__(self, repo: Repository, group: Group, shared: Claim | None = None) -> None:
         self.repo = repo
         self.group = group
         self.holders = 0
         self._next_step: int | None = None  # agreed by a group, whose ranks see commits at different moments
         if group.size == 1:
             repo.ensure()
-            self.claim = claim(repo)
+            self.claim = shared or claim(repo)
         else:
             self.claim, self._next_step = _meet(repo, group)
         self._lock = threading.Lock()
@@ -62,7 +61,9 @@ class Session:
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
         self._pending: list[SaveHandle] = []
         self._sweeping = threading.Lock()
-        self._recent: collections.deque[tuple[int, Iterable[str]]] = collections.deque(maxlen=1)
+        self._known_of: tuple[int, int] = (-1, -1)
+        self._recent: list[tuple[int, Iterable[str]]] = []
+        self._in_flight = 1
 
     def next_step(self) -> int:
         """The number after the newest step, the same on all ranks."""
@@ -138,11 +139,25 @@ class Session:
             blocks = {k: b for k, b in blocks.items() if b.pack not in gone}
         return blocks, packs
 
-    def remember(self, step: int, algorithm: str, blocks: KnownBlocks, packs: dict[str, int]) -> None:
-        """Keep the blocks of a step just committed, for the next one to refer to."""
+    def remember(self, attempt: Attempt, algorithm: str, blocks: KnownBlocks, packs: dict[str, int]) -> None:
+        """Keep the blocks of a step just committed, for the next one to refer to; not those of an older save that ends late."""
         with self._lock:
-            self._known = (algorithm, blocks, packs)
-        distrusted(self.repo).discard(step)
+            if attempt.serial > self._known_of:
+                self._known_of = attempt.serial
+                self._known = (algorithm, blocks, packs)
+        distrusted(self.repo).discard(attempt.step)
+
+    def pin(self, attempt: Attempt, packs: Iterable[str]) -> None:
+        """No sweep takes these packs before the attempt has ended."""
+        with self._sweeping:
+            self.claim.refer(attempt, packs)
+
+    def committed(self, step: int, files: Iterable[str], in_flight: int) -> None:
+        """For rank 0 of a group: a rank that saves beside us has seen one of the last `in_flight` commits at least, and
+        refers to its packs."""
+        with self._sweeping:
+            self._in_flight = max(self._in_flight, in_flight)
+            self._recent = [*self._recent, (step, files)][-self._in_flight :]
 
     def forget(self) -> None:
         """A save failed, or its end was not seen: look again at what is committed before the next one."""
@@ -158,24 +173,23 @@ class Session:
         except CkptError as error:
             log.warning("nothing is referenced: %s", error)
             return {}, {}
+        if self.group.size > 1 and not self._recent:
+            self._recent = [(checkpoint.step, checkpoint.commit.files())]
         if manifest.digest_algorithm != algorithm:
             return {}, {}
         mine = None if self.group.size == 1 else self.group.rank
         blocks = {key: KnownBlock(*at) for key, at in manifest.blocks(mine).items()}
         return blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}
 
-    def sweep(self, keep: Keep | None, saved: int, packs: Iterable[str], retired: set[str], in_flight: int) -> None:
+    def sweep(self, keep: Keep | None, saved: int, retired: set[str]) -> None:
         """Delete what is not needed after the commit of a step. A failure here loses nothing and is only logged."""
         if self.claim.rank:
             return
-        if self._recent.maxlen != in_flight:
-            self._recent = collections.deque(self._recent, in_flight)
-        # A rank that saves beside us has seen one of the last `in_flight` commits at least, and refers to its packs.
-        self._recent.append((saved, packs))
-        protected = set().union(*(names for _, names in self._recent)) if self.group.size > 1 else ()
-        spare = [step for step, _ in self._recent] if self.group.size > 1 else [saved]
         try:
             with self._sweeping:
+                recent = self._recent if self.group.size > 1 else []
+                protected = set[str]().union(*(names for _, names in recent))
+                spare = {saved, *(step for step, _ in recent)}
                 sweep(self.repo, self.claim, keep, spare, distrusted(self.repo), protected, retired)
         except (CkptError, OSError) as error:
             log.warning("cleaning %s failed, the next save tries again: %s", self.repo.url, error)
@@ -197,12 +211,11 @@ def _meet(repo: Repository, group: Group) -> tuple[Claim, int]:
         repo.store.sweep_temporaries("")  # now, while nobody of this generation writes
         steps = repo.steps()
         told = {"generation": mine.generation, "next": steps[-1] + 1 if steps else 0}
-    except CkptError as error:
-        told = {"error": type(error).__name__, "message": str(error)}
-        _tell(repo, group, told)
-        raise
-    except OSError as error:
-        _tell(repo, group, {"error": "StoreError", "message": f"rank 0 could not open {repo.url}: {error}"})
+    except BaseException as error:
+        if mine is not None:
+            mine.release()
+        kind = type(error).__name__ if isinstance(error, CkptError) else "GroupError"
+        _tell(repo, group, {"error": kind, "message": f"rank 0 could not begin to save: {error}"})
         raise
     try:
         _tell(repo, group, told)
@@ -234,13 +247,17 @@ def distrusted(repo: Repository) -> set[int]:
 def enter(repo: Repository, group: Group) -> Session:
     """Join this process's session for a repository, or begin one: with a group, every rank must."""
     key = _key(repo, group)
-    if group.size > 1:  # not under the lock: the ranks of a group of threads wait for each other here
+    if group.size > 1:
         with _registry:
             session = _sessions.get(key)
-        if session is None:
-            session = _sessions[key] = Session(repo, group)
-        session.holders += 1
-        return session
+            if session is not None:
+                session.holders += 1
+                return session
+        made = Session(repo, group)  # not under the lock: the ranks of a group of threads wait for each other here
+        with _registry:
+            session = _sessions.setdefault(key, made)
+            session.holders += 1
+            return session
     with _registry:
         session = _sessions.get(key)
         if session is None:
@@ -248,7 +265,9 @@ def enter(repo: Repository, group: Group) -> Session:
                 _orphans.remove(orphan)
                 orphan.wait()
                 orphan.raise_failed()
-            session = _sessions[key] = Session(repo, group)
+            # Where this process saves for a group as well, it has the claim already.
+            ours = [s.claim for s in _sessions.values() if s.repo.url == repo.url and s.claim.rank == 0]
+            session = _sessions[key] = Session(repo, group, ours[0] if ours else None)
         session.holders += 1
         return session
 
@@ -264,7 +283,8 @@ def leave(session: Session, keep: bool = False) -> None:
         if session.holders or (keep and session.group.size > 1):
             return
         _sessions.pop(_key(session.repo, session.group), None)
-        session.claim.release()
+        if not any(other.claim is session.claim for other in _sessions.values()):
+            session.claim.release()
         if any(h.unseen() for h in session._pending):
             _orphans.append(session)
 

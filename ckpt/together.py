@@ -18,10 +18,12 @@ from ckpt.checkpoint import Checkpoint
 from ckpt.fill import Rename
 from ckpt.groups.base import Alone, Group
 from ckpt.read import Progress
+from ckpt.records import decode_commit, encode_commit
 from ckpt.repository import Repository, commit_name
 from ckpt.select import Patterns
 from ckpt.sharing import ShareReads
-from ckpt.storage.errors import GroupError, IntegrityError
+from ckpt.storage import errors
+from ckpt.storage.errors import CkptError, GroupError, IntegrityError
 
 log = logging.getLogger("ckpt")
 
@@ -41,8 +43,11 @@ class Wish:
 
 
 def together(group: Group, work: Callable[[], T]) -> T:
-    """Do something on every rank. Where it fails on one, it fails on all: there with its own error, elsewhere with GroupError
-    (IntegrityError where that was it)."""
+    """Do something on every rank. Where it fails on one, it fails on all, and on all in the same way.
+
+    IntegrityError where damage is all that went wrong, so that all fall back; else the rank's own error, and GroupError on
+    the others.
+    """
     if group.size == 1:
         return work()
     error: BaseException | None = None
@@ -51,16 +56,53 @@ def together(group: Group, work: Callable[[], T]) -> T:
     except BaseException as failed:
         error = failed
     told = "" if error is None else json.dumps([type(error).__name__, str(error)])
-    answers = group.all_gather(told.encode())
+    try:
+        answers = [json.loads(a) if a else None for a in group.all_gather(told.encode())]
+    except GroupError:
+        if error is not None:
+            raise error from None
+        raise
+    damage = next((a for a in answers if a is not None and a[0] == "IntegrityError"), None)
+    other = next(((rank, a) for rank, a in enumerate(answers) if a is not None and a[0] != "IntegrityError"), None)
+    if other is not None and (error is None or isinstance(error, IntegrityError)):
+        rank, (kind, message) = other
+        raise GroupError(f"rank {rank} of {group.size} failed, so no rank goes on: {kind}: {message}") from error
     if error is not None:
         raise error
-    for rank, answer in enumerate(answers):
-        if answer:
-            kind, message = json.loads(answer)
-            if kind == "IntegrityError":
-                raise IntegrityError(message)
-            raise GroupError(f"rank {rank} of {group.size} failed, so no rank goes on: {kind}: {message}")
+    if damage is not None:
+        raise IntegrityError(damage[1])
     return made
+
+
+def told_by_rank_0(group: Group, ask: Callable[[], str]) -> str:
+    """What rank 0 finds, on all ranks; its error is raised on all."""
+    error: BaseException | None = None
+    told = ["", ""]
+    if group.rank == 0:
+        try:
+            told[1] = ask()
+        except BaseException as failed:
+            error = failed
+            told = [type(failed).__name__ if isinstance(failed, CkptError) else "GroupError", str(failed)]
+    kind, text = json.loads(group.broadcast(json.dumps(told).encode() if group.rank == 0 else None))
+    if error is not None:
+        raise error
+    if kind:
+        raise getattr(errors, kind, GroupError)(text)
+    return str(text)
+
+
+def find_together(repo: Repository, step: int, group: Group) -> Checkpoint:
+    """A step, by the record that rank 0 read: another try of it may be committed while the others look."""
+    if group.size == 1:
+        return repo[step]
+
+    def read() -> str:
+        repo.check()
+        return encode_commit(repo.commit(step)).decode()
+
+    data = told_by_rank_0(group, read)
+    return Checkpoint(repo.store, decode_commit(data.encode(), f"{repo.url}/{commit_name(step)}"), group.rank)
 
 
 def load_newest_together(
@@ -68,14 +110,18 @@ def load_newest_together(
 ) -> tuple[int, Any] | None:
     """`load_newest` for a group. Rank 0 says which steps there are."""
     group = wish.group
+
+    def listed() -> str:
+        repo.check()
+        return json.dumps([n for n in repo.step_numbers() if repo.store.exists(commit_name(n))])
+
     group.meet_at(repo.store)
-    mine = [n for n in repo.step_numbers() if repo.store.exists(commit_name(n))] if group.rank == 0 else []
-    numbers = json.loads(group.broadcast(json.dumps(mine).encode() if group.rank == 0 else None))
+    numbers = json.loads(told_by_rank_0(group, listed))
     damage: dict[int, IntegrityError] = {}
     found: tuple[int, Any] | None = None
     for number in reversed(numbers):
         try:
-            found = number, load(functools.partial(repo.of_rank, number, group.rank), wish)
+            found = number, load(functools.partial(find_together, repo, number, group), wish)
             break
         except IntegrityError as error:
             if strict:
@@ -89,5 +135,3 @@ def load_newest_together(
         log.error(message)
         warnings.warn(message, stacklevel=4)
     return found
-
-

@@ -12,6 +12,7 @@ import base64
 import collections
 import dataclasses
 import json
+import re
 import struct
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names fr
 INLINE_BYTES = 64 << 10
 """Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole."""
 
+_LIKE_OWN = re.compile(r"@\d+$")  # a path that could be taken for the name of something of one rank
 _SAFE_INTEGER = 1 << 53  # beyond it, other JSON readers would round
 _FACTORIES = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool}
 
@@ -207,6 +209,8 @@ class _Flattener:
             name = path or "(root)"
             if self._own is not None:
                 name += f"@{self._rank or 0}"
+            elif _LIKE_OWN.search(name):
+                name += "~"
             try:
                 name.encode()
             except UnicodeEncodeError:

@@ -7,9 +7,10 @@ Values that differ are kept for each rank, as the node {"ranks": {"0": …, "1":
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from ckpt.storage.errors import StepRefused
 from ckpt.tree import Node
 
 Told = list[tuple[Sequence[int], Node]]
@@ -64,6 +65,35 @@ def _same_types(a: Node, b: Node) -> bool:
     return json.dumps(a) == json.dumps(b)
 
 
+def settle(node: Node, stored: Collection[str], step: int) -> Node:
+    """The tree with arrays that were stored; raise StepRefused for one that nobody stored any of.
+
+    Of leaves that are tied, a rank may know one by another name than the others, where its own shards are empty.
+    """
+    if isinstance(node, list):
+        return [settle(n, stored, step) for n in node]
+    if not isinstance(node, dict):
+        return node
+    if "ranks" in node:
+        arrays = [n for n in node["ranks"].values() if isinstance(n, dict) and "array" in n]
+        known = {n["array"]: n for n in arrays if n["array"] in stored}
+        if len(arrays) == len(node["ranks"]) and len(known) == 1 and any(n["array"] not in stored for n in arrays):
+            return next(iter(known.values()))
+        return {"ranks": {rank: settle(n, stored, step) for rank, n in node["ranks"].items()}}
+    if "array" in node and node["array"] not in stored:
+        raise StepRefused(f"step {step}: leaf {node['array']}: no rank stored any of it; one must hold each of its elements")
+    return {tag: _settled(tag, value, stored, step) for tag, value in node.items()}
+
+
+def _settled(tag: str, value: Any, stored: Collection[str], step: int) -> Any:
+    if tag == "dict":
+        return [[key, settle(v, stored, step)] for key, v in value]
+    return settle(value, stored, step) if tag in _WITH_NODES else value
+
+
+_WITH_NODES = ("tuple", "namedtuple", "dataclass", "object", "set", "frozenset", "metadata")
+
+
 def resolve(node: Node, rank: int, world_size: int) -> Node:
     """The tree as this rank sees it. A rank beyond those that saved takes the values of rank modulo their number."""
     if isinstance(node, list):
@@ -80,7 +110,7 @@ def resolve(node: Node, rank: int, world_size: int) -> Node:
     for tag, value in node.items():
         if tag == "dict":
             value = [[key, resolve(v, rank, world_size)] for key, v in value]
-        elif tag in ("tuple", "namedtuple", "dataclass", "object", "set", "frozenset", "metadata"):
+        elif tag in _WITH_NODES:
             value = resolve(value, rank, world_size)
         found[tag] = value
     return found

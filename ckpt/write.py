@@ -40,8 +40,11 @@ from ckpt.shard import Replica
 from ckpt.storage.errors import (
     AlreadyExists,
     CkptError,
+    Fenced,
+    IntegrityError,
     NotFound,
     RanksMissing,
+    SaveFailed,
     StateChanged,
     StepNotFound,
     StepRefused,
@@ -94,12 +97,26 @@ def take_apart(state: Any, group: Group) -> Flat:
         return flatten(state, group.rank if group.size > 1 else None)
 
 
-def save(session: Session, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
-    """Save a state (or one that was taken apart) as `step`. Returns when committed (`blocking`), else when staged."""
+def save(session: Session, state: Any, step: int | None, options: Options, blocking: bool) -> SaveHandle:
+    """Save a state (or one that was taken apart) as `step`. Returns when committed (`blocking`), else when staged.
+
+    Every call takes its number and its try of the step, also one that fails at once: ranks learn of what went wrong at
+    different calls, and would count differently from then on. For that reason a rank of a group that is told here of an
+    earlier failure takes part in this save all the same: else the others would fail for it, be told one call later, and so on.
+    """
+    if step is None:
+        step = session.next_step()
     handle = SaveHandle(step)
-    attempt = session.claim.begin(step)
+    attempt = session.claim.begin(step, session.group.size)
     session.began(step)
+    failed: SaveFailed | None = None
     try:
+        try:
+            session.raise_failed()
+        except SaveFailed as error:
+            if session.group.size == 1:
+                raise
+            failed = error
         flat = state if isinstance(state, Flat) else take_apart(state, session.group)
         with collector_paused():
             run = _Save(session, handle, attempt, flat, options)
@@ -108,13 +125,22 @@ def save(session: Session, state: Any, step: int, options: Options, blocking: bo
     except BaseException as error:
         give_up(session, attempt, error)
         raise
+    session.add(handle, options.in_flight)
     if blocking:
         run.blocking()
         handle.result()
     else:
-        session.add(handle, options.in_flight)
         run.background()
+    if failed is not None:
+        raise failed
     return handle
+
+
+def leave_out(session: Session, step: int, error: BaseException) -> None:
+    """This rank does not save a step that the others may save: they need not wait for it."""
+    attempt = session.claim.begin(step, session.group.size)
+    session.began(step)
+    give_up(session, attempt, error)
 
 
 def give_up(session: Session, attempt: Attempt, error: BaseException) -> None:
@@ -199,7 +225,8 @@ class _Save:
         # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
         self._tree = encode_tree(flat.node)
         self._tuner = codec.tuner(self._store.url)
-        self._told = False  # whether the other ranks know how this attempt of ours went
+        self._offered = False  # our part may be in the store, whatever its put said: rank 0 may commit it
+        self._told = False  # the other ranks need no word of how this attempt went
         self._retired: set[str] = set()
         self._began = time.monotonic()
         self._error: BaseException | None = None
@@ -419,9 +446,8 @@ class _Save:
         except BaseException as error:
             self._discard(error)
             raise
-        self._session.claim.end(self._attempt)  # its files belong to the step now
         self._session.remember(
-            self._step, self._algorithm, self._written, {f.name: f.nbytes for f in checkpoint.commit.packs}
+            self._attempt, self._algorithm, self._written, {f.name: f.nbytes for f in checkpoint.commit.packs}
         )
         self._checkpoint = checkpoint
         log.info(
@@ -429,8 +455,9 @@ class _Save:
             self._step, self._store.url, checkpoint.commit.raw_bytes / 1e9,
             checkpoint.commit.written_bytes / 1e9, time.monotonic() - self._began,
         )  # fmt: skip
-        in_flight = max(1, self._options.in_flight)
-        self._session.sweep(self._options.keep, self._step, checkpoint.commit.files(), self._retired, in_flight)
+        self._session.committed(self._step, checkpoint.commit.files(), self._options.in_flight)
+        self._session.claim.end(self._attempt)  # its files belong to the step now
+        self._session.sweep(self._options.keep, self._step, self._retired)
 
     def _write(self, packs: PackWriter) -> None:
         try:
@@ -502,7 +529,7 @@ class _Save:
         table = self._encode(manifest.write_table, {})
         raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
         if self._sharded:  # some boxes only: they must make whole arrays all the same
-            _, raw_bytes = parts.require_whole(table, self._store.url)
+            raw_bytes = parts.require_whole(table, self._flat.node, self._step, self._store.url)
         named, written = self._packs_named(packs), sum(p.nbytes for p in packs)
         return self._make(table, self._tree, named, len(self._flat.leaves), raw_bytes, written)
 
@@ -512,12 +539,14 @@ class _Save:
         written = sum(p.nbytes for p in packs)
         extra = parts.part_metadata(self._tree, self._packs_named(packs), written, claim, self._copies)
         data = self._encode(write_part, extra)
+        self._offered = True
         parts.publish(self._store, attempt, data)
         if claim.rank:
             self._told = True
             commit = parts.await_commit(repo, claim, attempt, 2 * timeout)
             return Checkpoint(self._store, commit, claim.rank)
         whole = parts.put_together(repo, self._step, parts.gather(repo, claim, attempt, timeout))
+        self._session.pin(attempt, whole.packs)
         parts.require_packs(self._store, self._step, whole.packs)
         with collector_paused():
             table = manifest.write_table(
@@ -571,8 +600,14 @@ class _Save:
                 return
             if not self._options.overwrite and self._exists_and_is_good():
                 raise AlreadyExists(self._taken()) from None
-            with suppress(CkptError):
-                self._retired.update(self._session.repo.commit(self._step).files())
+            with suppress(StepNotFound, IntegrityError):
+                there = self._session.repo.commit(self._step)
+                if there.generation > self._session.claim.generation:
+                    raise Fenced(
+                        f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one"
+                    ) from None
+                self._retired.update(there.files())
+            self._session.claim.check()
             self._store.put(name, data)
 
     def refuse_existing(self) -> None:
@@ -597,10 +632,11 @@ class _Save:
 
     def _discard(self, error: BaseException) -> None:
         """Remove what this attempt has written; what can't be removed now, the next sweep takes."""
-        if self._told and (not isinstance(error, StepRefused) or isinstance(error, RanksMissing)):
-            return  # rank 0 has our part, and may commit it yet
+        if self._offered and self._group.rank and (not isinstance(error, StepRefused) or isinstance(error, RanksMissing)):
+            return  # rank 0 may have our part, and commit it yet
         mine = f"{step_folder(self._step)}/"
         name = f"/{self._attempt.name}"
+        self._told = self._told or self._offered  # until the record was read: do not say that it failed before it is known
         with suppress(CkptError, OSError):
             try:
                 if any(name in f.name for f in self._session.repo.commit(self._step).manifests):
@@ -608,6 +644,7 @@ class _Save:
                     return  # committed after all, and only the answer got lost
             except (StepNotFound, NotFound):
                 pass
+            self._told = False
             doomed = [e.name for e in self._store.list(mine.rstrip("/")) if name in e.name and "failed" not in e.name]
             self._store.delete(doomed)
 

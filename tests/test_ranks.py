@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import assert_clean
+from support import assert_clean, finish, python
 
 import ckpt
 from ckpt.groups.base import Group
@@ -520,7 +520,8 @@ def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
         handle.wait()
         with pytest.raises(ckpt.SaveFailed, match=r"saving step 1 .* rank 1 of 2 did not bring its part"):
             saver.save(2, {"a": np.zeros(10)})
-        saver.close()
+        with pytest.raises(ckpt.SaveFailed, match="saving step 2"):
+            saver.close()
         return "told"
 
     assert on_ranks(2, work, groups) == ["told", None]
@@ -680,3 +681,142 @@ def test_shards_of_one_process_must_be_whole(tmp_path: Path) -> None:
         ckpt.save({"w": ckpt.Shard(parts[1], (8, 5), (4, 0))}, tmp_path, 1)
     assert ckpt.open(tmp_path).steps() == [0]
     json.dumps(ckpt.open(tmp_path)[0].commit.world_size)
+
+
+# --- what a review found ---------------------------------------------------------------------------------------
+
+
+class Unreliable(LocalStore):
+    """Stores a part and then says that it could not."""
+
+    rank_1_fails = True
+
+    def put(self, name: str, data: Any) -> None:
+        super().put(name, data)
+        if Unreliable.rank_1_fails and "/part/1-" in name and name.endswith(".arrow"):
+            raise ckpt.StoreError("no answer came")
+
+
+def test_a_rank_keeps_what_rank_0_may_commit(tmp_path: Path) -> None:
+    """The put of the part arrived, its answer did not: the packs must stay."""
+    array = np.random.default_rng(0).standard_normal(40_000)
+    found = on_ranks(2, lambda g: ckpt.save({"a": array}, Unreliable(tmp_path), 0, group=g))
+    assert isinstance(found[1], ckpt.StoreError)
+    for step in ckpt.open(tmp_path).steps():
+        assert np.array_equal(ckpt.load(tmp_path, step=step)["a"], array)
+
+
+def test_ranks_that_learn_of_a_failure_at_different_calls_stay_in_step(tmp_path: Path) -> None:
+    """Whatever is committed is of one iteration, though the numbers of the steps are left to the library."""
+    groups = ThreadGroup.make(2)
+    met = threading.Barrier(2)
+
+    def work(group: Group) -> list[Any]:
+        told: list[Any] = []
+        for i in range(6):
+            met.wait(30)
+            state = {"a": ckpt.Shard(np.full(10, float(i)), (20,), (10 * group.rank,))}
+            if i == 1 and group.rank == 1:
+                state["bad"] = lambda: 0  # type: ignore[assignment]
+            try:
+                handle = ckpt.save(state, tmp_path, blocking=False, group=group, timeout=1)
+                if i == 1 and group.rank == 0 and not handle.wait(20):
+                    raise AssertionError("rank 0 was not told")
+                told.append(None)
+            except ckpt.CkptError as error:
+                told.append(type(error).__name__)
+        ckpt.save({"a": ckpt.Shard(np.full(10, 9.0), (20,), (10 * group.rank,))}, tmp_path, 99, group=group)
+        return told
+
+    told = all_well(on_ranks(2, work, groups))
+    assert told[0] == [None, None, "SaveFailed", None, None, None]
+    assert told[1] == [None, "UnsupportedLeaf", None, None, None, None]
+    assert ckpt.open(tmp_path).steps() == [0, 2, 3, 4, 5, 99]
+    for step in ckpt.open(tmp_path).steps():
+        assert len(set(ckpt.load(tmp_path, step=step, group=None)["a"].tolist())) == 1, step
+
+
+def test_a_leaf_that_nobody_holds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.StepRefused, match="leaf w: no rank stored any of it"):
+        ckpt.save({"w": ckpt.Shard(np.zeros((0, 4)), (10, 4), (0, 0))}, tmp_path, 0)
+    for error in on_ranks(2, lambda g: ckpt.save({"w": ckpt.Shard(np.zeros((0, 4)), (10, 4), (0, 0))}, tmp_path, 0, group=g)):
+        assert isinstance(error, ckpt.StepRefused)
+        assert "leaf w" in str(error)
+
+
+def test_tied_shards_of_which_one_rank_has_none(tmp_path: Path) -> None:
+    """Rank 1 cannot see that they are tied."""
+
+    def state(group: Group) -> Any:
+        local = np.arange(4.0) if group.rank == 0 else np.zeros(0)
+        shard = ckpt.Shard(local, (4,), (4 * group.rank,))
+        return {"a": shard, "b": ckpt.Shard(local, (4,), (4 * group.rank,))}
+
+    all_well(on_ranks(2, lambda g: ckpt.save(state(g), tmp_path, 0, group=g)))
+    for loaded in all_well(on_ranks(2, lambda g: ckpt.load(tmp_path, group=g))):
+        assert loaded["a"].tolist() == loaded["b"].tolist() == [0, 1, 2, 3]
+
+
+def test_shards_of_scalars_are_not_tied(tmp_path: Path) -> None:
+    ckpt.save({"a": ckpt.Shard(np.float64(1), (), ()), "b": ckpt.Shard(np.float64(2), (), ())}, tmp_path, 0)
+    loaded = ckpt.load(tmp_path)
+    assert (float(loaded["a"]), float(loaded["b"])) == (1, 2)
+
+
+def test_a_listing_that_fails_fails_on_all_ranks_and_the_next_load_works(tmp_path: Path) -> None:
+    class Blind(LocalStore):
+        broken = True
+
+        def list_folders(self, prefix: str = "") -> Any:
+            if Blind.broken:
+                raise ckpt.StoreError("out of reach")
+            return super().list_folders(prefix)
+
+    groups = ThreadGroup.make(3)
+    all_well(on_ranks(3, lambda g: ckpt.save({"a": np.ones(9)}, tmp_path, 0, group=g), groups))
+    for error in on_ranks(3, lambda g: ckpt.load(Blind(tmp_path), group=g), groups):
+        assert isinstance(error, ckpt.StoreError)
+    Blind.broken = False
+    for loaded in all_well(on_ranks(3, lambda g: ckpt.load(Blind(tmp_path), group=g), groups)):
+        assert loaded["a"].tolist() == [1] * 9
+
+
+def test_rank_0_may_save_for_itself_beside_the_group(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(2)
+    all_well(on_ranks(2, lambda g: ckpt.save({"a": np.ones(9)}, tmp_path, 0, group=g), groups))
+    ckpt.save({"mine": 1}, tmp_path, 1, group=None)
+    all_well(on_ranks(2, lambda g: ckpt.save({"a": np.ones(9)}, tmp_path, 1, group=g, overwrite=True), groups))
+    assert ckpt.load(tmp_path, group=None)["a"].tolist() == [1] * 9
+
+
+def test_names_of_one_rank_are_told_from_paths(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"x": ckpt.PerRank(np.full(2, rank)), "x@0": np.full(2, 9), "x@1": np.full(2, 8)}
+
+    all_well(on_ranks(2, lambda g: ckpt.save(state(g.rank), tmp_path, 0, group=g)))
+    for rank, loaded in enumerate(all_well(on_ranks(2, lambda g: ckpt.load(tmp_path, group=g)))):
+        assert [loaded[k].tolist() for k in ("x", "x@0", "x@1")] == [[rank] * 2, [9] * 2, [8] * 2]
+
+
+EXIT = """
+import sys, threading
+import numpy as np
+import ckpt
+from ckpt.groups.threads import ThreadGroup
+
+groups = ThreadGroup.make(2)
+
+def work(group):
+    ckpt.save({"a": np.ones(3_000_000)}, sys.argv[1], 0, group=group, blocking=False)
+
+threads = [threading.Thread(target=work, args=(g,)) for g in groups]
+for t in threads:
+    t.start()
+for t in threads:
+    t.join()
+"""
+
+
+def test_a_save_under_way_when_the_program_ends_is_committed(tmp_path: Path) -> None:
+    finish(python(EXIT, tmp_path / "run", env={"CKPT_FAILPOINTS": "ranks.gather=sleep:0.5"}))
+    assert ckpt.load(tmp_path / "run")["a"].sum() == 3_000_000

@@ -437,7 +437,7 @@ def test_interrupted_it_cleans_up(
     root, _ = saved
     started = subprocess.Popen(
         [sys.executable, "-m", "ckpt.tools.restore", str(root), str(tmp_path / "out.npz")],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "CKPT_FAILPOINTS": "restore.written=sleep"},
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "CKPT_FAILPOINTS": "restore.written=sleep:60"},
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not left_in(tmp_path) and time.monotonic() < deadline:

@@ -34,7 +34,7 @@ def _of_dtensor(value: Any) -> ArrayLeaf:
 
     placements = value.placements
     shape = tuple(value.shape)
-    place = _place(value.device_mesh, placements)
+    place = _place(value.device_mesh, placements, value.device_mesh.get_rank())
     local = value._local_tensor.detach()
     parts: list[Part] = []
     if place is not None:
@@ -115,7 +115,7 @@ class _Place(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _place(mesh: Any, placements: tuple[Any, ...]) -> _Place | None:
+def _place(mesh: Any, placements: tuple[Any, ...], rank: int) -> _Place | None:
     """None where this rank is not in the mesh. Remembered: what the mesh answers takes longer than to plan a tensor."""
     if any(p.is_partial() for p in placements):
         raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")

@@ -90,7 +90,10 @@ class ShardedLeaf(ArrayLeaf):
         raise AssertionError("a sharded leaf is written through its parts")
 
     def identity(self) -> tuple[Any, ...] | None:
-        return ("shards", self.shape, *((p.box, p.leaf.identity()) for p in self._parts)) if self._parts else None
+        known = [p.leaf.identity() for p in self._parts]
+        if not known or None in known:
+            return None
+        return ("shards", self.shape, *zip((p.box for p in self._parts), known, strict=True))
 
     def attributes(self) -> dict[str, Any]:
         return self._attributes
