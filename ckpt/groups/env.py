@@ -27,7 +27,8 @@ class _Launcher:
 
 _LAUNCHERS = (
     # Not TORCHELASTIC_RESTART_COUNT: each agent counts its own restarts, so it differs between the nodes of one job.
-    _Launcher("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)),
+    # The address tells two jobs without a name apart.
+    _Launcher("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
     _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
     _Launcher("PMI_RANK", "PMI_SIZE", ()),  # MPICH, Intel MPI, Cray. PMIx alone has a rank and no size.
     # Not SLURM_NTASKS: the batch script has it too, and is one process that starts the ranks.
@@ -63,7 +64,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
 def _job(launcher: _Launcher, environ: Mapping[str, str]) -> Job:
     """The name of the job, its restart included where the launcher counts it: CKPT_RUN_ID, or the launcher's own."""
     words = [environ.get(name, "") for name in (("CKPT_RUN_ID",) if "CKPT_RUN_ID" in environ else launcher.job)]
-    named = any(words) and words != ["none"]  # torchrun's name of a job that was given none
+    named = bool(words) and words[0] not in ("", "none")  # torchrun's name of a job that was given none
     return Job(hashlib.sha256("\n".join(words).encode()).hexdigest()[:12], named)
 
 
