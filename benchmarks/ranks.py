@@ -40,15 +40,32 @@ Result = dict[str, Any]
 # --- one rank --------------------------------------------------------------------------------------------------
 
 
+def gpt(gib: float) -> dict[str, Any]:
+    """The leaves of states.gpt with values that take no time to make."""
+    import states
+    import torch
+
+    parameters = int(gib * 2**30 / states.BYTES_PER_PARAMETER)
+    layers = max(1, (parameters - states.VOCABULARY * states.WIDTH) // (12 * states.WIDTH**2))
+    shapes = states.gpt_shapes(layers)
+    base = torch.arange(max(a * (rest[0] if rest else 1) for a, *rest in shapes.values()), dtype=torch.float32) / 3
+    found = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        values = base[: torch.Size(shape).numel()].view(shape)
+        found[f"model.{name}"] = (values + i).to(torch.bfloat16)
+        for j, part in enumerate(("master", "exp_avg", "exp_avg_sq")):
+            found[f"optim.{part}.{name}"] = values + (i + j)
+    return found
+
+
 def state_of(gib: float, kind: str, fill: bool) -> dict[str, Any]:
     """This rank's part of the state of states.py."""
-    import states
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    whole = states.gpt(gib)
+    whole = gpt(gib)
     if kind == "replicated":
         return whole if fill else {name: torch.zeros_like(value) for name, value in whole.items()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -98,7 +115,7 @@ def rank(args: argparse.Namespace) -> Result:
 
             def save(place: Path = place) -> None:
                 if args.peer == "ckpt":
-                    ckpt.save(state, place, 1)
+                    ckpt.save(state, place, 1, codec="none")
                 else:
                     dcp.save(state, checkpoint_id=place)
                 dist.barrier()
@@ -116,7 +133,7 @@ def rank(args: argparse.Namespace) -> Result:
     elif args.task == "stall":
         state = state_of(args.gib, args.kind, True)
         found |= {"stall": [], "copy": []}
-        with ckpt.Checkpointer(args.data / "stall", every=None, keep=1) as saver:
+        with ckpt.Checkpointer(args.data / "stall", every=None, keep=1, codec="none") as saver:
             targets = [local(v).clone() for v in state.values()]
             for number in range(args.repeat + 1):
                 copy = timed(lambda: [t.copy_(local(v)) for t, v in zip(targets, state.values(), strict=True)])
@@ -223,7 +240,7 @@ def run(args: argparse.Namespace, folder: Path) -> Result:
     import states
     from probes import drop_cache
 
-    unique = states.nbytes(states.gpt(args.gib))
+    unique = states.nbytes(gpt(args.gib))
     results: Result = {"unique": unique, "ranks": args.ranks, "rows": []}
     limit: dict[str, list[float]] = {}
 
@@ -246,7 +263,7 @@ def run(args: argparse.Namespace, folder: Path) -> Result:
             row: Result = {"peer": peer, "kind": kind, **launch(args, args.ranks, "save", peer, kind, data)}
             if peer == "ckpt":
                 row |= launch(args, args.ranks, "stall", peer, kind, data)
-            for ranks in (args.ranks, *MORE):
+            for ranks in loads_of(results, kind):
                 seconds = []
                 for _ in range(args.repeat):
                     drop_cache(data)
@@ -254,11 +271,17 @@ def run(args: argparse.Namespace, folder: Path) -> Result:
                 row[f"load {ranks}"] = seconds
             shutil.rmtree(data)
             results["rows"].append(row)
+            (args.out / "ranks.json").write_text(json.dumps(results | {"limits": limit}, indent=1) + "\n")
             print(f"{peer} {kind} measured", file=sys.stderr)
         if kind == "sharded":
             measure_limits()
     results["limits"] = limit
     return results
+
+
+def loads_of(results: Result, kind: str) -> tuple[int, ...]:
+    """Into how many ranks a state is loaded."""
+    return (results["ranks"], *MORE) if kind == "sharded" else (results["ranks"],)
 
 
 def show(results: Result) -> None:
@@ -275,7 +298,7 @@ def show(results: Result) -> None:
         table.add_row(
             f"{PEERS[row['peer']]}, {row['kind']}", f"{unique / row['first']:.2f}", f"{unique / median(row['again']):.2f}",
             f"{row['stored'] / results['unique']:.2f}", stall,
-            *(f"{unique / median(row[load]):.2f}" for load in loads),
+            *(f"{unique / median(row[load]):.2f}" if load in row else "" for load in loads),
         )  # fmt: skip
     console.print(table)
 
@@ -287,12 +310,12 @@ def draw(results: Result, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     unique, ranks = results["unique"] / 1e9, results["ranks"]
-    figures = ["first", "again", *(f"load {n}" for n in (ranks, *MORE))]
-    titles = ["first save", "later saves", *(f"load into {n}" for n in (ranks, *MORE))]
     colours = {"ckpt": "#0b7285", "dcp": "#c4c9cf"}
     fig, axes = plt.subplots(2, 1, figsize=(9, 7), layout="constrained", sharey=True)
     write = median(results["limits"][f"disk write O_DIRECT, {ranks} processes"])
     for ax, kind in zip(axes, ("sharded", "replicated"), strict=True):
+        figures = ["first", "again", *(f"load {n}" for n in loads_of(results, kind))]
+        titles = ["first save", "later saves", *(f"load into {n}" for n in loads_of(results, kind))]
         for i, peer in enumerate(PEERS):
             row = next(r for r in results["rows"] if (r["peer"], r["kind"]) == (peer, kind))
             rates = [unique / (row[f] if isinstance(row[f], float) else median(row[f])) for f in figures]
