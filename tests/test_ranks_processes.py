@@ -46,7 +46,7 @@ def start(size: int, what: str, url: Path, **options: Any) -> list[subprocess.Po
 def clean() -> dict[str, str]:
     """The environment without what a launcher may have left in it."""
     return {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)} | {
-        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
 
 
