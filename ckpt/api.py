@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import os
-import warnings
 from collections.abc import Callable, Container
 from typing import Any, Literal, overload
 
@@ -25,11 +23,9 @@ from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
-from ckpt.together import Wish, find_together, load_newest_together, together
+from ckpt.together import Wish, find_together, load_newest_together, settled, together
 from ckpt.write import Options, take_apart
 from ckpt.write import save as run_save
-
-log = logging.getLogger("ckpt")
 
 Url = str | os.PathLike[str] | Store
 
@@ -146,7 +142,7 @@ def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] |
     found: tuple[int, Any] | None = None
     for number in reversed(repo.step_numbers()):
         try:
-            found = number, load_checkpoint(functools.partial(repo.of_rank, number, 0), wish)
+            found = number, load_checkpoint(functools.partial(find_together, repo, number, wish.group), wish)
             break
         except StepNotFound:
             gone.append(number)
@@ -159,14 +155,7 @@ def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] |
             damage[number] = error
     if gone and _newer(repo, -1 if found is None else found[0], damage):  # another process saves and deletes meanwhile
         return load_newest(repo, strict, wish)
-    sessions.distrusted(repo).update(damage)
-    for passed_over in damage.values():
-        if found is None:
-            raise passed_over
-        message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"
-        log.error(message)
-        warnings.warn(message, stacklevel=3)
-    return found
+    return settled(repo, found, damage, 4)
 
 
 def _newer(repo: Repository, than: int, known: Container[int]) -> bool:

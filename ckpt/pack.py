@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -21,6 +21,12 @@ class PackFile:
 
     name: str
     nbytes: int
+
+
+def lengths(store: Store, names: Iterable[str]) -> dict[str, int]:
+    """The length of each object in the folders of these."""
+    folders = {name.rpartition("/")[0] for name in names}
+    return {entry.name: entry.nbytes for folder in folders for entry in store.list(folder)}
 
 
 class _Open:

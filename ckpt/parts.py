@@ -21,6 +21,7 @@ from ckpt import records
 from ckpt.claim import Attempt, Claim
 from ckpt.copies import Copies, compare
 from ckpt.digest import digest
+from ckpt.pack import lengths
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, commit_name, step_folder
 from ckpt.storage.base import Store
@@ -51,7 +52,6 @@ class Listed(NamedTuple):
 
     name: str
     rank: int
-    number: int
     digest: str | None
     """None for the word of a rank that failed."""
 
@@ -110,7 +110,7 @@ def _listed(store: Store, attempt: Attempt) -> Iterator[Listed]:
     for entry in store.list(_folder(attempt.step)):
         found = _PART.fullmatch(entry.name.rpartition("/")[2])
         if found and (int(found["generation"]), int(found["number"])) == (attempt.generation, attempt.number):
-            yield Listed(entry.name, int(found["rank"]), attempt.number, found["digest"])
+            yield Listed(entry.name, int(found["rank"]), found["digest"])
 
 
 def _reason(store: Store, name: str) -> str:
@@ -253,8 +253,7 @@ def require_whole(data: bytes, tree: Node, step: int, where: str) -> int:
 
 def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
     """Raise StepRefused where a pack that the step would name is not there whole."""
-    folders = {name.rpartition("/")[0] for name in packs}
-    there = {entry.name: entry.nbytes for folder in folders for entry in store.list(folder)}
+    there = lengths(store, packs)
     for name, nbytes in packs.items():
         if there.get(name) != nbytes:
             raise StepRefused(f"step {step} refers to {store.url}/{name}, which is missing or cut; save the step again")

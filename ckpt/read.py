@@ -302,17 +302,16 @@ class Worker:
         """Some cells of an uncompressed block: those around the wanted box."""
         row, leaf, box, at = piece
         itemsize = numpy_dtype(row.dtype).itemsize
-        first, last = _span(box.relative_to(row.box), row.box.shape)
-        begin = (row.start + first * itemsize) // CELL_BYTES * CELL_BYTES
-        end = min(row.raw, -(-(row.start + last * itemsize) // CELL_BYTES) * CELL_BYTES)
+        first, last = piece.span()
+        begin = first // CELL_BYTES * CELL_BYTES
+        end = begin + piece.span_bytes()
         self._stored = _at_least(self._stored, end - begin)
         cells = self._stored[: end - begin]
         self._fill(row, row.position + begin, cells.data)
         known = (begin - _cells_begin(row)) // CELL_BYTES
         self._check_cells(row, cells, known)
         # The row's bytes as if all had been read: only those within the span are looked at.
-        inner = cells[row.start + first * itemsize - begin : row.start + last * itemsize - begin]
-        box_rows = _rows_of_span(inner, first, last, box, row, itemsize)
+        box_rows = _rows_of_span(cells[first - begin : last - begin], box, row, itemsize)
         leaf.write(at, box_rows)
         self._report(end - begin)
 
@@ -412,8 +411,8 @@ def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
     return first, last + 1
 
 
-def _rows_of_span(inner: Bytes, first: int, last: int, box: Box, row: Row, itemsize: int) -> Bytes:
-    """The elements of `box`, in C order, out of the bytes of the span [first, last) of the row's piece."""
+def _rows_of_span(inner: Bytes, box: Box, row: Row, itemsize: int) -> Bytes:
+    """The elements of `box`, in C order, out of the bytes from its first to its last in the row's piece."""
     relative = box.relative_to(row.box)
     if contiguous_start(relative, row.box.shape) is not None:
         return inner

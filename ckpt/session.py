@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.claim import Attempt, Claim, claim
 from ckpt.groups.base import Group
+from ckpt.pack import lengths
 from ckpt.repository import Repository
 from ckpt.retention import Keep, sweep
 from ckpt.storage import errors
@@ -68,8 +69,7 @@ class Session:
     def next_step(self) -> int:
         """The number after the newest step, the same on all ranks."""
         if self._next_step is None:
-            steps = self.repo.steps()
-            return steps[-1] + 1 if steps else 0
+            return _after_newest(self.repo)
         return self._next_step
 
     def began(self, step: int) -> None:
@@ -132,8 +132,7 @@ class Session:
             _, blocks, packs = self._known
         with self._sweeping:
             self.claim.refer(attempt, packs)
-            folders = {name.rpartition("/")[0] for name in packs}
-            sizes = {entry.name: entry.nbytes for folder in folders for entry in self.repo.store.list(folder)}
+            sizes = lengths(self.repo.store, packs)
         gone = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes}
         if gone:
             blocks = {k: b for k, b in blocks.items() if b.pack not in gone}
@@ -195,6 +194,11 @@ class Session:
             log.warning("cleaning %s failed, the next save tries again: %s", self.repo.url, error)
 
 
+def _after_newest(repo: Repository) -> int:
+    steps = repo.steps()
+    return steps[-1] + 1 if steps else 0
+
+
 def _meet(repo: Repository, group: Group) -> tuple[Claim, int]:
     """Begin a session together; the one time that the ranks talk. All raise the same error where rank 0 can't begin."""
     if group.rank:
@@ -209,8 +213,7 @@ def _meet(repo: Repository, group: Group) -> tuple[Claim, int]:
         repo.ensure()
         mine = claim(repo, group.size)
         repo.store.sweep_temporaries("")  # now, while nobody of this generation writes
-        steps = repo.steps()
-        told = {"generation": mine.generation, "next": steps[-1] + 1 if steps else 0}
+        told = {"generation": mine.generation, "next": _after_newest(repo)}
     except BaseException as error:
         if mine is not None:
             mine.release()

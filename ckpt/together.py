@@ -127,11 +127,21 @@ def load_newest_together(
             if strict:
                 raise
             damage[number] = error
+    return settled(repo, found, damage, 5)
+
+
+def settled(
+    repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError], depth: int
+) -> tuple[int, T] | None:
+    """What was found, once the damaged steps that were passed over are told and distrusted. Raises where none is whole.
+
+    depth: frames from here up to the user's call, which the warning names.
+    """
     sessions.distrusted(repo).update(damage)
     for passed_over in damage.values():
         if found is None:
             raise passed_over
         message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"
         log.error(message)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=depth)
     return found

@@ -27,16 +27,16 @@ from ckpt.copies import digest_copies
 from ckpt.digest import checksum, digest, digest_and_cells, require
 from ckpt.groups.base import Group
 from ckpt.handle import SaveHandle
-from ckpt.leaves.base import ArrayLeaf, Part
+from ckpt.held import held_by, specs_of
+from ckpt.leaves.base import ArrayLeaf
 from ckpt.manifest import StoredBlock
 from ckpt.pack import PackFile, PackWriter
-from ckpt.plan import BLOCK_BYTES, Block, LeafSpec, plan, stage
+from ckpt.plan import BLOCK_BYTES, Block, plan, stage
 from ckpt.quiet import collector_paused
 from ckpt.records import CommitRecord, FileRecord, encode_commit
 from ckpt.repository import commit_name, step_folder
 from ckpt.retention import Keep, is_good
 from ckpt.session import KnownBlock, KnownBlocks, Session
-from ckpt.shard import Replica
 from ckpt.storage.errors import (
     AlreadyExists,
     CkptError,
@@ -155,51 +155,12 @@ def staging_bytes(state: Any, options: Options, group: Group) -> int:
     """The size of the arena that an asynchronous save of `state` will take."""
     flat = take_apart(state, group)
     with collector_paused():
-        blocks = plan(_specs(flat, _held(flat), options, group)).blocks
+        blocks = plan(specs_of(flat, held_by(flat), options.codec, group)).blocks
     return _budget(sum(round_up(b.nbytes) for b in blocks), options)
 
 
 def _budget(total: int, options: Options) -> int:
     return min(total, options.memory or int(arenas.available_memory() * 0.8))
-
-
-class _Held(NamedTuple):
-    """Memory that this process holds: a whole leaf, or a shard of one."""
-
-    name: str
-    leaf: ArrayLeaf
-    part: Part | None
-    """Where it lies in the global array."""
-    shape: tuple[int, ...]
-    """Of the global array."""
-
-
-def _held(flat: Flat) -> list[_Held]:
-    found = []
-    for name, leaf in flat.leaves.items():
-        shards = leaf.parts()
-        if shards is None:
-            found.append(_Held(name, leaf, None, leaf.shape))
-        else:
-            found += [_Held(name, part.leaf, part, leaf.shape) for part in shards]
-    return found
-
-
-def _specs(flat: Flat, held: list[_Held], options: Options, group: Group) -> list[LeafSpec]:
-    codec_of = codec.parse(options.codec)
-    # Of arrays that do not say otherwise every rank has an equal copy, as data parallelism keeps them.
-    everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
-    found = []
-    for name, x, part, shape in held:
-        if part is not None:
-            replica = part.replica if part.replica.of > 1 and group.size > 1 else None
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), shape, part.box.offset, replica)
-        elif everywhere is not None and name not in flat.own:
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), None, (0,) * len(x.shape), everywhere)
-        else:
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name))
-        found.append(spec)
-    return found
 
 
 class _Save:
@@ -215,11 +176,11 @@ class _Save:
         self._options = options
         self._algorithm = require(options.digest)
         self._flat = flat
-        held = _held(flat)
+        held = held_by(flat)
         self._leaves = [h.leaf for h in held]
         self._names = [h.name for h in held]
         self._sharded = any(h.part is not None for h in held)
-        specs = _specs(flat, held, options, session.group)
+        specs = specs_of(flat, held, options.codec, session.group)
         self._copies = digest_copies(specs, self._leaves) if options.verify_replicas and session.group.size > 1 else None
         self._blocks, self._layout = plan(specs)
         # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.

@@ -83,7 +83,21 @@ class _Ranks(Group):
 # --- saving ----------------------------------------------------------------------------------------------------
 
 
-class Writer(StorageWriter):  # type: ignore[misc]  # mypy does not look into torch
+class _ByStep:
+    """What DCP calls a checkpoint id is the number of a step."""
+
+    _step: int | None
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        if checkpoint_id is not None:
+            self._step = _step_of(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return str(checkpoint_id).isdecimal()
+
+
+class Writer(_ByStep, StorageWriter):  # type: ignore[misc]  # mypy does not look into torch
     """Where dcp.save and dcp.async_save write to: the repository at `url`, as one step of it.
 
     step: its number; None takes the one after the newest. A decimal `checkpoint_id` of dcp.save sets it, so that one Writer
@@ -103,14 +117,6 @@ class Writer(StorageWriter):  # type: ignore[misc]  # mypy does not look into to
         self._options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout)
         self._mine: frozenset[Any] = frozenset()
         self._session: Session | None = None
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_of(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return str(checkpoint_id).isdecimal()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._leave()  # of a save that DCP gave up
@@ -256,7 +262,7 @@ def _nested(entries: Mapping[Path, Node], all_paths: Iterable[Path]) -> Node:
 # --- loading ---------------------------------------------------------------------------------------------------
 
 
-class Reader(StorageReader):  # type: ignore[misc]
+class Reader(_ByStep, StorageReader):  # type: ignore[misc]
     """Where dcp.load reads from: a step of the repository at `url`, by default the newest whose manifest is whole.
 
     step: its number; a decimal `checkpoint_id` of dcp.load sets it.
@@ -272,14 +278,6 @@ class Reader(StorageReader):  # type: ignore[misc]
         self._checkpoint: Checkpoint | None = None
         self._nodes: dict[str, Node] = {}
         self._paths: dict[str, Path] = {}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_of(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return str(checkpoint_id).isdecimal()
 
     def read_metadata(self) -> described.Metadata:
         """Made of manifest and tree: one chunk for each tensor, since any box of it can be read."""

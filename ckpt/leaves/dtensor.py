@@ -18,6 +18,8 @@ import torch
 
 from ckpt.leaves.base import ArrayLeaf, Part
 from ckpt.leaves.sharded import ShardedLeaf
+from ckpt.leaves.torch import as_leaf as leaf_of
+from ckpt.leaves.torch import attributes_of
 from ckpt.shard import Box, Replica
 
 Run = tuple[int, int]
@@ -30,8 +32,6 @@ def as_leaf(value: Any) -> ArrayLeaf:
 
 
 def _of_dtensor(value: Any) -> ArrayLeaf:
-    from ckpt.leaves.torch import as_leaf as leaf_of
-
     placements = value.placements
     shape = tuple(value.shape)
     place = _place(value.device_mesh, placements, value.device_mesh.get_rank())
@@ -46,12 +46,10 @@ def _of_dtensor(value: Any) -> ArrayLeaf:
                 )
             parts.append(Part(leaf_of(part), box, place.replica))
     plain = leaf_of(local)
-    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, _attributes(value))
+    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, attributes_of(value))
 
 
 def _of_sharded_tensor(value: Any) -> ArrayLeaf:
-    from ckpt.leaves.torch import as_leaf as leaf_of
-
     shape = tuple(value.size())
     parts = []
     for shard in value.local_shards():
@@ -59,15 +57,6 @@ def _of_sharded_tensor(value: Any) -> ArrayLeaf:
         parts.append(Part(leaf_of(shard.tensor.detach()), Box(offset, tuple(shard.metadata.shard_sizes))))
     plain = parts[0].leaf if parts else leaf_of(torch.empty(0, dtype=value.dtype))
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    found = {}
-    if isinstance(value, torch.nn.Parameter):
-        found["parameter"] = True
-    if value.requires_grad and value.is_leaf:
-        found["requires_grad"] = True
-    return found
 
 
 def copies(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:

@@ -37,6 +37,16 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
     return DeviceLeaf(value)
 
 
+def attributes_of(value: torch.Tensor) -> dict[str, Any]:
+    """What makes a tensor a parameter, or one that wants a gradient."""
+    found = {}
+    if isinstance(value, torch.nn.Parameter):
+        found["parameter"] = True
+    if value.requires_grad and value.is_leaf:
+        found["requires_grad"] = True
+    return found
+
+
 def is_sharded(value: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor or a ShardedTensor."""
     return hasattr(value, "device_mesh") or hasattr(value, "local_shards")
@@ -94,14 +104,7 @@ class _Tensor(ArrayLeaf):
 
     def attributes(self) -> dict[str, Any]:
         value = self.value
-        if type(value) is torch.Tensor and not value.requires_grad:
-            return {}
-        found = {}
-        if isinstance(value, torch.nn.Parameter):
-            found["parameter"] = True
-        if value.requires_grad and value.is_leaf:
-            found["requires_grad"] = True
-        return found
+        return {} if type(value) is torch.Tensor and not value.requires_grad else attributes_of(value)
 
     def version(self) -> int | None:
         return None if self.value.is_inference() else self.value._version

@@ -1,0 +1,53 @@
+"""What this process holds of a state: whole leaves and shards, told to the plan by name, place and copies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ckpt.codec import CodecWish, parse
+from ckpt.groups.base import Group
+from ckpt.leaves.base import ArrayLeaf, Part
+from ckpt.plan import LeafSpec
+from ckpt.shard import Replica
+from ckpt.tree import Flat
+
+
+class Held(NamedTuple):
+    """Memory that this process holds: a whole leaf, or a shard of one."""
+
+    name: str
+    leaf: ArrayLeaf
+    part: Part | None
+    """Where it lies in the global array."""
+    shape: tuple[int, ...]
+    """Of the global array."""
+
+
+def held_by(flat: Flat) -> list[Held]:
+    """All that a state holds here, in the order of the tree."""
+    found = []
+    for name, leaf in flat.leaves.items():
+        shards = leaf.parts()
+        if shards is None:
+            found.append(Held(name, leaf, None, leaf.shape))
+        else:
+            found += [Held(name, part.leaf, part, leaf.shape) for part in shards]
+    return found
+
+
+def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> list[LeafSpec]:
+    """What a plan needs to know of each, this rank being one of a group."""
+    codec_of = parse(wish)
+    # Of arrays that do not say otherwise every rank has an equal copy, as data parallelism keeps them.
+    everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
+    found = []
+    for name, x, part, shape in held:
+        if part is not None:
+            replica = part.replica if part.replica.of > 1 and group.size > 1 else None
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), shape, part.box.offset, replica)
+        elif everywhere is not None and name not in flat.own:
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), None, (0,) * len(x.shape), everywhere)
+        else:
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name))
+        found.append(spec)
+    return found
