@@ -31,6 +31,8 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 PEERS = {"ckpt": "ckpt", "dcp": "torch DCP"}
+READER = "read"
+"""Not a peer: as many processes that only read what ckpt has written, for what the disk gives at that moment."""
 MORE = (3, 2, 1)
 """Numbers of ranks that load what four have saved."""
 
@@ -145,6 +147,8 @@ def rank(args: argparse.Namespace) -> Result:
                 if number:
                     found["stall"].append(stall)
                     found["copy"].append(copy)
+    elif args.peer == READER:
+        found["load"] = raw_reads(args.data / str(args.repeat), dist.get_rank(), dist.get_world_size(), timed)
     else:
         like = state_of(args.gib, args.kind, False)
         place = args.data / str(args.repeat)
@@ -166,7 +170,38 @@ def rank(args: argparse.Namespace) -> Result:
     return found
 
 
-# --- the limit: as many processes that only write --------------------------------------------------------------
+# --- the limits: as many processes that only write, or only read -------------------------------------------------
+
+
+def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
+    """Seconds in which these ranks read the files below a folder once, in equal shares, three threads each."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    total = sum(file.stat().st_size for file in files)
+    workers, piece = 3, 1 << 20
+    share = -(-total // (ranks * workers))
+    into = [np.ones(share + piece, np.uint8) for _ in range(workers)]
+
+    def read(worker: int) -> None:
+        begin = (rank * workers + worker) * share
+        end, at, target = min(total, begin + share), 0, memoryview(into[worker])
+        for file in files:
+            length = file.stat().st_size
+            first, last = max(begin, at) - at, min(end, at + length) - at
+            if first < last:
+                with file.open("rb", buffering=0) as opened:
+                    for position in range(first, last, piece):
+                        into_at = at + position - begin
+                        os.preadv(opened.fileno(), [target[into_at : into_at + min(piece, last - position)]], position)
+            at += length
+
+    def all_threads() -> None:
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return float(timed(all_threads))
 
 
 def raw_writes(folder: Path, nbytes: int, processes: int) -> float:
@@ -255,24 +290,34 @@ def run(args: argparse.Namespace, folder: Path) -> Result:
         name = f"disk write O_DIRECT, {args.ranks} processes"
         limit.setdefault(name, []).extend(unique / 1e9 / raw_writes(folder, unique, args.ranks) for _ in range(args.repeat))
 
+    def keep() -> None:
+        (args.out / "ranks.json").write_text(json.dumps(results | {"limits": limit}, indent=1) + "\n")
+
     measure_limits()
     for kind in ("sharded", "replicated"):
+        rows: dict[str, Result] = {}
         for peer in PEERS:
             data = folder / f"{peer}-{kind}"
             data.mkdir()
-            row: Result = {"peer": peer, "kind": kind, **launch(args, args.ranks, "save", peer, kind, data)}
-            if peer == "ckpt":
-                row |= launch(args, args.ranks, "stall", peer, kind, data)
-            for ranks in loads_of(results, kind):
-                seconds = []
-                for _ in range(args.repeat):
+            rows[peer] = {"peer": peer, "kind": kind, **launch(args, args.ranks, "save", peer, kind, data)}
+            print(f"{peer}: {kind} state saved", file=sys.stderr)
+        rows["ckpt"] |= launch(args, args.ranks, "stall", "ckpt", kind, folder / f"ckpt-{kind}")
+        results["rows"] += rows.values()
+        keep()
+        for ranks in loads_of(results, kind):
+            for _ in range(args.repeat):  # in turns: the disk is not the same from minute to minute
+                for peer in (*PEERS, READER):
+                    data = folder / f"{'ckpt' if peer == READER else peer}-{kind}"
                     drop_cache(data)
-                    seconds.append(launch(args, ranks, "load", peer, kind, data)["load"])
-                row[f"load {ranks}"] = seconds
-            shutil.rmtree(data)
-            results["rows"].append(row)
-            (args.out / "ranks.json").write_text(json.dumps(results | {"limits": limit}, indent=1) + "\n")
-            print(f"{peer} {kind} measured", file=sys.stderr)
+                    seconds = launch(args, ranks, "load", peer, kind, data)["load"]
+                    if peer == READER:
+                        limit.setdefault(f"disk read cold, {ranks} processes, {kind}", []).append(unique / 1e9 / seconds)
+                    else:
+                        rows[peer].setdefault(f"load {ranks}", []).append(seconds)
+            keep()
+            print(f"{kind} state loaded into {ranks}", file=sys.stderr)
+        for peer in PEERS:
+            shutil.rmtree(folder / f"{peer}-{kind}")
         if kind == "sharded":
             measure_limits()
     results["limits"] = limit
@@ -322,8 +367,11 @@ def draw(results: Result, file: Path) -> None:
             bars = ax.bar(np.arange(len(figures)) + 0.4 * i - 0.2, rates, 0.38, color=colours[peer], label=PEERS[peer])
             ax.bar_label(bars, [f"{r:.2f}" for r in rates], fontsize=9, padding=2)
         ax.plot([-0.45, 1.45], [write, write], linestyle=(0, (4, 3)), color="#c92a2a", linewidth=1.2)
-        ax.annotate(f"{ranks} processes that only write", (-0.45, write), (0, 3), textcoords="offset points", fontsize=8,
+        ax.annotate("as many processes that only write, or only read", (-0.45, write), (0, 3), textcoords="offset points", fontsize=8,
                     color="#c92a2a")  # fmt: skip
+        for i, ranks_now in enumerate(loads_of(results, kind), 2):
+            read = median(results["limits"][f"disk read cold, {ranks_now} processes, {kind}"])
+            ax.plot([i - 0.45, i + 0.45], [read, read], linestyle=(0, (4, 3)), color="#c92a2a", linewidth=1.2)
         ax.set_xticks(range(len(figures)), titles)
         ax.set_title(f"{kind.capitalize()} state of {unique:.2f} GB on {ranks} ranks, GB/s", loc="left", weight="bold")
         ax.spines[["top", "right"]].set_visible(False)

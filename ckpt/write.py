@@ -64,6 +64,9 @@ O_DIRECT disk, 4 threads 0.81, 8 threads 0.85. Measured with benchmarks/run.py."
 BLOCKING_ARENA = 128 << 20
 """Staging memory of a blocking save: two blocks for each writer."""
 
+_LEAST_ARENA = 32 << 20
+"""That of a small state, a quarter of it at most: memory touched for the first time costs more than the disk."""
+
 _WORTH = 0.98  # a block that a codec shrinks by less is stored as it is, and can then be read in parts
 
 
@@ -206,7 +209,7 @@ class _Save:
 
     def blocking(self) -> None:
         total = sum(round_up(b.nbytes) for b in self._blocks)
-        budget = min(BLOCKING_ARENA, self._options.memory or BLOCKING_ARENA)
+        budget = min(max(_LEAST_ARENA, min(BLOCKING_ARENA, total // 4)), self._options.memory or BLOCKING_ARENA)
         self._go.set()
         stager = threading.Thread(target=self._stage, args=(range(len(self._blocks)), True, True), name="ckpt-stage")
         try:
