@@ -147,7 +147,16 @@ class Repository:
 
 def open_repository(url: str | os.PathLike[str] | Store) -> Repository:
     """The repository at a URL (or on a store), unchecked."""
-    return Repository(url if isinstance(url, Store) else open_store(url))
+    return Repository(url if isinstance(url, Store) else _store(url))
+
+
+def _store(url: str | os.PathLike[str]) -> Store:
+    """The store of a URL, the namespace of many nodes among them."""
+    if os.fspath(url).startswith("ckpt://"):
+        from ckpt.aggregator.store import NamespaceStore  # with Arrow Flight: only where it is used
+
+        return NamespaceStore(os.fspath(url))
+    return open_store(url)
 
 
 def _listed(steps: list[int]) -> str:

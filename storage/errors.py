@@ -22,6 +22,18 @@ class AlreadyExists(StoreError):
     """A put-if-absent found an object of this name."""
 
 
+class NoSpace(StoreError):
+    """The disk, the quota or the node is full."""
+
+
+class Unavailable(StoreError):
+    """A node or a service does not answer in time, or takes nothing at the moment. Others may."""
+
+
+class Refused(StoreError):
+    """A wrong or missing token or certificate."""
+
+
 class InvalidName(StoreError, ValueError):
     """A name that could leave the root of the store, or that not every store can hold."""
 

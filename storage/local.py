@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.errors import AlreadyExists, NotFound, StoreError
+from ckpt.storage.errors import AlreadyExists, NoSpace, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -45,7 +45,8 @@ def _told(doing: str, path: str) -> Iterator[None]:
         raise AlreadyExists(f"{doing} {path}: it exists already") from error
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "see the cause")
-        raise StoreError(f"{doing} {path} failed: {error.strerror or error}; {advice}") from error
+        kind = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(f"{doing} {path} failed: {error.strerror or error}; {advice}") from error
 
 
 def _fsync(fd: int, path: str) -> None:

@@ -1,0 +1,113 @@
+"""Asking many members at once, without waiting for those that do not answer."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from ckpt.storage.errors import StoreError, Unavailable
+
+T = TypeVar("T")
+
+
+class Health:
+    """Which members answered lately. One that did not is left alone for a while, longer each time."""
+
+    def __init__(self, first_seconds: float = 0.5, most_seconds: float = 15.0) -> None:
+        self._first_seconds = first_seconds
+        self._most_seconds = most_seconds
+        self._lock = threading.Lock()
+        self._down: dict[str, tuple[float, int]] = {}
+
+    def failed(self, name: str) -> None:
+        """A member did not answer."""
+        with self._lock:
+            until, times = self._down.get(name, (0.0, 0))
+            if time.monotonic() < until:
+                return  # a call that began before the first failure was known
+            pause = min(self._most_seconds, self._first_seconds * 2**times)
+            self._down[name] = (time.monotonic() + pause, times + 1)
+
+    def answered(self, name: str) -> None:
+        """A member answered."""
+        if self._down:
+            with self._lock:
+                self._down.pop(name, None)
+
+    def down(self, name: str) -> bool:
+        """Whether to leave a member alone now."""
+        known = self._down.get(name)
+        return known is not None and time.monotonic() < known[0]
+
+
+class FanOut:
+    """Threads for calls to members. A call that never returns holds one thread until its own deadline."""
+
+    def __init__(self, health: Health, threads: int = 64) -> None:
+        self.health = health
+        self._pool = ThreadPoolExecutor(threads, "ckpt-member")
+
+    def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
+        """Start one call."""
+        return self._pool.submit(contextvars.copy_context().run, self._run, name, call)
+
+    def ask(
+        self, calls: Mapping[str, Callable[[], T]], seconds: float,
+        enough: Callable[[dict[str, T]], bool] = lambda _: False, *, spare: bool = False,
+    ) -> tuple[dict[str, T], dict[str, StoreError]]:
+        """Call all; return what they answered, and the errors, as soon as it is `enough`, or all are done, or time is over.
+
+        The others go on by themselves. A member that has just failed is asked only if the rest are not enough, and not even
+        then if they are to be spared: that answer can be done without.
+        """
+        answers: dict[str, T] = {}
+        errors: dict[str, StoreError] = {}
+        later = {name: call for name, call in calls.items() if self.health.down(name)}
+        now = {name: call for name, call in calls.items() if name not in later}
+        for group in (now, later):
+            if not group or (group is later and (spare or enough(answers))):
+                continue
+            for name, result in self._each(group, seconds):
+                if isinstance(result, StoreError):
+                    errors[name] = result
+                else:
+                    answers[name] = result
+                    if enough(answers):
+                        break
+        for name in calls:
+            if name not in answers and name not in errors:
+                errors[name] = Unavailable(f"{name} {'did not answer lately' if name in later else 'has not answered yet'}")
+        return answers, errors  # fmt: skip
+
+    def _each(self, calls: Mapping[str, Callable[[], T]], seconds: float) -> Iterator[tuple[str, T | StoreError]]:
+        until = time.monotonic() + seconds
+        waiting = {self.submit(name, call): name for name, call in calls.items()}
+        while waiting:
+            done, _ = wait(waiting, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
+            if not done:
+                for name in waiting.values():
+                    self.health.failed(name)
+                return
+            for future in done:
+                name = waiting.pop(future)
+                try:
+                    yield name, future.result()
+                except StoreError as error:
+                    yield name, error
+
+    def _run(self, name: str, call: Callable[[], T]) -> T:
+        try:
+            answer = call()
+        except Unavailable:
+            self.health.failed(name)
+            raise
+        self.health.answered(name)
+        return answer
+
+    def close(self) -> None:
+        """Take no more calls; wait for none."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

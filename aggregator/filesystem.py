@@ -1,0 +1,398 @@
+"""The namespace as an fsspec filesystem: fsspec.open("ckpt://…/file"), and with it zarr, h5py, pandas, torch DCP.
+
+A file is written once: it is there, whole, when it is closed, and never before. Writing to a name that is there replaces it
+at that moment; appending writes what is new and keeps the rest. Folders are there while something is in them, and those that
+were made, until they are removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.spec import AbstractBufferedFile
+from fsspec.utils import stringify_path
+
+from ckpt.aggregator.files import File, Head
+from ckpt.aggregator.members import SCHEME
+from ckpt.aggregator.namespace import Namespace, open_namespace
+from ckpt.aggregator.redundancy import parse
+from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 8 << 20
+
+
+class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
+    """One namespace. `members` is what stands between ckpt:// and the path; `redundancy` that of new files."""
+
+    protocol = SCHEME
+    root_marker = ""
+    cachable = True
+    mirror_sync_methods = True
+
+    def __init__(self, members: str | None = None, redundancy: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if not members:
+            raise ValueError("ckpt:// needs members: ckpt://host:port,host:port/path, or ckpt://NAME/path, or members=")
+        query = f"?redundancy={parse(redundancy)}" if redundancy else ""
+        self.members = members
+        self.namespace: Namespace
+        self.namespace, _ = open_namespace(f"{SCHEME}://{members}/{query}")
+        self._threads = ThreadPoolExecutor(16, "ckpt-fs")
+
+    # --- names -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(p) for p in path]
+        text = stringify_path(path)
+        if text.startswith(f"{SCHEME}://"):
+            text = text.removeprefix(f"{SCHEME}://").partition("?")[0]
+            text = text.partition("/")[2]
+        return text.strip("/")
+
+    @classmethod
+    def _get_kwargs_from_urls(cls, urlpath: Any) -> dict[str, Any]:
+        text = stringify_path(urlpath)
+        if not text.startswith(f"{SCHEME}://"):
+            return {}
+        place, _, query = text.removeprefix(f"{SCHEME}://").partition("?")
+        found = {"members": place.partition("/")[0]}
+        for item in filter(None, query.split("&")):
+            key, _, value = item.partition("=")
+            if key != "redundancy":
+                raise ValueError(f"{text}: unknown option {key!r}; there is redundancy=")
+            found["redundancy"] = value
+        return found
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The URL of a path."""
+        text = stringify_path(name)
+        return text if text.startswith(f"{SCHEME}://") else f"{SCHEME}://{self.members}/{self._strip_protocol(text)}"
+
+    @property
+    def fsid(self) -> str:
+        """Two of one namespace are one."""
+        return f"{SCHEME}-{self.members}"
+
+    # --- looking -----------------------------------------------------------------------------------------------
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        if path:
+            file = await self._do(path, self.namespace.stat, path)
+            if file is not None:
+                return _described(path, file.head)
+        below = await self._do(path, self.namespace.list, path)
+        if path and not below:
+            raise FileNotFoundError(path)
+        return {"name": path, "size": 0, "type": "directory"}
+
+    async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        heads: dict[str, Head] = await self._do(path, self.namespace.list, path)
+        found: dict[str, dict[str, Any]] = {}
+        skip = len(path) + 1 if path else 0
+        for name, head in heads.items():
+            child, deeper, _ = name[skip:].partition("/")
+            full = name[:skip] + child
+            if deeper:
+                found.setdefault(full, {"name": full, "size": 0, "type": "directory"})
+            else:
+                found[full] = _described(full, head)
+        if not found and path:
+            info = await self._info(path)
+            if info["type"] == "file":
+                found[path] = info
+        return [found[name] if detail else name for name in sorted(found)]
+
+    async def _find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
+        path = self._strip_protocol(path)
+        if maxdepth is not None or withdirs:
+            return await super()._find(path, maxdepth=maxdepth, withdirs=withdirs, **options)
+        heads: dict[str, Head] = await self._do(path, self.namespace.list, path)
+        files = {name: _described(name, head) for name, head in heads.items() if head.kind == "file"}
+        if not files and path:
+            file = await self._do(path, self.namespace.stat, path)
+            if file is not None and file.head.kind == "file":
+                files = {path: _described(path, file.head)}
+        return files if options.get("detail") else sorted(files)
+
+    def created(self, path: str) -> datetime:
+        """When the file was first written."""
+        return datetime.fromtimestamp(self._times(path)["created"], UTC)
+
+    def modified(self, path: str) -> datetime:
+        """When the content was written."""
+        return datetime.fromtimestamp(self._times(path)["mtime"], UTC)
+
+    def _times(self, path: str) -> dict[str, Any]:
+        info: dict[str, Any] = self.info(path)
+        if "mtime" not in info:
+            raise FileNotFoundError(f"{path}: a folder that only its content makes has no times")
+        return info
+
+    # --- reading and writing -----------------------------------------------------------------------------------
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        path = self._strip_protocol(path)
+
+        def read() -> bytes:
+            with self.namespace.open(path) as reader:
+                size = reader.file.head.nbytes
+                first, last = _range(size, start, end)
+                data = bytearray(max(0, last - first))
+                reader.read_into(first, memoryview(data))
+                return bytes(data)
+
+        found: bytes = await self._do(path, read)
+        return found
+
+    async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
+        path = self._strip_protocol(path)
+        await self._do(path, self.namespace.put, path, value, mode == "create")
+
+    async def _put_file(
+        self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **_: Any
+    ) -> None:
+        rpath = self._strip_protocol(rpath)
+        if os.path.isdir(lpath):
+            await self._makedirs(rpath, exist_ok=True)
+            return
+
+        def put() -> None:
+            size = os.path.getsize(lpath)
+            callback.set_size(size)
+            new = mode == "create"
+            with open(lpath, "rb") as source, self.namespace.create(rpath, None, size, new=new, aligned=False) as writer:
+                while data := source.read(_PIECE_BYTES):
+                    writer.append(memoryview(data))
+                    callback.relative_update(len(data))
+                writer.commit()
+
+        await self._do(rpath, put)
+
+    async def _get_file(self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_: Any) -> None:
+        rpath = self._strip_protocol(rpath)
+        if (await self._info(rpath))["type"] == "directory":
+            os.makedirs(lpath, exist_ok=True)
+            return
+
+        def get() -> None:
+            with self.namespace.open(rpath) as reader:
+                size = reader.file.head.nbytes
+                callback.set_size(size)
+                os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
+                with open(lpath, "wb") as target:
+                    buffer = memoryview(bytearray(min(size, _PIECE_BYTES) or 1))
+                    for position in range(0, size, _PIECE_BYTES):
+                        count = reader.read_into(position, buffer[: min(_PIECE_BYTES, size - position)])
+                        target.write(buffer[:count])
+                        callback.relative_update(count)
+
+        await self._do(rpath, get)
+
+    async def _cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
+        if (await self._info(path1))["type"] == "directory":
+            await self._makedirs(path2, exist_ok=True)
+            return
+
+        def copy() -> None:
+            with self.namespace.open(path1) as reader:
+                size = reader.file.head.nbytes
+                with self.namespace.create(path2, None, size, aligned=False) as writer:
+                    for position in range(0, size, _PIECE_BYTES):
+                        buffer = memoryview(bytearray(min(_PIECE_BYTES, size - position)))
+                        reader.read_into(position, buffer)
+                        writer.append(buffer)
+                    writer.commit()
+
+        await self._do(path1, copy)
+
+    def _open(
+        self, path: str, mode: str = "rb", block_size: int | None = None, autocommit: bool = True,
+        cache_options: dict[str, Any] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        return CkptFile(
+            self, self._strip_protocol(path), mode, block_size or 4 << 20, autocommit, cache_options=cache_options, **options
+        )
+
+    def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
+        """Move files. One that goes to a free name or in place of another file is only renamed."""
+        old, new = self._strip_protocol(path1), self._strip_protocol(path2)
+        if not recursive and self.isfile(old) and not self.isdir(new) and not str(path2).endswith("/"):
+            _told(old, self.namespace.rename, old, new)
+            return
+        super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **options)
+
+    # --- changing ----------------------------------------------------------------------------------------------
+
+    async def _rm_file(self, path: str, **_: Any) -> None:
+        path = self._strip_protocol(path)
+        if not await self._do(path, self.namespace.delete, [path]):
+            raise FileNotFoundError(path)
+
+    async def _rm(self, path: Any, recursive: bool = False, batch_size: int | None = None, **_: Any) -> None:
+        paths = await self._expand_path(path, recursive=recursive)
+        for each in paths:
+            if not recursive and (await self._info(each))["type"] == "directory":
+                raise IsADirectoryError(f"{each} is a folder; rm(…, recursive=True) removes it with all that is in it")
+        await self._do(str(path), self.namespace.delete, [p for p in paths if p])
+
+    async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        path = self._strip_protocol(path)
+        if path:
+            await self._do(path, self.namespace.make_folder, path)
+
+    async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
+        path = self._strip_protocol(path)
+        if not path:
+            return
+        try:
+            info = await self._info(path)
+        except FileNotFoundError:
+            await self._mkdir(path)
+            return
+        if info["type"] != "directory" or not exist_ok:
+            raise FileExistsError(path)
+
+    async def _rmdir(self, path: str) -> None:
+        path = self._strip_protocol(path)
+        if await self._do(path, self.namespace.list, path):
+            raise OSError(39, "the folder is not empty", path)
+        if not await self._do(path, self.namespace.delete, [path]):
+            raise FileNotFoundError(path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove a folder that is empty."""
+        _sync(self, self._rmdir, path)
+
+    async def _touch(self, path: str, truncate: bool = True, **_: Any) -> None:
+        path = self._strip_protocol(path)
+        file: File | None = await self._do(path, self.namespace.stat, path)
+        if file is None or truncate:
+            await self._do(path, self.namespace.put, path, b"")
+
+    def touch(self, path: str, truncate: bool = True, **options: Any) -> None:
+        """Make an empty file, or (`truncate=False`) leave what is there."""
+        _sync(self, self._touch, path, truncate, **options)
+
+    async def _do(self, path: str, work: Callable[..., T], *args: Any) -> T:
+        """Run a call of the namespace on a thread, its errors as those of a file system."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(_told, path, work, *args))
+
+
+class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
+    """An open file. What is written is visible when it is closed, not before, and not at all if it is discarded."""
+
+    def __init__(self, fs: CkptFileSystem, path: str, mode: str, block_size: int, autocommit: bool, **options: Any) -> None:
+        self._reader: Any = None
+        self._writer: Any = None
+        self._at_once = threading.Lock()
+        if mode not in ("rb", "wb", "ab", "xb"):
+            raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; a file that is there can't be changed in its middle")
+        if mode == "rb":
+            self._reader = _told(path, fs.namespace.open, path)
+            options["size"] = self._reader.file.head.nbytes
+        super().__init__(fs, path, mode, block_size, autocommit, **options)
+        if mode != "rb":
+            self.blocksize = max(self.blocksize, 1 << 20)
+        if mode == "ab":
+            there = _told(path, fs.namespace.stat, path)
+            self.loc = 0 if there is None else there.head.nbytes
+            self._base = there
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data = bytearray(max(0, end - start))
+        count = _told(self.path, self._reader.read_into, start, memoryview(data))
+        return bytes(data[:count])
+
+    def _initiate_upload(self) -> None:
+        base = getattr(self, "_base", None) if self.mode == "ab" else None
+        inline = base.data if base is not None and base.data is not None else None
+        namespace = self.fs.namespace
+        self._writer = _told(
+            self.path, functools.partial(namespace.create, new=self.mode == "xb", aligned=False, base=None if inline else base),
+            self.path,
+        )  # fmt: skip
+        if inline:
+            self._writer.append(memoryview(inline))
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        data = self.buffer.getbuffer()
+        if len(data):
+            _told(self.path, self._writer.append, data)
+        if final and self.autocommit:
+            self.commit()
+        return True
+
+    def commit(self) -> None:
+        """Make what was written visible."""
+        _told(self.path, self._writer.commit)
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        if self._writer is not None:
+            self._writer.abort()
+        self.buffer = io.BytesIO()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._reader is not None:
+                self._reader.close()
+
+
+def _described(path: str, head: Head) -> dict[str, Any]:
+    return {
+        "name": path,
+        "size": head.nbytes if head.kind == "file" else 0,
+        "type": "file" if head.kind == "file" else "directory",
+        "created": head.created,
+        "mtime": head.modified,
+        "ukey": head.version,
+    }
+
+
+def _range(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    first = 0 if start is None else start if start >= 0 else max(0, size + start)
+    last = size if end is None else end if end >= 0 else max(0, size + end)
+    return first, min(last, size)
+
+
+def _told(path: str, work: Callable[..., T], *args: Any) -> T:
+    """Our errors as those that users of a file system catch."""
+    try:
+        return work(*args)
+    except NotFound as error:
+        raise FileNotFoundError(2, str(error), path) from error
+    except AlreadyExists as error:
+        raise FileExistsError(17, str(error), path) from error
+    except InvalidName as error:
+        raise ValueError(str(error)) from error
+    except StoreError as error:
+        raise OSError(5, str(error), path) from error
+
+
+def _sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    from fsspec.asyn import sync
+
+    return sync(fs.loop, call, *args, **options)
+
+
+__all__: Sequence[str] = ["CkptFile", "CkptFileSystem"]

@@ -1,0 +1,181 @@
+"""From a URL to the members of a namespace.
+
+    ckpt://host:port,host:port/path?redundancy=2x      nodes, by address
+    ckpt://NAME/path                                   what a TOML file says of NAME
+
+The file is `$CKPT_CONFIG`, else `ckpt/config.toml` in the user's configuration folder. A member is a node or a directory of
+this host; all that is not said has a default:
+
+    [namespaces.NAME]
+    redundancy = "2x"               # of what is written without saying it
+    near = "rack1/host1"            # the domains of this host: first copies stay there
+    token_file = "/etc/ckpt/token"  # else $CKPT_TOKEN, or the file that $CKPT_TOKEN_FILE names
+    ca_file = "/etc/ckpt/ca.pem"    # the wire is TLS then; cert_file and key_file where nodes ask for ours
+    members = [
+        "host3:7070",
+        { url = "host4:7070", domain = "rack2/host4", weight = 2.0 },
+        { url = "/mnt/nvme0", name = "disk0" },
+    ]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from ckpt.aggregator.placement import Spot
+from ckpt.aggregator.redundancy import Redundancy, parse
+from ckpt.storage.client import Access
+from ckpt.storage.errors import InvalidArgument
+
+SCHEME = "ckpt"
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
+_MEMBER_KEYS = {"url", "name", "domain", "weight"}
+_KEYS = {"redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members"}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One place that keeps a part of a namespace."""
+
+    spot: Spot
+    address: str | None = None
+    """host:port of a node; else `folder` is set."""
+    folder: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spot.name
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A namespace as a client sees it."""
+
+    name: str
+    """For messages and URLs: what stands between ckpt:// and the path."""
+    members: tuple[Member, ...]
+    redundancy: Redundancy
+    near: tuple[str, ...] = ()
+    access: Access = field(default_factory=Access)
+
+
+def parse_url(url: str) -> tuple[Config, str]:
+    """The namespace of a URL, and the path in it. Raises InvalidArgument."""
+    parts = urlsplit(url)
+    if parts.scheme != SCHEME or not parts.netloc:
+        raise InvalidArgument(f"{url}: write ckpt://host:port,host:port/path, or ckpt://NAME/path with NAME in a TOML file")
+    options = parse_qs(parts.query, keep_blank_values=True)
+    if unknown := set(options) - {"redundancy"}:
+        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there is redundancy=")
+    config = find(unquote(parts.netloc))
+    if "redundancy" in options:
+        config = replace(config, redundancy=parse(options["redundancy"][-1]))
+    return check(config), unquote(parts.path).strip("/")
+
+
+def find(name: str) -> Config:
+    """The namespace of a list of addresses, or of a name in the TOML file."""
+    if "," in name or _ADDRESS.fullmatch(name):
+        members = tuple(_member(url, {"url": url}) for url in name.split(",") if url)
+        return _with_access(Config(name, members, _default(len(members))), {})
+    file = config_file()
+    try:
+        with file.open("rb") as opened:
+            known = tomllib.load(opened).get("namespaces", {})
+    except FileNotFoundError:
+        raise InvalidArgument(
+            f"ckpt://{name}: {name} is no list of host:port, and there is no {file} that could say what it is"
+        ) from None
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise InvalidArgument(f"{file} can't be read: {error}") from error
+    if name not in known:
+        raise InvalidArgument(f"{file} has no [namespaces.{name}]; it has {', '.join(sorted(known)) or 'none'}")
+    return from_table(name, known[name], f"{file}, [namespaces.{name}]")
+
+
+def config_file() -> Path:
+    """Where the TOML file is, or would be."""
+    if given := os.environ.get("CKPT_CONFIG"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ckpt" / "config.toml"
+
+
+def from_table(name: str, table: Mapping[str, Any], where: str) -> Config:
+    """A namespace from its part of a TOML file."""
+    if unknown := set(table) - _KEYS:
+        raise InvalidArgument(f"{where}: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(_KEYS))}")
+    try:
+        members = tuple(_member(where, m if isinstance(m, dict) else {"url": m}) for m in table["members"])
+        redundancy = parse(table["redundancy"]) if "redundancy" in table else _default(len(members))
+        near = _domain(table.get("near", ""))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"{where}: {error!r}; see the documentation of the namespace") from error
+    return _with_access(Config(name, members, redundancy, near), table)
+
+
+def check(config: Config) -> Config:
+    """The configuration, if it makes sense."""
+    names = [member.name for member in config.members]
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise InvalidArgument(f"ckpt://{config.name}: the member {twice} is there twice")
+    if config.redundancy.fragments > len(names):
+        raise InvalidArgument(
+            f"ckpt://{config.name}: redundancy {config.redundancy} needs {config.redundancy.fragments} members, "
+            f"there are {len(names)}"
+        )
+    return config
+
+
+def _default(members: int) -> Redundancy:
+    """Two copies, where there are two members."""
+    return parse("2x" if members > 1 else "1x")
+
+
+def _member(where: str, given: Mapping[str, Any]) -> Member:
+    if unknown := set(given) - _MEMBER_KEYS:
+        raise InvalidArgument(f"{where}: unknown key {sorted(unknown)[0]!r} of a member; there are {', '.join(_MEMBER_KEYS)}")
+    url = str(given["url"])
+    weight = float(given.get("weight", 1.0))
+    if not 0 <= weight < 1e9:
+        raise InvalidArgument(f"{where}: the weight of {url} is {weight}; it must not be negative")
+    name, domain = str(given.get("name", url)), _domain(given.get("domain", ""))
+    address = url.removeprefix("node://")
+    if _ADDRESS.fullmatch(address):
+        return Member(Spot(given.get("name", address), domain, weight), address=address)
+    folder = url.removeprefix("file://") if url.startswith("file:///") else url
+    if "://" in folder or not os.path.isabs(os.path.expanduser(folder)):
+        raise InvalidArgument(f"{where}: {url!r} is no member: use host:port of a ckpt-node, or the full path of a directory")
+    return Member(Spot(name, domain, weight), folder=os.path.expanduser(folder))
+
+
+def _domain(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split("/") if part)
+
+
+def _with_access(config: Config, table: Mapping[str, Any]) -> Config:
+    token = os.environ.get("CKPT_TOKEN")
+    if file := table.get("token_file") or (None if token else os.environ.get("CKPT_TOKEN_FILE")):
+        token = _read(file).decode().strip()
+    ca = table.get("ca_file") or os.environ.get("CKPT_CA_FILE")
+    certificate = None
+    if "cert_file" in table or "key_file" in table:
+        certificate = (_read(table.get("cert_file", "")), _read(table.get("key_file", "")))
+    seconds = float(table.get("deadline_seconds", Access().deadline_seconds))
+    return replace(config, access=Access(token, _read(ca) if ca else None, certificate, seconds))
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{path} can't be read: {error.strerror}") from error

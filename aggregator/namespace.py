@@ -1,0 +1,364 @@
+"""Many members as one place: files by path, written in pieces to several members and read back from whichever answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from ckpt.aggregator import files, ring
+from ckpt.aggregator.fanout import FanOut, Health
+from ckpt.aggregator.files import INLINE_BYTES, File, Head, Layout
+from ckpt.aggregator.ledger import Decide, Keepers, Ledger
+from ckpt.aggregator.members import Config, parse_url
+from ckpt.aggregator.place import Place
+from ckpt.aggregator.placement import _shared
+from ckpt.aggregator.reading import FileReader
+from ckpt.aggregator.redundancy import Redundancy
+from ckpt.aggregator.writing import FileWriter, Gone, new_version
+from ckpt.storage.base import Buffer
+from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError, Unavailable
+from ckpt.storage.failpoints import failpoint
+from ckpt.storage.registers import Damaged, Value
+
+log = logging.getLogger("ckpt")
+
+PATH_BYTES = 1024
+_PIECE_BYTES = 8 << 20
+
+
+def check_path(path: str) -> str:
+    """Return `path` if it can name a file: segments joined by '/', none of them empty, '.' or '..'. Raises InvalidName."""
+    segments = path.split("/")
+    if (
+        len(path.encode("utf-8", "replace")) > PATH_BYTES
+        or any(s in ("", ".", "..") or len(s.encode("utf-8", "replace")) > 255 for s in segments)
+        or any(ord(c) < 32 or c == "\x7f" or 0xD800 <= ord(c) < 0xE000 for c in path)
+    ):
+        raise InvalidName(
+            f"{path[:200]!r} can't name a file: use segments of at most 255 bytes without control characters, joined by '/', "
+            f"{PATH_BYTES} bytes in all, and no '.' or '..'"
+        )
+    return path
+
+
+class Namespace:
+    """A namespace, opened. Safe to use from many threads."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.url = f"ckpt://{config.name}"
+        self.places = {m.name: Place(m, config.access) for m in config.members}
+        self.spots = tuple(m.spot for m in config.members)
+        seconds = config.access.deadline_seconds
+        self.slow_seconds = seconds
+        """A member that takes longer for an append is passed over."""
+        self.commit_seconds = 4 * seconds
+        self.read_seconds = 2 * seconds
+        self.hedge_seconds = 0.5
+        """A read that takes longer is asked of another member too."""
+        health = Health()
+        self.fan_out = FanOut(health)
+        self.reads = FanOut(health)
+        self.scratch: list[np.ndarray] = []
+        self._registers = {name: place.registers for name, place in self.places.items()}
+        self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds)
+        self._ring: ring.Ring | None = None
+        self._opening = threading.Lock()
+        self._suspects: set[tuple[str, str, str]] = set()
+        self._process = os.getpid()
+
+    @property
+    def ring(self) -> ring.Ring:
+        """Who keeps the records. Asked when first needed."""
+        if self._ring is None:
+            with self._opening:
+                if self._ring is None:
+                    seconds = self.config.access.deadline_seconds
+                    found = ring.find(self._registers, self.spots, self.config.redundancy.tolerated, self.fan_out, seconds)
+                    if strange := [s.name for s in found.members if s.name not in self.places]:
+                        raise Unavailable(
+                            f"{self.url} names {', '.join(self.places)}, but records are kept by {', '.join(strange)} too; "
+                            "name all of them"
+                        )
+                    self._ring = found
+        return self._ring
+
+    def _keepers(self, path: str) -> Keepers:
+        return self.ring.keepers(path)
+
+    def nearness(self, member: str) -> int:
+        """How many of the widest failure domains a member shares with this host."""
+        place = self.places.get(member)
+        return 0 if place is None else _shared(self.config.near, place.member.spot.domain)
+
+    def take_scratch(self, nbytes: int) -> np.ndarray:
+        """Memory for parity, used again and again."""
+        with suppress(IndexError):
+            found = self.scratch.pop()
+            if len(found) == nbytes:
+                return found
+        return np.empty(nbytes, np.uint8)
+
+    # --- records -----------------------------------------------------------------------------------------------
+
+    def stat(self, path: str) -> File | None:
+        """What is known of a path; None where there is nothing."""
+        return self.stat_all([path])[path]
+
+    def stat_all(self, paths: Sequence[str]) -> dict[str, File | None]:
+        """The same of many at once."""
+        for path in paths:
+            check_path(path)
+        found: dict[str, File | None] = {}
+        for name, value in self._ledger.read([f"/{path}" for path in paths]).items():
+            file = None if value is None else files.decode(name[1:], value)
+            found[name[1:]] = file if file is not None and file.exists else None
+        return found
+
+    def list(self, folder: str = "") -> dict[str, Head]:
+        """The heads of all files and folders below a folder, at any depth, by path, in order.
+
+        Raises Unavailable where so many members are missing that a file could be overlooked.
+        """
+        prefix = f"/{check_path(folder)}/" if folder else "/"
+        newest: dict[str, tuple[object, bytes]] = {}
+        calls = {s.name: (lambda n=s.name: list(self._registers[n].scan_all(prefix))) for s in self.ring.members}  # type: ignore[misc]
+        answers, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
+        if len(errors) >= self.ring.quorum.write:  # those that did not answer lately are needed after all
+            answers, errors = self.fan_out.ask(calls, self.commit_seconds)
+        if len(errors) >= self.ring.quorum.write:
+            reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
+            raise Unavailable(f"{self.url} can't be listed: {len(errors)} members are missing ({reasons}); start them")
+        for records in answers.values():
+            for name, record in records:
+                if isinstance(record, Damaged) or record.value is None:
+                    continue
+                known = newest.get(name)
+                if known is None or known[0] < record.accepted:  # type: ignore[operator]
+                    newest[name] = record.accepted, record.value.head
+        found = {name[1:]: files.decode_head(name[1:], head) for name, (_, head) in newest.items()}
+        return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
+
+    def publish(self, path: str, file: File, new: bool = False) -> None:
+        """Make a record what a path is. Raises AlreadyExists if `new` and something is there."""
+        check_path(path)
+        old: File | None = None
+
+        def decide(name: str, value: Value | None) -> Value | None:
+            nonlocal old
+            current = None if value is None else files.decode(path, value)
+            if files.had(current, file.head.version):
+                return None  # done already, in a try that seemed to fail
+            old = current if current is not None and current.exists else None
+            if old is not None and (new or old.head.kind != file.head.kind):
+                return None
+            return files.encode(replace(file, head=files.following(file.head, current)))
+
+        value = self._ledger.update([f"/{path}"], decide, fresh=new)[f"/{path}"]
+        there = None if value is None else files.decode(path, value)
+        if not files.had(there, file.head.version):
+            what = there.head.kind if there is not None else "file"
+            raise AlreadyExists(f"{path} in {self.url}: a {what} of this name is there already")
+        if old is not None and old.layout is not None and not old.shared:
+            kept = {h.name for h in file.layout.holders} if file.layout is not None else set()
+            self.discard_layout(old.layout, kept)
+
+    def delete(self, paths: Iterable[str]) -> list[str]:
+        """Remove files and folder marks; the paths that were there. What is not there is no error."""
+        every = [check_path(path) for path in paths]
+        old: dict[str, File] = {}
+        now, version = time.time(), new_version()
+
+        def decide(name: str, value: Value | None) -> Value | None:
+            current = None if value is None else files.decode(name[1:], value)
+            if current is None or not current.exists or files.had(current, version):
+                return None
+            old[name[1:]] = current
+            return files.encode(File(files.following(Head("deleted", 0, now, now, version), current)))
+
+        self._ledger.update([f"/{path}" for path in every], decide)
+        doomed: dict[str, list[str]] = defaultdict(list)
+        for file in old.values():
+            if file.layout is not None and not file.shared:
+                for holder in file.layout.holders:
+                    doomed[holder.member].append(holder.name)
+        self.discard(doomed)
+        return [path for path in every if path in old]
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, in place of what was there. Raises NotFound.
+
+        Nothing is copied. A crash in the middle leaves the old name, or both: then a scrub finds out who needs what.
+        """
+        file = self.stat(check_path(old))
+        if file is None or file.head.kind != "file":
+            raise NotFound(f"{old} in {self.url}: {'no such file' if file is None else 'a folder, no file'}")
+        if old == new:
+            return
+        large = file.layout is not None
+        if large:
+            self._share(old, file.head.version, True)
+        failpoint("namespace.rename")
+        moved = replace(file, head=replace(file.head, version=new_version(), history=()), shared=large)
+        self.publish(new, moved)
+        failpoint("namespace.renamed")
+
+        def decide(_: str, value: Value | None) -> Value | None:
+            there = None if value is None else files.decode(old, value)
+            if there is None or there.head.version != file.head.version:
+                return None  # replaced meanwhile: that stays
+            now = time.time()
+            return files.encode(File(files.following(Head("deleted", 0, now, now, new_version()), there)))
+
+        self.update_record(old, decide)
+        if large:
+            self._share(new, moved.head.version, False)
+
+    def _share(self, path: str, version: str, shared: bool) -> None:
+        def decide(_: str, value: Value | None) -> Value | None:
+            there = None if value is None else files.decode(path, value)
+            if there is None or there.head.version != version or there.shared == shared:
+                return None
+            return files.encode(replace(there, shared=shared))
+
+        after = self.update_record(path, decide)
+        if shared and (after is None or files.decode(path, after).head.version != version):
+            raise StoreError(f"{path} in {self.url} was changed while it was renamed; try again")
+
+    def make_folder(self, path: str) -> None:
+        """Mark a folder, so that it is there while it is empty. Raises AlreadyExists."""
+        now = time.time()
+        self.publish(path, File(Head("folder", 0, now, now, new_version())), new=True)
+
+    # --- files -------------------------------------------------------------------------------------------------
+
+    def put(self, path: str, data: Buffer, new: bool = False, redundancy: Redundancy | None = None) -> File:
+        """Store a whole file, atomically and durably, in place of what was there or (`new`) only where nothing was."""
+        view = memoryview(data).cast("B")
+        if len(view) <= INLINE_BYTES:
+            now = time.time()
+            file = File(Head("file", len(view), now, now, new_version()), data=bytes(view))
+            self.publish(path, file, new)
+            return file
+        with self.create(path, redundancy, len(view), new=new, aligned=False) as writer:
+            for start in range(0, len(view), _PIECE_BYTES):
+                writer.append(view[start : start + _PIECE_BYTES])
+            return writer.publish()
+
+    def create(
+        self, path: str, redundancy: Redundancy | None = None, size_hint: int = 0, *, new: bool = False,
+        aligned: bool = True, base: File | None = None,
+    ) -> FileWriter:  # fmt: skip
+        """Begin to write a file. base: what is there already and is written on."""
+        return FileWriter(
+            self, check_path(path), redundancy or self.config.redundancy, size_hint, new=new, aligned=aligned, base=base
+        )
+
+    def open(self, path: str) -> FileReader:
+        """Open a file for reading; raises NotFound."""
+        file = self.stat(path)
+        if file is None or file.head.kind != "file":
+            raise NotFound(f"{path} in {self.url}: {'no such file' if file is None else 'a folder, no file'}")
+        return FileReader(self, path, file)
+
+    def get(self, path: str) -> bytes:
+        """A whole file; the new content where it is replaced meanwhile."""
+        while True:
+            with self.open(path) as reader:
+                data = bytearray(reader.file.head.nbytes)
+                try:
+                    reader.read_into(0, memoryview(data))
+                    return bytes(data)
+                except StoreError:
+                    there = self.stat(path)
+                    if there is not None and there.head.version == reader.file.head.version:
+                        raise
+
+    # --- objects that nobody needs -----------------------------------------------------------------------------
+
+    def discard(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Delete objects by member. What can't be deleted now, a scrub finds."""
+        calls = {m: (lambda m=m, n=n: self.places[m].store.delete(n)) for m, n in names.items() if m in self.places and n}  # type: ignore[misc]
+        _, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
+        for member, error in errors.items():
+            log.info("%d objects on %s stay until a scrub: %s", len(names[member]), member, error)
+
+    def discard_layout(self, layout: Layout, kept: Collection[str] = ()) -> None:
+        """Delete the objects of a layout but those to keep."""
+        doomed: dict[str, list[str]] = defaultdict(list)
+        for holder in layout.holders:
+            if holder.name not in kept:
+                doomed[holder.member].append(holder.name)
+        self.discard(doomed)
+
+    def suspect(self, path: str, version: str, name: str) -> None:
+        """Note an object that failed its check."""
+        self._suspects.add((path, version, name))
+
+    @property
+    def suspects(self) -> set[tuple[str, str, str]]:
+        """Objects that failed their check: path, version, object."""
+        return set(self._suspects)
+
+    def restore(self, path: str, version: str, layout: Layout, gone: Gone) -> Layout:
+        """The layout with what is gone made anew on other members."""
+        from ckpt.aggregator.restoring import restore
+
+        return restore(self, path, version, layout, gone)
+
+    # --- for repairs -------------------------------------------------------------------------------------------
+
+    def read_records(self, names: Sequence[str]) -> dict[str, Value | None]:
+        """Values by register name, tombstones too."""
+        return self._ledger.read(names)
+
+    def update_record(self, path: str, decide: Decide) -> Value | None:
+        """Change a record; what it is after that."""
+        return self._ledger.update([f"/{path}"], decide)[f"/{path}"]
+
+    def settle(self, names: Sequence[str]) -> None:
+        """Give all members that keep these registers the newest value."""
+        self._ledger.settle(names)
+
+    def forget(self, paths: Sequence[str]) -> None:
+        """Remove the records of files that were deleted long ago, from all members that keep them."""
+        self._ledger.forget([f"/{path}" for path in paths])
+
+    def close(self) -> None:
+        self.fan_out.close()
+        self.reads.close()
+        for place in self.places.values():
+            place.close()
+
+
+_open: dict[Config, Namespace] = {}
+_lock = threading.Lock()
+
+
+def open_namespace(url: str) -> tuple[Namespace, str]:
+    """The namespace of a URL, shared by all who name the same in this process, and the path in it."""
+    config, path = parse_url(url)
+    with _lock:
+        found = _open.get(config)
+        if found is None:
+            found = _open[config] = Namespace(config)
+        return found, path
+
+
+def _after_fork() -> None:
+    """A child makes its own connections."""
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Namespace", "StoreError", "check_path", "open_namespace"]

@@ -1,0 +1,44 @@
+"""A member that is open: its objects, its registers, and the few things that a directory does as a node does them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt.aggregator.members import Member
+from ckpt.storage.base import Store
+from ckpt.storage.client import Access, NodeStore
+from ckpt.storage.device import Device, Info
+from ckpt.storage.registers import Registers
+
+
+class Place:
+    """One member. `name` is what records call it."""
+
+    def __init__(self, member: Member, access: Access) -> None:
+        self.member = member
+        self.name = member.name
+        self.store: Store
+        self.registers: Registers
+        if member.address is not None:
+            self._node: NodeStore | Device = NodeStore(member.address, access)
+            self.store = self._node
+        else:
+            assert member.folder is not None
+            self._node = Device(member.folder)
+            self.store = self._node.store
+        self.registers = self._node.registers
+
+    def info(self) -> Info:
+        """Who it is and how it is."""
+        return self._node.info()
+
+    def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
+        """Which ranges (position, length, checksums) of an object are damaged."""
+        return self._node.verify(name, ranges)
+
+    def quarantine(self, name: str) -> None:
+        """Put a damaged object where no reader finds it."""
+        self._node.quarantine(name)
+
+    def close(self) -> None:
+        self._node.close()

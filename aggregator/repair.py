@@ -1,0 +1,328 @@
+"""Finding what is missing, rotten or forgotten in a namespace, and making it whole: the most endangered first.
+
+A survey lists what members hold and sets it beside the records. A scrub lets members read and check what they hold, too. A
+repair makes lost fragments anew from those that are left, brings records that lag up to date, and deletes objects that no
+record names once they are too old to belong to a write under way. Any of it can be cut off and run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from ckpt.aggregator import files
+from ckpt.aggregator.files import File, Layout, share_bytes
+from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.restoring import Gone, compact, restore
+from ckpt.aggregator.writing import written_at
+from ckpt.storage.errors import CkptError, StoreError, Unavailable
+from ckpt.storage.registers import Damaged, Record, Value
+
+log = logging.getLogger("ckpt")
+
+Progress = Callable[[int], None]
+
+GRACE_SECONDS = 3600.0
+"""An object that no record names may belong to a write under way for as long as this."""
+
+TOMBSTONE_SECONDS = 7 * 86400.0
+"""How long the record of a deleted file is kept, so that a member that was away finds it."""
+
+_BATCH = 1_000
+_VERIFY_BYTES = 64 << 20
+
+State = Literal["whole", "endangered", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileHealth:
+    """A file of several fragments, some of which may be gone."""
+
+    path: str
+    file: File
+    gone: Gone
+    spare: int
+    """Fragments of its worst piece that may still be lost; negative: it can't be read."""
+    rotten: tuple[tuple[str, str], ...] = ()
+    """Objects that hold something damaged: member, name."""
+
+    @property
+    def state(self) -> State:
+        if self.spare < 0:
+            return "lost"
+        return "endangered" if self.gone else "whole"
+
+
+@dataclass(slots=True)
+class Survey:
+    """What was found."""
+
+    files: int = 0
+    nbytes: int = 0
+    damaged: list[FileHealth] = field(default_factory=list)
+    """Files that are not whole, the most endangered first."""
+    orphans: dict[str, list[str]] = field(default_factory=dict)
+    """Objects that no record names, by member."""
+    lagging: list[str] = field(default_factory=list)
+    """Paths whose record is not the same on all members that keep it."""
+    tombstones: list[str] = field(default_factory=list)
+    """Paths of deleted files whose records are old enough to go."""
+    missing: dict[str, StoreError] = field(default_factory=dict)
+    """Members that do not answer."""
+    unread: int = 0
+    """Bytes that a scrub could not check, since their members do not answer."""
+
+    @property
+    def whole(self) -> bool:
+        return not (self.damaged or self.orphans or self.lagging or self.missing)
+
+    @property
+    def lost(self) -> list[FileHealth]:
+        return [f for f in self.damaged if f.state == "lost"]
+
+
+# --- finding ---------------------------------------------------------------------------------------------------
+
+
+def survey(namespace: Namespace, verify: bool = False, progress: Progress = lambda _: None) -> Survey:
+    """Compare records and objects of all members that answer. verify: let the members read everything, too.
+
+    progress: called with the bytes just checked.
+    """
+    found = Survey()
+    calls = {name: partial(_inventory, namespace, name) for name in namespace.places}
+    held, found.missing = namespace.fan_out.ask(calls, namespace.commit_seconds)
+    records = _records(namespace, found)
+    named: dict[str, set[str]] = defaultdict(set)
+    rotten = _verify(namespace, records, held, found, progress) if verify else {}
+    for path, file in records.items():
+        if file.head.kind != "file":
+            continue
+        found.files += 1
+        found.nbytes += file.head.nbytes
+        if file.layout is None:
+            continue
+        for holder in file.layout.holders:
+            named[holder.member].add(holder.name)
+        health = _health(path, file, held, rotten.get(path, {}))
+        if health.gone:
+            found.damaged.append(health)
+    found.damaged.sort(key=lambda f: (f.spare, -f.file.head.nbytes))
+    old = time.time() - GRACE_SECONDS
+    for member, names in held.items():
+        orphans = [name for name in names if name not in named[member] and written_at(name) < old]
+        if orphans:
+            found.orphans[member] = orphans
+    return found
+
+
+def _inventory(namespace: Namespace, member: str) -> dict[str, int]:
+    return {entry.name: entry.nbytes for entry in namespace.places[member].store.list()}
+
+
+def _records(namespace: Namespace, found: Survey) -> dict[str, File]:
+    """The file of each path. Notes which records lag, and which are of files deleted long ago."""
+    heads = {s.name: partial(_scan, namespace, s.name) for s in namespace.ring.members}
+    answers, errors = namespace.fan_out.ask(heads, namespace.commit_seconds)
+    if len(errors) >= namespace.ring.quorum.write:
+        told = "; ".join(map(str, errors.values()))
+        raise Unavailable(f"{len(errors)} members that keep records are missing: {told}; start them")
+    ballots: dict[str, dict[str, object]] = defaultdict(dict)
+    for member, given in answers.items():
+        for name, record in given:
+            ballots[name][member] = record.accepted if isinstance(record, Record) else None
+    paths = sorted(ballots)
+    records: dict[str, File] = {}
+    for start in range(0, len(paths), _BATCH):
+        batch = paths[start : start + _BATCH]
+        for name, value in namespace.read_records(batch).items():
+            kept = [m for m in namespace.ring.keepers(name).members if m in answers]
+            same = {ballots[name].get(m) for m in kept}
+            if len(same) > 1 or None in same:
+                found.lagging.append(name[1:])
+            if value is None:
+                continue
+            try:
+                file = files.decode(name[1:], value)
+            except CkptError as error:
+                log.error("%s", error)
+                continue
+            if file.exists:
+                records[name[1:]] = file
+            elif not errors and len(same) == 1 and file.head.modified < time.time() - TOMBSTONE_SECONDS:
+                found.tombstones.append(name[1:])
+    return records
+
+
+def _scan(namespace: Namespace, member: str) -> list[tuple[str, Record | Damaged]]:
+    return list(namespace.places[member].registers.scan_all("/"))
+
+
+def _health(path: str, file: File, held: Mapping[str, Mapping[str, int]], rotten: Mapping[str, set[int]]) -> FileHealth:
+    """rotten: positions of damaged fragments by object."""
+    layout = file.layout
+    assert layout is not None
+    absent = {h.name for h in layout.holders if h.name not in held.get(h.member, {})}
+    gone = Gone(frozenset(absent), frozenset((name, at) for name, places in rotten.items() for at in places))
+    left = gone.applied(layout)
+    spare = min((sum(f is not None for f in p.fragments) for p in left.pieces), default=0) - layout.redundancy.data
+    bad = tuple((h.member, h.name) for h in layout.holders if h.name in rotten)
+    if not any(None in p.fragments for p in left.pieces):
+        gone = Gone()
+    elif not gone:  # lost before, and not yet made anew
+        gone = Gone(incomplete=True)
+    return FileHealth(path, file, gone, spare, bad)
+
+
+def _verify(
+    namespace: Namespace, records: Mapping[str, File], held: Mapping[str, Mapping[str, int]], found: Survey, progress: Progress
+) -> dict[str, dict[str, set[int]]]:
+    """Positions of damaged fragments, by path and object. Each member checks what it holds, all at once."""
+    jobs: dict[str, list[tuple[str, str, list[tuple[int, int, bytes]]]]] = defaultdict(list)
+    for path, file in records.items():
+        if file.layout is None:
+            continue
+        length = partial(share_bytes, redundancy=file.layout.redundancy)
+        ranges: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
+        for piece in file.layout.pieces:
+            for fragment in piece.fragments:
+                if fragment is not None:
+                    ranges[fragment.holder].append((fragment.position, length(piece.nbytes), fragment.cells))
+        for number, wanted in ranges.items():
+            holder = file.layout.holders[number]
+            if holder.member not in held:
+                found.unread += sum(n for _, n, _ in wanted)
+            elif holder.name in held[holder.member]:
+                jobs[holder.member].append((path, holder.name, wanted))
+    rotten: dict[str, dict[str, set[int]]] = defaultdict(dict)
+
+    def check(member: str) -> None:
+        for path, name, wanted in jobs[member]:
+            for batch in _split(wanted):
+                try:
+                    bad = namespace.places[member].verify(name, batch)
+                except StoreError as error:
+                    log.warning("%s on %s could not be checked: %s", name, member, error)
+                    found.unread += sum(n for _, n, _ in batch)
+                    continue
+                progress(sum(n for _, n, _ in batch))
+                if bad:
+                    rotten[path].setdefault(name, set()).update(batch[i][0] for i in bad)
+
+    namespace.reads.ask({member: partial(check, member) for member in jobs}, float(1 << 30))
+    return rotten
+
+
+def _split(ranges: Iterable[tuple[int, int, bytes]]) -> Iterable[list[tuple[int, int, bytes]]]:
+    batch: list[tuple[int, int, bytes]] = []
+    total = 0
+    for each in sorted(ranges):
+        batch.append(each)
+        total += each[1]
+        if total >= _VERIFY_BYTES:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+# --- making whole ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Repaired:
+    """What was done."""
+
+    files: int = 0
+    nbytes: int = 0
+    records: int = 0
+    orphans: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why a path could not be made whole."""
+
+
+def repair(
+    namespace: Namespace, found: Survey, bytes_per_second: float | None = None, progress: Progress = lambda _: None
+) -> Repaired:
+    """Make whole what a survey found, the most endangered first. progress: called with the bytes just written."""
+    done = Repaired()
+    pace = _Pace(bytes_per_second)
+
+    def advance(nbytes: int) -> None:
+        done.nbytes += nbytes
+        progress(nbytes)
+        pace(nbytes)
+
+    if found.lagging:
+        namespace.settle([f"/{path}" for path in found.lagging])
+        done.records = len(found.lagging)
+    for health in found.damaged:
+        if health.state == "lost":
+            done.failed[health.path] = "too few fragments are left; start the missing members"
+            continue
+        try:
+            _restore(namespace, health, advance)
+            done.files += 1
+        except CkptError as error:
+            done.failed[health.path] = str(error)
+            log.warning("%s is not made whole: %s", health.path, error)
+    for member, names in found.orphans.items():
+        namespace.discard({member: names})
+        done.orphans += len(names)
+    if found.tombstones and not found.missing:
+        namespace.forget(found.tombstones)
+    return done
+
+
+def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> None:
+    layout = health.file.layout
+    assert layout is not None
+    made = restore(namespace, health.path, health.file.head.version, layout, health.gone, advance)
+    replace_layout(namespace, health.path, health.file, made)
+    for member, name in health.rotten:
+        try:
+            if name not in {h.name for h in made.holders}:
+                namespace.places[member].quarantine(name)
+        except StoreError as error:
+            log.info("%s on %s can't be put aside: %s", name, member, error)
+
+
+def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout) -> None:
+    """Say where a file is now, if it still is the same file at the same place. Else the new objects go again."""
+    new = replace(old, layout=compact(layout))
+    before = files.encode(old).body
+
+    def decide(_: str, value: Value | None) -> Value | None:
+        return files.encode(new) if value is not None and value.body == before else None
+
+    after = namespace.update_record(path, decide)
+    assert old.layout is not None
+    assert new.layout is not None
+    there = None if after is None else files.decode(path, after)
+    named = {h.name for h in there.layout.holders} if there is not None and there.layout is not None else set()
+    if there is not None and there.head.version == old.head.version:
+        namespace.discard_layout(old.layout, named)
+    if not named & {h.name for h in new.layout.holders}:
+        log.info("%s was changed while it was repaired; it is left to the next repair", path)
+    namespace.discard_layout(new.layout, named)
+
+
+class _Pace:
+    """Holds a stream of bytes down to a rate."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate = rate
+        self._began = time.monotonic()
+        self._done = 0
+
+    def __call__(self, nbytes: int) -> None:
+        if self._rate:
+            self._done += nbytes
+            ahead = self._done / self._rate - (time.monotonic() - self._began)
+            if ahead > 0:
+                time.sleep(ahead)

@@ -1,0 +1,140 @@
+"""Making lost fragments anew from those that are left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.aggregator import erasure
+from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, share_bytes
+from ckpt.aggregator.placement import choose
+from ckpt.aggregator.writing import Gone, object_name
+from ckpt.storage.base import Writer
+from ckpt.storage.errors import IntegrityError, StoreError, Unavailable
+from ckpt.storage.failpoints import failpoint
+from ckpt.storage.sums import bad_cells, cells
+
+if TYPE_CHECKING:
+    from ckpt.aggregator.namespace import Namespace
+
+log = logging.getLogger("ckpt")
+
+Progress = Callable[[int], None]
+
+
+def restore(
+    namespace: Namespace, path: str, version: str, layout: Layout, gone: Gone, progress: Progress = lambda _: None
+) -> Layout:
+    """The layout without what is gone, and with those fragments in new objects on other members.
+
+    Each fragment is checked against its sums, the new ones too. Raises Unavailable where too little is left.
+    """
+    layout = gone.applied(layout)
+    holders = list(layout.holders)
+    writers: dict[str, tuple[int, Writer]] = {}
+    pieces: list[Piece] = []
+    lossy = {h.member for h in layout.holders if h.name in gone.objects}
+    try:
+        for index, piece in enumerate(layout.pieces):
+            missing = [i for i, f in enumerate(piece.fragments) if f is None]
+            if not missing:
+                pieces.append(piece)
+                continue
+            failpoint("repair.piece")
+            shares = _rebuilt(namespace, path, layout, piece, missing)
+            used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
+            targets = _targets(namespace, f"{version}/{index}", len(missing), used, lossy)
+            fragments = list(piece.fragments)
+            for i, member in zip(missing, targets, strict=True):
+                if member not in writers:
+                    name = object_name(version)
+                    holders.append(Holder(member, name))
+                    writers[member] = len(holders) - 1, namespace.places[member].store.create(name)
+                holder, writer = writers[member]
+                sums = _sums_of(layout, piece, i, shares[i])
+                fragments[i] = Fragment(holder, writer.append(memoryview(shares[i])), sums)
+                progress(len(shares[i]))
+            pieces.append(replace(piece, fragments=tuple(fragments)))
+        failpoint("repair.commit")
+        for _, writer in writers.values():
+            writer.commit()
+    except BaseException:
+        for _, writer in writers.values():
+            writer.abort()
+        raise
+    return compact(Layout(layout.redundancy, tuple(holders), tuple(pieces)))
+
+
+def compact(layout: Layout) -> Layout:
+    """The layout without holders that hold nothing."""
+    used = sorted({f.holder for p in layout.pieces for f in p.fragments if f is not None})
+    number = {old: new for new, old in enumerate(used)}
+    pieces = tuple(
+        replace(p, fragments=tuple(None if f is None else replace(f, holder=number[f.holder]) for f in p.fragments))
+        for p in layout.pieces
+    )
+    return Layout(layout.redundancy, tuple(layout.holders[i] for i in used), pieces)
+
+
+def _targets(namespace: Namespace, key: str, count: int, used: list[str], avoid: set[str]) -> list[str]:
+    """Members for new fragments: such as hold nothing of the piece, answer, and did not just lose something, if possible."""
+    well = [s for s in namespace.spots if not namespace.fan_out.health.down(s.name)]
+    for spots in ([s for s in well if s.name not in avoid], well, list(namespace.spots)):
+        found = choose(key, spots, count, (), used)
+        if len(found) == count:
+            return found
+    raise Unavailable(f"{count} more members are needed to restore what was lost, and there are none; add members")
+
+
+def _rebuilt(namespace: Namespace, path: str, layout: Layout, piece: Piece, missing: list[int]) -> dict[int, np.ndarray]:
+    redundancy = layout.redundancy
+    length = share_bytes(piece.nbytes, redundancy)
+    good: dict[int, np.ndarray] = {}
+    reasons = []
+    for i, fragment in enumerate(piece.fragments):
+        if fragment is None or len(good) == redundancy.data:
+            continue
+        holder = layout.holders[fragment.holder]
+        data = np.empty(length, np.uint8)
+        try:
+            place = namespace.places.get(holder.member)
+            if place is None:
+                raise Unavailable("no member any more")
+            with place.store.open(holder.name) as reader:
+                if reader.read_into(fragment.position, memoryview(data)) < length:
+                    raise IntegrityError(f"{holder.name} is cut")
+            if bad_cells(memoryview(data), fragment.cells):
+                raise IntegrityError(f"{holder.name} is damaged")
+        except (StoreError, IntegrityError) as error:
+            reasons.append(f"{holder.member}: {error}")
+            continue
+        good[i] = data
+    if len(good) < redundancy.data:
+        raise Unavailable(
+            f"bytes {piece.start} to {piece.start + piece.nbytes} of {path} are lost: {len(good)} fragments are left of "
+            f"{redundancy}, {redundancy.data} are needed ({'; '.join(reasons) or 'the others are gone'}); "
+            "start the missing members"
+        )
+    if redundancy.data == 1:
+        only = next(iter(good.values()))
+        return dict.fromkeys(missing, only)
+    into = {i: np.empty(length, np.uint8) for i in missing}
+    erasure.code(redundancy.data, redundancy.parity).rebuild(good, into)
+    return into
+
+
+def _sums_of(layout: Layout, piece: Piece, number: int, share: np.ndarray) -> bytes:
+    """Of a new fragment: as before the loss for a copy, computed where the share had its own."""
+    found = cells(memoryview(share))
+    if layout.redundancy.data == 1:
+        known = next(f.cells for f in piece.fragments if f is not None)
+        if known != found:
+            raise IntegrityError("a copy changed while it was copied")
+    return found
+
+
+__all__ = ["Gone", "compact", "restore"]

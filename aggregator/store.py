@@ -1,0 +1,63 @@
+"""A folder of the namespace as a store, so that checkpoints are kept there as anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ckpt.aggregator.namespace import open_namespace
+from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name, is_name
+from ckpt.storage.errors import AlreadyExists, NotFound
+
+
+class NamespaceStore(Store):
+    """What lies below the path of a ckpt:// URL."""
+
+    def __init__(self, url: str) -> None:
+        self._namespace, self._root = open_namespace(url)
+        self.url = f"{self._namespace.url}/{self._root}".rstrip("/")
+
+    def put(self, name: str, data: Buffer) -> None:
+        self._namespace.put(self._path(name), data)
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        try:
+            self._namespace.put(self._path(name), data, new=True)
+        except AlreadyExists:
+            raise AlreadyExists(f"publishing {name} in {self.url}: it exists already") from None
+
+    def get(self, name: str) -> bytes:
+        return self._namespace.get(self._path(name))
+
+    def open(self, name: str) -> Reader:
+        return self._namespace.open(self._path(name))
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        return self._namespace.create(self._path(name), None, size_hint)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        skip = len(self._root) + 1 if self._root else 0
+        for path, head in self._namespace.list(self._folder(prefix)).items():
+            if head.kind == "file" and is_name(path[skip:]):
+                yield Entry(path[skip:], head.nbytes)
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        base = f"{prefix}/" if prefix else ""
+        names = {e.name[len(base) :].partition("/") for e in self.list(prefix)}
+        yield from sorted({first for first, slash, _ in names if slash})
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._namespace.delete([self._path(name) for name in names])
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.open(name).close()
+        except NotFound:
+            return False
+        return True
+
+    def _path(self, name: str) -> str:
+        check_name(name)
+        return f"{self._root}/{name}" if self._root else name
+
+    def _folder(self, prefix: str) -> str:
+        return self._path(prefix) if prefix else self._root

@@ -1,0 +1,293 @@
+"""Writing a file of the namespace: pieces to the members that placement proposes, passing over those that fail."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.aggregator import erasure
+from ckpt.aggregator.files import INLINE_BYTES, File, Fragment, Head, Holder, Layout, Piece, share_bytes
+from ckpt.aggregator.placement import choose
+from ckpt.aggregator.redundancy import Redundancy
+from ckpt.storage.base import ALIGNMENT, Writer
+from ckpt.storage.errors import NoSpace, StoreError, Unavailable
+from ckpt.storage.failpoints import failpoint
+from ckpt.storage.sums import cells
+
+if TYPE_CHECKING:
+    from ckpt.aggregator.namespace import Namespace
+
+log = logging.getLogger("ckpt")
+
+
+def new_version() -> str:
+    """Of a content; begins with the time, so that what nobody refers to can be told from what is being written."""
+    return f"{int(time.time()):010x}{secrets.token_hex(11)}"
+
+
+def object_name(version: str) -> str:
+    """Of the object that holds a member's fragments of a file; spread over folders."""
+    return f"{version[-2:]}/{version}-{secrets.token_hex(2)}"
+
+
+def written_at(name: str) -> float:
+    """When the writing of an object began, seconds since 1970; 0 where the name does not say."""
+    try:
+        return float(int(name.rpartition("/")[2][:10], 16))
+    except ValueError:
+        return 0.0
+
+
+class FileWriter(Writer):
+    """One file on its way. `append` may be called from several threads; the file exists after `commit`."""
+
+    def __init__(
+        self, namespace: Namespace, path: str, redundancy: Redundancy, size_hint: int = 0, *, new: bool = False,
+        aligned: bool = True, base: File | None = None,
+    ) -> None:  # fmt: skip
+        self._namespace = namespace
+        self._path = path
+        self._redundancy = redundancy
+        self._new = new
+        self._unit = ALIGNMENT if aligned else 1
+        self._size_hint = size_hint
+        self._version = new_version()
+        self._lock = threading.Lock()
+        self._pieces: list[Piece | None] = []
+        self._end = 0
+        self._length = 0
+        self._small: bytes | None = b""  # all there is, as long as it is small
+        self._holders: list[Holder] = []
+        self._writers: list[Writer | None] = []
+        self._open: dict[str, int] = {}
+        self._opening: dict[str, threading.Lock] = {}
+        self._avoided: dict[str, StoreError] = {}
+        self._done = False
+        if base is not None and base.layout is not None:  # what is appended to
+            self._holders = list(base.layout.holders)
+            self._writers = [None] * len(self._holders)
+            self._pieces = list(base.layout.pieces)
+            self._end = self._length = base.head.nbytes
+            self._small = None
+
+    # --- appending ---------------------------------------------------------------------------------------------
+
+    def append(self, data: memoryview) -> int:
+        data = data.cast("B")
+        with self._lock:
+            if self._done:
+                raise StoreError(f"{self._path} is finished already; create it anew to write it again")
+            start = self._end
+            self._end = -(-(start + len(data)) // self._unit) * self._unit
+            self._length = start + len(data)
+            if self._small is not None and self._length <= INLINE_BYTES:
+                self._small += bytes(start - len(self._small)) + bytes(data)
+                return start
+            small, self._small = self._small, None
+            first = len(self._pieces)
+            self._pieces += [None] * (2 if small else 1)
+        if small:
+            self._place(first, 0, memoryview(small))
+            first += 1
+        if len(data):
+            self._place(first, start, data)
+        return start
+
+    def _place(self, index: int, start: int, data: memoryview) -> None:
+        shares, scratch = self._shares(data)
+        sums = [cells(share) for share in shares[: max(1, self._redundancy.data)]]
+        if self._redundancy.data == 1:
+            sums *= len(shares)
+        else:
+            sums += [cells(share) for share in shares[self._redundancy.data :]]
+        fragments: list[Fragment | None] = [None] * len(shares)
+        members = self._members(index, len(shares), ())
+        left = dict(enumerate(members))
+        while left:
+            failpoint("namespace.append")
+            calls = {m: self._sender(m, shares[i]) for i, m in left.items()}
+            answers, errors = self._namespace.fan_out.ask(calls, self._namespace.slow_seconds)
+            for i, member in list(left.items()):
+                if member in answers:
+                    holder, position = answers[member]
+                    fragments[i] = Fragment(holder, position, sums[i])
+                    del left[i]
+                else:
+                    self._avoid(member, errors[member])
+            if left:
+                used = [self._holders[f.holder].member for f in fragments if f is not None]
+                left = dict(zip(left, self._members(index, len(left), used), strict=True))
+        if scratch is not None and not self._avoided:  # else a thread may still be reading it
+            self._namespace.scratch.append(scratch)
+        self._pieces[index] = Piece(start, len(data), tuple(fragments))
+
+    def _shares(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:
+        """The fragments of a piece, and memory that can be used again."""
+        k, m = self._redundancy.data, self._redundancy.parity
+        if k == 1:
+            return [data] * (1 + m), None
+        length = share_bytes(len(data), self._redundancy)
+        whole = len(data) // length
+        needed = (k - whole + m) * length
+        scratch = self._namespace.take_scratch(needed)
+        extra = scratch[: (k - whole) * length]
+        source = np.frombuffer(data, np.uint8)
+        rest = source[whole * length :]
+        extra[: len(rest)] = rest
+        extra[len(rest) :] = 0
+        shares = [source[i * length : (i + 1) * length] for i in range(whole)]
+        shares += [extra[i * length : (i + 1) * length] for i in range(k - whole)]
+        at = len(extra)
+        parity = [scratch[at + i * length : at + (i + 1) * length] for i in range(m)]
+        erasure.code(k, m).encode(shares, parity)
+        return [memoryview(s) for s in (*shares, *parity)], scratch
+
+    def _members(self, index: int, count: int, taken: Sequence[str]) -> list[str]:
+        """Where to put so many fragments of a piece; Unavailable, or NoSpace, where there are not as many members."""
+        namespace = self._namespace
+        spots = [s for s in namespace.spots if s.name not in self._avoided]
+        well = [s for s in spots if not namespace.fan_out.health.down(s.name)]
+        key = f"{self._version}/{index}"
+        found = choose(key, well, count, namespace.config.near, taken)
+        if len(found) < count:
+            found = choose(key, spots, count, namespace.config.near, taken)
+        if len(found) < count:
+            full = any(isinstance(e, NoSpace) for e in self._avoided.values())
+            reasons = "; ".join(f"{name}: {error}" for name, error in self._avoided.items())
+            raise (NoSpace if full else Unavailable)(
+                f"{self._path} needs {len(taken) + count} members for {self._redundancy}, {len(spots)} of "
+                f"{len(namespace.spots)} take anything ({reasons}); start or add members, or write with less redundancy"
+            )
+        return found
+
+    def _avoid(self, member: str, error: StoreError) -> None:
+        if member not in self._avoided:
+            self._avoided[member] = error
+            log.warning("%s of %s is written without %s: %s", self._path, self._namespace.url, member, error)
+
+    def _sender(self, member: str, share: memoryview) -> Callable[[], tuple[int, int]]:
+        def send() -> tuple[int, int]:
+            holder = self._holder(member)
+            writer = self._writers[holder]
+            assert writer is not None
+            return holder, writer.append(share)
+
+        return send
+
+    def _holder(self, member: str) -> int:
+        """The object of a member, begun when first needed."""
+        with self._lock:
+            opening = self._opening.setdefault(member, threading.Lock())
+        with opening:
+            if member in self._open:
+                return self._open[member]
+            name = object_name(self._version)
+            writer = self._namespace.places[member].store.create(name, self._hint())
+            with self._lock:
+                if not self._done:
+                    self._holders.append(Holder(member, name))
+                    self._writers.append(writer)
+                    self._open[member] = len(self._holders) - 1
+                    return self._open[member]
+        writer.abort()
+        raise Unavailable(f"{self._path} was given up meanwhile")
+
+    def _hint(self) -> int:
+        """The share of one member in all that is expected."""
+        pieces = max(1, -(-self._size_hint // (8 << 20)))
+        members = min(len(self._namespace.spots), pieces * self._redundancy.fragments)
+        return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        self.publish()
+        return self._length
+
+    def publish(self) -> File:
+        """Make the file durable and visible; what it is now."""
+        if self._done:
+            raise StoreError(f"{self._path} is finished already")
+        now = time.time()
+        head = Head("file", self._length, now, now, self._version)
+        if self._small is not None:
+            file = File(head, data=self._small)
+        else:
+            pieces = tuple(p for p in self._pieces if p is not None)
+            if len(pieces) < len(self._pieces):
+                raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it anew")
+            layout = Layout(self._redundancy, tuple(self._holders), pieces)
+            failpoint("namespace.commit")
+            lost = self._commit_objects()
+            if lost:
+                layout = self._namespace.restore(self._path, self._version, layout, Gone(frozenset(lost)))
+            file = File(head, layout=layout)
+        failpoint("namespace.record")
+        try:
+            self._namespace.publish(self._path, file, self._new)
+        except Unavailable:
+            self._done = True  # a quorum may have the record all the same: its objects must stay; a scrub knows better later
+            raise
+        self._done = True
+        failpoint("namespace.recorded")
+        return file
+
+    def _commit_objects(self) -> set[str]:
+        """Make the objects durable; the names of those that could not be made so."""
+        commits: dict[str, Callable[[], int]] = {
+            self._holders[i].member: writer.commit for i, writer in enumerate(self._writers) if writer is not None
+        }
+        _, errors = self._namespace.fan_out.ask(commits, self._namespace.commit_seconds)
+        for member, error in errors.items():
+            self._avoid(member, error)
+        return {h.name for h in self._holders if h.member in errors}
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._done = True
+            writers = [w for w in self._writers if w is not None]
+        for writer in writers:
+            with suppress(StoreError):
+                writer.abort()
+        names: dict[str, list[str]] = {}
+        for holder, writer in zip(self._holders, self._writers, strict=True):
+            if writer is not None:
+                names.setdefault(holder.member, []).append(holder.name)
+        self._namespace.discard(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Fragments of a file that can't be read any more."""
+
+    objects: frozenset[str] = frozenset()
+    """Whole objects, by name."""
+    fragments: frozenset[tuple[str, int]] = frozenset()
+    """Single ones: object and position."""
+    incomplete: bool = False
+    """The layout says itself that some are missing."""
+
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.fragments or self.incomplete)
+
+    def applied(self, layout: Layout) -> Layout:
+        """The layout with these fragments missing."""
+
+        def left(fragment: Fragment | None) -> Fragment | None:
+            if fragment is None:
+                return None
+            name = layout.holders[fragment.holder].name
+            return None if name in self.objects or (name, fragment.position) in self.fragments else fragment
+
+        pieces = (replace(p, fragments=tuple(left(f) for f in p.fragments)) for p in layout.pieces)
+        return replace(layout, pieces=tuple(pieces))

@@ -1,0 +1,311 @@
+"""Storage nodes and the namespace of them, beside bare Arrow Flight and the disk, in one run on one machine.
+
+    python benchmarks/nodes.py                  all rows
+    python benchmarks/nodes.py --only code small
+
+Nodes and client share the cores and, where it says so, one disk: figures are ratios within the run. Nodes are processes, on
+tmpfs (/dev/shm) and on disk (--data). "wire" counts what the nodes received.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+FILE_BYTES = 64 << 20
+PIECE_BYTES = 8 << 20
+
+rows: list[tuple[str, float, str]] = []
+
+
+def say(name: str, value: float, unit: str) -> float:
+    rows.append((name, value, unit))
+    print(f"{name:72} {value:10.2f} {unit}", flush=True)
+    return value
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class Node:
+    def __init__(self, folder: Path) -> None:
+        listen = ["--listen", "127.0.0.1:0", "--monitor", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *listen]
+        self.folder = folder
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if found := re.search(r" at 127\.0\.0\.1:(\d+) \(metrics at 127\.0\.0\.1:(\d+)\)", line):
+                self.address, self.monitor = f"127.0.0.1:{found[1]}", found[2]
+                break
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+
+    def received(self) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.monitor}/metrics") as answer:
+            found = re.search(r'ckpt_node_bytes_received_total\{verb="put"\} (\S+)', answer.read().decode())
+        return float(found[1]) if found else 0.0
+
+
+@contextmanager
+def nodes(count: int, where: Path) -> Iterator[list[Node]]:
+    folder = Path(tempfile.mkdtemp(prefix="ckpt-nodes-", dir=where))
+    made = [Node(folder / str(i)) for i in range(count)]
+    try:
+        yield made
+    finally:
+        for node in made:
+            node.process.kill()
+            node.process.wait()
+        shutil.rmtree(folder)
+
+
+def namespace(made: list[Node], redundancy: str):
+    from ckpt.aggregator.members import from_table
+    from ckpt.aggregator.namespace import Namespace
+
+    return Namespace(from_table("bench", {"members": [n.address for n in made], "redundancy": redundancy}, "bench"))
+
+
+# --- bare Flight -----------------------------------------------------------------------------------------------
+
+BARE = """
+import sys, threading, pyarrow as pa, pyarrow.flight as f
+data = pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.uint8(), 8 << 20, [None, pa.allocate_buffer(8 << 20)])], ["data"])
+class Server(f.FlightServerBase):
+    def do_put(self, context, descriptor, reader, writer):
+        for chunk in reader: pass
+        writer.write(pa.py_buffer(b"done"))
+    def do_get(self, context, ticket):
+        return f.GeneratorStream(data.schema, (data for _ in range(int(ticket.ticket) // (8 << 20))))
+s = Server("grpc+tcp://127.0.0.1:0"); print(s.port, flush=True); s.serve()
+"""
+
+
+def bare(streams: int, files: int) -> tuple[float, float]:
+    """GB/s of put and get by Flight that does nothing with the bytes."""
+    import pyarrow as pa
+    import pyarrow.flight as flight
+
+    server = subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
+    clients = [flight.FlightClient(f"grpc+tcp://127.0.0.1:{port}", generic_options=[("x", i)]) for i in range(streams)]
+    schema = pa.schema([("data", pa.uint8())])
+    source = np.random.default_rng(0).integers(0, 255, PIECE_BYTES, np.uint8)
+    batch = pa.RecordBatch.from_arrays([pa.array(source)], schema=schema)
+    target = [np.empty(PIECE_BYTES, np.uint8) for _ in range(streams)]
+
+    def put(i: int) -> None:
+        writer, reader = clients[i % streams].do_put(flight.FlightDescriptor.for_command(b"x"), schema)
+        for _ in range(FILE_BYTES // PIECE_BYTES):
+            writer.write_batch(batch)
+        writer.done_writing()
+        reader.read()
+        writer.close()
+
+    def get(i: int) -> None:
+        for chunk in clients[i % streams].do_get(flight.Ticket(str(FILE_BYTES).encode())):
+            target[i % streams][:] = chunk.data.column(0).to_numpy()
+
+    found = []
+    for work in (put, get):
+        with ThreadPoolExecutor(streams) as pool:
+            list(pool.map(work, range(streams)))
+            seconds = [timed(lambda w=work: list(pool.map(w, range(files)))) for _ in range(3)]
+            found.append(files * FILE_BYTES / 1e9 / median(seconds))
+    server.kill()
+    server.wait()
+    return found[0], found[1]
+
+
+def one_node(args: argparse.Namespace) -> None:
+    """64 MiB files through one node on tmpfs, two at a time, beside bare Flight with two streams."""
+    from ckpt.storage.client import NodeStore
+
+    files, streams = 16, 2
+    data = memoryview(np.random.default_rng(0).integers(0, 255, FILE_BYTES, np.uint8))
+    buffers = [memoryview(bytearray(FILE_BYTES)) for _ in range(streams)]
+    with nodes(1, args.memory) as (node,):
+        store = NodeStore(node.address)
+
+        def put(i: int) -> None:
+            with store.create(f"f{i}", FILE_BYTES) as writer:
+                for start in range(0, FILE_BYTES, PIECE_BYTES):
+                    writer.append(data[start : start + PIECE_BYTES])
+                writer.commit()
+
+        def get(i: int) -> None:
+            with store.open(f"f{i}") as reader:
+                reader.read_into(0, buffers[i % streams])
+
+        puts, gets, bare_puts, bare_gets = [], [], [], []
+        with ThreadPoolExecutor(streams) as pool:
+            for _ in range(3):
+                bare_put, bare_get = bare(streams, files)
+                bare_puts.append(bare_put)
+                bare_gets.append(bare_get)
+                puts.append(files * FILE_BYTES / 1e9 / timed(lambda: list(pool.map(put, range(files)))))
+                gets.append(files * FILE_BYTES / 1e9 / timed(lambda: list(pool.map(get, range(files)))))
+    say("bare Flight, put of 64 MiB, 2 streams", median(bare_puts), "GB/s")
+    say("bare Flight, get", median(bare_gets), "GB/s")
+    say("one node on tmpfs, put of 64 MiB files, 2 at a time", median(puts), "GB/s")
+    say("one node on tmpfs, get", median(gets), "GB/s")
+    say("put / bare Flight (to reach 0.8)", median(puts) / median(bare_puts), "x")
+    say("get / bare Flight (to reach 0.8)", median(gets) / median(bare_gets), "x")
+
+
+def save_rate(made: list[Node], redundancy: str, nbytes: int) -> float:
+    import ckpt
+
+    names = ",".join(n.address for n in made)
+    state = {f"w{i}": np.random.default_rng(i).integers(0, 255, 64 << 20, np.uint8) for i in range(nbytes >> 26)}
+    rates = []
+    for step in range(4):
+        url = f"ckpt://{names}/run?redundancy={redundancy}"
+        rates.append(nbytes / 1e9 / timed(lambda s=step, u=url: ckpt.save(state, u, s, codec="none", keep=1)))
+        for value in state.values():
+            value += 1
+    return median(rates[1:])
+
+
+def scaling(args: argparse.Namespace) -> None:
+    with nodes(1, args.memory) as one:
+        single = say("save of 1 GiB, one node on tmpfs, 1x", save_rate(one, "1x", 1 << 30), "GB/s")
+    with nodes(4, args.memory) as four:
+        four_rate = say("save of 1 GiB, four nodes on tmpfs, 1x", save_rate(four, "1x", 1 << 30), "GB/s")
+    say("four nodes / one node (to reach 1.5, until cores are full)", four_rate / single, "x")
+
+
+def one_disk(args: argparse.Namespace) -> None:
+    import limits
+
+    source = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
+    found: dict[str, list[float]] = {}
+
+    def record(name: str, moved: int, task: Callable[[], None], before: Callable[[], None] = lambda: None) -> None:
+        found.setdefault(name, []).extend(moved / 1e9 / limits.seconds(task, before) for _ in range(3))
+
+    limits.write_limits(record, source, args.data / "limit.bin")
+    (args.data / "limit.bin").unlink()
+    limit = say("O_DIRECT write, 1 thread", median(found[limits.WRITE_1]), "GB/s")
+    with nodes(4, args.data) as made:
+        before = sum(n.received() for n in made)
+        rate = say("save of 1 GiB, four nodes on one disk, 2x", save_rate(made, "2x", 1 << 30), "GB/s")
+        wire = sum(n.received() for n in made) - before
+    say("2x on one disk / O_DIRECT limit (to reach 0.45)", rate / limit, "x")
+    say("bytes on the wire / (2 x payload) (at most 1.02)", wire / (4 * 2 * (1 << 30)), "x")
+
+
+def code(args: argparse.Namespace) -> None:
+    from ckpt.aggregator import erasure
+
+    shares = [np.random.default_rng(i).integers(0, 255, 2 << 20, np.uint8) for i in range(4)]
+    parity = [np.zeros(2 << 20, np.uint8) for _ in range(2)]
+    coder = erasure.code(4, 2)
+    coder.encode(shares, parity)
+    rates = [8 * PIECE_BYTES / 1e9 / timed(lambda: [coder.encode(shares, parity) for _ in range(8)]) for _ in range(9)]
+    say("4+2 encode, one core, 8 MiB pieces, buffers reused (to reach 5)", median(rates), "GB/s")
+
+    def into_new() -> None:
+        for _ in range(8):
+            coder.encode(shares, [np.zeros(2 << 20, np.uint8) for _ in range(2)])
+
+    fresh = [8 * PIECE_BYTES / 1e9 / timed(into_new) for _ in range(9)]
+    say("4+2 encode into new buffers", median(fresh), "GB/s")
+    with nodes(6, args.memory) as made:
+        space = namespace(made, "4+2")
+        data = np.random.default_rng(0).integers(0, 255, 512 << 20, np.uint8)
+        space.put("big", memoryview(data))
+        into = np.empty_like(data)
+
+        def read() -> None:
+            with space.open("big") as reader:
+                def part(i: int) -> None:
+                    at = slice(i * PIECE_BYTES, (i + 1) * PIECE_BYTES)
+                    reader.read_into(at.start, memoryview(into[at]))
+
+                with ThreadPoolExecutor(3) as pool:
+                    list(pool.map(part, range(len(data) // PIECE_BYTES)))
+
+        read()
+        healthy = say("4+2 on six nodes, read", median(len(data) / 1e9 / timed(read) for _ in range(5)), "GB/s")
+        for node in made[:2]:
+            node.process.kill()
+            node.process.wait()
+        read()
+        assert np.array_equal(into, data)
+        degraded = say("4+2 with two nodes dead, read", median(len(data) / 1e9 / timed(read) for _ in range(5)), "GB/s")
+        say("degraded / healthy read (to reach 0.5)", degraded / healthy, "x")
+
+
+def small(args: argparse.Namespace) -> None:
+    count = args.files
+    with nodes(4, args.data) as made:
+        space = namespace(made, "2x")
+        paths = [f"d{i // 1000}/f{i}" for i in range(count)]
+        with ThreadPoolExecutor(16) as pool:
+            seconds = timed(lambda: list(pool.map(lambda p: space.put(p, b"x" * 100), paths)))
+        say(f"{count:,} small files, 2x, four nodes: put, one by one, 16 at a time", count / seconds, "a second")
+        say("list", count / timed(space.list), "a second")
+        say("stat, together", count / timed(lambda: space.stat_all(paths)), "a second")
+        say("stat, one by one", 2000 / timed(lambda: [space.stat(p) for p in paths[:2000]]), "a second")
+        say("delete, together", count / timed(lambda: space.delete(paths)), "a second")
+
+
+def mending(args: argparse.Namespace) -> None:
+    from ckpt.aggregator import repair
+
+    with nodes(4, args.data) as made:
+        space = namespace(made, "2x")
+        data = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
+        for i in range(8):
+            space.put(f"f{i}", memoryview(data)[i << 27 : (i + 1) << 27])
+        for path in (made[0].folder / "objects").rglob("*"):
+            if path.is_file():
+                path.unlink()
+        found = repair.survey(space)
+        began = time.perf_counter()
+        done = repair.repair(space, found)
+        say("repair of a lost disk, four nodes on one disk", done.nbytes / 1e9 / (time.perf_counter() - began), "GB/s")
+        assert not done.failed
+
+
+TASKS = {"one": one_node, "scaling": scaling, "disk": one_disk, "code": code, "small": small, "repair": mending}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--data", type=Path, default=HERE / "out", help="a folder on the disk to measure")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder on tmpfs")
+    parser.add_argument("--files", type=int, default=100_000, help="small files")
+    parser.add_argument("--out", type=Path, default=HERE / "out")
+    args = parser.parse_args()
+    args.data.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        TASKS[name](args)
+        (args.out / "nodes.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""The caller of a node: a store and registers like any other, behind a wire. Every call has a deadline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from ckpt.storage import wire
+from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name
+from ckpt.storage.device import Info
+from ckpt.storage.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable
+from ckpt.storage.registers import Answer, Ballot, Change, Registers, Value
+from ckpt.storage.sums import digest
+
+_PIECE_BYTES = 2 << 20
+"""An append goes in batches of this size, so that sending and receiving overlap."""
+
+_READ_BYTES = 32 << 20
+"""What one call reads at most: so long an answer comes within the deadline on a slow wire too."""
+
+_DELETE_NAMES = 10_000
+_CONNECTIONS = 4
+"""TCP connections to one node; threads take them in turns. One carries about 2 GB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach nodes."""
+
+    token: str | None = None
+    ca: bytes | None = None
+    """Authority of the nodes' certificates, PEM. With it the wire is TLS."""
+    certificate: tuple[bytes, bytes] | None = None
+    """This client's own chain and key, PEM, where nodes ask for one."""
+    deadline_seconds: float = 30.0
+
+
+class NodeStore(Store):
+    """The objects of the node at `address` (host:port)."""
+
+    def __init__(self, address: str, access: Access = Access()) -> None:
+        self.address = address
+        self.url = f"node://{address}"
+        self._access = access
+        self._clients: list[flight.FlightClient | None] = [None] * _CONNECTIONS
+        self._turn = 0
+        self._lock = threading.Lock()
+        self.registers = NodeRegisters(self)
+
+    def info(self, seconds: float | None = None) -> Info:
+        """Ask the node who it is and how it is."""
+        version, identity, used, free, state, labels, uploads = self.call("info", deadline=seconds)
+        if version != wire.VERSION:
+            raise Unavailable(
+                f"{self.url} speaks version {version} of the protocol, this is {wire.VERSION}; install the same on both"
+            )
+        return Info(identity, used, free, state, tuple((k, v) for k, v in labels), uploads)
+
+    # --- objects -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: Buffer) -> None:
+        self._put(name, data, False)
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        self._put(name, data, True)
+
+    def _put(self, name: str, data: Buffer, new: bool) -> None:
+        check_name(name)
+        view = memoryview(data).cast("B")
+        if new or len(view) <= wire.PUT_BYTES:
+            self.call("put", name, bytes(view), new)
+            return
+        with self.create(name, len(view)) as writer:
+            step = 16 << 20
+            for start in range(0, len(view), step):
+                writer.append(view[start : start + step])
+            writer.commit()
+
+    def get(self, name: str) -> bytes:
+        parts = []
+        position = 0
+        while True:
+            part = b"".join(bytes(c) for c in self.read(check_name(name), position, _READ_BYTES))
+            parts.append(part)
+            position += len(part)
+            if len(part) < _READ_BYTES:
+                return b"".join(parts)
+
+    def open(self, name: str) -> Reader:
+        return _NodeReader(self, check_name(name))
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        return _NodeWriter(self, self.call("create", check_name(name), size_hint))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        if prefix:
+            check_name(prefix)
+        for part in self.calls("list", prefix):
+            for name, nbytes in part:
+                yield Entry(name, nbytes)
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        if prefix:
+            check_name(prefix)
+        yield from self.call("folders", prefix)
+
+    def delete(self, names: Iterable[str]) -> None:
+        every = [check_name(name) for name in names]
+        for start in range(0, len(every), _DELETE_NAMES):
+            self.call("delete", every[start : start + _DELETE_NAMES])
+
+    def exists(self, name: str) -> bool:
+        found: bool = self.call("exists", check_name(name))
+        return found
+
+    def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
+        """Which of the ranges (position, length, checksums of cells) of an object are damaged; read by the node."""
+        found: Sequence[int] = self.call("verify", name, [list(r) for r in ranges], deadline=10 * self._access.deadline_seconds)
+        return found
+
+    def quarantine(self, name: str) -> None:
+        """Put a damaged object where no reader finds it."""
+        self.call("quarantine", name)
+
+    def close(self) -> None:
+        with self._lock:
+            clients, self._clients = self._clients, [None] * _CONNECTIONS
+        for client in clients:
+            if client is not None:
+                with suppress(pa.ArrowException):
+                    client.close()
+
+    # --- the wire ----------------------------------------------------------------------------------------------
+
+    def call(self, verb: str, *arguments: Any, deadline: float | None = None) -> Any:
+        """An action and its only answer."""
+        return next(iter(self.calls(verb, *arguments, deadline=deadline)))
+
+    def calls(self, verb: str, *arguments: Any, deadline: float | None = None) -> list[Any]:
+        """An action and its answers."""
+        with self.told(verb):
+            action = flight.Action(verb, wire.pack(list(arguments)))
+            return [wire.unpack(r.body) for r in self.client().do_action(action, self.options(deadline))]
+
+    def read(self, name: str, position: int, nbytes: int) -> Iterator[memoryview]:
+        """The bytes of an object in pieces, fewer than asked only at its end."""
+        with self.told(f"reading {name}"):
+            ticket = flight.Ticket(wire.pack([name, position, nbytes]))
+            for chunk in self.client().do_get(ticket, self.options()):
+                yield wire.column(chunk.data)
+
+    def append(self, key: str, data: memoryview) -> int:
+        """One append of an upload."""
+        with self.told("an append"):
+            descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), digest(data)]))
+            writer, reader = self.client().do_put(descriptor, wire.SCHEMA, self.options())
+            try:
+                for start in range(0, len(data), _PIECE_BYTES):
+                    writer.write_batch(wire.batch(data[start : start + _PIECE_BYTES]))
+                writer.done_writing()
+                answer = reader.read()
+            finally:
+                writer.close()  # raises what the node said
+            if answer is None:
+                raise Unavailable(f"{self.url} closed an append without a word")
+            position: int = wire.unpack(answer)
+            return position
+
+    def client(self) -> flight.FlightClient:
+        """One of the connections, in turns."""
+        with self._lock:
+            self._turn = turn = (self._turn + 1) % _CONNECTIONS
+            client = self._clients[turn]
+            if client is None:
+                client = self._clients[turn] = self._connect(turn)
+            return client
+
+    def _connect(self, turn: int) -> flight.FlightClient:
+        access = self._access
+        tls: dict[str, Any] = {}
+        if access.ca is not None:
+            tls["tls_root_certs"] = access.ca
+            if access.certificate is not None:
+                tls["cert_chain"], tls["private_key"] = access.certificate
+        # gRPC joins channels of equal options into one connection; another number keeps them apart.
+        options = [("ckpt.connection", turn), ("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100),
+                   ("grpc.max_reconnect_backoff_ms", 1000)]  # fmt: skip
+        scheme = "grpc+tls" if access.ca is not None else "grpc+tcp"
+        return flight.FlightClient(f"{scheme}://{self.address}", generic_options=options, **tls)
+
+    def options(self, seconds: float | None = None) -> flight.FlightCallOptions:
+        headers = [(b"authorization", f"Bearer {self._access.token}".encode())] if self._access.token else []
+        return flight.FlightCallOptions(timeout=seconds or self._access.deadline_seconds, headers=headers)
+
+    @contextmanager
+    def told(self, doing: str) -> Iterator[None]:
+        """Turn an error of Flight into ours, with the node's name."""
+        try:
+            yield
+        except flight.FlightError as error:
+            told = wire.decode_error(error.extra_info) if error.extra_info else None
+            if told is not None:
+                raise type(told)(f"{self.url}: {told}") from error
+            text = next(iter(str(error).splitlines()), "")[:300]
+            if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+                raise Refused(f"{self.url} refused {doing}: {text}") from error
+            if isinstance(error, flight.FlightTimedOutError):
+                raise Unavailable(
+                    f"{self.url} did not answer {doing} within {self._access.deadline_seconds:g} s; see whether it runs"
+                ) from error
+            raise Unavailable(f"{self.url} failed in {doing}: {text}; see whether it runs") from error
+        except pa.ArrowException as error:
+            raise StoreError(f"{self.url}: {doing} failed: {next(iter(str(error).splitlines()), '')[:300]}") from error
+        except ValueError as error:
+            if isinstance(error, CkptError):
+                raise
+            raise Unavailable(f"{self.url} answers {doing} with something else than this protocol: {error}") from error
+
+
+class _NodeReader(Reader):
+    def __init__(self, store: NodeStore, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):
+            want = min(_READ_BYTES, len(buffer) - done)
+            got = 0
+            for piece in self._store.read(self._name, position + done, want):
+                if got + len(piece) > want:
+                    raise IntegrityError(f"{self._store.url} sent more of {self._name} than it was asked for")
+                buffer[done + got : done + got + len(piece)] = piece
+                got += len(piece)
+            done += got
+            if got < want:
+                break
+        return done
+
+
+class _NodeWriter(Writer):
+    def __init__(self, store: NodeStore, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._open = True
+
+    def append(self, data: memoryview) -> int:
+        data = data.cast("B")
+        if len(data) <= wire.MESSAGE_BYTES:
+            return self._store.append(self._key, data)
+        raise StoreError(f"an append of {len(data)} bytes; a node takes {wire.MESSAGE_BYTES} at once")
+
+    def commit(self) -> int:
+        length: int = self._store.call("commit", self._key)
+        self._open = False
+        return length
+
+    def abort(self) -> None:
+        if self._open:
+            self._open = False
+            with suppress(StoreError):  # it expires by itself
+                self._store.call("abort", self._key)
+
+
+class NodeRegisters(Registers):
+    """The registers of a node."""
+
+    def __init__(self, store: NodeStore) -> None:
+        self._store = store
+
+    def read(self, names: Sequence[str]) -> list[Answer]:
+        return self._answers(self._store.call("registers.read", list(names)), len(names))
+
+    def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
+        return self._answers(self._store.call("registers.prepare", list(names), list(ballot)), len(names))
+
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
+        told = [[name, wire.encode_value(value)] for name, value in values]
+        return self._flags(self._store.call("registers.accept", told, list(ballot), heal), len(values))
+
+    def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
+        return self._flags(self._store.call("registers.change", wire.encode_changes(changes), writer), len(changes))
+
+    def forget(self, names: Sequence[tuple[str, Ballot]]) -> None:
+        self._store.call("registers.forget", [[name, list(ballot)] for name, ballot in names])
+
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
+        names, answers = self._store.call("registers.scan", prefix, after, limit)
+        return list(zip(names, self._answers(answers, len(names)), strict=True))
+
+    def start_anew(self) -> None:
+        self._store.call("registers.anew")
+
+    def complete(self) -> None:
+        self._store.call("registers.complete")
+
+    def _answers(self, data: Any, expected: int) -> list[Answer]:
+        try:
+            answers = wire.decode_answers(data)
+        except (TypeError, IndexError) as error:
+            raise Unavailable(f"{self._store.url} answers with something else than records: {error}") from error
+        if len(answers) != expected:
+            raise Unavailable(f"{self._store.url} answers for {len(answers)} of {expected} registers")
+        return answers
+
+    def _flags(self, data: Any, expected: int) -> list[bool]:
+        if not isinstance(data, list) or len(data) != expected:
+            raise Unavailable(f"{self._store.url} answers for something else than {expected} registers")
+        return data

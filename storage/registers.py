@@ -1,0 +1,163 @@
+"""Registers: the small records of a member, each one an acceptor for a consensus among members.
+
+A register keeps one value under a name, and two ballots: the highest it has promised and that of the value. The rules
+are those of Paxos (Lamport 2001) for one rewritable value (CASPaxos, Rystsov 2018), plus a direct change for the common case
+in which nobody competes; `aggregator/ledger.py` is the proposer and says why the two fit together.
+
+Everything goes in batches: a call on a thousand names is one trip and one fsync.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+BODY_BYTES = 32 << 20
+"""The longest value that a register takes."""
+
+
+class Ballot(NamedTuple):
+    """A number that no two proposals share. They are ordered field by field.
+
+    A proposal through both phases has `step` 0. A direct change of a value with ballot b has b's round and owner and the
+    step after b's: higher than b, lower than any other ballot that is higher than b.
+    """
+
+    round: int
+    owner: str
+    step: int = 0
+    writer: str = ""
+
+    def next_step(self, writer: str) -> Ballot:
+        """The ballot of a direct change of a value that has this one."""
+        return Ballot(self.round, self.owner, self.step + 1, writer)
+
+
+NONE = Ballot(0, "")
+"""Lower than all others: nothing promised, nothing accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a register keeps. Its meaning is the namespace's; listings bring the head alone."""
+
+    head: bytes
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One member's register: what it promised, and the value that it accepted last."""
+
+    promised: Ballot = NONE
+    accepted: Ballot = NONE
+    value: Value | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """In place of a record whose bytes are not those that were stored. It votes for nothing."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A direct change: this value, where the register's ballot is still `expected`."""
+
+    name: str
+    expected: Ballot
+    value: Value
+
+
+Answer = Record | Damaged
+
+
+class Registers(ABC):
+    """The registers of one member. Safe to use from many threads and, on one host, processes.
+
+    Every call is durable when it returns, and answers for each name in the order asked. Raises StoreError.
+    """
+
+    @abstractmethod
+    def read(self, names: Sequence[str]) -> list[Answer]:
+        """The records; an empty one where there is none."""
+
+    @abstractmethod
+    def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
+        """Promise to accept nothing below `ballot`, unless a higher one is promised. The records after that: where
+        `promised` equals `ballot` the promise was given."""
+
+    @abstractmethod
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
+        """Take the values unless a higher ballot is promised; whether each was taken.
+
+        heal: also in place of a damaged record, whose promises nobody knows. Only for values that a quorum of the other
+        members has taken, after it promised this ballot: whoever counts on a lost promise finds one of those.
+        """
+
+    @abstractmethod
+    def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
+        """Take each value whose register has the expected ballot and has promised nothing higher; whether it was taken.
+
+        The new ballot is `expected.next_step(writer)`. A damaged register takes nothing.
+        """
+
+    @abstractmethod
+    def start_anew(self) -> None:
+        """Put what there is aside and begin with nothing, damaged all of it, until `complete`."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Every register that others know has been healed: one that is not here is empty again."""
+
+    @abstractmethod
+    def forget(self, names: Sequence[tuple[str, Ballot]]) -> None:
+        """Remove registers whose value still has this ballot. For tombstones that every member has had for long."""
+
+    @abstractmethod
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
+        """Records, in order of name, of the names that begin with `prefix` and come after `after`; bodies are left out."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what is held."""
+
+    def scan_all(self, prefix: str) -> Iterator[tuple[str, Answer]]:
+        """All records of the names that begin with `prefix`, without bodies."""
+        after, limit = "", 10_000
+        while True:
+            found = self.scan(prefix, after, limit)
+            yield from found
+            if len(found) < limit:
+                return
+            after = found[-1][0]
+
+
+def taken(record: Record, change: Change) -> bool:
+    """Whether a register accepts a direct change. Nothing higher may be promised: a promise was given to a proposer that
+    has read the register and counts on finding it so."""
+    return record.accepted == change.expected and record.promised <= change.expected
+
+
+def checksum(name: str, promised: bytes, accepted: bytes, value: Value | None) -> int:
+    """Over all of a record; kept beside it, so that rot is found before it votes."""
+    sums = xxhash.xxh3_64()
+    for part in (name.encode(), promised, accepted, *((value.head, value.body) if value else (b"", b"\0"))):
+        sums.update(len(part).to_bytes(8, "little"))
+        sums.update(part)
+    return sums.intdigest() - (1 << 63)  # SQLite's integers are signed
+
+
+def encode_ballot(ballot: Ballot) -> bytes:
+    """As bytes, in the same order."""
+    return b"%020d/%s/%010d/%s" % (ballot.round, ballot.owner.encode(), ballot.step, ballot.writer.encode())
+
+
+def decode_ballot(data: bytes) -> Ballot:
+    """The counterpart of `encode_ballot`; ValueError where it is none."""
+    round_, owner, step, writer = data.decode().split("/")
+    return Ballot(int(round_), owner, int(step), writer)

@@ -1,0 +1,333 @@
+"""A node: one device behind Arrow Flight.
+
+It looks at nothing before the token is right, checks lengths and digests before it acknowledges, and promises no space
+that it does not have. Every handler ends: what waits has a limit, and what a client leaves half-done expires.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from ckpt.storage import wire
+from ckpt.storage.base import check_name
+from ckpt.storage.buffers import Buffers
+from ckpt.storage.device import Device
+from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError, Unavailable
+from ckpt.storage.failpoints import failpoint
+from ckpt.storage.registers import Ballot, Value
+from ckpt.storage.sums import digest
+from ckpt.storage.uploads import Uploads
+
+log = logging.getLogger("ckpt.node")
+
+_READ_BYTES = 4 << 20
+_LIST_ENTRIES = 5_000
+_USAGE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How a node serves. See `ckpt-node --help`."""
+
+    token: str | None = None
+    certificate: tuple[bytes, bytes] | None = None
+    """Chain and key, PEM."""
+    client_ca: bytes | None = None
+    """Ask clients for a certificate of this authority, PEM."""
+    read_only: bool = False
+    labels: tuple[tuple[str, str], ...] = ()
+    """Its failure domain, outermost first: rack, host …"""
+    buffer_bytes: int = 256 << 20
+    wait_seconds: float = 20.0
+    """How long an append waits for a buffer."""
+    lease_seconds: float = 60.0
+    """How long an upload lives without a word from its client."""
+
+
+class _Token(flight.ServerMiddlewareFactory):
+    """Refuses every call without the right token, before anything of it is read."""
+
+    def __init__(self, token: str) -> None:
+        self._token = f"Bearer {token}".encode()
+
+    def start_call(self, info: flight.CallInfo, headers: dict[str, list[Any]]) -> None:
+        given = [h if isinstance(h, bytes) else h.encode() for h in headers.get("authorization", [])]
+        if not any(hmac.compare_digest(h, self._token) for h in given):
+            raise flight.FlightUnauthenticatedError("a wrong or missing token; give the one of this node (--token-file)")
+
+
+class NodeServer(flight.FlightServerBase):
+    """Serves a device until `shutdown`. Context manager; `port` is the one it listens on."""
+
+    def __init__(self, device: Device, host: str = "127.0.0.1", port: int = 0, options: NodeOptions | None = None) -> None:
+        options = options or NodeOptions()
+        scheme = "grpc+tls" if options.certificate else "grpc+tcp"
+        self._device = device
+        self._options = options
+        self._buffers = Buffers(options.buffer_bytes)
+        self._usage_known = (0.0, 0, 0)
+        self._usage_lock = threading.Lock()
+        self.identity = device.identity()
+        self.uploads = Uploads(device.store, lambda: self.usage()[1], options.lease_seconds)
+        self.counters: dict[tuple[str, str], float] = {}
+        self._counting = threading.Lock()
+        self.draining = False
+        verbs = [name.removeprefix("_verb_") for name in dir(self) if name.startswith("_verb_")]
+        self._verbs: dict[str, Callable[..., Any]] = {v.replace("_", "."): getattr(self, f"_verb_{v}") for v in verbs}
+        device.lock()
+        device.store.sweep_temporaries("")  # of a node that was killed; nobody else writes here
+        super().__init__(
+            f"{scheme}://{host}:{port}",
+            tls_certificates=[options.certificate] if options.certificate else None,
+            verify_client=options.client_ca is not None,
+            root_certificates=options.client_ca,
+            middleware={"token": _Token(options.token)} if options.token else None,
+        )
+        self._stop = threading.Event()
+        self._reaper = threading.Thread(target=self._expire, name="ckpt-node-reaper", daemon=True)
+        self._reaper.start()
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def usage(self) -> tuple[int, int]:
+        """Bytes used and free, not older than some seconds."""
+        with self._usage_lock:
+            known_at, used, free = self._usage_known
+            if time.monotonic() - known_at > _USAGE_SECONDS or not known_at:
+                used, free = self._device.usage()
+                self._usage_known = (time.monotonic(), used, free)
+            return used, free
+
+    def count(self, what: str, verb: str, by: float = 1) -> None:
+        """Add to a metric."""
+        with self._counting:
+            self.counters[what, verb] = self.counters.get((what, verb), 0) + by
+
+    def drain(self, seconds: float) -> int:
+        """Take no new objects, wait for those on their way; how many were thrown away at the end."""
+        self.draining = True
+        left = self.uploads.drain(seconds)
+        self._stop.set()
+        return left
+
+    def _expire(self) -> None:
+        while not self._stop.wait(min(5.0, self._options.lease_seconds / 2)):
+            for name in self.uploads.expire():
+                log.warning("upload of %s was thrown away: nothing came for %g s", name, self._options.lease_seconds)
+
+    # --- Flight ------------------------------------------------------------------------------------------------
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
+        return self._answer(action.type, lambda: self._act(action))
+
+    def _act(self, action: flight.Action) -> Iterator[flight.Result]:
+        verb = self._verbs.get(action.type)
+        if verb is None:
+            raise InvalidArgument(f"this node knows no {action.type!r}: it speaks version {wire.VERSION} of the protocol")
+        if action.body.size > wire.MESSAGE_BYTES:
+            raise InvalidArgument(f"a message of {action.body.size} bytes is too long; {wire.MESSAGE_BYTES} is the most")
+        try:
+            arguments = wire.unpack(action.body)
+            answer = verb(*arguments)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, CkptError):
+                raise
+            raise InvalidArgument(f"{action.type}: {error}") from error
+        for part in answer if isinstance(answer, _Parts) else [answer]:
+            yield flight.Result(wire.pack(part))
+
+    def do_put(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader, writer: flight.FlightMetadataWriter,
+    ) -> None:  # fmt: skip
+        def receive() -> Iterator[int]:
+            key, nbytes, expected = wire.unpack(descriptor.command)
+            if not 0 <= nbytes <= wire.MESSAGE_BYTES:
+                raise InvalidArgument(f"an append of {nbytes} bytes is refused; {wire.MESSAGE_BYTES} is the most")
+            with self._buffers.borrow(nbytes, self._options.wait_seconds) as buffer:
+                done = 0
+                for chunk in reader:
+                    data = wire.column(chunk.data)
+                    if done + len(data) > nbytes:
+                        raise InvalidArgument(f"more came than the {nbytes} bytes that were announced")
+                    buffer[done : done + len(data)] = data
+                    done += len(data)
+                if done < nbytes:
+                    raise IntegrityError(f"{done} of {nbytes} bytes came; send the append again")
+                if digest(buffer[:nbytes]) != expected:
+                    raise IntegrityError("the bytes that came are not those that were sent; send the append again")
+                failpoint("node.append")
+                position = self.uploads.append(key, buffer[:nbytes])
+            self.count("bytes_received", "put", nbytes)
+            writer.write(pa.py_buffer(wire.pack(position)))
+            yield position
+
+        for _ in self._answer("put", receive):
+            pass
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
+        return next(iter(self._answer("get", lambda: iter([self._get(ticket)]))))
+
+    def _get(self, ticket: flight.Ticket) -> flight.FlightDataStream:
+        name, position, nbytes = wire.unpack(ticket.ticket)
+        failpoint("node.get")
+        reader = self._device.store.open(name)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            done = 0
+            with reader:
+                while done < nbytes:
+                    length = min(_READ_BYTES, nbytes - done)
+                    buffer = pa.allocate_buffer(length)
+                    got = reader.read_into(position + done, memoryview(buffer))
+                    self.count("bytes_sent", "get", got)
+                    if got:
+                        column = pa.Array.from_buffers(pa.uint8(), got, [None, buffer])
+                        yield pa.RecordBatch.from_arrays([column], schema=wire.SCHEMA)
+                    if got < length:
+                        return
+                    done += got
+
+        return flight.GeneratorStream(wire.SCHEMA, self._answer("get.read", batches))
+
+    def _answer(self, verb: str, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Run a handler; its errors go to the client with their kind."""
+        began = time.perf_counter()
+        try:
+            yield from work()
+            self.count("calls", verb)
+        except flight.FlightError:
+            raise
+        except CkptError as error:
+            self.count("errors", verb)
+            if not isinstance(error, NotFound):
+                log.info("%s refused: %s", verb, error)
+            raise flight.FlightServerError(str(error), extra_info=wire.encode_error(error)) from error
+        except Exception as error:
+            self.count("errors", verb)
+            log.exception("%s failed", verb)
+            told = StoreError(f"the node failed in {verb}: {error}; see its log")
+            raise flight.FlightServerError(str(told), extra_info=wire.encode_error(told)) from error
+        finally:
+            self.count("seconds", verb, time.perf_counter() - began)
+
+    # --- objects -----------------------------------------------------------------------------------------------
+
+    def _may_write(self) -> None:
+        if self._options.read_only:
+            raise Unavailable("this node is read-only")
+        if self.draining:
+            raise Unavailable("this node is shutting down and takes nothing new")
+
+    def _verb_put(self, name: str, data: bytes, new: bool) -> None:
+        self._may_write()
+        if len(data) > self.usage()[1]:
+            raise NoSpace(f"{name} of {len(data)} bytes does not fit: {self.usage()[1]} bytes are free on this node")
+        (self._device.store.put_new if new else self._device.store.put)(name, data)
+
+    def _verb_create(self, name: str, size_hint: int) -> str:
+        self._may_write()
+        return self.uploads.create(check_name(name), size_hint)
+
+    def _verb_commit(self, key: str) -> int:
+        failpoint("node.commit")
+        length = self.uploads.commit(key)
+        failpoint("node.committed")
+        return length
+
+    def _verb_abort(self, key: str) -> None:
+        self.uploads.abort(key)
+
+    def _verb_exists(self, name: str) -> bool:
+        return self._device.store.exists(name)
+
+    def _verb_list(self, prefix: str) -> _Parts:
+        def parts() -> Iterator[list[Any]]:
+            part: list[Any] = []
+            for entry in self._device.store.list(prefix):
+                part.append([entry.name, entry.nbytes])
+                if len(part) == _LIST_ENTRIES:
+                    yield part
+                    part = []
+            yield part
+
+        return _Parts(parts())
+
+    def _verb_folders(self, prefix: str) -> list[str]:
+        return list(self._device.store.list_folders(prefix))
+
+    def _verb_delete(self, names: list[str]) -> None:
+        self._may_write()
+        self._device.store.delete(names)
+
+    def _verb_sweep(self, prefix: str) -> None:
+        """Temporary files belong to the uploads of this node, which expire by themselves."""
+
+    def _verb_verify(self, name: str, ranges: list[Any]) -> list[int]:
+        """Read ranges here, where the disk is, and answer the numbers of those that are not as their cells say."""
+        return self._device.verify(name, [(position, nbytes, cells) for position, nbytes, cells in ranges])
+
+    def _verb_quarantine(self, name: str) -> None:
+        """Keep a rotten object for whoever wants to know why, where no reader finds it."""
+        self._may_write()
+        self._device.quarantine(name)
+
+    def _verb_info(self) -> list[Any]:
+        used, free = self.usage()
+        state = "draining" if self.draining else "read-only" if self._options.read_only else "serving"
+        labels = [list(label) for label in self._options.labels]
+        return [wire.VERSION, self.identity, used, free, state, labels, len(self.uploads)]
+
+    # --- registers ---------------------------------------------------------------------------------------------
+
+    def _verb_registers_read(self, names: list[str]) -> list[Any]:
+        return wire.encode_answers(self._device.registers.read(names))
+
+    def _verb_registers_prepare(self, names: list[str], ballot: list[Any]) -> list[Any]:
+        self._may_change()
+        return wire.encode_answers(self._device.registers.prepare(names, Ballot(*ballot)))
+
+    def _verb_registers_accept(self, values: list[Any], ballot: list[Any], heal: bool) -> list[bool]:
+        self._may_change()
+        return self._device.registers.accept([(n, Value(*v)) for n, v in values], Ballot(*ballot), heal)
+
+    def _verb_registers_change(self, changes: list[Any], writer: str) -> list[bool]:
+        self._may_change()
+        return self._device.registers.change(wire.decode_changes(changes), writer)
+
+    def _verb_registers_forget(self, names: list[Any]) -> None:
+        self._may_change()
+        self._device.registers.forget([(name, Ballot(*ballot)) for name, ballot in names])
+
+    def _verb_registers_scan(self, prefix: str, after: str, limit: int) -> list[Any]:
+        found = self._device.registers.scan(prefix, after, min(limit, 10_000))
+        return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
+
+    def _verb_registers_anew(self) -> None:
+        self._device.registers.start_anew()
+
+    def _verb_registers_complete(self) -> None:
+        self._device.registers.complete()
+
+    def _may_change(self) -> None:
+        if self._options.read_only:
+            raise Unavailable("this node is read-only")
+
+
+class _Parts:
+    """An answer in several messages."""
+
+    def __init__(self, parts: Iterator[Any]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._parts

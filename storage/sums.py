@@ -1,0 +1,30 @@
+"""Checksums of what is moved and kept: xxh3 everywhere, in cells, so that a part can be checked alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+CELL_BYTES = 256 << 10
+
+
+def digest(data: Any) -> bytes:
+    """128 bits of bytes on their way."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def cells(data: memoryview) -> bytes:
+    """The checksums of the cells of `data`, 8 bytes each, little-endian."""
+    return b"".join(
+        xxhash.xxh3_64_intdigest(data[start : start + CELL_BYTES]).to_bytes(8, "little")
+        for start in range(0, len(data), CELL_BYTES)
+    )
+
+
+def bad_cells(data: memoryview, expected: bytes) -> list[int]:
+    """The numbers of the cells of `data` that are not as they were; all of them where the number of cells differs."""
+    found = cells(data)
+    if len(found) != len(expected):
+        return list(range(len(found) // 8))
+    return [i // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]

@@ -1,0 +1,101 @@
+"""What goes over the wire between a node and its callers: MessagePack in Arrow Flight's actions, tickets and descriptors.
+
+    action  <verb>  [arguments …]                  one answer; long lists come in several
+    get     [name, position, nbytes]               the bytes of an object, in batches of one column of uint8
+    put     [upload, nbytes, digest]               one append of an upload; the answer is its position
+
+An error travels as its kind and its message, and is raised again on the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import pyarrow as pa
+
+from ckpt.storage import errors
+from ckpt.storage.errors import CkptError, StoreError
+from ckpt.storage.registers import Answer, Ballot, Change, Damaged, Record, Value
+
+VERSION = 1
+
+PUT_BYTES = 1 << 20
+"""Objects up to this size are put in one action, longer ones as an upload."""
+
+MESSAGE_BYTES = 64 << 20
+"""The longest append, and the longest arguments of an action. Anything longer is refused unread."""
+
+SCHEMA = pa.schema([pa.field("data", pa.uint8(), nullable=False)])
+
+
+def pack(value: Any) -> bytes:
+    """Numbers, strings, bytes, None and lists of them, as bytes."""
+    data: bytes = msgpack.packb(value)
+    return data
+
+
+def unpack(data: Any) -> Any:
+    """The counterpart of `pack`. Raises ValueError."""
+    try:
+        return msgpack.unpackb(data, max_bin_len=MESSAGE_BYTES, max_str_len=MESSAGE_BYTES)
+    except (msgpack.UnpackException, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a message of this protocol: {error}") from error
+
+
+def batch(data: memoryview) -> pa.RecordBatch:
+    """Bytes as a batch of one column, not copied."""
+    column = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
+    return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
+
+
+def column(received: pa.RecordBatch) -> memoryview:
+    """The counterpart of `batch`."""
+    array = received.column(0)
+    data = array.buffers()[1]
+    if data is None:
+        return memoryview(b"")
+    return memoryview(data).cast("B")[array.offset : array.offset + len(array)]
+
+
+def encode_error(error: CkptError) -> bytes:
+    return pack([type(error).__name__, str(error)])
+
+
+def decode_error(data: bytes) -> CkptError | None:
+    """The error that the other side raised; None where it says none."""
+    try:
+        kind, message = unpack(data)
+    except ValueError:
+        return None
+    known = getattr(errors, kind, StoreError)
+    return known(message) if isinstance(known, type) and issubclass(known, CkptError) else StoreError(message)
+
+
+# --- registers -------------------------------------------------------------------------------------------------
+
+
+def encode_answers(answers: Sequence[Answer]) -> list[Any]:
+    return [
+        [a.reason] if isinstance(a, Damaged) else [list(a.promised), list(a.accepted), encode_value(a.value)] for a in answers
+    ]
+
+
+def decode_answers(data: Sequence[Any]) -> list[Answer]:
+    return [
+        Damaged(a[0]) if len(a) == 1 else Record(Ballot(*a[0]), Ballot(*a[1]), None if a[2] is None else Value(*a[2]))
+        for a in data
+    ]
+
+
+def encode_value(value: Value | None) -> list[bytes] | None:
+    return None if value is None else [value.head, value.body]
+
+
+def encode_changes(changes: Sequence[Change]) -> list[Any]:
+    return [[c.name, list(c.expected), encode_value(c.value)] for c in changes]
+
+
+def decode_changes(data: Sequence[Any]) -> list[Change]:
+    return [Change(name, Ballot(*expected), Value(*value)) for name, expected, value in data]

@@ -1,0 +1,467 @@
+"""Many members as one place: the contract of a store on it, and files that outlive the loss of members."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Here, Process, directories, nodes_config, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.aggregator import erasure, files, members
+from ckpt.aggregator.namespace import Namespace, check_path
+from ckpt.aggregator.placement import Spot, choose, spread
+from ckpt.aggregator.redundancy import Redundancy, parse
+from ckpt.aggregator.store import NamespaceStore
+from ckpt.storage.errors import (
+    AlreadyExists,
+    IntegrityError,
+    InvalidArgument,
+    InvalidName,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
+from ckpt.storage.testing import StoreContract, pattern
+
+
+def on(namespace: Namespace, root: str = "run") -> NamespaceStore:
+    """A store on a namespace that was made for a test."""
+    store = NamespaceStore.__new__(NamespaceStore)
+    store._namespace, store._root, store.url = namespace, root, f"{namespace.url}/{root}"
+    return store
+
+
+class TestOnDirectories(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[NamespaceStore]:
+        namespace = Namespace(directories(tmp_path, 4))
+        yield on(namespace)
+        namespace.close()
+
+
+class TestOnErasureCode(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[NamespaceStore]:
+        namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+        yield on(namespace)
+        namespace.close()
+
+
+class TestOnNodes(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[NamespaceStore]:
+        nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+        namespace = Namespace(nodes_config(nodes))
+        yield on(namespace)
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+# --- redundancy, placement, erasure code -----------------------------------------------------------------------
+
+
+def test_redundancies() -> None:
+    assert parse("1x") == Redundancy(1, 0)
+    assert parse("3x") == Redundancy(1, 2)
+    assert parse("4+2") == Redundancy(4, 2)
+    assert [str(parse(t)) for t in ("1x", "2x", "8+3")] == ["1x", "2x", "8+3"]
+    for wrong in ("", "0x", "2", "x", "4+0", "40+2", "-1x", "2x2", "4+2+1"):
+        with pytest.raises(InvalidArgument, match="use 1x, 2x, 3x for copies"):
+            parse(wrong)
+
+
+SPOTS = [Spot(f"s{s}r{r}h{h}", (f"s{s}", f"s{s}r{r}", f"s{s}r{r}h{h}")) for s in range(2) for r in range(3) for h in range(4)]
+
+
+@given(st.text(max_size=20), st.integers(1, 24))
+def test_placement_spreads(key: str, count: int) -> None:
+    chosen = choose(key, SPOTS, count)
+    assert len(set(chosen)) == count
+    assert spread(chosen, SPOTS) == -(-count // 2), "both halves of the machine take as much"
+    racks = [name[:4] for name in chosen]
+    assert max(map(racks.count, racks)) == -(-count // 6)
+    assert choose(key, SPOTS, 3, near=("s1", "s1r2"))[0].startswith("s1r2"), "the first is near the writer"
+    assert not set(choose(key, SPOTS, 20, taken=chosen)) & set(chosen)
+
+
+def test_placement_is_weighted_and_stable() -> None:
+    spots = [Spot("a"), Spot("b"), Spot("c", weight=2.0), Spot("none", weight=0)]
+    won = [choose(str(i), spots, 1)[0] for i in range(4000)]
+    assert 1800 < won.count("c") < 2200
+    assert "none" not in won
+    grown = [choose(str(i), [*spots, Spot("d")], 1)[0] for i in range(4000)]
+    assert {b for a, b in zip(won, grown, strict=True) if a != b} == {"d"}, "only what the new one takes moves"
+
+
+def slow_multiply(a: int, b: int) -> int:
+    """In GF(2^8) with the polynomial 0x11d, bit by bit."""
+    product = 0
+    while b:
+        product ^= a if b & 1 else 0
+        a = (a << 1) ^ (0x11D if a & 0x80 else 0)
+        b >>= 1
+    return product
+
+
+def slow_inverse(a: int) -> int:
+    return next(b for b in range(256) if slow_multiply(a, b) == 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 10), st.integers(1, 5), st.integers(1, 300), st.randoms(use_true_random=False))
+def test_the_code_is_that_of_a_slow_reference(k: int, m: int, length: int, draw: random.Random) -> None:
+    shares = [np.frombuffer(draw.randbytes(length), np.uint8) for _ in range(k)]
+    parity = [np.empty(length, np.uint8) for _ in range(m)]
+    erasure.Code(k, m).encode(shares, parity)
+    for j in range(m):
+        want = np.zeros(length, np.uint8)
+        for i in range(k):
+            factor = slow_inverse((k + j) ^ i)  # Cauchy: 1 / (x_j + y_i)
+            want ^= np.array([slow_multiply(factor, int(b)) for b in shares[i]], np.uint8)
+        assert np.array_equal(parity[j], want)
+    every = dict(enumerate([*shares, *parity]))
+    lost = draw.sample(range(k + m), draw.randint(1, m))
+    into = {i: np.empty(length, np.uint8) for i in lost}
+    erasure.Code(k, m).rebuild({i: s for i, s in every.items() if i not in lost}, into)
+    assert all(np.array_equal(into[i], every[i]) for i in lost)
+
+
+# --- names and configuration -----------------------------------------------------------------------------------
+
+
+BAD_PATHS = ["", "..", "a/../b", "/a", "a/", "a//b", ".", "a/./b", "a\nb", "a\x00", "x" * 256, "/".join(["y" * 200] * 6)]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_paths_that_are_refused(path: str) -> None:
+    with pytest.raises(InvalidName, match="can't name a file"):
+        check_path(path)
+
+
+@pytest.mark.parametrize("path", ["a", ".hidden", "a b/ü/c.d", "日本", "x" * 255, "zarr.json", "c/0/0"])
+def test_paths_that_are_good(path: str) -> None:
+    assert check_path(path) == path
+
+
+def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, path = members.parse_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
+    assert [m.address for m in config.members] == ["h1:7070", "h2:7071"]
+    assert (path, str(config.redundancy)) == ("run/a", "1x")
+    file = tmp_path / "c.toml"
+    file.write_text(
+        '[namespaces.lab]\nredundancy = "2x"\nnear = "r1/h1"\n'
+        'members = ["h1:1", { url = "node://h2:2", domain = "r1/h2", weight = 2 }, { url = "/mnt/a", name = "disk" }]\n'
+    )
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    config, _ = members.parse_url("ckpt://lab/x")
+    assert [(m.name, m.spot.domain, m.spot.weight) for m in config.members] == [
+        ("h1:1", (), 1.0), ("h2:2", ("r1", "h2"), 2.0), ("disk", (), 1.0),
+    ]  # fmt: skip
+    assert config.near == ("r1", "h1")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ckpt://", "write ckpt://host:port"),
+        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; it has a, b"),
+        ("ckpt://a/x", "is no member: use host:port"),
+        ("ckpt://b/x", "unknown key 'wieght'"),
+        ("ckpt://h:1,h:1/x", "is there twice"),
+        ("ckpt://h:1,h:2/x?redundancy=3x", "needs 3 members, there are 2"),
+        ("ckpt://h:1,h:2/x?redundancy=much", "use 1x, 2x, 3x"),
+        ("ckpt://h:1/x?what=1", "unknown option 'what'"),
+    ],
+)
+def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[namespaces.a]\nmembers = ["s3://b"]\n[namespaces.b]\nmembers = [{url = "h:1", wieght = 2}]\n')
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    with pytest.raises(InvalidArgument, match=message):
+        members.parse_url(url)
+
+
+def test_records_are_kept(tmp_path: Path) -> None:
+    head = files.Head("file", 5, 1.5, 2.5, "v")
+    piece = files.Piece(0, 5, (files.Fragment(0, 4096, b"s"), None))
+    for file in (
+        files.File(head, data=b"hello"),
+        files.File(files.Head("deleted", 0, 1.0, 2.0, "w")),
+        files.File(head, layout=files.Layout(parse("4+2"), (files.Holder("m", "n"),), (piece,))),
+    ):
+        assert files.decode("p", files.encode(file)) == file
+    with pytest.raises(IntegrityError, match="the record of p can't be read"):
+        files.decode("p", files.Value(b"\xc1", b""))
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def holders(namespace: Namespace, path: str) -> list[tuple[str, str]]:
+    file = namespace.stat(path)
+    assert file is not None
+    assert file.layout is not None
+    return [(h.member, h.name) for h in file.layout.holders]
+
+
+def objects(folder: Path) -> list[Path]:
+    return [p for p in folder.glob("*/objects/**/*") if p.is_file()]
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x", "3x", "2+1", "4+2"])
+def test_files_of_many_pieces(tmp_path: Path, redundancy: str) -> None:
+    namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
+    data = pattern(20_000_003)
+    with namespace.create("big", None, len(data), aligned=False) as writer:
+        at = 0
+        for length in (1, 5_000_000, 4096, 9_000_000, 5_995_906):
+            writer.append(memoryview(data)[at : at + length])
+            at += length
+        writer.commit()
+    assert namespace.get("big") == data
+    with namespace.open("big") as reader:
+        draw = random.Random(0)
+        for _ in range(200):
+            start, length = draw.randrange(len(data)), draw.choice([1, 100, 4096, 300_000, 7_000_000])
+            buffer = bytearray(length)
+            got = reader.read_into(start, memoryview(buffer))
+            assert bytes(buffer[:got]) == data[start : start + length]
+    stored = sum(p.stat().st_size for p in objects(tmp_path))
+    assert stored <= parse(redundancy).overhead * len(data) * 1.02 + 20 * 4096 * 6
+    namespace.delete(["big"])
+    assert not objects(tmp_path)
+    assert namespace.stat("big") is None
+    namespace.close()
+
+
+@pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 2), ("2+1", 1)])
+def test_whole_members_are_lost(tmp_path: Path, redundancy: str, lost: int) -> None:
+    """Every choice of members, directories that are simply gone."""
+    import itertools
+    import shutil
+
+    namespace = Namespace(directories(tmp_path / "all", 6, redundancy=redundancy))
+    contents = {f"f{i}": pattern(n, i) for i, n in enumerate([0, 10, 32 << 10, 40_000, 3_000_000, 17_000_000])}
+    for path, data in contents.items():
+        namespace.put(path, data)
+    namespace.close()
+    for number, gone in enumerate(itertools.combinations(range(6), lost)):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "all", folder)
+        for i in gone:
+            shutil.rmtree(folder / f"disk{i}")
+            (folder / f"disk{i}").write_text("a file where the folder was: nothing can be made there")
+        left = Namespace(directories(folder, 6, redundancy=redundancy))
+        assert list(left.list()) == sorted(contents)
+        for path, data in contents.items():
+            assert left.get(path) == data, (path, gone)
+        left.close()
+        shutil.rmtree(folder)
+
+
+def test_too_much_is_lost(tmp_path: Path) -> None:
+    namespace = Namespace(directories(tmp_path, 4, redundancy="2x"))
+    namespace.put("a", pattern(100_000))
+    for member, name in holders(namespace, "a"):
+        (tmp_path / member / "objects" / name).unlink()
+    told = r"bytes 0 to 100000 of a in ckpt://test can't be read: 1 of 2 fragments are needed, 0 answer"
+    with pytest.raises(StoreError, match=told):
+        namespace.get("a")
+    namespace.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """In as many fragments as may be lost: the content is read all the same. In one more: an error, never other bytes."""
+    redundancy = data.draw(st.sampled_from(["1x", "2x", "2+1", "4+2"]))
+    folder = tmp_path_factory.mktemp("flip")
+    namespace = Namespace(directories(folder, 6, redundancy=redundancy))
+    content = pattern(data.draw(st.integers(33_000, 900_000)))
+    namespace.put("a", content)
+    file = namespace.stat("a")
+    assert file is not None
+    assert file.layout is not None
+    (piece,) = file.layout.pieces
+    tolerated = parse(redundancy).tolerated
+    count = data.draw(st.integers(0, tolerated + 1))
+    hit = data.draw(st.permutations(range(len(piece.fragments))))[:count]
+    for i in hit:
+        fragment = piece.fragments[i]
+        assert fragment is not None
+        holder = file.layout.holders[fragment.holder]
+        path = folder / holder.member / "objects" / holder.name
+        raw = bytearray(path.read_bytes())
+        if data.draw(st.booleans()):
+            raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        else:
+            raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
+        path.write_bytes(raw)
+    try:
+        assert namespace.get("a") == content
+    except (IntegrityError, StoreError) as error:
+        assert count > tolerated, error
+        assert "can't be read" in str(error)
+    namespace.close()
+
+
+def test_replacing_and_appending(tmp_path: Path) -> None:
+    namespace = Namespace(directories(tmp_path, 3))
+    for content in (b"short", pattern(100_000), b"", pattern(200_000, 1)):
+        namespace.put("a", content)
+        assert namespace.get("a") == content
+    assert len(objects(tmp_path)) == 2, "of what was replaced nothing is left"
+    base = namespace.stat("a")
+    with namespace.create("a", aligned=False, base=base) as writer:
+        writer.append(memoryview(pattern(50_000, 2)))
+        assert namespace.get("a") == pattern(200_000, 1), "not before it is done"
+        writer.commit()
+    assert namespace.get("a") == pattern(200_000, 1) + pattern(50_000, 2)
+    with pytest.raises(AlreadyExists, match="a file of this name is there already"):
+        namespace.put("a", b"new", new=True)
+    namespace.make_folder("f")
+    with pytest.raises(AlreadyExists, match="a folder of this name"):
+        namespace.put("f", b"1")
+    assert [(p, h.kind) for p, h in namespace.list().items()] == [("a", "file"), ("f", "folder")]
+    namespace.close()
+
+
+def test_of_two_clients_one_wins(tmp_path: Path) -> None:
+    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    clients = [Namespace(nodes_config(nodes)) for _ in range(3)]
+    for attempt in range(8):
+        size = [100, 100_000][attempt % 2]
+        won: list[int] = []
+
+        def put(i: int, attempt: int = attempt, size: int = size, won: list[int] = won) -> None:
+            try:
+                clients[i].put(f"race{attempt}", bytes([i]) * size, new=True)
+                won.append(i)
+            except AlreadyExists:
+                pass
+
+        threads = [threading.Thread(target=put, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert {c.get(f"race{attempt}") for c in clients} == {bytes(won) * size}
+    for each in (*clients, *nodes):
+        each.close()
+
+
+def test_two_clients_that_replace(tmp_path: Path) -> None:
+    clients = [Namespace(directories(tmp_path, 3)) for _ in range(2)]
+    contents = [[pattern(50_000, 10 * i + j) for j in range(6)] for i in range(2)]
+    threads = [
+        threading.Thread(target=lambda i=i: [clients[i].put("a", data) for data in contents[i]]) for i in range(2)  # type: ignore[misc]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clients[0].get("a") == clients[1].get("a")
+    assert clients[0].get("a") in [contents[0][-1], contents[1][-1]]
+    assert len(objects(tmp_path)) == 2
+    for client in clients:
+        client.close()
+
+
+# --- nodes that fail -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[list[Process]]:
+    made = [Process(tmp_path / f"n{i}") for i in range(4)]
+    yield made
+    for process in made:
+        process.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_fails_while_a_file_is_written(processes: list[Process], number: int) -> None:
+    namespace = quick(nodes_config(processes, deadline_seconds=3.0))
+    namespace.put("before", pattern(5 << 20))
+    data = pattern(48 << 20)
+    with namespace.create("during", None, len(data), aligned=False) as writer:
+        for i in range(12):
+            if i == 4:
+                processes[1].signal(number)
+            writer.append(memoryview(data)[i * (4 << 20) : (i + 1) * (4 << 20)])
+        writer.commit()
+    assert namespace.get("during") == data
+    assert namespace.get("before") == pattern(5 << 20)
+    file = namespace.stat("during")
+    assert file is not None
+    assert file.layout is not None
+    for piece in file.layout.pieces:
+        there = {file.layout.holders[f.holder].member for f in piece.fragments if f is not None}
+        assert len(there) == 2, "as redundant as was asked for"
+        assert processes[1].address not in there
+    namespace.put("after", b"1")
+    assert namespace.get("after") == b"1"
+    namespace.delete(["before"])
+    assert list(namespace.list()) == ["after", "during"]
+    namespace.close()
+
+
+def test_a_node_comes_back(processes: list[Process]) -> None:
+    """What was changed while it was away is not undone by what it still has."""
+    namespace = quick(nodes_config(processes, deadline_seconds=3.0))
+    for i in range(12):
+        namespace.put(f"kept{i}", b"old")
+        namespace.put(f"gone{i}", pattern(40_000))
+    processes[2].kill()
+    namespace.delete([f"gone{i}" for i in range(12)])
+    for i in range(12):
+        namespace.put(f"kept{i}", b"new")
+    processes[2].start()
+    fresh = quick(nodes_config(processes, deadline_seconds=3.0))
+    assert list(fresh.list()) == sorted(f"kept{i}" for i in range(12))
+    assert all(fresh.get(f"kept{i}") == b"new" for i in range(12))
+    for i in range(12):
+        with pytest.raises(NotFound):
+            fresh.get(f"gone{i}")
+    for each in (namespace, fresh):
+        each.close()
+
+
+def test_too_few_nodes(processes: list[Process]) -> None:
+    namespace = quick(nodes_config(processes, deadline_seconds=2.0))
+    namespace.put("a", pattern(100_000))
+    for process in processes[:3]:
+        process.kill()
+    with pytest.raises(Unavailable, match=r"start"):
+        namespace.put("b", b"1")
+    with pytest.raises(Unavailable, match="can't be listed"):
+        namespace.list()
+    for process in processes[:3]:
+        process.start()
+    assert quick(nodes_config(processes)).get("a") == pattern(100_000)
+    namespace.close()
+
+
+def test_checkpoints(processes: list[Process]) -> None:
+    """A node is lost between save and load, and another in the middle of a save."""
+    url = f"ckpt://{','.join(p.address for p in processes)}/run?redundancy=2x"
+    state: dict[str, Any] = {"w": np.random.default_rng(0).standard_normal((512, 4096)), "step": 1}
+    ckpt.save(state, url, 1)
+    processes[0].kill()
+    got = ckpt.load(url)
+    assert np.array_equal(got["w"], state["w"])
+    state["w"] += 1
+    ckpt.save(state, url, 2, keep=1)
+    processes[0].start()
+    assert ckpt.open(url).steps() == [2]
+    assert np.array_equal(ckpt.load(url)["w"], state["w"])

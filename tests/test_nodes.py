@@ -1,0 +1,314 @@
+"""A node: the contract of a store behind a wire, and everything that it must refuse."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.flight as flight
+import pytest
+from cluster import Here, Process
+
+from ckpt.storage import wire
+from ckpt.storage.client import Access, NodeStore
+from ckpt.storage.errors import (
+    IntegrityError,
+    InvalidArgument,
+    InvalidName,
+    NoSpace,
+    NotFound,
+    Refused,
+    StoreError,
+    Unavailable,
+)
+from ckpt.storage.server import NodeOptions
+from ckpt.storage.testing import StoreContract, pattern, read, write
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Here]:
+    made = Here(tmp_path / "node")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(node: Here) -> Iterator[NodeStore]:
+    made = NodeStore(node.address, Access(deadline_seconds=10))
+    yield made
+    made.close()
+
+
+class TestNodeStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[NodeStore]:
+        made = Here(tmp_path / "node")
+        store = NodeStore(made.address, Access(deadline_seconds=20))
+        yield store
+        store.close()
+        made.close()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_token(tmp_path: Path) -> None:
+    node = Here(tmp_path, NodeOptions(token="the right one, long enough"))
+    try:
+        NodeStore(node.address, Access(token="the right one, long enough")).put("a", b"1")
+        for access in (Access(), Access(token="a wrong one"), Access(token="")):
+            store = NodeStore(node.address, access)
+            for verb, arguments in (
+                ("put", ["b", b"2", False]), ("list", [""]), ("delete", [["a"]]), ("registers.read", [["x"]]),
+                ("create", ["c", 0]),
+            ):  # fmt: skip
+                with pytest.raises(Refused, match="wrong or missing token"):
+                    store.call(verb, *arguments)
+            with pytest.raises(Refused, match="wrong or missing token"):
+                store.get("a")
+        assert (tmp_path / "objects" / "a").read_bytes() == b"1"
+        assert not (tmp_path / "objects" / "b").exists()
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("name", ["../a", "a/../../b", "/etc/passwd", "a//b", ".hidden", "x" * 300, "a\x00b"])
+def test_names_that_leave_the_root(node: Here, store: NodeStore, name: str) -> None:
+    for verb, arguments in (("put", [name, b"1", False]), ("create", [name, 0]), ("delete", [[name]]), ("exists", [name])):
+        with pytest.raises(InvalidName, match="not a valid object name"):
+            store.call(verb, *arguments)
+    with pytest.raises(InvalidName):
+        list(store.read(name, 0, 10))
+    assert sorted(p.name for p in node.folder.iterdir()) == ["device.json", "lock"]
+
+
+def test_a_symbolic_link_out_of_the_root(node: Here, store: NodeStore, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_bytes(b"secret")
+    store.put("a", b"1")
+    (node.folder / "objects" / "out").symlink_to(secret)
+    (node.folder / "objects" / "key").symlink_to(secret / "key")
+    for name in ("out/key", "key"):
+        with pytest.raises(InvalidName, match="symbolic link"):
+            store.get(name)
+        with pytest.raises(InvalidName, match="symbolic link"):
+            store.put(name, b"overwritten")
+        with pytest.raises(InvalidName, match="symbolic link"):
+            store.delete([name])
+    assert (secret / "key").read_bytes() == b"secret"
+
+
+def test_oversized_messages(store: NodeStore) -> None:
+    key = store.call("create", "a", 0)
+    descriptor = flight.FlightDescriptor.for_command(wire.pack([key, wire.MESSAGE_BYTES + 1, b""]))
+    with pytest.raises(InvalidArgument, match="is refused"), store.told("test"):
+        writer, reader = store.client().do_put(descriptor, wire.SCHEMA, store.options())
+        writer.done_writing()
+        reader.read()
+        writer.close()
+    with pytest.raises(StoreError, match="a node takes"):
+        store.create("b").append(memoryview(bytearray(wire.MESSAGE_BYTES + 1)))
+
+
+def test_garbage(node: Here, store: NodeStore) -> None:
+    with store.told("test"):
+        client = store.client()
+    garbage = [("put", b"\xc1\xff"), ("put", b""), ("put", wire.pack([1])), ("no", b""), ("registers.read", wire.pack([5]))]
+    for verb, body in garbage:
+        with pytest.raises(InvalidArgument), store.told("test"):
+            list(client.do_action(flight.Action(verb, body), store.options()))
+    with pytest.raises((InvalidArgument, StoreError)), store.told("test"):
+        list(client.do_get(flight.Ticket(b"\xc1"), store.options()))
+    assert store.info().state == "serving"
+
+
+def test_bytes_that_changed_on_the_way(store: NodeStore) -> None:
+    key = store.call("create", "a", 0)
+    descriptor = flight.FlightDescriptor.for_command(wire.pack([key, 5, b"0" * 16]))
+    with pytest.raises(IntegrityError, match="send the append again"), store.told("test"):
+        writer, reader = store.client().do_put(descriptor, wire.SCHEMA, store.options())
+        writer.write_batch(wire.batch(memoryview(b"hello")))
+        writer.done_writing()
+        reader.read()
+        writer.close()
+    assert store.append(key, memoryview(b"hello")) == 0, "and the upload goes on"
+    assert store.call("commit", key) == 5
+
+
+def test_a_full_node(tmp_path: Path) -> None:
+    node = Here(tmp_path, capacity=10_000_000)
+    try:
+        store = NodeStore(node.address)
+        assert store.info().free_bytes == 10_000_000
+        with pytest.raises(NoSpace, match="does not fit: 10000000 bytes are free"):
+            store.create("a", 20_000_000)
+        with store.create("b", 8_000_000) as writer, pytest.raises(NoSpace, match="2000000 bytes are free"):
+            store.create("c", 8_000_000)
+            del writer
+        write(store, "d", pattern(4 << 20))
+        node.server._usage_known = (0.0, 0, 0)
+        assert store.info().used_bytes == 4 << 20
+    finally:
+        node.close()
+
+
+def test_a_read_only_node(tmp_path: Path) -> None:
+    node = Here(tmp_path, NodeOptions(read_only=True))
+    try:
+        store = NodeStore(node.address)
+        for call in (lambda: store.put("a", b""), lambda: store.create("a"), lambda: store.delete(["a"])):
+            with pytest.raises(Unavailable, match="read-only"):
+                call()
+        assert store.info().state == "read-only"
+    finally:
+        node.close()
+
+
+def test_a_client_that_vanished(tmp_path: Path) -> None:
+    node = Here(tmp_path, NodeOptions(lease_seconds=0.2))
+    try:
+        store = NodeStore(node.address)
+        writer = store.create("a")
+        writer.append(memoryview(pattern(5000)))
+        until = time.monotonic() + 20
+        while len(node.server.uploads) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not len(node.server.uploads)
+        with pytest.raises(NotFound, match="write the object anew"):
+            writer.append(memoryview(b"more"))
+        assert list(store.list()) == []
+        assert not [p for p in (tmp_path / "objects").rglob("*") if p.is_file()]
+    finally:
+        node.close()
+
+
+def test_nobody_there() -> None:
+    store = NodeStore("127.0.0.1:1", Access(deadline_seconds=1))
+    for call in (lambda: store.get("a"), lambda: store.put("a", b""), store.info, lambda: store.registers.read(["a"])):
+        with pytest.raises(Unavailable, match=r"node://127\.0\.0\.1:1"):
+            call()
+
+
+# --- as a process ----------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path) -> None:
+    node = Process(tmp_path / "data", "--domain", "rack=r1,host=h3", "--capacity", "1GB")
+    try:
+        store = NodeStore(node.address)
+        data = pattern(3 << 20)
+        write(store, "a/b", data)
+        assert read(store, "a/b", 1 << 20, 100) == data[1 << 20 : (1 << 20) + 100]
+        info = store.info()
+        assert info.labels == (("rack", "r1"), ("host", "h3"))
+        assert info.free_bytes <= 10**9
+        with urllib.request.urlopen(f"http://127.0.0.1:{node.monitor}/metrics") as answer:
+            text = answer.read().decode()
+        assert f'ckpt_node_bytes_received_total{{verb="put"}} {float(len(data))}' in text or "3.145728e+06" in text
+        with urllib.request.urlopen(f"http://127.0.0.1:{node.monitor}/healthz") as answer:
+            assert answer.read() == b"serving\n"
+        node.signal(signal.SIGTERM)
+        assert node.process.wait(30) == 0
+        assert any("draining" in line for line in node.log)
+    finally:
+        node.close()
+
+
+def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
+    node = Process(tmp_path / "data")
+    try:
+        store = NodeStore(node.address, Access(deadline_seconds=5))
+        store.put("kept", b"1")
+        writer = store.create("torn")
+        writer.append(memoryview(pattern(1 << 20)))
+        node.kill()
+        with pytest.raises(Unavailable):
+            writer.append(memoryview(b"more"))
+        identity = (tmp_path / "data" / "device.json").read_bytes()
+        node.start()
+        assert {e.name for e in store.list()} == {"kept"}
+        assert store.get("kept") == b"1"
+        assert len([p for p in (tmp_path / "data" / "objects").rglob("*") if p.is_file()]) == 1, "what was torn is gone"
+        assert (tmp_path / "data" / "device.json").read_bytes() == identity
+        with pytest.raises(NotFound):
+            writer.commit()
+    finally:
+        node.close()
+
+
+def test_a_stopped_node(tmp_path: Path) -> None:
+    node = Process(tmp_path / "data")
+    try:
+        store = NodeStore(node.address, Access(deadline_seconds=1))
+        store.put("a", b"1")
+        node.signal(signal.SIGSTOP)
+        for call in (lambda: store.get("a"), lambda: store.put("b", b""), lambda: store.registers.read(["a"])):
+            with pytest.raises(Unavailable):
+                call()
+        node.signal(signal.SIGCONT)
+        assert store.get("a") == b"1"
+    finally:
+        node.close()
+
+
+def certificates(folder: Path) -> tuple[Path, Path]:
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out",
+         str(cert)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key = certificates(tmp_path)
+    token = tmp_path / "token"
+    token.write_text("a token that is long enough\n")
+    node = Process(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(token))
+    try:
+        good = NodeStore(node.address, Access("a token that is long enough", cert.read_bytes(), deadline_seconds=10))
+        good.put("a", b"1")
+        assert good.get("a") == b"1"
+        with pytest.raises(Unavailable):
+            NodeStore(node.address, Access("a token that is long enough", deadline_seconds=2)).get("a")
+        with pytest.raises(Refused):
+            NodeStore(node.address, Access("another", cert.read_bytes(), deadline_seconds=10)).get("a")
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--data is missing"),
+        (["--data", "d", "--listen", "0.0.0.0:0"], "can be reached from other hosts"),
+        (["--data", "d", "--listen", "here"], "write HOST:PORT"),
+        (["--data", "d", "--capacity", "much"], "is no size"),
+        (["--data", "d", "--domain", "rack"], "KEY=VALUE"),
+        (["--data", "d", "--tls-cert", __file__], "go together"),
+        (["--data", "d", "--token-file", "/dev/null"], "use 16 or more"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.node", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_port_that_is_taken(tmp_path: Path, node: Here) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "other"), "--listen", node.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "choose another --listen" in done.stderr
+

@@ -1,0 +1,308 @@
+"""Registers, and the agreement of several of them: whatever fails and whoever competes, one history for all."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.aggregator.fanout import FanOut, Health
+from ckpt.aggregator.ledger import Keepers, Ledger
+from ckpt.aggregator.redundancy import Quorum, quorum
+from ckpt.storage.errors import StoreError, Unavailable
+from ckpt.storage.registers import (
+    NONE,
+    Answer,
+    Ballot,
+    Change,
+    Damaged,
+    Record,
+    Registers,
+    Value,
+    decode_ballot,
+    encode_ballot,
+)
+from ckpt.storage.sqlite import SqliteRegisters
+
+BALLOTS = st.builds(
+    Ballot, st.integers(0, 10**12), st.text("0123456789abcdef", max_size=16), st.integers(0, 10**6),
+    st.text("0123456789abcdef", max_size=16),
+)  # fmt: skip
+
+
+@pytest.fixture
+def registers(tmp_path: Path) -> SqliteRegisters:
+    return SqliteRegisters(str(tmp_path / "r" / "registers.sqlite"))
+
+
+def record(registers: Registers, name: str) -> Record:
+    (answer,) = registers.read([name])
+    assert isinstance(answer, Record)
+    return answer
+
+
+@given(BALLOTS)
+def test_ballots_are_kept(ballot: Ballot) -> None:
+    assert decode_ballot(encode_ballot(ballot)) == ballot
+
+
+def test_the_order_of_ballots() -> None:
+    first = Ballot(1, "a")
+    direct = first.next_step("x")
+    assert NONE < NONE.next_step("x") < first < direct < direct.next_step("w") < Ballot(1, "b") < Ballot(2, "")
+
+
+def test_an_empty_register(registers: SqliteRegisters) -> None:
+    assert registers.read(["a", "b"]) == [Record(), Record()]
+    assert registers.scan("") == []
+    assert not os.path.exists(registers._path), "reading makes nothing"
+
+
+def test_promises(registers: SqliteRegisters) -> None:
+    low, high = Ballot(1, "a"), Ballot(2, "a")
+    assert registers.prepare(["x"], high) == [Record(high, NONE, None)]
+    assert registers.prepare(["x"], low) == [Record(high, NONE, None)], "a lower one is told of the higher"
+    assert registers.accept([("x", Value(b"h", b"b"))], low) == [False]
+    assert registers.accept([("x", Value(b"h", b"b"))], high) == [True]
+    assert record(registers, "x") == Record(high, high, Value(b"h", b"b"))
+    assert registers.prepare(["x"], Ballot(3, "")) == [Record(Ballot(3, ""), high, Value(b"h", b"b"))]
+
+
+def test_direct_changes(registers: SqliteRegisters) -> None:
+    first = Change("x", NONE, Value(b"1"))
+    assert registers.change([first, Change("y", NONE, Value(b"2"))], "w") == [True, True]
+    assert registers.change([first], "v") == [False], "it is not empty any more"
+    at = record(registers, "x").accepted
+    assert at == NONE.next_step("w")
+    assert registers.change([Change("x", at, Value(b"3"))], "v") == [True]
+    registers.prepare(["x"], Ballot(1, "p"))
+    now = record(registers, "x")
+    assert registers.change([Change("x", now.accepted, Value(b"4"))], "v") == [False], "a promise was given"
+    assert now.value == Value(b"3")
+
+
+def test_listing(registers: SqliteRegisters) -> None:
+    names = ["a", "a/1", "a/2", "a0", "b", "ä/1", "a/\U0001f600"]
+    registers.change([Change(n, NONE, Value(n.encode(), b"body")) for n in names], "w")
+    assert [n for n, _ in registers.scan("")] == sorted(names)
+    assert [n for n, _ in registers.scan("a/")] == ["a/1", "a/2", "a/\U0001f600"]
+    assert [n for n, _ in registers.scan("a/", "a/1", 1)] == ["a/2"]
+    found = dict(registers.scan_all(""))["b"]
+    assert isinstance(found, Record)
+    assert found.value == Value(b"b"), "the body is left out"
+
+
+def test_forgetting(registers: SqliteRegisters) -> None:
+    registers.change([Change("x", NONE, Value(b"1"))], "w")
+    registers.forget([("x", NONE)])
+    assert record(registers, "x").value is not None, "it has changed since"
+    registers.forget([("x", NONE.next_step("w"))])
+    assert registers.read(["x"]) == [Record()]
+
+
+@pytest.mark.parametrize("column", ["promised", "accepted", "head", "body"])
+def test_rot_does_not_vote(registers: SqliteRegisters, column: str) -> None:
+    registers.change([Change("x", NONE, Value(b"head", b"body"))], "w")
+    registers.close()
+    with sqlite3.connect(registers._path) as db:
+        db.execute(f"UPDATE registers SET {column} = x'00ff'")
+    db.close()
+    (answer,) = registers.read(["x"])
+    assert isinstance(answer, Damaged)
+    assert isinstance(registers.prepare(["x"], Ballot(9, ""))[0], Damaged)
+    assert registers.change([Change("x", NONE, Value(b"1"))], "v") == [False]
+    assert registers.accept([("x", Value(b"1"))], Ballot(9, "")) == [False]
+    assert registers.accept([("x", Value(b"1"))], Ballot(9, ""), heal=True) == [True]
+    assert record(registers, "x").value == Value(b"1")
+
+
+def test_a_damaged_file(registers: SqliteRegisters) -> None:
+    registers.change([Change(f"x{i}", NONE, Value(os.urandom(500))) for i in range(100)], "w")
+    registers.close()
+    with open(registers._path, "r+b") as file:
+        file.write(b"\xff" * 30_000)
+    with pytest.raises(StoreError, match="damaged: run `ckpt-node admin repair`"):
+        registers.read(["x1"])
+    registers.start_anew()
+    assert isinstance(registers.read(["x1"])[0], Damaged), "lost is not empty"
+    assert registers.accept([("x1", Value(b"1"))], Ballot(1, "a"), heal=True) == [True]
+    registers.complete()
+    assert record(registers, "x1").value == Value(b"1")
+    assert registers.read(["x2"]) == [Record()]
+    assert [*Path(registers._path).parent.glob("*.damaged-*")], "what there was is kept"
+
+
+def test_a_value_that_is_too_long(registers: SqliteRegisters) -> None:
+    with pytest.raises(StoreError, match="a register takes"):
+        registers.change([Change("y", NONE, Value(b"")), Change("x", NONE, Value(b"", bytes(33 << 20)))], "w")
+    assert registers.read(["x", "y"]) == [Record(), Record()], "all of a batch or nothing"
+
+
+@pytest.mark.parametrize("point", ["registers.commit", "registers.committed"])
+def test_killed_in_a_batch(tmp_path: Path, point: str) -> None:
+    program = (
+        "import sys; from ckpt.storage.sqlite import SqliteRegisters; from ckpt.storage.registers import *\n"
+        "SqliteRegisters(sys.argv[1]).change([Change(f'x{i}', NONE, Value(b'v')) for i in range(50)], 'w')\n"
+    )
+    path = str(tmp_path / "r.sqlite")
+    environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill"}
+    done = subprocess.run([sys.executable, "-c", program, path], env=environment, check=False)
+    assert done.returncode == -9
+    there = SqliteRegisters(path).scan("")
+    assert len(there) == (50 if point == "registers.committed" else 0)
+
+
+# --- several of them -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tolerated", [0, 1, 2, 3])
+@pytest.mark.parametrize("available", range(1, 10))
+def test_quorums_meet(tolerated: int, available: int) -> None:
+    needed = quorum(tolerated, available)
+    assert 1 <= needed.members <= available
+    assert 2 * needed.write > needed.members
+    assert needed.read + needed.write > needed.members
+    if available >= 2 * max(1, tolerated) + 1:
+        assert needed.members - needed.write >= tolerated
+
+
+class Flaky(Registers):
+    """Registers whose calls get lost, before or after they were done."""
+
+    def __init__(self, inner: Registers, draw: random.Random, rate: float) -> None:
+        self.inner, self.draw, self.rate = inner, draw, rate
+
+    def _maybe(self, call: Callable[[], Any]) -> Any:
+        if self.draw.random() < self.rate:
+            raise Unavailable("lost on the way there")
+        answer = call()
+        if self.draw.random() < self.rate:
+            raise Unavailable("lost on the way back")
+        return answer
+
+    def read(self, names: Sequence[str]) -> list[Answer]:
+        return self._maybe(lambda: self.inner.read(names))  # type: ignore[no-any-return]
+
+    def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
+        return self._maybe(lambda: self.inner.prepare(names, ballot))  # type: ignore[no-any-return]
+
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
+        return self._maybe(lambda: self.inner.accept(values, ballot, heal))  # type: ignore[no-any-return]
+
+    def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
+        return self._maybe(lambda: self.inner.change(changes, writer))  # type: ignore[no-any-return]
+
+    def forget(self, names: Sequence[tuple[str, Ballot]]) -> None:
+        self.inner.forget(names)
+
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
+        return self.inner.scan(prefix, after, limit)
+
+    def start_anew(self) -> None:
+        self.inner.start_anew()
+
+    def complete(self) -> None:
+        self.inner.complete()
+
+
+def ledger(registers: dict[str, Registers], seconds: float = 20) -> Ledger:
+    members = tuple(registers)
+    needed = Quorum(len(members), len(members) // 2 + 1, len(members) - len(members) // 2)
+    return Ledger(registers, lambda _: Keepers(members, needed), FanOut(Health(0.001, 0.01)), seconds)
+
+
+def words(value: Value | None) -> list[str]:
+    return [] if value is None else value.body.decode().split()
+
+
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(200 if os.environ.get("CKPT_SOAK") else 12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("members", [1, 2, 3, 5])
+def test_one_history(tmp_path: Path, seed: int, members: int) -> None:
+    """Four clients add words to one value, over registers that lose calls. What each was told is a beginning of the end."""
+    draw = random.Random(f"{seed} {members}")
+    inner: dict[str, Registers] = {f"m{i}": SqliteRegisters(str(tmp_path / f"{i}.sqlite")) for i in range(members)}
+    rate = draw.choice([0.0, 0.02, 0.1, 0.25])
+    told: list[tuple[str | None, list[str]]] = []
+    lock = threading.Lock()
+
+    def client(number: int) -> None:
+        mine = random.Random(f"{seed} {members} {number}")
+        book = ledger({n: Flaky(r, mine, rate) for n, r in inner.items()}, 5)
+        for i in range(8):
+            word = f"{number}.{i}"
+
+            def add(_: str, value: Value | None, word: str = word) -> Value | None:
+                there = words(value)
+                return None if word in there else Value(b"", " ".join([*there, word]).encode())
+
+            try:
+                if mine.random() < 0.3:
+                    seen, who = words(book.read(["x"])["x"]), None
+                else:
+                    seen, who = words(book.update(["x"], add, fresh=mine.random() < 0.2)["x"]), word
+            except Unavailable:
+                continue
+            with lock:
+                told.append((who, seen))
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    end = words(ledger(inner).read(["x"])["x"])
+    assert len(set(end)) == len(end), "no word is there twice"
+    for who, seen in told:
+        assert end[: len(seen)] == seen, f"seed {seed}: {seen} was told, {end} is the end"
+        assert who is None or who in seen
+    if rate == 0:
+        assert sum(who is not None for who, _ in told) == len(end)
+
+
+def test_a_half_done_change_is_settled(tmp_path: Path) -> None:
+    """Its author died after the first member: it is taken over, or given up, and stays so."""
+    registers: dict[str, Registers] = {f"m{i}": SqliteRegisters(str(tmp_path / f"{i}.sqlite")) for i in range(3)}
+    registers["m0"].change([Change("x", NONE, Value(b"", b"half"))], "dead")
+    assert words(ledger(registers).read(["x"])["x"]) == ["half"]
+    rest = registers | {"m0": Flaky(registers["m0"], random.Random(0), 1.0)}
+    assert words(ledger(rest).read(["x"])["x"]) == ["half"], "without the first member too: a read has settled it"
+
+
+def test_too_few_members(tmp_path: Path) -> None:
+    inner: dict[str, Registers] = {f"m{i}": SqliteRegisters(str(tmp_path / f"{i}.sqlite")) for i in range(3)}
+    ledger(inner).update(["x"], lambda _, value: Value(b"", b"there"))
+    one = {n: r if n == "m2" else Flaky(r, random.Random(0), 1.0) for n, r in inner.items()}
+    with pytest.raises(Unavailable, match=r"can't read x: 1 of the 3 members .* 2 are needed .*start the missing ones"):
+        ledger(one, 1).read(["x"])
+    with pytest.raises(Unavailable, match="can't change x"):
+        ledger(one, 1).update(["x"], lambda _, value: Value(b"", b"new"))
+    assert words(ledger(inner).read(["x"])["x"]) == ["there"]
+
+
+def test_a_damaged_record_is_healed_by_the_next_change(tmp_path: Path) -> None:
+    inner: dict[str, Registers] = {f"m{i}": SqliteRegisters(str(tmp_path / f"{i}.sqlite")) for i in range(3)}
+    book = ledger(inner)
+    book.update(["x"], lambda _, value: Value(b"", b"one"))
+    for register in inner.values():
+        register.close()
+    with sqlite3.connect(tmp_path / "0.sqlite") as db:
+        db.execute("UPDATE registers SET body = 'rot'")
+    db.close()
+    assert words(book.read(["x"])["x"]) == ["one"]
+    book.update(["x"], lambda _, value: Value(b"", b"two"))
+    (healed,) = inner["m0"].read(["x"])
+    assert isinstance(healed, Record)
+    assert healed.value == Value(b"", b"two")

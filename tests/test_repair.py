@@ -1,0 +1,310 @@
+"""Scrub and repair: what was lost, rotten or forgotten is found, and made whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Process, directories
+
+from ckpt.aggregator import repair as repairs
+from ckpt.aggregator.files import File
+from ckpt.aggregator.namespace import Namespace, open_namespace
+from ckpt.aggregator.redundancy import parse
+from ckpt.storage.errors import StoreError
+from ckpt.storage.testing import pattern
+
+
+def content() -> dict[str, bytes]:
+    return {f"d/f{i}": pattern(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 9_000_000])}
+
+
+def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
+    namespace = Namespace(directories(folder, count, redundancy=redundancy))
+    for path, data in content().items():
+        namespace.put(path, data)
+    return namespace
+
+
+def large(namespace: Namespace, path: str = "d/f4") -> File:
+    file = namespace.stat(path)
+    assert file is not None
+    assert file.layout is not None
+    return file
+
+
+def whole(namespace: Namespace, redundancy: str) -> None:
+    """Everything is there, as redundant as it should be, and nothing else."""
+    found = repairs.survey(namespace, verify=True)
+    assert found.whole, found
+    assert found.files == len(content())
+    for path, data in content().items():
+        assert namespace.get(path) == data
+        file = namespace.stat(path)
+        assert file is not None
+        if file.layout is not None:
+            for piece in file.layout.pieces:
+                members = [file.layout.holders[f.holder].member for f in piece.fragments if f is not None]
+                assert len(set(members)) == len(members) == parse(redundancy).fragments
+
+
+@pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 1)])
+def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
+    """New empty folders in the place of lost ones, one after the other."""
+    namespace = filled(tmp_path, redundancy)
+    assert repairs.survey(namespace, verify=True).whole
+    namespace.close()
+    for i in range(3):
+        for j in range(lost):
+            shutil.rmtree(tmp_path / f"disk{(i + j) % 6}" / "objects", ignore_errors=True)
+        namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
+        found = repairs.survey(namespace)
+        assert [f.spare for f in found.damaged] == sorted(f.spare for f in found.damaged), "the most endangered first"
+        done = repairs.repair(namespace, found)
+        assert not done.failed
+        whole(namespace, redundancy)
+        namespace.close()
+
+
+def test_rot(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    file = large(namespace)
+    assert file.layout is not None
+    holder = file.layout.holders[0]
+    victim = tmp_path / holder.member / "objects" / holder.name
+    raw = bytearray(victim.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    victim.write_bytes(raw)
+    assert repairs.survey(namespace).whole, "lists do not show it"
+    found = repairs.survey(namespace, verify=True)
+    assert [(f.path, f.state, f.rotten) for f in found.damaged] == [("d/f4", "endangered", ((holder.member, holder.name),))]
+    assert not repairs.repair(namespace, found).failed
+    whole(namespace, "2x")
+    namespace.close()
+
+
+def test_what_is_lost_is_said(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    file = large(namespace)
+    assert file.layout is not None
+    for holder in file.layout.holders:
+        (tmp_path / holder.member / "objects" / holder.name).unlink()
+    found = repairs.survey(namespace)
+    assert [(f.path, f.state) for f in found.lost] == [("d/f4", "lost")]
+    done = repairs.repair(namespace, found)
+    assert list(done.failed) == ["d/f4"]
+    assert repairs.survey(namespace).lost, "its record stays: the members may come back"
+    namespace.close()
+
+
+def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a writer that died: kept while it may be at work, deleted later."""
+    namespace = filled(tmp_path, "2x", 4)
+    writer = namespace.create("torn")
+    writer.append(memoryview(pattern(1 << 20)))
+    writer._commit_objects()
+    assert repairs.survey(namespace).whole
+    monkeypatch.setattr(repairs, "GRACE_SECONDS", -10.0)
+    found = repairs.survey(namespace)
+    assert sum(map(len, found.orphans.values())) == 2
+    assert repairs.repair(namespace, found).orphans == 2
+    whole(namespace, "2x")
+    namespace.close()
+
+
+def test_deleted_files_do_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that was away still has the record and the objects; the tombstone wins, and goes when all have it."""
+    namespace = filled(tmp_path, "2x", 4)
+    namespace.close()
+    (tmp_path / "disk1").rename(tmp_path / "away")
+    (tmp_path / "disk1").write_text("not there")
+    left = Namespace(directories(tmp_path, 4))
+    left.delete(["d/f3", "d/f4"])
+    assert not any(p in left.list() for p in ("d/f3", "d/f4"))
+    left.close()
+    (tmp_path / "disk1").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk1")
+    monkeypatch.setattr(repairs, "GRACE_SECONDS", -10.0)
+    monkeypatch.setattr(repairs, "TOMBSTONE_SECONDS", -10.0)
+    back = Namespace(directories(tmp_path, 4))
+    for _ in range(2):
+        found = repairs.survey(back)
+        assert not any(p in back.list() for p in ("d/f3", "d/f4"))
+        repairs.repair(back, found)
+    assert repairs.survey(back).whole
+    assert not repairs.survey(back).tombstones
+    assert back.stat("d/f3") is None
+    names = {name for place in back.places.values() for name, _ in place.registers.scan_all("/")}
+    assert names == {"/d/f0", "/d/f1", "/d/f2"}, "nothing is left of them"
+    back.close()
+
+
+def test_records_that_were_lost(tmp_path: Path) -> None:
+    """A whole file of registers is damaged: nothing is forgotten meanwhile, and the records come back from the others."""
+    namespace = filled(tmp_path, "2x", 4)
+    namespace.close()
+    file = tmp_path / "disk2" / "registers.sqlite"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    namespace = Namespace(directories(tmp_path, 4))
+    for path, data in content().items():
+        assert namespace.get(path) == data
+    namespace.places["disk2"].registers.start_anew()
+    found = repairs.survey(namespace)
+    assert found.lagging
+    repairs.repair(namespace, found)
+    assert not repairs.survey(namespace).lagging
+    whole(namespace, "2x")
+    namespace.close()
+
+
+@pytest.mark.parametrize("point", ["repair.piece", "repair.commit", "ledger.change", "ledger.changed"])
+def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
+    filled(tmp_path, "2x", 4).close()
+    shutil.rmtree(tmp_path / "disk0" / "objects")
+    program = (
+        "import sys; from pathlib import Path; from cluster import directories; from ckpt.aggregator import repair\n"
+        "from ckpt.aggregator.namespace import Namespace\n"
+        "n = Namespace(directories(Path(sys.argv[1]), 4)); repair.repair(n, repair.survey(n)); print('done'); n.close()"
+    )
+    environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill", "PYTHONPATH": os.path.dirname(__file__)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    namespace = Namespace(directories(tmp_path, 4))
+    for path, data in content().items():
+        assert namespace.get(path) == data
+    assert not repairs.repair(namespace, repairs.survey(namespace)).failed
+    whole(namespace, "2x")
+    namespace.close()
+
+
+def test_at_a_bounded_rate(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    shutil.rmtree(tmp_path / "disk0" / "objects")
+    found = repairs.survey(namespace)
+    assert found.damaged
+    began = time.monotonic()
+    done = repairs.repair(namespace, found, bytes_per_second=10e6)
+    assert time.monotonic() - began >= 0.9 * done.nbytes / 10e6
+    namespace.close()
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    file = large(namespace)
+    assert file.layout is not None
+    holder = file.layout.holders[0]
+    (tmp_path / holder.member / "objects" / holder.name).unlink()
+    found = repairs.survey(namespace)
+    namespace.put("d/f4", pattern(100_000, 9))
+    repairs.repair(namespace, found)
+    assert namespace.get("d/f4") == pattern(100_000, 9)
+    monkeypatch.setattr(repairs, "GRACE_SECONDS", -10.0)
+    assert repairs.survey(namespace, verify=True).whole, "and no object is left over"
+    namespace.close()
+
+
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(1000 if os.environ.get("CKPT_SOAK") else 15)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fault_schedules(tmp_path: Path, seed: int) -> None:
+    """Random writes, deletions, losses, rot and repairs: every acknowledged file is readable and equal, after each step."""
+    draw = random.Random(seed)
+    redundancy, count = draw.choice([("2x", 4), ("3x", 5), ("2+1", 5), ("4+2", 7)])
+    code = parse(redundancy)
+    known: dict[str, bytes] = {}
+    numbers = itertools.count()
+    hurt: set[str] = set()
+    namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+    for _ in range(draw.randint(10, 25)):
+        action = draw.choice(["put", "put", "put", "replace", "delete", "lose", "rot", "repair", "open"])
+        if action in ("put", "replace"):
+            path = draw.choice(list(known)) if action == "replace" and known else f"f{next(numbers)}"
+            data = draw.randbytes(draw.choice([0, 10, 33_000, 70_000, 600_000]))
+            namespace.put(path, data)
+            known[path] = data
+        elif action == "delete" and known:
+            path = draw.choice(list(known))
+            namespace.delete([path])
+            del known[path]
+        elif action in ("lose", "rot"):
+            member = f"disk{draw.randrange(count)}"
+            if len(hurt | {member}) > code.tolerated:
+                continue
+            hurt.add(member)
+            objects = [p for p in (tmp_path / member / "objects").rglob("*") if p.is_file()]
+            for victim in draw.sample(objects, draw.randint(0, len(objects))):
+                if action == "lose":
+                    victim.unlink()
+                elif victim.stat().st_size:
+                    raw = bytearray(victim.read_bytes())
+                    raw[draw.randrange(len(raw))] ^= 0x40
+                    victim.write_bytes(raw)
+        elif action == "repair":
+            done = repairs.repair(namespace, repairs.survey(namespace, verify=True))
+            assert not done.failed, (seed, done.failed)
+            hurt.clear()
+        elif action == "open":
+            namespace.close()
+            namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+        assert list(namespace.list()) == sorted(known), seed
+        for path, data in known.items():
+            try:
+                assert namespace.get(path) == data, (seed, path)
+            except StoreError as error:
+                raise AssertionError(f"seed {seed}: {path}: {error}") from error
+    namespace.close()
+
+
+
+def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt.tools.node", "admin", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """What an operator sees: all well, a lost disk, the repair, all well again; a member that is down."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
+    try:
+        url = f"ckpt://{','.join(node.address for node in nodes)}"
+        namespace, _ = open_namespace(url)
+        for i in range(4):
+            namespace.put(f"f{i}", pattern(3_000_000, i))
+        done = admin("status", url)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("serving") == 4
+        assert "4 of 4 members answer; new files are written as 2x" in done.stdout
+        done = admin("scrub", url)
+        assert (done.returncode, "4 files, 12.0 MB" in done.stdout, "all whole" in done.stdout) == (0, True, True), done
+        shutil.rmtree(tmp_path / "n0" / "objects")
+        (tmp_path / "n0" / "objects").mkdir()
+        done = admin("scrub", "--quick", url)
+        assert done.returncode == 1
+        assert "endangered, 0 more of its fragments may be lost" in done.stdout
+        done = admin("scrub", "--json", url)
+        assert not json.loads(done.stdout)["whole"]
+        done = admin("repair", url)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "made whole" in done.stdout
+        assert admin("scrub", url).returncode == 0
+        nodes[3].kill()
+        done = admin("status", url)
+        assert done.returncode == 1
+        assert "3 of 4 members answer" in done.stdout
+        for i in range(4):
+            assert namespace.get(f"f{i}") == pattern(3_000_000, i)
+        done = admin("status", "ckpt://nowhere/")
+        assert done.returncode == 1
+        assert len(done.stderr.strip().splitlines()) == 1
+    finally:
+        for node in nodes:
+            node.close()

@@ -1,0 +1,311 @@
+"""ckpt-node: serve one device to a namespace, and look after namespaces."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+import ckpt
+from ckpt.storage.errors import InvalidArgument
+from ckpt.tools import common
+from ckpt.tools.common import count, emit, size
+
+if TYPE_CHECKING:
+    from ckpt.aggregator.namespace import Namespace
+    from ckpt.aggregator.repair import Survey
+
+log = logging.getLogger("ckpt.node")
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+
+
+class _Size(click.ParamType):
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).upper().removesuffix("B")
+        unit = text[-1:] if text[-1:] in _UNITS else ""
+        try:
+            number = float(text.removesuffix(unit)) * _UNITS[unit]
+        except ValueError:
+            self.fail(f"{value!r} is no size: write 500GB or 2TB", param, ctx)
+        return int(number)
+
+
+@click.group(
+    "ckpt-node",
+    invoke_without_command=True,
+    context_settings=_SETTINGS,
+    epilog="""\b
+Examples:
+  ckpt-node --data /mnt/nvme0                                  on this host alone, port 7070
+  ckpt-node --data /mnt/nvme0 --listen 0.0.0.0:7070 --token-file token \\
+            --tls-cert node.pem --tls-key node.key --domain rack=r1,host=h3
+  ckpt-node admin status ckpt://host1:7070,host2:7070,host3:7070
+
+A client names the nodes: ckpt.save(state, "ckpt://host1:7070,host2:7070,host3:7070/run").
+SIGTERM ends it once the writes under way are done.""",
+)
+@click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="The folder that is served; one disk, one node.")
+@click.option("--listen", default="127.0.0.1:7070", show_default=True, metavar="HOST:PORT", help="Port 0 takes a free one.")
+@click.option("--monitor", metavar="HOST:PORT", help="Health and metrics over HTTP; default: the same host, the next port.")
+@click.option("--domain", default="", metavar="KEY=VALUE,…", help="Failure domains, the widest first: rack=r1,host=h3.")
+@click.option("--capacity", type=_Size(), help="Take no more than this, such as 2TB. Default: what the disk has.")
+@click.option("--token-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What clients must know.")
+@click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Certificate chain, PEM.")
+@click.option("--tls-key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Its key, PEM.")
+@click.option("--tls-ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Ask clients for one of this CA.")
+@click.option("--insecure", is_flag=True, help="Listen beyond this host without token or TLS.")
+@click.option("--read-only", is_flag=True, help="Take no writes.")
+@click.option("--drain-seconds", default=30.0, show_default=True, help="How long SIGTERM waits for writes under way.")
+@click.version_option(ckpt.__version__, package_name="ckpt-store")
+@click.pass_context
+def command(
+    context: click.Context, data: Path | None, listen: str, monitor: str | None, domain: str, capacity: int | None,
+    token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
+    read_only: bool, drain_seconds: float,
+) -> int:  # fmt: skip
+    """Serve the folder --data as one node, or (admin) look after a namespace of nodes."""
+    if context.invoked_subcommand is not None:
+        return 0
+    if data is None:
+        raise click.UsageError("--data is missing: the folder, on the disk that this node is to serve")
+    host, port = _address(listen, "--listen")
+    if not host.startswith(_LOOPBACK) and not insecure and (token_file is None or tls_cert is None):
+        raise click.UsageError(
+            f"--listen {listen} can be reached from other hosts: give --token-file, --tls-cert and --tls-key, or say --insecure"
+        )
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    if tls_ca is not None and tls_cert is None:
+        raise click.UsageError("--tls-ca asks clients for a certificate: the node needs --tls-cert and --tls-key itself")
+
+    from ckpt.storage.server import NodeOptions
+
+    options = NodeOptions(
+        token=_token(token_file),
+        certificate=None if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes()),
+        client_ca=None if tls_ca is None else tls_ca.read_bytes(),
+        read_only=read_only,
+        labels=_labels(domain),
+    )
+    at = _address(monitor, "--monitor") if monitor else (host, port + 1 if port else 0)
+    return _serve(data, capacity, (host, port), at, options, drain_seconds)
+
+
+def _serve(
+    data: Path, capacity: int | None, listen: tuple[str, int], monitor: tuple[str, int], options: object, drain_seconds: float
+) -> int:
+    from ckpt.storage.device import Device
+    from ckpt.storage.monitor import Monitor
+    from ckpt.storage.server import NodeOptions, NodeServer
+
+    assert isinstance(options, NodeOptions)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    device = Device(data, capacity)
+    try:
+        with socket.create_server(listen):  # gRPC's own error says less, in more lines
+            pass
+    except OSError as error:
+        told = f"can't listen on {listen[0]}:{listen[1]}: {error.strerror or error}; choose another --listen"
+        raise InvalidArgument(told) from error
+    server = NodeServer(device, *listen, options)
+    try:
+        monitoring = Monitor(server, *monitor)
+    except OSError as error:
+        told = f"can't listen on {monitor[0]}:{monitor[1]}: {error.strerror}; choose another --monitor"
+        raise InvalidArgument(told) from error
+    stop = threading.Event()
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, ended)
+    if options.certificate is None and not listen[0].startswith(_LOOPBACK):
+        log.warning("--insecure: anyone who reaches %s:%d reads and writes everything", listen[0], server.port)
+    used, free = server.usage()
+    log.info(
+        "serving %s at %s:%d (metrics at %s:%d), %s used, %s free, device %s",
+        device.path, listen[0], server.port, monitor[0], monitoring.port, size(used), size(free), server.identity[:8],
+    )  # fmt: skip
+    stop.wait()  # it serves since it was made; `serve` would only wait, and take the signals
+    log.info("draining: %d uploads under way", len(server.uploads))
+    left = server.drain(drain_seconds)
+    if left:
+        log.warning("%d uploads were thrown away: they were not done within %g s", left, drain_seconds)
+    server.shutdown()
+    monitoring.close()
+    device.close()
+    log.info("ended")
+    return 0
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    token = file.read_text().strip()
+    if len(token) < 16:
+        raise click.UsageError(
+            f"the token in {file} has {len(token)} characters; use 16 or more, such as of `openssl rand -hex 16`"
+        )
+    return token
+
+
+def _address(text: str, option: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise click.UsageError(f"{option} {text}: write HOST:PORT, such as 127.0.0.1:7070")
+    return host, int(port)
+
+
+def _labels(text: str) -> tuple[tuple[str, str], ...]:
+    found = []
+    for item in filter(None, text.split(",")):
+        key, separator, value = item.partition("=")
+        if not separator or not key or not value:
+            raise click.UsageError(f"--domain {text}: write KEY=VALUE pairs, the widest domain first: rack=r1,host=h3")
+        found.append((key, value))
+    return tuple(found)
+
+
+# --- admin -----------------------------------------------------------------------------------------------------
+
+
+@command.group("admin", context_settings=_SETTINGS)
+def admin() -> None:
+    """Look after a namespace: ckpt-node admin COMMAND ckpt://…"""
+
+
+@admin.command("status", context_settings=_SETTINGS)
+@click.argument("url")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def status(url: str, as_json: bool) -> int:
+    """Show the members of a namespace and whether they answer.
+
+    Exit status: 0 all members answer, 1 some do not.
+    """
+    from ckpt.aggregator.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    calls = {name: place.info for name, place in namespace.places.items()}
+    answers, errors = namespace.fan_out.ask(calls, namespace.config.access.deadline_seconds)
+    if as_json:
+        members = [
+            {"member": n, "state": answers[n].state, "used_bytes": answers[n].used_bytes, "free_bytes": answers[n].free_bytes}
+            if n in answers else {"member": n, "state": "down", "error": str(errors[n])}
+            for n in namespace.places
+        ]  # fmt: skip
+        common.emit_json({"url": namespace.url, "redundancy": str(namespace.config.redundancy), "members": members})
+        return int(bool(errors))
+    rows = []
+    for name, place in namespace.places.items():
+        domain = "/".join(place.member.spot.domain)
+        if name in answers:
+            info = answers[name]
+            rows.append((name, info.state, size(info.used_bytes), size(info.free_bytes), domain))
+        else:
+            rows.append((name, "down", "", "", domain))
+    common.show_table(("member", "state", ">used", ">free", "domain"), rows)
+    for name, error in errors.items():
+        emit(f"{name}: {error}")
+    emit(f"{len(answers)} of {len(namespace.places)} members answer; new files are written as {namespace.config.redundancy}")
+    return int(bool(errors))
+
+
+@admin.command("scrub", context_settings=_SETTINGS)
+@click.argument("url")
+@click.option("--quick", is_flag=True, help="Only compare lists; read nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def scrub(url: str, quick: bool, as_json: bool) -> int:
+    """Let all members read and check what they hold, and say what is missing, rotten or forgotten. Changes nothing.
+
+    Exit status: 0 all is whole, 1 something is not.
+    """
+    from ckpt.aggregator.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    found = _surveyed(namespace, not quick)
+    if as_json:
+        common.emit_json(
+            {
+                "url": namespace.url, "files": found.files, "bytes": found.nbytes, "whole": found.whole,
+                "damaged": [{"path": f.path, "state": f.state, "spare": f.spare} for f in found.damaged],
+                "orphans": found.orphans, "lagging": found.lagging, "missing": {m: str(e) for m, e in found.missing.items()},
+            }
+        )  # fmt: skip
+        return int(not found.whole)
+    _show(namespace, found)
+    return int(not found.whole)
+
+
+@admin.command("repair", context_settings=_SETTINGS)
+@click.argument("url")
+@click.option("--quick", is_flag=True, help="Repair what lists show to be missing; read nothing to find rot.")
+@click.option("--rate", type=_Size(), metavar="SIZE", help="Write no more than this a second, such as 200MB.")
+def repair(url: str, quick: bool, rate: int | None) -> int:
+    """Make whole what a scrub finds, the most endangered files first. Can be cut off and run again.
+
+    Exit status: 0 all is whole, 1 something could not be made so.
+    """
+    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    found = _surveyed(namespace, not quick)
+    _show(namespace, found)
+    total = sum(f.file.head.nbytes for f in found.damaged if f.state != "lost")
+    with common.progress(total, "repairing") as advance:
+        done = repairs.repair(namespace, found, rate, advance)
+    emit(
+        f"{count(done.files, 'file')} made whole ({size(done.nbytes)} written), {count(done.records, 'record')} brought "
+        f"up to date, {count(done.orphans, 'forgotten object')} deleted"
+    )
+    for path, why in done.failed.items():
+        emit(f"{path}: {why}")
+    return int(bool(done.failed or found.missing))
+
+
+def _surveyed(namespace: Namespace, verify: bool) -> Survey:
+    from ckpt.aggregator import repair as repairs
+
+    if not verify:
+        return repairs.survey(namespace)
+    total = sum(h.nbytes for h in namespace.list().values()) * namespace.config.redundancy.overhead
+    with common.progress(int(total), "checking") as advance:
+        return repairs.survey(namespace, True, advance)
+
+
+def _show(namespace: Namespace, found: Survey) -> None:
+    for health in found.damaged:
+        left = "it can't be read" if health.state == "lost" else f"{health.spare} more of its fragments may be lost"
+        emit(f"{health.path}: {health.state}, {left}" + "".join(f"; {m} is rotten" for m, _ in health.rotten))
+    for member, names in found.orphans.items():
+        emit(f"{member}: {count(len(names), 'object')} that no record names")
+    if found.lagging:
+        emit(f"{count(len(found.lagging), 'record')} not the same on all members that keep them")
+    for member, error in found.missing.items():
+        emit(f"{member} is missing: {error}")
+    if found.unread:
+        emit(f"{size(found.unread)} could not be checked")
+    whole = "all whole" if found.whole else "not all whole"
+    emit(f"{count(found.files, 'file')}, {size(found.nbytes)} in {namespace.url}: {whole}")
+
+
+def main() -> None:
+    """The console script."""
+    common.run(command)
+
+
+if __name__ == "__main__":
+    main()
