@@ -308,6 +308,8 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         if mode == "rb":
             self._reader = _told(path, fs.namespace.open, path)
             options["size"] = self._reader.file.head.nbytes
+        if mode == "xb" and _told(path, fs.namespace.stat, path) is not None:
+            raise FileExistsError(17, "there is a file of this name already", path)
         super().__init__(fs, path, mode, block_size, autocommit, **options)
         if mode != "rb":
             self.blocksize = max(self.blocksize, 1 << 20)

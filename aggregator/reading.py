@@ -105,9 +105,15 @@ class FileReader(Reader):
     def _any_copy(self, layout: Layout, piece: Piece, first: int, last: int, out: memoryview) -> None:
         """One of the copies; the next one where that fails, and beside it where that is slow."""
         copies = self._in_order(layout, piece)
-        if len(copies) == 1:
-            self._share(layout, piece, copies[0], first, last, out, piece.nbytes)
-            return
+        if len(copies) < 2:
+            failing: dict[int, StoreError] = {}
+            for copy in copies:
+                try:
+                    self._share(layout, piece, copy, first, last, out, piece.nbytes)
+                    return
+                except StoreError as error:
+                    failing[copy] = error
+            raise self._lost(layout, piece, failing)
         failed: dict[int, StoreError] = {}
         asked: dict[Future[None], tuple[int, memoryview]] = {}
         first_view: memoryview | None = None

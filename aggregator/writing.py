@@ -101,6 +101,22 @@ class FileWriter(Writer):
             self._place(first, start, data)
         return start
 
+    def write_at(self, start: int, data: memoryview) -> None:
+        """Write a place of the file where nothing was written yet. What is left out is zeros."""
+        with self._lock:
+            if self._done or self._small:
+                raise StoreError(f"{self._path} can't be written at {start}: it is finished, or was begun by appending")
+            self._small = None
+            self._end = self._length = max(self._length, start + len(data))
+            index = len(self._pieces)
+            self._pieces.append(None)
+        self._place(index, start, data.cast("B"))
+
+    def cut(self, length: int) -> None:
+        """Let the file end here; what was written behind that is not read."""
+        with self._lock:
+            self._length = length
+
     def _place(self, index: int, start: int, data: memoryview) -> None:
         shares, scratch = self._shares(data)
         sums = [cells(share) for share in shares[: max(1, self._redundancy.data)]]

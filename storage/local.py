@@ -8,12 +8,14 @@ fails.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -340,13 +342,22 @@ def _try_direct(fd: int, data: memoryview, position: int, path: str) -> bool:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    if not hasattr(os, "posix_fallocate"):
-        return
+    fallocate = _fallocate()
+    if fallocate is not None and fallocate(fd, 0, 0, nbytes):
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number))
+
+
+@functools.cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    """fallocate(2). Where a file system has none, posix_fallocate(3) writes a byte into every block instead."""
     try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
+        found = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):  # not Linux
+        return None
+    found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+    return found  # type: ignore[no-any-return]
 
 
 def _open_to_read(path: str) -> int:

@@ -1,8 +1,7 @@
 """ckpt-mount: a namespace as a directory, through FUSE.
 
-A file is written once, from its beginning to its end, and is there, whole, when it is closed. What would change a file in its
-middle is refused (EOPNOTSUPP); replacing it and writing on at its end are not. Closing waits until all is durable, and
-tells if it is not.
+Each byte of a file is written once, in any order, and is there, durably, when the file is closed. What would change a file
+that is there is refused (EOPNOTSUPP); replacing it and writing on at its end are not. Closing tells where that failed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import click
 
 import ckpt
-from ckpt.aggregator.files import Head
+from ckpt.aggregator.files import INLINE_BYTES, File, Head
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.writing import FileWriter
@@ -28,36 +27,121 @@ from ckpt.storage.errors import AlreadyExists, CkptError, InvalidName, NoSpace, 
 from ckpt.tools import common
 
 _PIECE_BYTES = 8 << 20
+_WINDOWS = 32
+"""Parts of a file that may be incomplete at a time; each takes 8 MiB."""
 _NUMBERS = (
     (NotFound, errno.ENOENT), (AlreadyExists, errno.EEXIST), (InvalidName, errno.EINVAL), (NoSpace, errno.ENOSPC),
     (Refused, errno.EACCES), (Unavailable, errno.EHOSTDOWN),
 )  # fmt: skip
 
 
-class _Writing:
-    """A file that is being written, in order."""
+class _Window:
+    """A part of a file in memory, until all of it was written."""
 
-    def __init__(self, writer: FileWriter, length: int, head: bytes) -> None:
-        self.writer = writer
-        self.length = length
-        self.buffer = bytearray(head)
+    def __init__(self) -> None:
+        self.data = bytearray(_PIECE_BYTES)
+        self.filled: list[tuple[int, int]] = []  # in order, apart from each other
+
+    def put(self, begin: int, data: bytes) -> bool:
+        """Take bytes; whether the window is full now."""
+        end = begin + len(data)
+        self.data[begin:end] = data
+        apart = [(b, e) for b, e in self.filled if e < begin or b > end]
+        touching = [(b, e) for b, e in self.filled if not (e < begin or b > end)]
+        merged = (min([begin, *(b for b, _ in touching)]), max([end, *(e for _, e in touching)]))
+        self.filled = sorted([*apart, merged])
+        return self.filled == [(0, _PIECE_BYTES)]
+
+
+class _Writing:
+    """A file that is being written, in any order, each byte once. Every close of it makes visible what there is."""
+
+    def __init__(self, namespace: Namespace, path: str, there: File | None) -> None:
+        self._namespace = namespace
+        self._path = path
+        self._there = there
+        self._writer: FileWriter | None = None
+        self._windows: dict[int, _Window] = {}
+        self._stored: set[int] = set()  # windows that are full and gone to the members
+        self._solid = 0 if there is None else there.head.nbytes  # nothing below can be changed any more
+        self.length = self._solid
+        self._dirty = False
+        self.handles = 0
         self.lock = threading.Lock()
-        self.failed = 0
 
     def write(self, data: bytes, offset: int) -> int:
         with self.lock:
-            if offset != self.length:
-                raise OSError(errno.EOPNOTSUPP, "files are written in order, and once")
-            self.buffer += data
-            self.length += len(data)
-            if len(self.buffer) >= _PIECE_BYTES:
-                self.flush()
+            if offset < self._solid:
+                raise OSError(errno.EOPNOTSUPP, "what a file has can't be changed")
+            self._dirty = True
+            done = 0
+            while done < len(data):
+                number, begin = divmod(offset + done, _PIECE_BYTES)
+                part = data[done : done + _PIECE_BYTES - begin]
+                if number in self._stored or (number not in self._windows and len(self._windows) >= _WINDOWS):
+                    raise OSError(errno.EOPNOTSUPP, "each byte is written once, and not in too many places at a time")
+                if self._windows.setdefault(number, _Window()).put(begin, part):
+                    self._store(number)
+                done += len(part)
+            self.length = max(self.length, offset + len(data))
         return len(data)
 
-    def flush(self) -> None:
-        if self.buffer:
-            self.writer.append(memoryview(bytes(self.buffer)))
-            self.buffer = bytearray()
+    def cut(self, length: int) -> None:
+        """ftruncate: longer, or shorter as far as nothing of it is visible yet."""
+        with self.lock:
+            if length < self._solid:
+                raise OSError(errno.EOPNOTSUPP, "a file can be emptied, not cut")
+            self._dirty = self._dirty or length != self.length
+            self.length = length
+
+    def publish(self) -> None:
+        """Make visible, durably, what was written."""
+        with self.lock:
+            if not self._dirty:
+                return
+            there = self._there
+            small = there is None or there.layout is None
+            if self.length <= INLINE_BYTES and small and not self._stored:
+                window = self._windows.get(0)
+                content = bytes(there.data or b"") if there is not None else b""
+                data = bytearray(window.data[: self.length] if window is not None else bytes(self.length))
+                data[: len(content)] = content
+                self._there = self._namespace.put(self._path, data)
+                self._windows.clear()
+            else:
+                for number in sorted(self._windows):
+                    self._store(number)
+                writer = self._begun()
+                writer.cut(self.length)
+                self._there = writer.publish()
+                self._writer = None
+            self._solid = self.length
+            self._stored.clear()
+            self._dirty = False
+
+    def _store(self, number: int) -> None:
+        window = self._windows.pop(number)
+        if not window.filled:
+            return
+        begin = max(window.filled[0][0], self._solid - number * _PIECE_BYTES)
+        end = window.filled[-1][1]
+        self._begun().write_at(number * _PIECE_BYTES + begin, memoryview(window.data)[begin:end])
+        if window.filled == [(0, _PIECE_BYTES)]:
+            self._stored.add(number)
+
+    def _begun(self) -> FileWriter:
+        if self._writer is None:
+            there = self._there
+            base = there if there is not None and there.layout is not None else None
+            self._writer = self._namespace.create(self._path, aligned=False, base=base)
+            if there is not None and there.data:
+                self._writer.write_at(0, memoryview(there.data))
+        return self._writer
+
+    def end(self) -> None:
+        """Throw away what could not be made visible."""
+        if self._writer is not None:
+            self._writer.abort()
 
 
 class Tree:
@@ -138,24 +222,23 @@ class Tree:
         full = self._path(path)
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return self._keep(self._namespace.open(full))
-        there = self._namespace.stat(full)
-        if flags & os.O_TRUNC or there is None or not there.head.nbytes:
-            return self._begin(full, self._namespace.create(full, aligned=False), 0, b"")
-        if not flags & os.O_APPEND:
-            raise OSError(errno.EOPNOTSUPP, "a file that is there can be replaced or written on, not changed")
-        base = there if there.layout is not None else None
-        writer = self._namespace.create(full, aligned=False, base=base)
-        return self._begin(full, writer, there.head.nbytes, there.data or b"")
+        with self._lock:
+            writing = self._written.get(full)
+        if writing is None:
+            there = self._namespace.stat(full)
+            writing = _Writing(self._namespace, full, None if flags & os.O_TRUNC else there)
+        return self._join(full, writing)
 
     def create(self, path: str, mode: int, info: Any = None) -> int:
         full = self._path(path)
         self._namespace.put(full, b"", new=True)
-        return self._begin(full, self._namespace.create(full, aligned=False), 0, b"")
+        return self._join(full, _Writing(self._namespace, full, None))
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
         full = self._path(path)
         writing = self._written.get(full)
-        if writing is not None and length == writing.length:
+        if writing is not None:
+            writing.cut(length)
             return
         file = self._namespace.stat(full)
         if file is None:
@@ -182,13 +265,8 @@ class Tree:
     def flush(self, path: str, handle: int) -> None:
         """Close: the only call whose error the program sees."""
         writing = self._open.get(handle)
-        if isinstance(writing, _Writing) and self._written.get(self._path(path)) is writing:
-            with writing.lock:
-                try:
-                    writing.flush()
-                    writing.writer.commit()
-                finally:
-                    self._written.pop(self._path(path), None)
+        if isinstance(writing, _Writing):
+            writing.publish()
 
     def fsync(self, path: str, datasync: int, handle: int) -> None:
         """What is written is durable when the file is closed, which can't be done before its end is known."""
@@ -196,10 +274,16 @@ class Tree:
     def release(self, path: str, handle: int) -> None:
         with self._lock:
             held = self._open.pop(handle, None)
+            if isinstance(held, _Writing):
+                held.handles -= 1
+                if held.handles:
+                    return
+                if self._written.get(self._path(path)) is held:
+                    del self._written[self._path(path)]
         if isinstance(held, FileReader):
             held.close()
         elif held is not None:
-            held.writer.abort()  # harmless once it is committed
+            held.end()
 
     # --- names -------------------------------------------------------------------------------------------------
 
@@ -251,9 +335,11 @@ class Tree:
             self._open[handle] = what
         return handle
 
-    def _begin(self, path: str, writer: FileWriter, length: int, head: bytes) -> int:
-        writing = _Writing(writer, length, head)
-        self._written[path] = writing
+    def _join(self, path: str, writing: _Writing) -> int:
+        """Another handle of a file that is being written: all of them write one file."""
+        with self._lock:
+            writing = self._written.setdefault(path, writing)
+            writing.handles += 1
         return self._keep(writing)
 
 
@@ -268,7 +354,11 @@ def mounted(url: str, folder: Path, options: dict[str, Any]) -> Iterator[None]:
         ) from error
     namespace, root = open_namespace(url)
     _ = namespace.ring  # whether the nodes are there is told now
-    fuse.FUSE(Tree(namespace, root), str(folder), **options)
+    try:
+        fuse.FUSE(Tree(namespace, root), str(folder), **options)
+    except RuntimeError as error:
+        told = f"mounting {url} at {folder} failed; see what FUSE says above, and that /dev/fuse may be used"
+        raise CkptError(told) from error
     yield
 
 
@@ -288,10 +378,10 @@ Examples:
 def command(url: str, folder: Path, background: bool, allow_other: bool) -> int:
     """Show the namespace at URL as the directory FOLDER.
 
-    Files are written once: from the beginning to the end, and there when they are closed. They can be replaced, renamed,
-    removed and written on at their end; what would change them in the middle is refused (EOPNOTSUPP).
+    Each byte of a file is written once, and is there when the file is closed. Files can be replaced, renamed, removed and
+    written on at their end; what would change what they have is refused (EOPNOTSUPP).
     """
-    options = {"foreground": not background, "fsname": url, "subtype": "ckpt", "big_writes": True}
+    options = {"foreground": not background, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True}
     if allow_other:
         options["allow_other"] = True
     with mounted(url, folder, options):
