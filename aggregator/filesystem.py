@@ -69,13 +69,13 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if not text.startswith(f"{SCHEME}://"):
             return {}
         place, _, query = text.removeprefix(f"{SCHEME}://").partition("?")
-        found = {"members": place.partition("/")[0]}
+        options: dict[str, Any] = {"members": place.partition("/")[0]}
         for item in filter(None, query.split("&")):
             key, _, value = item.partition("=")
             if key != "redundancy":
                 raise ValueError(f"{text}: unknown option {key!r}; there is redundancy=")
-            found["redundancy"] = value
-        return found
+            options["redundancy"] = value
+        return options
 
     def unstrip_protocol(self, name: str) -> str:
         """The URL of a path."""
@@ -106,16 +106,16 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         found: dict[str, dict[str, Any]] = {}
         skip = len(path) + 1 if path else 0
         for name, head in heads.items():
-            child, deeper, _ = name[skip:].partition("/")
+            child, deeper, _rest = name[skip:].partition("/")
             full = name[:skip] + child
             if deeper:
                 found.setdefault(full, {"name": full, "size": 0, "type": "directory"})
             else:
                 found[full] = _described(full, head)
         if not found and path:
-            info = await self._info(path)
-            if info["type"] == "file":
-                found[path] = info
+            here: dict[str, Any] = await self._info(path)
+            if here["type"] == "file":
+                found[path] = here
         return [found[name] if detail else name for name in sorted(found)]
 
     async def _find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
@@ -312,7 +312,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
             raise FileExistsError(17, "there is a file of this name already", path)
         super().__init__(fs, path, mode, block_size, autocommit, **options)
         if mode != "rb":
-            self.blocksize = max(self.blocksize, 1 << 20)
+            self.blocksize = max(block_size, 1 << 20)
         if mode == "ab":
             there = _told(path, fs.namespace.stat, path)
             self.loc = 0 if there is None else there.head.nbytes

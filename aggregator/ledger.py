@@ -102,16 +102,18 @@ class Ledger:
         for batch in _batches(paths):
             kept = _members({path: self._keepers(path) for path in batch})
             seen, _ = self._ask(kept, lambda registers, names: registers.read(names))
-            alike = {}
+            alike: dict[str, Ballot] = {}
             for path in batch:
                 records = list(seen[path].values())
                 ballots = {r.accepted for r in records if isinstance(r, Record)}
                 if len(records) == len(kept[path]) and len(ballots) == 1 and all(isinstance(r, Record) for r in records):
                     alike[path] = ballots.pop()
-            self._ask(
-                {path: kept[path] for path in alike},
-                lambda registers, names, alike=alike: registers.forget([(n, alike[n]) for n in names]) or [None] * len(names),
-            )
+
+            def forget(registers: Registers, names: list[str], alike: Mapping[str, Ballot] = alike) -> list[None]:
+                registers.forget([(name, alike[name]) for name in names])
+                return [None] * len(names)
+
+            self._ask({path: kept[path] for path in alike}, forget)
 
     # --- changing ----------------------------------------------------------------------------------------------
 

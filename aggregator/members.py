@@ -31,7 +31,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.redundancy import Redundancy, parse
-from ckpt.storage.client import Access
+from ckpt.storage.access import Access
 from ckpt.storage.errors import InvalidArgument
 
 SCHEME = "ckpt"

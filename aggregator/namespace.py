@@ -171,7 +171,7 @@ class Namespace:
             kept = {h.name for h in file.layout.holders} if file.layout is not None else set()
             self.discard_layout(old.layout, kept)
 
-    def delete(self, paths: Iterable[str]) -> list[str]:
+    def delete(self, paths: Iterable[str]) -> Sequence[str]:
         """Remove files and folder marks; the paths that were there. What is not there is no error."""
         every = [check_path(path) for path in paths]
         old: dict[str, File] = {}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ckpt.aggregator.members import Member
+from ckpt.storage.access import Access
 from ckpt.storage.base import Store
-from ckpt.storage.client import Access, NodeStore
 from ckpt.storage.device import Device, Info
 from ckpt.storage.registers import Registers
+
+if TYPE_CHECKING:
+    from ckpt.storage.client import NodeStore
 
 
 class Place:
@@ -20,6 +24,8 @@ class Place:
         self.store: Store
         self.registers: Registers
         if member.address is not None:
+            from ckpt.storage.client import NodeStore  # with Arrow Flight: not for directories
+
             self._node: NodeStore | Device = NodeStore(member.address, access)
             self.store = self._node
         else:

@@ -161,7 +161,7 @@ class FileReader(Reader):
                 raise self._lost(layout, piece, failed)
             buffers = {i: np.empty(end - begin, np.uint8) for i in batch}
             calls = {
-                str(i): functools.partial(self._share, layout, piece, i, begin, end, memoryview(buffers[i]), length)
+                str(i): functools.partial(self._share, layout, piece, i, begin, end, buffers[i].data, length)
                 for i in batch
             }
             answers, errors = self._namespace.reads.ask(calls, self._namespace.read_seconds)
@@ -170,7 +170,7 @@ class FileReader(Reader):
         into = {share: np.empty(end - begin, np.uint8) for share in wanted}
         erasure.code(k, layout.redundancy.parity).rebuild(good, into)
         for share, (b, e, target) in wanted.items():
-            target[:] = memoryview(into[share])[b - begin : e - begin]
+            target[:] = into[share].data[b - begin : e - begin]
 
     # --- one fragment ------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def restore(
                     writers[member] = len(holders) - 1, namespace.places[member].store.create(name)
                 holder, writer = writers[member]
                 sums = _sums_of(layout, piece, i, shares[i])
-                fragments[i] = Fragment(holder, writer.append(memoryview(shares[i])), sums)
+                fragments[i] = Fragment(holder, writer.append(shares[i].data), sums)
                 progress(len(shares[i]))
             pieces.append(replace(piece, fragments=tuple(fragments)))
         failpoint("repair.commit")
@@ -105,9 +105,9 @@ def _rebuilt(namespace: Namespace, path: str, layout: Layout, piece: Piece, miss
             if place is None:
                 raise Unavailable("no member any more")
             with place.store.open(holder.name) as reader:
-                if reader.read_into(fragment.position, memoryview(data)) < length:
+                if reader.read_into(fragment.position, data.data) < length:
                     raise IntegrityError(f"{holder.name} is cut")
-            if bad_cells(memoryview(data), fragment.cells):
+            if bad_cells(data.data, fragment.cells):
                 raise IntegrityError(f"{holder.name} is damaged")
         except (StoreError, IntegrityError) as error:
             reasons.append(f"{holder.member}: {error}")
@@ -129,7 +129,7 @@ def _rebuilt(namespace: Namespace, path: str, layout: Layout, piece: Piece, miss
 
 def _sums_of(layout: Layout, piece: Piece, number: int, share: np.ndarray) -> bytes:
     """Of a new fragment: as before the loss for a copy, computed where the share had its own."""
-    found = cells(memoryview(share))
+    found = cells(share.data)
     if layout.redundancy.data == 1:
         known = next(f.cells for f in piece.fragments if f is not None)
         if known != found:

@@ -164,7 +164,7 @@ class FileWriter(Writer):
         at = len(extra)
         parity = [scratch[at + i * length : at + (i + 1) * length] for i in range(m)]
         erasure.code(k, m).encode(shares, parity)
-        return [memoryview(s) for s in (*shares, *parity)], scratch
+        return [s.data for s in (*shares, *parity)], scratch
 
     def _members(self, index: int, count: int, taken: Sequence[str]) -> list[str]:
         """Where to put so many fragments of a piece; Unavailable, or NoSpace, where there are not as many members."""
@@ -276,8 +276,8 @@ class FileWriter(Writer):
             with suppress(StoreError):
                 writer.abort()
         names: dict[str, list[str]] = {}
-        for holder, writer in zip(self._holders, self._writers, strict=True):
-            if writer is not None:
+        for holder, began in zip(self._holders, self._writers, strict=True):
+            if began is not None:
                 names.setdefault(holder.member, []).append(holder.name)
         self._namespace.discard(names)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from ckpt.storage import wire
+from ckpt.storage.access import Access
 from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name
 from ckpt.storage.device import Info
 from ckpt.storage.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable
@@ -29,25 +29,13 @@ _CONNECTIONS = 4
 """TCP connections to one node; threads take them in turns. One carries about 2 GB/s."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How to reach nodes."""
-
-    token: str | None = None
-    ca: bytes | None = None
-    """Authority of the nodes' certificates, PEM. With it the wire is TLS."""
-    certificate: tuple[bytes, bytes] | None = None
-    """This client's own chain and key, PEM, where nodes ask for one."""
-    deadline_seconds: float = 30.0
-
-
 class NodeStore(Store):
     """The objects of the node at `address` (host:port)."""
 
-    def __init__(self, address: str, access: Access = Access()) -> None:
+    def __init__(self, address: str, access: Access | None = None) -> None:
         self.address = address
         self.url = f"node://{address}"
-        self._access = access
+        self._access = access or Access()
         self._clients: list[flight.FlightClient | None] = [None] * _CONNECTIONS
         self._turn = 0
         self._lock = threading.Lock()
@@ -142,7 +130,7 @@ class NodeStore(Store):
         """An action and its only answer."""
         return next(iter(self.calls(verb, *arguments, deadline=deadline)))
 
-    def calls(self, verb: str, *arguments: Any, deadline: float | None = None) -> list[Any]:
+    def calls(self, verb: str, *arguments: Any, deadline: float | None = None) -> Sequence[Any]:
         """An action and its answers."""
         with self.told(verb):
             action = flight.Action(verb, wire.pack(list(arguments)))

@@ -53,7 +53,7 @@ class NodeOptions:
     """How long an upload lives without a word from its client."""
 
 
-class _Token(flight.ServerMiddlewareFactory):
+class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Refuses every call without the right token, before anything of it is read."""
 
     def __init__(self, token: str) -> None:
@@ -65,7 +65,7 @@ class _Token(flight.ServerMiddlewareFactory):
             raise flight.FlightUnauthenticatedError("a wrong or missing token; give the one of this node (--token-file)")
 
 
-class NodeServer(flight.FlightServerBase):
+class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     """Serves a device until `shutdown`. Context manager; `port` is the one it listens on."""
 
     def __init__(self, device: Device, host: str = "127.0.0.1", port: int = 0, options: NodeOptions | None = None) -> None:

@@ -20,6 +20,9 @@ FRAMEWORK_FILES = {
     "ckpt/adapters/torch.py": "torch",
     "ckpt/adapters/dcp.py": "torch",
     "ckpt/adapters/jax.py": "jax",
+    "storage/wire.py": "pyarrow",
+    "storage/client.py": "pyarrow",
+    "storage/server.py": "pyarrow",
 }
 """Imported only where the framework is there already."""
 

@@ -15,7 +15,8 @@ import pytest
 from cluster import Here, Process
 
 from ckpt.storage import wire
-from ckpt.storage.client import Access, NodeStore
+from ckpt.storage.access import Access
+from ckpt.storage.client import NodeStore
 from ckpt.storage.errors import (
     IntegrityError,
     InvalidArgument,
