@@ -57,12 +57,13 @@ class FanOut:
 
     def ask(
         self, calls: Mapping[str, Callable[[], T]], seconds: float,
-        enough: Callable[[dict[str, T]], bool] = lambda _: False, *, spare: bool = False,
+        enough: Callable[[dict[str, T]], bool] = lambda _: False, *, spare: bool = False, blame: bool = True,
     ) -> tuple[dict[str, T], dict[str, StoreError]]:
         """Call all; return what they answered, and the errors, as soon as it is `enough`, or all are done, or time is over.
 
         The others go on by themselves. A member that has just failed is asked only if the rest are not enough, and not even
-        then if they are to be spared: that answer can be done without.
+        then if they are to be spared: that answer can be done without. blame: who has not answered in time is left alone for
+        a while.
         """
         answers: dict[str, T] = {}
         errors: dict[str, StoreError] = {}
@@ -71,7 +72,7 @@ class FanOut:
         for group in (now, later):
             if not group or (group is later and (spare or enough(answers))):
                 continue
-            for name, result in self._each(group, seconds):
+            for name, result in self._each(group, seconds, blame):
                 if isinstance(result, StoreError):
                     errors[name] = result
                 else:
@@ -83,13 +84,15 @@ class FanOut:
                 errors[name] = Unavailable(f"{name} {'did not answer lately' if name in later else 'has not answered yet'}")
         return answers, errors  # fmt: skip
 
-    def _each(self, calls: Mapping[str, Callable[[], T]], seconds: float) -> Iterator[tuple[str, T | StoreError]]:
+    def _each(
+        self, calls: Mapping[str, Callable[[], T]], seconds: float, blame: bool
+    ) -> Iterator[tuple[str, T | StoreError]]:
         until = time.monotonic() + seconds
         waiting = {self.submit(name, call): name for name, call in calls.items()}
         while waiting:
             done, _ = wait(waiting, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
             if not done:
-                for name in waiting.values():
+                for name in waiting.values() if blame else ():
                     self.health.failed(name)
                 return
             for future in done:

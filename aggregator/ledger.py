@@ -45,6 +45,9 @@ know a value that it made itself."""
 
 _BATCH = 1_000
 
+_PATIENCE_SECONDS = 0.25
+"""How long a read waits for the members that it needs before it asks the others as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keepers:
@@ -79,7 +82,20 @@ class Ledger:
             def enough(path: str, got: Mapping[str, Answer], keepers: Mapping[str, Keepers] = keepers) -> bool:
                 return _agreed(keepers[path], got)
 
-            answers, errors = self._ask(_members(keepers), lambda registers, names: registers.read(names), enough)
+            # As many as must agree, those that answer; the others only if these do not.
+            few = {path: self._likely(kept) for path, kept in keepers.items()}
+            answers, errors = self._ask(few, lambda registers, names: registers.read(names), enough, _PATIENCE_SECONDS)
+            open_ones = [path for path in batch if not enough(path, answers[path])]
+            if open_ones:
+                rest = {path: [m for m in keepers[path].members if m not in answers[path]] for path in open_ones}
+
+                def enough_now(path: str, got: Mapping[str, Answer], known: Mapping[str, Mapping[str, Answer]] = answers) -> bool:
+                    return enough(path, {**known[path], **got})
+
+                more, failed = self._ask(rest, lambda registers, names: registers.read(names), enough_now)
+                for path in open_ones:
+                    answers[path] |= more[path]
+                errors |= failed
             for path in batch:
                 records = [a for a in answers[path].values() if isinstance(a, Record)]
                 self._require(path, keepers[path].quorum.read, len(records), answers[path], errors, "read")
@@ -242,13 +258,20 @@ class Ledger:
                 except StoreError as error:
                     log.info("the damaged record of %s on %s stays: %s", path, member, error)
 
+    def _likely(self, kept: Keepers) -> Sequence[str]:
+        """As many members as a read needs, those that answered lately first."""
+        return sorted(kept.members, key=self._fan_out.health.down)[: kept.quorum.read]
+
     # --- asking ------------------------------------------------------------------------------------------------
 
     def _ask(
         self, members: Mapping[str, Sequence[str]], call: Callable[[Registers, list[str]], Sequence[T]],
-        enough: Callable[[str, Mapping[str, T]], bool] | None = None,
+        enough: Callable[[str, Mapping[str, T]], bool] | None = None, patience: float | None = None,
     ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
-        """Ask every member for all of its paths at once: the answers by path and member, and the errors by member."""
+        """Ask every member for all of its paths at once: the answers by path and member, and the errors by member.
+
+        patience: seconds after which those are given that are there; nobody is blamed yet.
+        """
         names: dict[str, list[str]] = defaultdict(list)
         for path, kept in members.items():
             for member in kept:
@@ -265,7 +288,7 @@ class Ledger:
             return enough is not None and all(enough(path, got) for path, got in by_path(answers).items())
 
         calls = {m: functools.partial(call, self._registers[m], names[m]) for m in names}
-        answers, errors = self._fan_out.ask(calls, self._seconds, all_enough)
+        answers, errors = self._fan_out.ask(calls, patience or self._seconds, all_enough, blame=patience is None)
         return by_path(answers), errors
 
     def _require(

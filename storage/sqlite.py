@@ -9,9 +9,11 @@ import os
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from ckpt.storage.errors import StoreError
 from ckpt.storage.failpoints import failpoint
@@ -30,6 +32,9 @@ from ckpt.storage.registers import (
     encode_ballot,
     taken,
 )
+
+_GROUP = 64
+"""Calls that share a transaction at most."""
 
 _BUSY_SECONDS = 30.0
 """How long a call waits for another process's batch."""
@@ -55,6 +60,7 @@ class SqliteRegisters(Registers):
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._process = os.getpid()
+        self._waiting: deque[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = deque()
 
     def read(self, names: Sequence[str]) -> list[Answer]:
         if not self._exists():
@@ -148,18 +154,51 @@ class SqliteRegisters(Registers):
         return self._connection is not None or os.path.exists(self._path)
 
     def _writing(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        with self._using("writing") as db:
+        """Do some work, durably. What other threads want meanwhile goes into one transaction, with one fsync: whoever gets
+        the lock does the work of all who wait."""
+        mine: Future[T] = Future()
+        self._waiting.append((work, mine))
+        try:
+            with self._using("writing") as db:
+                while not mine.done():
+                    self._write_all(db)
+        except BaseException:
+            with suppress(ValueError):
+                self._waiting.remove((work, mine))
+            raise
+        return mine.result()
+
+    def _write_all(self, db: sqlite3.Connection) -> None:
+        batch: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = []
+        while self._waiting and len(batch) < _GROUP:
+            batch.append(self._waiting.popleft())
+        outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        try:
             db.execute("BEGIN IMMEDIATE")
-            try:
-                found = work(db)
-                failpoint("registers.commit")
-                db.execute("COMMIT")
-            except BaseException:
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
-                raise
-            failpoint("registers.committed")
-            return found
+            for work, future in batch:
+                db.execute("SAVEPOINT one")
+                try:
+                    outcomes.append((future, work(db), None))
+                except sqlite3.Error:
+                    raise
+                except Exception as error:  # of this work alone
+                    db.execute("ROLLBACK TO one")
+                    outcomes.append((future, None, error))
+                db.execute("RELEASE one")
+            failpoint("registers.commit")
+            db.execute("COMMIT")
+        except BaseException as error:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            for _, future in batch:
+                future.set_exception(_told(self._path, "writing", error))
+            return
+        failpoint("registers.committed")
+        for future, found, failed in outcomes:
+            if failed is None:
+                future.set_result(found)
+            else:
+                future.set_exception(failed)
 
     @contextmanager
     def _using(self, doing: str) -> Iterator[sqlite3.Connection]:
@@ -167,7 +206,7 @@ class SqliteRegisters(Registers):
             try:
                 yield self._connected()
             except (sqlite3.Error, OSError) as error:
-                raise StoreError(f"{doing} the registers in {self._path} failed: {error}; {_advice(error)}") from error
+                raise _told(self._path, doing, error) from error
 
     def _connected(self) -> sqlite3.Connection:
         if self._process != os.getpid():  # a forked child must not use its parent's connection, not even to close it
@@ -187,6 +226,15 @@ class SqliteRegisters(Registers):
                 raise
             self._connection = db
         return self._connection
+
+
+def _told(path: str, doing: str, error: BaseException) -> BaseException:
+    """An error of SQLite or the system as ours; any other as it is."""
+    if not isinstance(error, sqlite3.Error | OSError):
+        return error
+    told = StoreError(f"{doing} the registers in {path} failed: {error}; {_advice(error)}")
+    told.__cause__ = error
+    return told
 
 
 def _get(db: sqlite3.Connection, name: str) -> Answer:
