@@ -39,6 +39,9 @@ log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 
+Known = Mapping[str, Mapping[str, Answer]]
+"""Answers by path and member."""
+
 Decide = Callable[[str, Value | None], Value | None]
 """From the path and its value to the new value, or None to leave it. Asked again where others compete, and it must then
 know a value that it made itself."""
@@ -89,7 +92,7 @@ class Ledger:
             if open_ones:
                 rest = {path: [m for m in keepers[path].members if m not in answers[path]] for path in open_ones}
 
-                def enough_now(path: str, got: Mapping[str, Answer], known: Mapping[str, Mapping[str, Answer]] = answers) -> bool:
+                def enough_now(path: str, got: Mapping[str, Answer], known: Known = answers) -> bool:
                     return enough(path, {**known[path], **got})
 
                 more, failed = self._ask(rest, lambda registers, names: registers.read(names), enough_now)
@@ -189,12 +192,13 @@ class Ledger:
         until = time.monotonic() + self._seconds
         found: dict[str, Value | None] = {}
         highest = NONE
-        pause = 0.005
+        pause, tries = 0.005, 0
         while paths:
             # Never twice the same: two proposals of one ballot could both be accepted somewhere.
             ballot = Ballot(highest.round + 1, f"{self._me}{next(self._proposals):x}")
             paths, highest = self._round(paths, decide, ballot, found, everywhere)
-            if paths and time.monotonic() > until:
+            tries += 1
+            if paths and tries > 4 and time.monotonic() > until:
                 raise Unavailable(
                     f"{_named(paths)}: others changed it at the same time for {self._seconds:g} s; try again"
                 )
@@ -212,7 +216,7 @@ class Ledger:
         promises, errors = self._ask(
             _members(keepers),
             lambda registers, names: registers.prepare(names, ballot),
-            lambda path, got: not everywhere and _promised(got, ballot) >= keepers[path].quorum.write,
+            lambda path, got: not everywhere and _settled(_promises(got, ballot), keepers[path].quorum.write),
         )
         again: list[str] = []
         highest = ballot
@@ -237,7 +241,7 @@ class Ledger:
         accepted, _ = self._ask(
             {path: keepers[path].members for path in values},
             lambda registers, names: registers.accept([(name, values[name]) for name in names], ballot),
-            lambda path, got: not everywhere and sum(a is True for a in got.values()) >= keepers[path].quorum.write,
+            lambda path, got: not everywhere and _settled(list(got.values()), keepers[path].quorum.write),
         )
         failpoint("ledger.accepted")
         for path, value in values.items():
@@ -315,8 +319,13 @@ def _agreed(keepers: Keepers, got: Mapping[str, Answer]) -> bool:
     return len(records) >= keepers.quorum.read and len({r.accepted for r in records}) == 1
 
 
-def _promised(got: Mapping[str, Answer], ballot: Ballot) -> int:
-    return sum(isinstance(a, Record) and a.promised == ballot for a in got.values())
+def _promises(got: Mapping[str, Answer], ballot: Ballot) -> list[bool]:
+    return [a.promised == ballot for a in got.values() if isinstance(a, Record)]
+
+
+def _settled(votes: Sequence[bool], needed: int) -> bool:
+    """Whether no more votes need be waited for: a quorum is for it, or a higher ballot has stood in the way."""
+    return sum(votes) >= needed or (len(votes) >= needed and not all(votes))
 
 
 def _batches(paths: Sequence[str]) -> list[Sequence[str]]:

@@ -16,10 +16,15 @@ this host; all that is not said has a default:
         { url = "host4:7070", domain = "rack2/host4", weight = 2.0 },
         { url = "/mnt/nvme0", name = "disk0" },
     ]
+
+or, instead of the list, what nodes announced in etcd until the namespace was opened, whether they are up or not:
+
+    members = "etcd://host:2379,host:2379/CLUSTER"
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tomllib
@@ -32,7 +37,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.redundancy import Redundancy, parse
 from ckpt.storage.access import Access
-from ckpt.storage.errors import InvalidArgument
+from ckpt.storage.errors import InvalidArgument, Unavailable
+
+log = logging.getLogger("ckpt")
 
 SCHEME = "ckpt"
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
@@ -112,8 +119,13 @@ def from_table(name: str, table: Mapping[str, Any], where: str) -> Config:
     if unknown := set(table) - _KEYS:
         raise InvalidArgument(f"{where}: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(_KEYS))}")
     try:
-        members = tuple(_member(where, m if isinstance(m, dict) else {"url": m}) for m in table["members"])
-        redundancy = parse(table["redundancy"]) if "redundancy" in table else _default(len(members))
+        given = table["members"]
+        if isinstance(given, str):
+            members, usual = _announced(where, given), parse("2x")  # not 1x because only one node has started yet
+        else:
+            members = tuple(_member(where, m if isinstance(m, dict) else {"url": m}) for m in given)
+            usual = _default(len(members))
+        redundancy = parse(table["redundancy"]) if "redundancy" in table else usual
         near = _domain(table.get("near", ""))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, InvalidArgument):
@@ -156,6 +168,28 @@ def _member(where: str, given: Mapping[str, Any]) -> Member:
     if "://" in folder or not os.path.isabs(os.path.expanduser(folder)):
         raise InvalidArgument(f"{where}: {url!r} is no member: use host:port of a ckpt-node, or the full path of a directory")
     return Member(Spot(name, domain, weight), folder=os.path.expanduser(folder))
+
+
+_announced_before: dict[str, tuple[Member, ...]] = {}
+
+
+def _announced(where: str, url: str) -> tuple[Member, ...]:
+    """The members that etcd knows; while it does not answer, those that it told this process of before."""
+    from ckpt.aggregator import etcd
+
+    endpoints, cluster = etcd.parse_url(url)
+    try:
+        found = etcd.members(endpoints, cluster)
+        if not found:
+            raise Unavailable(f"{where}: no node has announced itself in {url}; start them with --etcd and --cluster {cluster}")
+    except Unavailable as error:
+        if url not in _announced_before:
+            raise
+        log.warning("go on with the members that were known before: %s", error)
+        return _announced_before[url]
+    tables = [{"url": m.facts.address, "name": m.name, "domain": m.facts.domain, "weight": m.facts.weight} for m in found]
+    _announced_before[url] = tuple(_member(url, table) for table in tables)
+    return _announced_before[url]
 
 
 def _domain(text: str) -> tuple[str, ...]:

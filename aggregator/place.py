@@ -42,6 +42,11 @@ class Place:
         """Which ranges (position, length, checksums) of an object are damaged."""
         return self._node.verify(name, ranges)
 
+    def sweep(self, older_seconds: float) -> None:
+        """Remove what dead writers left half-written. A node does so itself."""
+        if self.member.folder is not None:
+            Device(self.member.folder).sweep(older_seconds)
+
     def quarantine(self, name: str) -> None:
         """Put a damaged object where no reader finds it."""
         self._node.quarantine(name)

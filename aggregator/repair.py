@@ -274,6 +274,8 @@ def repair(
     for member, names in found.orphans.items():
         namespace.discard({member: names})
         done.orphans += len(names)
+    for place in namespace.places.values():
+        place.sweep(GRACE_SECONDS)
     if found.tombstones and not found.missing:
         namespace.forget(found.tombstones)
     return done

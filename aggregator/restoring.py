@@ -25,6 +25,8 @@ log = logging.getLogger("ckpt")
 
 Progress = Callable[[int], None]
 
+_TRIES = 4
+
 
 def restore(
     namespace: Namespace, path: str, version: str, layout: Layout, gone: Gone, progress: Progress = lambda _: None
@@ -33,11 +35,24 @@ def restore(
 
     Each fragment is checked against its sums, the new ones too. Raises Unavailable where too little is left.
     """
-    layout = gone.applied(layout)
+    avoid: set[str] = set()
+    for _ in range(_TRIES):
+        avoid |= {h.member for h in layout.holders if h.name in gone.objects}
+        layout, failed = _restore_once(namespace, path, version, gone.applied(layout), avoid, progress)
+        if not failed:
+            return compact(layout)
+        gone = Gone(frozenset(failed))  # members that failed meanwhile: once more, without them
+    raise Unavailable(f"{path} could not be restored: members failed {_TRIES} times meanwhile; try again")
+
+
+def _restore_once(
+    namespace: Namespace, path: str, version: str, layout: Layout, avoid: set[str], progress: Progress
+) -> tuple[Layout, set[str]]:
+    """The layout with what it misses in new objects, and the names of those that could not be made durable."""
     holders = list(layout.holders)
     writers: dict[str, tuple[int, Writer]] = {}
     pieces: list[Piece] = []
-    lossy = {h.member for h in layout.holders if h.name in gone.objects}
+    failed: set[str] = set()
     try:
         for index, piece in enumerate(layout.pieces):
             missing = [i for i, f in enumerate(piece.fragments) if f is None]
@@ -47,26 +62,52 @@ def restore(
             failpoint("repair.piece")
             shares = _rebuilt(namespace, path, layout, piece, missing)
             used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
-            targets = _targets(namespace, f"{version}/{index}", len(missing), used, lossy)
             fragments = list(piece.fragments)
+            targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid)
             for i, member in zip(missing, targets, strict=True):
-                if member not in writers:
-                    name = object_name(version)
-                    holders.append(Holder(member, name))
-                    writers[member] = len(holders) - 1, namespace.places[member].store.create(name)
-                holder, writer = writers[member]
-                sums = _sums_of(layout, piece, i, shares[i])
-                fragments[i] = Fragment(holder, writer.append(shares[i].data), sums)
+                try:
+                    if member not in writers:
+                        name = object_name(version)
+                        writer = namespace.places[member].store.create(name)
+                        holders.append(Holder(member, name))
+                        writers[member] = len(holders) - 1, writer
+                    holder, writer = writers[member]
+                    position = writer.append(shares[i].data)
+                except StoreError as error:
+                    log.warning("%s: %s takes no more: %s", path, member, error)
+                    namespace.fan_out.health.failed(member)
+                    if member not in writers:
+                        holders.append(Holder(member, object_name(version)))
+                        writers[member] = len(holders) - 1, _Failed()
+                    holder, position = writers[member][0], 0
+                    failed.add(holders[holder].name)
+                fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
                 progress(len(shares[i]))
             pieces.append(replace(piece, fragments=tuple(fragments)))
         failpoint("repair.commit")
-        for _, writer in writers.values():
-            writer.commit()
+        _, errors = namespace.fan_out.ask({m: w.commit for m, (_, w) in writers.items()}, namespace.commit_seconds)
+        for member, error in errors.items():
+            log.warning("%s: %s failed: %s", path, member, error)
+            namespace.fan_out.health.failed(member)
+            failed.add(holders[writers[member][0]].name)
     except BaseException:
         for _, writer in writers.values():
             writer.abort()
         raise
-    return compact(Layout(layout.redundancy, tuple(holders), tuple(pieces)))
+    return Layout(layout.redundancy, tuple(holders), tuple(pieces)), failed
+
+
+class _Failed(Writer):
+    """In place of an object that could not be begun."""
+
+    def append(self, data: memoryview) -> int:
+        raise Unavailable("it was not begun")
+
+    def commit(self) -> int:
+        raise Unavailable("it was not begun")
+
+    def abort(self) -> None:
+        """There is nothing."""
 
 
 def compact(layout: Layout) -> Layout:
@@ -83,7 +124,8 @@ def compact(layout: Layout) -> Layout:
 def _targets(namespace: Namespace, key: str, count: int, used: list[str], avoid: set[str]) -> list[str]:
     """Members for new fragments: such as hold nothing of the piece, answer, and did not just lose something, if possible."""
     well = [s for s in namespace.spots if not namespace.fan_out.health.down(s.name)]
-    for spots in ([s for s in well if s.name not in avoid], well, list(namespace.spots)):
+    others = [s for s in namespace.spots if s.name not in avoid]
+    for spots in ([s for s in well if s.name not in avoid], others, well, list(namespace.spots)):
         found = choose(key, spots, count, (), used)
         if len(found) == count:
             return found

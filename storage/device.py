@@ -7,13 +7,15 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base import check_name
 from ckpt.storage.errors import AlreadyExists, InvalidName, StoreError
-from ckpt.storage.local import LocalStore
+from ckpt.storage.local import LocalStore, is_temporary
 from ckpt.storage.sqlite import SqliteRegisters
 from ckpt.storage.sums import bad_cells
 
@@ -119,6 +121,16 @@ class Device:
             pass
         except OSError as error:
             raise StoreError(f"moving {name} to {target} failed: {error.strerror}") from error
+
+    def sweep(self, older_seconds: float) -> None:
+        """Remove what writers that were killed this long ago have left half-written, where no node does it at its start."""
+        limit = time.time() - older_seconds
+        for base, _, names in os.walk(self.store.root):
+            for name in filter(is_temporary, names):
+                path = os.path.join(base, name)
+                with suppress(OSError):
+                    if os.stat(path).st_mtime < limit:
+                        os.unlink(path)
 
     def lock(self) -> None:
         """Keep other nodes away from this folder, until `close` or the end of the process. Raises StoreError."""

@@ -196,7 +196,7 @@ class LocalStore(Store):
         """Remove the temporary files that a killed writer left below `prefix`. Only for who holds the repository."""
         for base, _, files in os.walk(self._folder(prefix), topdown=False):
             for name in files:
-                if name.startswith(".") and name.endswith(_SUFFIX):
+                if is_temporary(name):
                     with suppress(NotFound), _told("deleting", os.path.join(base, name)):
                         os.unlink(os.path.join(base, name))
             self._remove_empty(base)
@@ -227,6 +227,11 @@ class LocalStore(Store):
 
 
 _SUFFIX = ".ckpt-tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is half-written."""
+    return name.startswith(".") and name.endswith(_SUFFIX)
 
 
 def _temporary(path: str) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +94,84 @@ def quick(config: Config) -> Namespace:
     namespace.slow_seconds = 2.0
     namespace.hedge_seconds = 0.2
     return namespace
+
+
+class Link:
+    """A wire to a node that can be cut, held and slowed down."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cut = False
+        self.seconds = 0.0
+        self._flow = threading.Event()
+        self._flow.set()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self, held: bool) -> None:
+        """Let nothing through, and close nothing: what a lost route looks like."""
+        (self._flow.clear if held else self._flow.set)()
+
+    def sever(self) -> None:
+        """Close every connection, and refuse new ones."""
+        self.cut = True
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.cut:
+                here.close()
+                continue
+            try:
+                there = socket.create_connection(self._target)
+            except OSError:
+                here.close()
+                continue
+            self._sockets += [here, there]
+            for a, b in ((here, there), (there, here)):
+                threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self._flow.wait()
+                if self.seconds:
+                    time.sleep(self.seconds)
+                target.sendall(data)
+        except OSError:
+            pass
+        for each in (source, target):
+            with suppress(OSError):
+                each.close()
+
+    def close(self) -> None:
+        self._flow.set()
+        self._listener.close()
+        self.sever()
+
+
+def garbage() -> tuple[str, socket.socket]:
+    """Something that listens like a node and answers anything."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                here, _ = listener.accept()
+            except OSError:
+                return
+            with suppress(OSError):
+                here.sendall(os.urandom(5000))
+                here.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}", listener

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from ckpt.tools import common
 from ckpt.tools.common import count, emit, size
 
 if TYPE_CHECKING:
+    from ckpt.aggregator.etcd import Announcement
     from ckpt.aggregator.namespace import Namespace
     from ckpt.aggregator.repair import Survey
 
@@ -26,6 +28,7 @@ log = logging.getLogger("ckpt.node")
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_ANY = ("0.0.0.0", "[::]", "::")
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
@@ -51,6 +54,7 @@ Examples:
   ckpt-node --data /mnt/nvme0                                  on this host alone, port 7070
   ckpt-node --data /mnt/nvme0 --listen 0.0.0.0:7070 --token-file token \\
             --tls-cert node.pem --tls-key node.key --domain rack=r1,host=h3
+  ckpt-node --data /mnt/nvme0 --etcd http://host9:2379 --cluster lab   announced, see the documentation
   ckpt-node admin status ckpt://host1:7070,host2:7070,host3:7070
 
 A client names the nodes: ckpt.save(state, "ckpt://host1:7070,host2:7070,host3:7070/run").
@@ -67,13 +71,16 @@ SIGTERM ends it once the writes under way are done.""",
 @click.option("--tls-ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Ask clients for one of this CA.")
 @click.option("--insecure", is_flag=True, help="Listen beyond this host without token or TLS.")
 @click.option("--read-only", is_flag=True, help="Take no writes.")
+@click.option("--etcd", metavar="URL,…", help="Announce this node in etcd while it serves: http://host:2379,http://…")
+@click.option("--cluster", metavar="NAME", help="The cluster to announce it in. Goes with --etcd.")
+@click.option("--advertise", metavar="HOST:PORT", help="Where clients reach it; its name. Default: --listen. Goes with --etcd.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="How long SIGTERM waits for writes under way.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 @click.pass_context
 def command(
     context: click.Context, data: Path | None, listen: str, monitor: str | None, domain: str, capacity: int | None,
     token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
-    read_only: bool, drain_seconds: float,
+    read_only: bool, etcd: str | None, cluster: str | None, advertise: str | None, drain_seconds: float,
 ) -> int:  # fmt: skip
     """Serve the folder --data as one node, or (admin) look after a namespace of nodes."""
     if context.invoked_subcommand is not None:
@@ -89,6 +96,7 @@ def command(
         raise click.UsageError("--tls-cert and --tls-key go together")
     if tls_ca is not None and tls_cert is None:
         raise click.UsageError("--tls-ca asks clients for a certificate: the node needs --tls-cert and --tls-key itself")
+    announcing = _announcing(etcd, cluster, advertise, host)
 
     from ckpt.storage.server import NodeOptions
 
@@ -100,12 +108,51 @@ def command(
         labels=_labels(domain),
     )
     at = _address(monitor, "--monitor") if monitor else (host, port + 1 if port else 0)
-    return _serve(data, capacity, (host, port), at, options, drain_seconds)
+    return _serve(data, capacity, (host, port), at, options, announcing, drain_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcing:
+    """Where a node is to be announced, and as what."""
+
+    endpoints: tuple[str, ...]
+    cluster: str
+    advertise: str | None
+
+    def begin(self, listens: str, labels: tuple[tuple[str, str], ...], identity: str) -> Announcement:
+        """Announce a node that serves."""
+        from ckpt.aggregator import etcd
+
+        address = self.advertise or listens
+        facts = etcd.Facts(address, "/".join(value for _, value in labels), device=identity)
+        return etcd.announce(self.endpoints, self.cluster, address, facts)
+
+
+def _announcing(endpoints: str | None, cluster: str | None, advertise: str | None, host: str) -> _Announcing | None:
+    if endpoints is None:
+        if cluster is not None or advertise is not None:
+            raise click.UsageError("--cluster and --advertise go with --etcd: http://host:2379")
+        return None
+
+    from ckpt.aggregator import etcd
+
+    if cluster is None:
+        raise click.UsageError("--etcd needs --cluster NAME: the cluster that this node belongs to")
+    if advertise is None and host in _ANY:
+        raise click.UsageError(f"no client can reach {host}: give --advertise HOST:PORT, the address of this node")
+    if advertise is not None and not _address(advertise, "--advertise")[1]:
+        raise click.UsageError(f"--advertise {advertise}: clients need the port too")
+    try:
+        etcd.check_address(advertise or f"{host}:0")
+        return _Announcing(etcd.parse_endpoints(endpoints), etcd.check_cluster(cluster), advertise)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _serve(
-    data: Path, capacity: int | None, listen: tuple[str, int], monitor: tuple[str, int], options: object, drain_seconds: float
-) -> int:
+    data: Path, capacity: int | None, listen: tuple[str, int], monitor: tuple[str, int], options: object,
+    announcing: _Announcing | None, drain_seconds: float,
+) -> int:  # fmt: skip
     from ckpt.storage.device import Device
     from ckpt.storage.monitor import Monitor
     from ckpt.storage.server import NodeOptions, NodeServer
@@ -134,12 +181,15 @@ def _serve(
         signal.signal(each, ended)
     if options.certificate is None and not listen[0].startswith(_LOOPBACK):
         log.warning("--insecure: anyone who reaches %s:%d reads and writes everything", listen[0], server.port)
+    announced = announcing.begin(f"{listen[0]}:{server.port}", options.labels, server.identity) if announcing else None
     used, free = server.usage()
     log.info(
         "serving %s at %s:%d (metrics at %s:%d), %s used, %s free, device %s",
         device.path, listen[0], server.port, monitor[0], monitoring.port, size(used), size(free), server.identity[:8],
     )  # fmt: skip
     stop.wait()  # it serves since it was made; `serve` would only wait, and take the signals
+    if announced is not None:
+        announced.close()
     log.info("draining: %d uploads under way", len(server.uploads))
     left = server.drain(drain_seconds)
     if left:

@@ -1,0 +1,357 @@
+"""Members through etcd: the real one, started, killed and started again; nodes as users start them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from cluster import Process
+
+from ckpt.aggregator import etcd, members
+from ckpt.aggregator.etcd import Announcement, Etcd, Facts, announce
+from ckpt.aggregator.namespace import open_namespace
+from ckpt.storage.errors import InvalidArgument, StoreError, Unavailable
+
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the program etcd is missing (Debian: etcd-server)")
+FACTS = Facts("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.1)
+
+
+class EtcdProcess:
+    """One etcd on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.endpoint, self._peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self.endpoints = (self.endpoint,)
+
+    def start(self) -> None:
+        command = [
+            "etcd", "--data-dir", str(self.folder), "--initial-cluster", f"default={self._peer}",
+            "--listen-client-urls", self.endpoint, "--advertise-client-urls", self.endpoint,
+            "--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(self.answers)
+
+    def answers(self) -> bool:
+        try:
+            Etcd(self.endpoints, 1.0).range("/")
+        except StoreError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def up(self, cluster: str = "lab") -> dict[str, bool]:
+        """Who is known, and whether it is up."""
+        return {m.name: m.up for m in etcd.members(self.endpoints, cluster)}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EtcdProcess]:
+    made = EtcdProcess(tmp_path / "etcd")
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def start(name: str, *options: str) -> Process:
+        made.append(Process(tmp_path / name, *options))
+        return made[-1]
+
+    yield start
+    for node in made:
+        node.close()
+
+
+def configured(folder: Path, monkeypatch: pytest.MonkeyPatch, endpoints: str, *lines: str) -> None:
+    """ckpt://lab is the cluster `lab`."""
+    file = folder / "config.toml"
+    table = ["[namespaces.lab]", f'members = "etcd://{endpoints}/lab"', "deadline_seconds = 5.0", *lines]
+    file.write_text("\n".join(table))
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    monkeypatch.setattr(members, "_announced_before", {})
+
+
+# --- announcements ---------------------------------------------------------------------------------------------
+
+
+@needs_etcd
+def test_a_member_comes_and_goes(server: EtcdProcess) -> None:
+    assert server.up() == {}
+    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
+        assert etcd.members(server.endpoints, "lab") == (etcd.Registered("127.0.0.1:7070", FACTS, True),)
+        assert server.up("lab2") == {}, "clusters do not mix"
+    assert etcd.members(server.endpoints, "lab") == (etcd.Registered("127.0.0.1:7070", FACTS, False),), "known, but not up"
+
+
+@needs_etcd
+def test_a_lease_that_is_lost(server: EtcdProcess) -> None:
+    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, ttl=2)) as announced:
+        lost = announced.lease
+        assert lost is not None
+        Etcd(server.endpoints).revoke(lost)
+        assert server.up() == {FACTS.address: False}
+        until(lambda: server.up()[FACTS.address])
+        assert announced.lease not in (None, lost)
+        time.sleep(6)
+        assert server.up() == {FACTS.address: True}, "it is kept alive"
+
+
+@needs_etcd
+@pytest.mark.parametrize("forgets", [False, True])
+def test_etcd_is_killed_and_comes_back(server: EtcdProcess, caplog: pytest.LogCaptureFixture, forgets: bool) -> None:
+    with caplog.at_level(logging.INFO, "ckpt"), closing(announce(server.endpoints, "lab", FACTS.address, FACTS, ttl=2)):
+        server.kill()
+        until(lambda: "go on trying" in caplog.text)
+        with pytest.raises(Unavailable, match="etcd does not answer"):
+            server.up()
+        time.sleep(2)
+        if forgets:
+            shutil.rmtree(server.folder)
+        server.start()
+        until(lambda: server.up() == {FACTS.address: True})
+        until(lambda: "announced 127.0.0.1:7070 in cluster lab now" in caplog.text)
+        time.sleep(5)
+        assert server.up() == {FACTS.address: True}
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, "said once"
+    assert server.up() == {FACTS.address: False}
+
+
+@needs_etcd
+def test_etcd_starts_after_the_node(tmp_path: Path) -> None:
+    server = EtcdProcess(tmp_path / "etcd")
+    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, ttl=2)) as announced:
+        assert announced.lease is None
+        server.start()
+        try:
+            until(lambda: server.up() == {FACTS.address: True})
+        finally:
+            server.kill()
+        began = time.monotonic()
+    assert time.monotonic() - began < 3, "nobody waits long for an etcd that is gone"
+
+
+@needs_etcd
+def test_two_nodes_under_one_name(server: EtcdProcess) -> None:
+    other = Facts(FACTS.address, device="disk-2")
+    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
+        with pytest.raises(InvalidArgument, match="is another node"):
+            announce(server.endpoints, "lab", FACTS.address, other)
+        same = announce(server.endpoints, "lab", FACTS.address, FACTS)  # restarted before its lease ran out
+        with closing(same):
+            assert server.up() == {FACTS.address: True}
+    with closing(announce(server.endpoints, "lab", FACTS.address, other)):
+        assert etcd.members(server.endpoints, "lab")[0].facts == other, "a new disk in its place"
+
+
+@needs_etcd
+def test_endpoints_are_tried_in_turn(server: EtcdProcess) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoints = ("http://127.0.0.1:1", f"http://127.0.0.1:{silent.getsockname()[1]}", server.endpoint)
+        client = Etcd(endpoints, seconds=3)
+        client.grant(10)
+        began = time.monotonic()
+        client.grant(10)
+        assert time.monotonic() - began < 1, "that which answered is asked first"
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match=r"127.0.0.1:1: Connection refused.*timed out"):
+            Etcd(endpoints[:2], seconds=1).grant(10)
+        assert time.monotonic() - began < 3
+
+
+@needs_etcd
+@pytest.mark.parametrize("value", ["", "[]", "{}", '{"address": "/etc"}', '{"address": 5}', '{"address": "h:1", "weight": ""}'])
+def test_a_value_that_is_nonsense(server: EtcdProcess, value: str) -> None:
+    key = {"key": b64encode(b"/ckpt/lab/known/h:1").decode(), "value": b64encode(value.encode()).decode()}
+    Etcd(server.endpoints)._call("kv/put", key)
+    with pytest.raises(StoreError, match="/ckpt/lab/known/h:1 in etcd can't be read"):
+        server.up()
+
+
+@pytest.mark.parametrize(("status", "text"), [(404, "Not Found"), (200, "<html>"), (200, "[]"), (400, "{}")])
+def test_something_else_than_etcd(status: int, text: str) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(StoreError, match="no answer of etcd; name the port"):
+            etcd.members((f"http://127.0.0.1:{other.server_port}",), "lab")
+        other.shutdown()
+
+
+def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
+    with pytest.raises(Unavailable, match=r"\(http://127.0.0.1:1: Connection refused\)"):
+        etcd.members(("http://127.0.0.1:1",), "lab")
+
+
+@pytest.mark.parametrize(
+    "url", ["etcd://", "etcd:///lab", "etcd://h:1", "etcd://h/lab", "etcd://h:1/", "etcd://h:1/a/b", "http://h:1/lab", "h:1"]
+)
+def test_a_wrong_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    with pytest.raises(InvalidArgument):
+        members.from_table("lab", {"members": url}, "the test")
+
+
+# --- nodes and namespaces --------------------------------------------------------------------------------------
+
+
+@needs_etcd
+def test_a_namespace_in_which_nodes_die(
+    server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = server.endpoint.removeprefix("http://")
+    configured(tmp_path, monkeypatch, hosts)
+    with pytest.raises(Unavailable, match="no node has announced itself"):
+        open_namespace("ckpt://lab/")
+    options = ("--etcd", server.endpoint, "--cluster", "lab")
+    every = [nodes("node0", *options)]
+    with pytest.raises(InvalidArgument, match="needs 2 members, there are 1"):
+        open_namespace("ckpt://lab/")
+    every += [nodes(f"node{i}", *options, "--domain", f"rack=r{i},host=h{i}") for i in (1, 2, 3)]
+    assert server.up() == {node.address: True for node in every}, "who says that it serves is announced"
+
+    namespace, _ = open_namespace("ckpt://lab/")
+    assert namespace.places[every[1].address].member.spot.domain == ("r1", "h1")
+    data = os.urandom(3 << 20)
+    for i in range(6):
+        namespace.put(f"a{i}", data)
+    killed, stopped = every[1], every[2]
+    killed.kill()
+    assert [namespace.get(f"a{i}") == data for i in range(6)] == [True] * 6
+    namespace.put("b", data)
+
+    stopped.signal(signal.SIGSTOP)
+    until(lambda: server.up() == {node.address: node not in (killed, stopped) for node in every}, 40)
+    stopped.signal(signal.SIGCONT)
+    until(lambda: server.up()[stopped.address])
+    again, _ = open_namespace("ckpt://lab/")
+    assert again is namespace, "the same members, though one of them is down"
+    assert again.get("b") == data
+
+    every[3].signal(signal.SIGTERM)
+    assert every[3].process.wait(30) == 0
+    assert server.up()[every[3].address] is False
+
+    killed.start()
+    assert server.up()[killed.address]
+    server.kill()
+    assert open_namespace("ckpt://lab/")[0] is namespace, "who knew the members goes on"
+    assert namespace.get("a0") == data
+    every[0].signal(signal.SIGTERM)
+    assert every[0].process.wait(30) == 0, "and nodes end without etcd"
+
+
+@needs_etcd
+def test_another_process_finds_it(
+    server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
+    every = [nodes(f"node{i}", "--etcd", server.endpoint, "--cluster", "lab") for i in range(2)]
+    done = admin_status()
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {m["member"]: m["state"] for m in told["members"]} == {node.address: "serving" for node in every}
+    assert told["redundancy"] == "2x"
+
+
+def admin_status() -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt.tools.node", "admin", "status", "--json", "ckpt://lab"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_etcd_is_unreachable(nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configured(tmp_path, monkeypatch, "127.0.0.1:1,127.0.0.1:2")
+    done = admin_status()
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    refused = "http://127.0.0.1:1: Connection refused; http://127.0.0.1:2: Connection refused"
+    assert f"etcd does not answer ({refused})" in done.stderr
+
+    node = nodes("node", "--etcd", "http://127.0.0.1:1", "--cluster", "lab")
+    warned = [line for line in node.log if "WARNING" in line]
+    assert len(warned) == 1
+    assert f"can't announce {node.address} in cluster lab, and go on trying" in warned[0]
+    node.signal(signal.SIGTERM)
+    assert node.process.wait(30) == 0
+
+
+@needs_etcd
+def test_a_node_under_the_name_of_another(server: EtcdProcess, tmp_path: Path) -> None:
+    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
+        command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "node"), "--listen", "127.0.0.1:0",
+                   "--etcd", server.endpoint, "--cluster", "lab", "--advertise", FACTS.address]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "is another node (device disk-1)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--etcd", "http://h:2379"], "--etcd needs --cluster"),
+        (["--cluster", "lab"], "go with --etcd"),
+        (["--advertise", "h:1"], "go with --etcd"),
+        (["--etcd", "ftp://h:1", "--cluster", "lab"], "is no endpoint of etcd"),
+        (["--etcd", "", "--cluster", "lab"], "is no endpoint of etcd"),
+        (["--etcd", "h:1", "--cluster", "a/b"], "can't name a cluster"),
+        (["--etcd", "h:1", "--cluster", "lab", "--advertise", "h"], "write HOST:PORT"),
+        (["--etcd", "h:1", "--cluster", "lab", "--advertise", "h:0"], "clients need the port too"),
+        (["--etcd", "h:1", "--cluster", "lab", "--advertise", "a/b:7"], "is no address of a node"),
+        (["--etcd", "h:1", "--cluster", "lab", "--listen", "0.0.0.0:7070", "--insecure"], "give --advertise"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.node", "--data", "d", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_announcement_is_closed_while_it_tries() -> None:
+    announced: Announcement = announce(("http://127.0.0.1:1",), "lab", FACTS.address, FACTS, ttl=3)
+    announced.close()
+    assert not announced._thread.is_alive()
