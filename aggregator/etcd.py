@@ -37,10 +37,8 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):\d{1,5}")
 _ENDPOINT = re.compile(f"https?://{_ADDRESS.pattern}")
 _CLUSTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _ANSWER_BYTES = 16 << 20
-_TRY_ANOTHER = {4, 8, 13, 14}
-"""Codes of gRPC after which another etcd may do: late, overloaded, broken, without a leader."""
-
 _NOT_FOUND, _DENIED = 5, {7, 16}
+"""Codes of gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +159,19 @@ class Etcd:
 
 def _refusal(endpoint: str, error: HTTPError) -> StoreError:
     """What an HTTP status says. etcd explains it in JSON; other servers do not."""
+    # Late, overloaded, without a leader: another may do. Without a majority some calls end as an "unknown" error, 500.
+    kind = Unavailable if error.code >= 500 or error.code == 429 else StoreError
     try:
         told = json.loads(error.read(4096))
-        code, message = int(told["code"]), str(told["message"])
-    except (ValueError, KeyError, TypeError, OSError, HTTPException):
-        kind = Unavailable if error.code >= 500 else StoreError
+        told = told["error"] if isinstance(told["error"], dict) else told  # as streams say it
+        code, message = int(told["code"] if "code" in told else told["grpc_code"]), str(told["message"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, HTTPException):
         return kind(f"{endpoint}: HTTP {error.code}, which is no answer of etcd; name the port that it serves clients on")
     if code in _DENIED:
         return Refused(f"{endpoint}: {message}")
     if code == _NOT_FOUND:
         return NotFound(f"{endpoint}: {message}")
-    return (Unavailable if code in _TRY_ANOTHER else StoreError)(f"{endpoint}: {message}")
+    return kind(f"{endpoint}: {message}")
 
 
 def _message(endpoint: str, text: bytes) -> dict[str, Any]:

@@ -13,13 +13,20 @@ from ckpt.storage.errors import StoreError, Unavailable
 
 T = TypeVar("T")
 
+_PROBE_SECONDS = 60.0
+"""Longer than a probe takes."""
+
 
 class Health:
-    """Which members answered lately. One that did not is left alone for a while, longer each time."""
+    """Which members answered lately. One that did not is left alone until it answers a probe, which nobody waits for; where
+    there is no probe, for a while, longer each time."""
 
-    def __init__(self, first_seconds: float = 0.5, most_seconds: float = 15.0) -> None:
+    def __init__(
+        self, first_seconds: float = 0.5, most_seconds: float = 15.0, probe: Callable[[str], object] | None = None
+    ) -> None:
         self._first_seconds = first_seconds
         self._most_seconds = most_seconds
+        self._probe = probe
         self._lock = threading.Lock()
         self._down: dict[str, tuple[float, int]] = {}
 
@@ -41,7 +48,30 @@ class Health:
     def down(self, name: str) -> bool:
         """Whether to leave a member alone now."""
         known = self._down.get(name)
-        return known is not None and time.monotonic() < known[0]
+        if known is None:
+            return False
+        if time.monotonic() < known[0]:
+            return True
+        if self._probe is None:
+            return False
+        with self._lock:
+            known = self._down.get(name)
+            if known is None or time.monotonic() < known[0]:
+                return known is not None
+            self._down[name] = (time.monotonic() + _PROBE_SECONDS, known[1])  # one probe at a time
+        threading.Thread(target=self._ask, args=(name, self._probe), name="ckpt-probe", daemon=True).start()
+        return True
+
+    def _ask(self, name: str, probe: Callable[[str], object]) -> None:
+        try:
+            probe(name)
+        except StoreError:
+            with self._lock:
+                _, times = self._down.get(name, (0.0, 0))
+                pause = min(self._most_seconds, self._first_seconds * 2**times)
+                self._down[name] = (time.monotonic() + pause, times + 1)
+        else:
+            self.answered(name)
 
 
 class FanOut:

@@ -221,6 +221,7 @@ class Ledger:
         again: list[str] = []
         highest = ballot
         values: dict[str, Value] = {}
+        promised: dict[str, set[str]] = {}
         for path in paths:
             records = {m: r for m, r in promises[path].items() if isinstance(r, Record)}
             self._require(path, keepers[path].quorum.write, len(records), promises[path], errors, "change")
@@ -237,11 +238,16 @@ class Ledger:
                     continue
                 new = newest.value  # told to nobody before a quorum has it
             values[path] = new
+            promised[path] = set(good)
         failpoint("ledger.accept")
         accepted, _ = self._ask(
             {path: keepers[path].members for path in values},
             lambda registers, names: registers.accept([(name, values[name]) for name in names], ballot),
-            lambda path, got: not everywhere and _settled(list(got.values()), keepers[path].quorum.write),
+            lambda path, got: (
+                not everywhere
+                # A damaged register says no whatever the ballot.
+                and _settled([yes for m, yes in got.items() if yes or m in promised[path]], keepers[path].quorum.write)
+            ),
         )
         failpoint("ledger.accepted")
         for path, value in values.items():

@@ -64,7 +64,7 @@ class Namespace:
         self.read_seconds = 2 * seconds
         self.hedge_seconds = 0.5
         """A read that takes longer is asked of another member too."""
-        health = Health()
+        health = Health(probe=lambda name: self.places[name].info())
         self.fan_out = FanOut(health)
         self.reads = FanOut(health)
         self.scratch: list[np.ndarray] = []

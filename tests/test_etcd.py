@@ -48,17 +48,20 @@ class EtcdProcess:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.endpoint, self._peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self.name = folder.name
+        self.endpoint, self.peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         self.endpoints = (self.endpoint,)
+        self.peers = f"{self.name}={self.peer}"
 
-    def start(self) -> None:
+    def start(self, wait: bool = True) -> None:
         command = [
-            "etcd", "--data-dir", str(self.folder), "--initial-cluster", f"default={self._peer}",
+            "etcd", "--name", self.name, "--data-dir", str(self.folder), "--initial-cluster", self.peers,
             "--listen-client-urls", self.endpoint, "--advertise-client-urls", self.endpoint,
-            "--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer,
+            "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer,
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(self.answers)
+        if wait:
+            until(self.answers)
 
     def answers(self) -> bool:
         try:
@@ -79,9 +82,11 @@ class EtcdProcess:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EtcdProcess]:
     made = EtcdProcess(tmp_path / "etcd")
-    made.start()
-    yield made
-    made.kill()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.kill()
 
 
 @pytest.fixture
@@ -218,6 +223,27 @@ def test_something_else_than_etcd(status: int, text: str) -> None:
         with pytest.raises(StoreError, match="no answer of etcd; name the port"):
             etcd.members((f"http://127.0.0.1:{other.server_port}",), "lab")
         other.shutdown()
+
+
+@needs_etcd
+def test_etcd_without_a_majority(tmp_path: Path) -> None:
+    first, second = EtcdProcess(tmp_path / "e0"), EtcdProcess(tmp_path / "e1")
+    first.peers = second.peers = f"{first.name}={first.peer},{second.name}={second.peer}"
+    try:
+        second.start(wait=False)
+        first.start()
+        with closing(announce(first.endpoints, "lab", FACTS.address, FACTS, ttl=3)):
+            second.kill()
+            time.sleep(4)
+            client = Etcd(first.endpoints, 15)
+            for call in (lambda: client.grant(10), lambda: client.keep_alive(1)):  # get waits even longer
+                with pytest.raises(Unavailable, match=r"127.0.0.1:\d+: etcdserver: |127.0.0.1:\d+: context deadline exceeded"):
+                    call()
+            second.start()
+            until(lambda: first.up() == {FACTS.address: True})
+    finally:
+        first.kill()
+        second.kill()
 
 
 def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

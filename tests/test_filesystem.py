@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -271,3 +273,18 @@ def test_torch_dcp(filesystem: CkptFileSystem, address: str) -> None:
     into: dict[str, Any] = {"w": torch.zeros(1000, 500), "n": torch.zeros(10, dtype=torch.int64)}
     dcp.load(into, storage_reader=FsspecReader(url))
     assert all(torch.equal(state[k], into[k]) for k in state)
+
+
+def test_pandas(filesystem: CkptFileSystem, address: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": range(1000), "b": [f"row {i}" for i in range(1000)]})
+    frame.to_parquet(f"ckpt://{address}/p/x.parquet")
+    assert pandas.read_parquet(f"ckpt://{address}/p/x.parquet").equals(frame)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "examples" / "cluster.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "equal to what was saved: True" in done.stdout
+    assert "all whole" in done.stdout.splitlines()[-1]

@@ -159,7 +159,7 @@ def test_two_of_six_at_random_moments(tmp_path: Path, number: int) -> None:
     print("seed", seed)
     draw = random.Random(seed)
     nodes = [Process(tmp_path / f"n{i}") for i in range(8)]
-    namespace = quick(nodes_config(nodes, redundancy="4+2", deadline_seconds=4.0))
+    namespace = quick(nodes_config(nodes, redundancy="4+2", deadline_seconds=2.0))
     known: dict[str, bytes] = {}
     try:
         namespace.put("first", b"all are there once")
@@ -248,7 +248,10 @@ def test_a_client_that_is_cut_off(linked: tuple[list[Here], list[list[Link]]]) -
     for call in (lambda: client.put("a", b"2"), lambda: client.get("a"), client.list):
         with pytest.raises(Unavailable, match="start"):
             call()
-    assert through(links[1]).get("a") == b"1"
+    # What failed may have reached a member: then it is taken over for good, or never was.
+    found = through(links[1]).get("a")
+    assert found in (b"1", b"2")
+    assert {through(links[1]).get("a") for _ in range(3)} == {found}
     client.close()
 
 
