@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.redundancy import Redundancy, parse
@@ -78,12 +78,13 @@ def parse_url(url: str) -> tuple[Config, str]:
     parts = urlsplit(url)
     if parts.scheme != SCHEME or not parts.netloc:
         raise InvalidArgument(f"{url}: write ckpt://host:port,host:port/path, or ckpt://NAME/path with NAME in a TOML file")
-    options = parse_qs(parts.query, keep_blank_values=True)
+    # Not parse_qs, which reads the + of 4+2 as a space.
+    options = {key: unquote(value) for key, _, value in (item.partition("=") for item in parts.query.split("&")) if key}
     if unknown := set(options) - {"redundancy"}:
         raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there is redundancy=")
     config = find(unquote(parts.netloc))
     if "redundancy" in options:
-        config = replace(config, redundancy=parse(options["redundancy"][-1]))
+        config = replace(config, redundancy=parse(options["redundancy"]))
     return check(config), unquote(parts.path).strip("/")
 
 

@@ -86,8 +86,8 @@ def _restore_once(
             pieces.append(replace(piece, fragments=tuple(fragments)))
         failpoint("repair.commit")
         _, errors = namespace.fan_out.ask({m: w.commit for m, (_, w) in writers.items()}, namespace.commit_seconds)
-        for member, error in errors.items():
-            log.warning("%s: %s failed: %s", path, member, error)
+        for member, why in whys.items():
+            log.warning("%s: %s failed: %s", path, member, why)
             namespace.fan_out.health.failed(member)
             failed.add(holders[writers[member][0]].name)
     except BaseException:

@@ -157,6 +157,9 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, path = members.parse_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
     assert [m.address for m in config.members] == ["h1:7070", "h2:7071"]
     assert (path, str(config.redundancy)) == ("run/a", "1x")
+    six = ",".join(f"h{i}:1" for i in range(6))
+    for text in ("4+2", "4%2B2"):
+        assert str(members.parse_url(f"ckpt://{six}/x?redundancy={text}")[0].redundancy) == "4+2"
     file = tmp_path / "c.toml"
     file.write_text(
         '[namespaces.lab]\nredundancy = "2x"\nnear = "r1/h1"\n'
