@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from ckpt.storage.errors import StoreError, Unavailable
+from ckpt.storage.errors import CkptError, StoreError, Unavailable
 
 T = TypeVar("T")
+
+_LATE_SECONDS = 1.0
 
 _PROBE_SECONDS = 60.0
 """Longer than a probe takes."""
@@ -80,9 +82,19 @@ class FanOut:
     def __init__(self, health: Health, threads: int = 64) -> None:
         self.health = health
         self._pool = ThreadPoolExecutor(threads, "ckpt-member")
+        self._most = threads // 3
+        self._lock = threading.Lock()
+        self._under_way: dict[str, dict[object, float]] = {}  # calls that a thread is in, and since when
 
     def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
-        """Start one call."""
+        """Start one call. One of a member that leaves too many unanswered fails at once: it may not take all threads."""
+        with self._lock:
+            under_way = self._under_way.setdefault(name, {})
+            late = time.monotonic() - _LATE_SECONDS
+            if len(under_way) >= self._most and sum(began < late for began in under_way.values()) >= self._most:
+                failed: Future[T] = Future()
+                failed.set_exception(Unavailable(f"{name} leaves {len(under_way)} calls unanswered"))
+                return failed
         return self._pool.submit(contextvars.copy_context().run, self._run, name, call)
 
     def ask(
@@ -133,11 +145,21 @@ class FanOut:
                     yield name, error
 
     def _run(self, name: str, call: Callable[[], T]) -> T:
+        mine = object()
+        with self._lock:
+            self._under_way[name][mine] = time.monotonic()
         try:
             answer = call()
         except Unavailable:
             self.health.failed(name)
             raise
+        except CkptError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(str(error)) from error  # whatever one member says, the others may do
+        finally:
+            with self._lock:
+                del self._under_way[name][mine]
         self.health.answered(name)
         return answer
 

@@ -63,7 +63,10 @@ class Piece:
     start: int
     """In the file. What lies between two pieces is zeros."""
     nbytes: int
+    """That the fragments were made of."""
     fragments: tuple[Fragment | None, ...]
+    reach: int
+    """Bytes that belong to the file: fewer where it was cut in this piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,9 @@ class File:
     """The content of a small file."""
     layout: Layout | None = None
     """Where that of a large one is."""
-    shared: bool = False
-    """Another path may name the same objects, as in the middle of a renaming: only a scrub may delete them."""
+    shared: str = ""
+    """Not empty: another path may name the same objects, as in the middle of a renaming: only a scrub may delete them. It says
+    which renaming."""
 
     @property
     def exists(self) -> bool:
@@ -139,7 +143,7 @@ def encode(file: File) -> Value:
                 [layout.redundancy.data, layout.redundancy.parity],
                 [[h.member, h.name] for h in layout.holders],
                 [
-                    [p.start, p.nbytes, [None if f is None else [f.holder, f.position, f.cells] for f in p.fragments]]
+                    [p.start, p.nbytes, p.reach, [None if f is None else [f.holder, f.position, f.cells] for f in p.fragments]]
                     for p in layout.pieces
                 ],
                 file.shared,
@@ -175,7 +179,7 @@ def _layout(redundancy: Sequence[int], holders: Sequence[Any], pieces: Sequence[
     return Layout(
         Redundancy(*redundancy),
         tuple(Holder(*h) for h in holders),
-        tuple(Piece(s, n, tuple(None if f is None else Fragment(*f) for f in fs)) for s, n, fs in pieces),
+        tuple(Piece(s, n, tuple(None if f is None else Fragment(*f) for f in fs), reach) for s, n, reach, fs in pieces),
     )
 
 

@@ -324,15 +324,9 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         return bytes(data[:count])
 
     def _initiate_upload(self) -> None:
-        base = getattr(self, "_base", None) if self.mode == "ab" else None
-        inline = base.data if base is not None and base.data is not None else None
-        namespace = self.fs.namespace
-        self._writer = _told(
-            self.path, functools.partial(namespace.create, new=self.mode == "xb", aligned=False, base=None if inline else base),
-            self.path,
-        )  # fmt: skip
-        if inline:
-            self._writer.append(memoryview(inline))
+        base = self._base if self.mode == "ab" else None
+        create = functools.partial(self.fs.namespace.create, new=self.mode == "xb", aligned=False, base=base)
+        self._writer = _told(self.path, create, self.path)
 
     def _upload_chunk(self, final: bool = False) -> bool:
         data = self.buffer.getbuffer()

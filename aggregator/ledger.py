@@ -48,7 +48,7 @@ know a value that it made itself."""
 
 _BATCH = 1_000
 
-_PATIENCE_SECONDS = 0.25
+_PATIENCE_SECONDS = 0.5
 """How long a read waits for the members that it needs before it asks the others as well."""
 
 
@@ -115,24 +115,6 @@ class Ledger:
         """Give every member that answers the newest value of these paths."""
         for batch in _batches(paths):
             self._in_two_phases(list(batch), lambda _, value: None, everywhere=True)
-
-    def forget(self, paths: Sequence[str]) -> None:
-        """Remove values that all members of a path hold alike; the others stay."""
-        for batch in _batches(paths):
-            kept = _members({path: self._keepers(path) for path in batch})
-            seen, _ = self._ask(kept, lambda registers, names: registers.read(names))
-            alike: dict[str, Ballot] = {}
-            for path in batch:
-                records = list(seen[path].values())
-                ballots = {r.accepted for r in records if isinstance(r, Record)}
-                if len(records) == len(kept[path]) and len(ballots) == 1 and all(isinstance(r, Record) for r in records):
-                    alike[path] = ballots.pop()
-
-            def forget(registers: Registers, names: list[str], alike: Mapping[str, Ballot] = alike) -> list[None]:
-                registers.forget([(name, alike[name]) for name in names])
-                return [None] * len(names)
-
-            self._ask({path: kept[path] for path in alike}, forget)
 
     # --- changing ----------------------------------------------------------------------------------------------
 
@@ -280,7 +262,7 @@ class Ledger:
     ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
         """Ask every member for all of its paths at once: the answers by path and member, and the errors by member.
 
-        patience: seconds after which those are given that are there; nobody is blamed yet.
+        patience: seconds after which those are given that are there.
         """
         names: dict[str, list[str]] = defaultdict(list)
         for path, kept in members.items():
@@ -298,7 +280,7 @@ class Ledger:
             return enough is not None and all(enough(path, got) for path, got in by_path(answers).items())
 
         calls = {m: functools.partial(call, self._registers[m], names[m]) for m in names}
-        answers, errors = self._fan_out.ask(calls, patience or self._seconds, all_enough, blame=patience is None)
+        answers, errors = self._fan_out.ask(calls, patience or self._seconds, all_enough)
         return by_path(answers), errors
 
     def _require(

@@ -24,7 +24,7 @@ from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.aggregator.writing import FileWriter, Gone, new_version
 from ckpt.storage.base import Buffer
-from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError, Unavailable
+from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.registers import Damaged, Value
 
@@ -147,8 +147,9 @@ class Namespace:
         found = {name[1:]: files.decode_head(name[1:], head) for name, (_, head) in newest.items()}
         return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
 
-    def publish(self, path: str, file: File, new: bool = False) -> None:
-        """Make a record what a path is. Raises AlreadyExists if `new` and something is there."""
+    def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> None:
+        """Make a record what a path is. Raises AlreadyExists if `new` and something is there, Changed if it was written on
+        `base` and that is not there any more."""
         check_path(path)
         old: File | None = None
 
@@ -160,16 +161,20 @@ class Namespace:
             old = current if current is not None and current.exists else None
             if old is not None and (new or old.head.kind != file.head.kind):
                 return None
+            if base is not None and (old is None or (old.head.version, old.layout) != (base.head.version, base.layout)):
+                return None
             return files.encode(replace(file, head=files.following(file.head, current)))
 
         value = self._ledger.update([f"/{path}"], decide, fresh=new)[f"/{path}"]
         there = None if value is None else files.decode(path, value)
+        if not files.had(there, file.head.version) and base is not None:
+            raise Changed(f"{path} in {self.url} was changed while it was written on; nothing was added, do it again")
         if not files.had(there, file.head.version):
             what = there.head.kind if there is not None else "file"
             raise AlreadyExists(f"{path} in {self.url}: a {what} of this name is there already")
         if old is not None and old.layout is not None and not old.shared:
-            kept = {h.name for h in file.layout.holders} if file.layout is not None else set()
-            self.discard_layout(old.layout, kept)
+            named = {h.name for each in (file, there) if each and each.layout for h in each.layout.holders}
+            self.discard_layout(old.layout, named)
 
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
         """Remove files and folder marks; the paths that were there. What is not there is no error."""
@@ -179,12 +184,19 @@ class Namespace:
 
         def decide(name: str, value: Value | None) -> Value | None:
             current = None if value is None else files.decode(name[1:], value)
-            if current is None or not current.exists or files.had(current, version):
+            if files.had(current, version):
+                return None  # done already, in a try that seemed to fail
+            old.pop(name[1:], None)  # of a member that did not know the newest
+            if current is None or not current.exists:
                 return None
             old[name[1:]] = current
             return files.encode(File(files.following(Head("deleted", 0, now, now, version), current)))
 
-        self._ledger.update([f"/{path}" for path in every], decide)
+        after = self._ledger.update([f"/{path}" for path in every], decide)
+        for path in list(old):
+            value = after[f"/{path}"]
+            if not files.had(None if value is None else files.decode(path, value), version):
+                del old[path]  # not by us
         doomed: dict[str, list[str]] = defaultdict(list)
         for file in old.values():
             if file.layout is not None and not file.shared:
@@ -203,35 +215,46 @@ class Namespace:
             raise NotFound(f"{old} in {self.url}: {'no such file' if file is None else 'a folder, no file'}")
         if old == new:
             return
-        large = file.layout is not None
-        if large:
-            self._share(old, file.head.version, True)
+        token = new_version()
+        if file.layout is not None:
+            file = self._shared(old, file.head.version, "", token)
+            if file is None:
+                raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
+        mine = file.shared == token  # else others share it already, and only a scrub knows when nobody does
         failpoint("namespace.rename")
-        moved = replace(file, head=replace(file.head, version=new_version(), history=()), shared=large)
+        moved = replace(file, head=replace(file.head, version=new_version(), history=()))
         self.publish(new, moved)
         failpoint("namespace.renamed")
+        gone, version = False, new_version()
 
         def decide(_: str, value: Value | None) -> Value | None:
+            nonlocal gone
             there = None if value is None else files.decode(old, value)
-            if there is None or there.head.version != file.head.version:
-                return None  # replaced meanwhile: that stays
+            if files.had(there, version):
+                return None
+            gone = there is not None and there.head.version == file.head.version and there.shared == file.shared
+            if not gone or there is None:
+                return None  # changed meanwhile: that stays
             now = time.time()
-            return files.encode(File(files.following(Head("deleted", 0, now, now, new_version()), there)))
+            return files.encode(File(files.following(Head("deleted", 0, now, now, version), there)))
 
-        self.update_record(old, decide)
-        if large:
-            self._share(new, moved.head.version, False)
+        after = self.update_record(old, decide)
+        ours = after is not None and files.had(files.decode(old, after), version)
+        if file.layout is not None and mine and gone and ours:
+            self._shared(new, moved.head.version, token, "")
 
-    def _share(self, path: str, version: str, shared: bool) -> None:
+    def _shared(self, path: str, version: str, before: str, after: str) -> File | None:
+        """Mark the objects of a file as shared, or not any more; the file as it is then, None where it is another."""
+
         def decide(_: str, value: Value | None) -> Value | None:
             there = None if value is None else files.decode(path, value)
-            if there is None or there.head.version != version or there.shared == shared:
+            if there is None or there.head.version != version or there.shared != before:
                 return None
-            return files.encode(replace(there, shared=shared))
+            return files.encode(replace(there, shared=after))
 
-        after = self.update_record(path, decide)
-        if shared and (after is None or files.decode(path, after).head.version != version):
-            raise StoreError(f"{path} in {self.url} was changed while it was renamed; try again")
+        value = self.update_record(path, decide)
+        there = None if value is None else files.decode(path, value)
+        return there if there is not None and there.head.version == version else None
 
     def make_folder(self, path: str) -> None:
         """Mark a folder, so that it is there while it is empty. Raises AlreadyExists."""
@@ -328,9 +351,11 @@ class Namespace:
         """Give all members that keep these registers the newest value."""
         self._ledger.settle(names)
 
-    def forget(self, paths: Sequence[str]) -> None:
-        """Remove the records of files that were deleted long ago, from all members that keep them."""
-        self._ledger.forget([f"/{path}" for path in paths])
+    def ring_missing(self) -> Sequence[str]:
+        """The members that keep records and do not answer."""
+        calls = {s.name: self.places[s.name].info for s in self.ring.members}
+        _, errors = self.fan_out.ask(calls, self.config.access.deadline_seconds)
+        return sorted(errors)
 
     def close(self) -> None:
         self.fan_out.close()

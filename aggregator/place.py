@@ -42,6 +42,10 @@ class Place:
         """Which ranges (position, length, checksums) of an object are damaged."""
         return self._node.verify(name, ranges)
 
+    def inventory(self) -> dict[str, tuple[int, float]]:
+        """Length of every object, and the seconds since it was made durable."""
+        return self._node.inventory()
+
     def sweep(self, older_seconds: float) -> None:
         """Remove what dead writers left half-written. A node does so itself."""
         if self.member.folder is not None:

@@ -59,7 +59,7 @@ class FileReader(Reader):
                 np.frombuffer(buffer[done - position : until - position], np.uint8)[:] = 0
                 done = until
                 continue
-            first, last = done - piece.start, min(piece.nbytes, position + count - piece.start)
+            first, last = done - piece.start, min(piece.reach, position + count - piece.start)
             if first < last:
                 assert layout is not None
                 self._read(layout, piece, first, last, buffer[done - position : done - position + last - first])
@@ -82,25 +82,31 @@ class FileReader(Reader):
             self._any_copy(layout, piece, first, last, out)
             return
         length = share_bytes(piece.nbytes, layout.redundancy)
-        wanted = {}
+        wanted: dict[int, tuple[int, int, memoryview]] = {}
         for share in range(first // length, -(-last // length)):
             begin, end = max(first, share * length), min(last, (share + 1) * length)
             wanted[share] = (begin - share * length, end - share * length, out[begin - first : end - first])
-        failed: dict[int, StoreError] = {}
-        if len(wanted) == 1:
-            share, (begin, end, target) = next(iter(wanted.items()))
-            try:
-                self._share(layout, piece, share, begin, end, target, length)
-            except StoreError as error:
-                failed[share] = error
-        else:
-            calls = {
-                str(s): functools.partial(self._share, layout, piece, s, b, e, t, length) for s, (b, e, t) in wanted.items()
-            }
-            _, errors = self._namespace.reads.ask(calls, self._namespace.read_seconds)
-            failed = {int(share): error for share, error in errors.items()}
+        got, failed = self._shares(layout, piece, {s: (b, e) for s, (b, e, _) in wanted.items()}, length, True)
+        for share, data in got.items():
+            wanted[share][2][:] = data
         if failed:
             self._rebuild(layout, piece, length, {s: wanted[s] for s in failed}, failed)
+
+    def _shares(
+        self, layout: Layout, piece: Piece, ranges: Mapping[int, tuple[int, int]], length: int, hasty: bool
+    ) -> tuple[dict[int, memoryview], dict[int, StoreError]]:
+        """Ranges of several shares, at once, each into memory of its own: who is late may write there for ever.
+
+        hasty: not to wait for long, since others can stand in.
+        """
+        into = {s: memoryview(bytearray(e - b)) for s, (b, e) in ranges.items()}
+        by_member = {self._member(layout, piece, s) or f"share {s}": s for s in ranges}
+        calls = {
+            m: functools.partial(self._share, layout, piece, s, *ranges[s], into[s], length) for m, s in by_member.items()
+        }
+        seconds = self._namespace.hedge_seconds if hasty else self._namespace.read_seconds
+        answers, errors = self._namespace.reads.ask(calls, seconds, spare=hasty, blame=not hasty)
+        return {by_member[m]: into[by_member[m]] for m in answers}, {by_member[m]: e for m, e in errors.items()}
 
     def _any_copy(self, layout: Layout, piece: Piece, first: int, last: int, out: memoryview) -> None:
         """One of the copies; the next one where that fails, and beside it where that is slow."""
@@ -126,8 +132,12 @@ class FileReader(Reader):
                     first_view = into
                 call = functools.partial(self._share, layout, piece, copy, first, last, into, piece.nbytes)
                 asked[self._namespace.reads.submit(self._member(layout, piece, copy), call)] = copy, into
-            left = max(0.0, until - time.monotonic())
-            done, _ = wait(asked, min(left, self._namespace.hedge_seconds) if copies else left, FIRST_COMPLETED)
+            left: float | None = max(0.0, until - time.monotonic())
+            if any(into is first_view and self._is_here(layout, piece, c) for c, into in asked.values()):
+                left = None  # a system call that writes into the caller's memory can't be called back
+            elif copies:
+                left = min(left or 0.0, self._namespace.hedge_seconds)
+            done, _ = wait(asked, left, FIRST_COMPLETED)
             for future in done:
                 copy, got = asked.pop(future)
                 try:
@@ -154,19 +164,15 @@ class FileReader(Reader):
         begin = min(b for b, _, _ in wanted.values()) // CELL_BYTES * CELL_BYTES
         end = min(length, -(-max(e for _, e, _ in wanted.values()) // CELL_BYTES) * CELL_BYTES)
         good: dict[int, np.ndarray] = {}
-        left = [i for i in self._in_order(layout, piece) if i not in failed]
+        late = [i for i in failed if isinstance(failed[i], Unavailable)]  # asked again, if there is no other way
+        left = [i for i in self._in_order(layout, piece) if i not in failed] + late
         while len(good) < k:
             batch, left = left[: k - len(good)], left[k - len(good) :]
             if not batch:
                 raise self._lost(layout, piece, failed)
-            buffers = {i: np.empty(end - begin, np.uint8) for i in batch}
-            calls = {
-                str(i): functools.partial(self._share, layout, piece, i, begin, end, buffers[i].data, length)
-                for i in batch
-            }
-            answers, errors = self._namespace.reads.ask(calls, self._namespace.read_seconds)
-            good.update({int(i): buffers[int(i)] for i in answers})
-            failed.update({int(i): error for i, error in errors.items()})
+            got, errors = self._shares(layout, piece, dict.fromkeys(batch, (begin, end)), length, bool(left))
+            good.update({i: np.frombuffer(data, np.uint8) for i, data in got.items()})
+            failed.update(errors)
         into = {share: np.empty(end - begin, np.uint8) for share in wanted}
         erasure.code(k, layout.redundancy.parity).rebuild(good, into)
         for share, (b, e, target) in wanted.items():
@@ -212,6 +218,11 @@ class FileReader(Reader):
             return kept
         return reader
 
+    def _is_here(self, layout: Layout, piece: Piece, number: int) -> bool:
+        """Whether a fragment lies in a directory of this host."""
+        place = self._namespace.places.get(self._member(layout, piece, number))
+        return place is not None and place.member.folder is not None
+
     def _member(self, layout: Layout, piece: Piece, number: int) -> str:
         fragment = piece.fragments[number]
         return "" if fragment is None else layout.holders[fragment.holder].member
@@ -244,7 +255,8 @@ class FileReader(Reader):
 
 
 def _take_back(view: memoryview, asked: Mapping[Future[None], tuple[int, memoryview]]) -> None:
-    """Make sure that a slow thread writes no more into the caller's memory."""
+    """Make sure that a slow thread writes no more into the caller's memory. It writes what came from a node, piece by piece,
+    through this very view."""
     try:
         view.release()  # its next write fails
     except BufferError:  # a system call is writing there: that ends

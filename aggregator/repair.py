@@ -19,7 +19,6 @@ from ckpt.aggregator import files
 from ckpt.aggregator.files import File, Layout, share_bytes
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.restoring import Gone, compact, restore
-from ckpt.aggregator.writing import written_at
 from ckpt.storage.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.registers import Damaged, Record, Value
 
@@ -28,10 +27,7 @@ log = logging.getLogger("ckpt")
 Progress = Callable[[int], None]
 
 GRACE_SECONDS = 3600.0
-"""An object that no record names may belong to a write under way for as long as this."""
-
-TOMBSTONE_SECONDS = 7 * 86400.0
-"""How long the record of a deleted file is kept, so that a member that was away finds it."""
+"""An object that no record names may belong to a write under way for as long as this, after it was made durable."""
 
 _BATCH = 1_000
 _VERIFY_BYTES = 64 << 20
@@ -70,8 +66,8 @@ class Survey:
     """Objects that no record names, by member."""
     lagging: list[str] = field(default_factory=list)
     """Paths whose record is not the same on all members that keep it."""
-    tombstones: list[str] = field(default_factory=list)
-    """Paths of deleted files whose records are old enough to go."""
+    unreadable: list[str] = field(default_factory=list)
+    """Paths whose record can't be read: nobody knows which objects they need."""
     missing: dict[str, StoreError] = field(default_factory=dict)
     """Members that do not answer."""
     unread: int = 0
@@ -79,7 +75,7 @@ class Survey:
 
     @property
     def whole(self) -> bool:
-        return not (self.damaged or self.orphans or self.lagging or self.missing)
+        return not (self.damaged or self.orphans or self.lagging or self.missing or self.unreadable)
 
     @property
     def lost(self) -> list[FileHealth]:
@@ -95,10 +91,10 @@ def survey(namespace: Namespace, verify: bool = False, progress: Progress = lamb
     progress: called with the bytes just checked.
     """
     found = Survey()
-    calls = {name: partial(_inventory, namespace, name) for name in namespace.places}
-    held, found.missing = namespace.fan_out.ask(calls, namespace.commit_seconds)
-    records = _records(namespace, found)
-    named: dict[str, set[str]] = defaultdict(set)
+    calls = {name: place.inventory for name, place in namespace.places.items()}
+    ages, found.missing = namespace.fan_out.ask(calls, namespace.commit_seconds)
+    held = {member: {name: nbytes for name, (nbytes, _) in names.items()} for member, names in ages.items()}
+    records, named = _records(namespace, found, verify)
     rotten = _verify(namespace, records, held, found, progress) if verify else {}
     for path, file in records.items():
         if file.head.kind != "file":
@@ -107,26 +103,21 @@ def survey(namespace: Namespace, verify: bool = False, progress: Progress = lamb
         found.nbytes += file.head.nbytes
         if file.layout is None:
             continue
-        for holder in file.layout.holders:
-            named[holder.member].add(holder.name)
         health = _health(path, file, held, rotten.get(path, {}))
         if health.gone:
             found.damaged.append(health)
     found.damaged.sort(key=lambda f: (f.spare, -f.file.head.nbytes))
-    old = time.time() - GRACE_SECONDS
-    for member, names in held.items():
-        orphans = [name for name in names if name not in named[member] and written_at(name) < old]
-        if orphans:
-            found.orphans[member] = orphans
+    if not found.missing and not found.unreadable:  # else there may be records that name them
+        for member, names in ages.items():
+            orphans = [name for name, (_, age) in names.items() if name not in named and age > GRACE_SECONDS]
+            if orphans:
+                found.orphans[member] = orphans
     return found
 
 
-def _inventory(namespace: Namespace, member: str) -> dict[str, int]:
-    return {entry.name: entry.nbytes for entry in namespace.places[member].store.list()}
-
-
-def _records(namespace: Namespace, found: Survey) -> dict[str, File]:
-    """The file of each path. Notes which records lag, and which are of files deleted long ago."""
+def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[str, File], set[str]]:
+    """The file of each path, and all objects that any record of any member names, be it the newest or not: a change that was
+    left half-done may yet become the newest. Notes which records lag."""
     heads = {s.name: partial(_scan, namespace, s.name) for s in namespace.ring.members}
     answers, errors = namespace.fan_out.ask(heads, namespace.commit_seconds)
     if len(errors) >= namespace.ring.quorum.write:
@@ -138,6 +129,21 @@ def _records(namespace: Namespace, found: Survey) -> dict[str, File]:
             ballots[name][member] = record.accepted if isinstance(record, Record) else None
     paths = sorted(ballots)
     records: dict[str, File] = {}
+    named: set[str] = set()
+    for member in answers:
+        for start in range(0, len(paths), _BATCH):
+            batch = [name for name in paths[start : start + _BATCH] if member in ballots[name]]
+            for name, record in zip(batch, namespace.places[member].registers.read(batch), strict=True):
+                if isinstance(record, Damaged):
+                    ballots[name][member] = None
+                elif record.value is not None:
+                    try:
+                        layout = files.decode(name[1:], record.value).layout
+                    except CkptError:
+                        found.unreadable.append(name[1:])
+                        continue
+                    if layout is not None:
+                        named.update(h.name for h in layout.holders)
     for start in range(0, len(paths), _BATCH):
         batch = paths[start : start + _BATCH]
         for name, value in namespace.read_records(batch).items():
@@ -151,12 +157,14 @@ def _records(namespace: Namespace, found: Survey) -> dict[str, File]:
                 file = files.decode(name[1:], value)
             except CkptError as error:
                 log.error("%s", error)
+                found.unreadable.append(name[1:])
                 continue
+            if file.layout is not None:
+                named.update(h.name for h in file.layout.holders)
             if file.exists:
                 records[name[1:]] = file
-            elif not errors and len(same) == 1 and file.head.modified < time.time() - TOMBSTONE_SECONDS:
-                found.tombstones.append(name[1:])
-    return records
+    found.missing |= errors
+    return records, named
 
 
 def _scan(namespace: Namespace, member: str) -> list[tuple[str, Record | Damaged]]:
@@ -271,14 +279,31 @@ def repair(
         except CkptError as error:
             done.failed[health.path] = str(error)
             log.warning("%s is not made whole: %s", health.path, error)
-    for member, names in found.orphans.items():
-        namespace.discard({member: names})
-        done.orphans += len(names)
+    if found.orphans or found.lagging:
+        # Looked at twice: what was renamed while the records were read once is named then. What old records named that are
+        # settled now is found here, too.
+        again, last = survey(namespace), survey(namespace)
+        for member, names in again.orphans.items():
+            doomed = sorted(set(names) & set(last.orphans.get(member, ())))
+            namespace.discard({member: doomed})
+            done.orphans += len(doomed)
+    if not found.missing and not namespace.ring_missing():
+        _admit(namespace)
     for place in namespace.places.values():
         place.sweep(GRACE_SECONDS)
-    if found.tombstones and not found.missing:
-        namespace.forget(found.tombstones)
     return done
+
+
+def _admit(namespace: Namespace) -> None:
+    """Let members vote on what they have no record of, whose registers were lost: the others' records are back on them."""
+    left = survey(namespace)
+    if left.missing or left.lagging:
+        return
+    for member in (spot.name for spot in namespace.ring.members):
+        registers = namespace.places[member].registers
+        if isinstance(registers.read(["/ "])[0], Damaged):  # a name that no file has
+            log.warning("the registers of %s are whole again", member)
+            registers.complete()
 
 
 def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> None:
@@ -297,21 +322,22 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Non
 def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout) -> None:
     """Say where a file is now, if it still is the same file at the same place. Else the new objects go again."""
     new = replace(old, layout=compact(layout))
-    before = files.encode(old).body
+    same = files.encode(old).body
 
     def decide(_: str, value: Value | None) -> Value | None:
-        return files.encode(new) if value is not None and value.body == before else None
+        return files.encode(new) if value is not None and value.body == same else None
 
     after = namespace.update_record(path, decide)
     assert old.layout is not None
     assert new.layout is not None
     there = None if after is None else files.decode(path, after)
     named = {h.name for h in there.layout.holders} if there is not None and there.layout is not None else set()
-    if there is not None and there.head.version == old.head.version:
-        namespace.discard_layout(old.layout, named)
-    if not named & {h.name for h in new.layout.holders}:
+    before = {h.name for h in old.layout.holders}
+    if there is not None and there.head.version == old.head.version and not (old.shared or there.shared):
+        namespace.discard_layout(old.layout, named | {h.name for h in new.layout.holders})
+    if not named & ({h.name for h in new.layout.holders} - before):
         log.info("%s was changed while it was repaired; it is left to the next repair", path)
-    namespace.discard_layout(new.layout, named)
+    namespace.discard_layout(new.layout, named | before)  # what this repair has made, and nobody names
 
 
 class _Pace:

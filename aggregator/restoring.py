@@ -12,7 +12,7 @@ import numpy as np
 from ckpt.aggregator import erasure
 from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, share_bytes
 from ckpt.aggregator.placement import choose
-from ckpt.aggregator.writing import Gone, object_name
+from ckpt.aggregator.writing import Gone, new_version, object_name
 from ckpt.storage.base import Writer
 from ckpt.storage.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
@@ -67,7 +67,7 @@ def _restore_once(
             for i, member in zip(missing, targets, strict=True):
                 try:
                     if member not in writers:
-                        name = object_name(version)
+                        name = object_name(new_version())
                         writer = namespace.places[member].store.create(name)
                         holders.append(Holder(member, name))
                         writers[member] = len(holders) - 1, writer
@@ -86,7 +86,7 @@ def _restore_once(
             pieces.append(replace(piece, fragments=tuple(fragments)))
         failpoint("repair.commit")
         _, errors = namespace.fan_out.ask({m: w.commit for m, (_, w) in writers.items()}, namespace.commit_seconds)
-        for member, why in whys.items():
+        for member, why in errors.items():
             log.warning("%s: %s failed: %s", path, member, why)
             namespace.fan_out.health.failed(member)
             failed.add(holders[writers[member][0]].name)

@@ -48,8 +48,12 @@ def find(registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated:
     calls = {name: (lambda r=r: r.read([NAME])) for name, r in registers.items()}
     answers, errors = fan_out.ask(calls, seconds, enough)  # type: ignore[arg-type,misc]
     known = _known(answers, registers)
-    if known is not None:
-        return known
+    if known is not None:  # and now what a majority of its members agrees upon: one may know of a try that came to nothing
+        names = tuple(sorted(spot.name for spot in known.members))
+        if not set(names) <= set(registers):
+            return known
+        value = _ledger(registers, names, fan_out, seconds).read([NAME])[NAME]
+        return known if value is None else decode(value)
     if errors:
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
         raise Unavailable(
@@ -57,12 +61,21 @@ def find(registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated:
             "start the missing ones (all of them when a namespace is used for the first time)"
         )
     ring = Ring(1, tuple(Spot(s.name, s.domain) for s in spots), tolerated)
-    all_of_them = Keepers(tuple(sorted(registers)), Quorum(len(registers), len(registers) // 2 + 1, len(registers) // 2 + 1))
-    made = Ledger(registers, lambda _: all_of_them, fan_out, seconds).update(
+    _, errors = fan_out.ask({name: r.complete for name, r in registers.items()}, seconds)
+    if errors:
+        raise Unavailable(f"the namespace could not be made: {'; '.join(map(str, errors.values()))}")
+    made = _ledger(registers, tuple(sorted(registers)), fan_out, seconds).update(
         [NAME], lambda _, value: encode(ring) if value is None else None, fresh=True
     )[NAME]
     assert made is not None
     return decode(made)
+
+
+def _ledger(registers: Mapping[str, Registers], names: tuple[str, ...], fan_out: FanOut, seconds: float) -> Ledger:
+    """For the ring itself, which all its members keep."""
+    majority = len(names) // 2 + 1
+    keepers = Keepers(names, Quorum(len(names), majority, majority))
+    return Ledger(registers, lambda _: keepers, fan_out, seconds)
 
 
 def _known(answers: Mapping[str, list[object]], registers: Mapping[str, Registers]) -> Ring | None:

@@ -18,7 +18,7 @@ from ckpt.aggregator.files import INLINE_BYTES, File, Fragment, Head, Holder, La
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.storage.base import ALIGNMENT, Writer
-from ckpt.storage.errors import NoSpace, StoreError, Unavailable
+from ckpt.storage.errors import AlreadyExists, Changed, NoSpace, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.sums import cells
 
@@ -38,14 +38,6 @@ def object_name(version: str) -> str:
     return f"{version[-2:]}/{version}-{secrets.token_hex(2)}"
 
 
-def written_at(name: str) -> float:
-    """When the writing of an object began, seconds since 1970; 0 where the name does not say."""
-    try:
-        return float(int(name.rpartition("/")[2][:10], 16))
-    except ValueError:
-        return 0.0
-
-
 class FileWriter(Writer):
     """One file on its way. `append` may be called from several threads; the file exists after `commit`."""
 
@@ -57,6 +49,7 @@ class FileWriter(Writer):
         self._path = path
         self._redundancy = redundancy
         self._new = new
+        self._base = base
         self._unit = ALIGNMENT if aligned else 1
         self._size_hint = size_hint
         self._version = new_version()
@@ -71,7 +64,11 @@ class FileWriter(Writer):
         self._opening: dict[str, threading.Lock] = {}
         self._avoided: dict[str, StoreError] = {}
         self._done = False
-        if base is not None and base.layout is not None:  # what is appended to
+        if base is not None and base.data is not None:  # what is appended to
+            self._small = base.data
+            self._end = self._length = len(base.data)
+        if base is not None and base.layout is not None:
+            self._redundancy = base.layout.redundancy
             self._holders = list(base.layout.holders)
             self._writers = [None] * len(self._holders)
             self._pieces = list(base.layout.pieces)
@@ -104,12 +101,15 @@ class FileWriter(Writer):
     def write_at(self, start: int, data: memoryview) -> None:
         """Write a place of the file where nothing was written yet. What is left out is zeros."""
         with self._lock:
-            if self._done or self._small:
-                raise StoreError(f"{self._path} can't be written at {start}: it is finished, or was begun by appending")
-            self._small = None
+            if self._done:
+                raise StoreError(f"{self._path} is finished already; create it anew to write it again")
+            small, self._small = self._small, None
             self._end = self._length = max(self._length, start + len(data))
             index = len(self._pieces)
-            self._pieces.append(None)
+            self._pieces += [None] * (2 if small else 1)
+        if small:
+            self._place(index, 0, memoryview(small))
+            index += 1
         self._place(index, start, data.cast("B"))
 
     def cut(self, length: int) -> None:
@@ -143,7 +143,7 @@ class FileWriter(Writer):
                 left = dict(zip(left, self._members(index, len(left), used), strict=True))
         if scratch is not None and not self._avoided:  # else a thread may still be reading it
             self._namespace.scratch.append(scratch)
-        self._pieces[index] = Piece(start, len(data), tuple(fragments))
+        self._pieces[index] = Piece(start, len(data), tuple(fragments), len(data))
 
     def _shares(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:
         """The fragments of a piece, and memory that can be used again."""
@@ -240,19 +240,19 @@ class FileWriter(Writer):
             pieces = tuple(p for p in self._pieces if p is not None)
             if len(pieces) < len(self._pieces):
                 raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it anew")
-            layout = Layout(self._redundancy, tuple(self._holders), pieces)
+            layout = Layout(self._redundancy, tuple(self._holders), _within(pieces, self._length))
             failpoint("namespace.commit")
             lost = self._commit_objects()
             if lost:
                 layout = self._namespace.restore(self._path, self._version, layout, Gone(frozenset(lost)))
             file = File(head, layout=layout)
         failpoint("namespace.record")
+        self._done = True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
         try:
-            self._namespace.publish(self._path, file, self._new)
-        except Unavailable:
-            self._done = True  # a quorum may have the record all the same: its objects must stay; a scrub knows better later
+            self._namespace.publish(self._path, file, self._new, self._base)
+        except (AlreadyExists, Changed):
+            self._done = False  # for certain
             raise
-        self._done = True
         failpoint("namespace.recorded")
         return file
 
@@ -280,6 +280,11 @@ class FileWriter(Writer):
             if began is not None:
                 names.setdefault(holder.member, []).append(holder.name)
         self._namespace.discard(names)
+
+
+def _within(pieces: Sequence[Piece], length: int) -> tuple[Piece, ...]:
+    """The pieces of a file that was cut, so that what is appended later lies behind them."""
+    return tuple(replace(p, reach=length - p.start) if p.start + p.reach > length else p for p in pieces if p.start < length)
 
 
 @dataclass(frozen=True, slots=True)

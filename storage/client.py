@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -23,6 +23,11 @@ _PIECE_BYTES = 2 << 20
 
 _READ_BYTES = 32 << 20
 """What one call reads at most: so long an answer comes within the deadline on a slow wire too."""
+
+_CHANGE_BYTES = 16 << 20
+"""Values of registers in one call."""
+
+T = TypeVar("T")
 
 _DELETE_NAMES = 10_000
 _CONNECTIONS = 4
@@ -111,6 +116,10 @@ class NodeStore(Store):
         """Which of the ranges (position, length, checksums of cells) of an object are damaged; read by the node."""
         found: Sequence[int] = self.call("verify", name, [list(r) for r in ranges], deadline=10 * self._access.deadline_seconds)
         return found
+
+    def inventory(self) -> dict[str, tuple[int, float]]:
+        """Length of every object, and the seconds since it was made durable."""
+        return {name: (nbytes, age) for part in self.calls("inventory") for name, nbytes, age in part}
 
     def quarantine(self, name: str) -> None:
         """Put a damaged object where no reader finds it."""
@@ -269,14 +278,17 @@ class NodeRegisters(Registers):
         return self._answers(self._store.call("registers.prepare", list(names), list(ballot)), len(names))
 
     def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
-        told = [[name, wire.encode_value(value)] for name, value in values]
-        return self._flags(self._store.call("registers.accept", told, list(ballot), heal), len(values))
+        found: list[bool] = []
+        for batch in _by_bytes(values, lambda item: item[1]):
+            told = [[name, wire.encode_value(value)] for name, value in batch]
+            found += self._flags(self._store.call("registers.accept", told, list(ballot), heal), len(batch))
+        return found
 
     def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
-        return self._flags(self._store.call("registers.change", wire.encode_changes(changes), writer), len(changes))
-
-    def forget(self, names: Sequence[tuple[str, Ballot]]) -> None:
-        self._store.call("registers.forget", [[name, list(ballot)] for name, ballot in names])
+        found: list[bool] = []
+        for batch in _by_bytes(changes, lambda change: change.value):
+            found += self._flags(self._store.call("registers.change", wire.encode_changes(batch), writer), len(batch))
+        return found
 
     def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
         names, answers = self._store.call("registers.scan", prefix, after, limit)
@@ -301,3 +313,18 @@ class NodeRegisters(Registers):
         if not isinstance(data, list) or len(data) != expected:
             raise Unavailable(f"{self._store.url} answers for something else than {expected} registers")
         return data
+
+
+def _by_bytes(items: Sequence[T], value: Callable[[T], Value]) -> Iterator[Sequence[T]]:
+    """In parts that a message holds."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = len(value(item).head) + len(value(item).body)
+        if batch and total + size > _CHANGE_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch

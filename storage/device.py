@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.storage.base import check_name
 from ckpt.storage.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.local import LocalStore, is_temporary
 from ckpt.storage.sqlite import SqliteRegisters
-from ckpt.storage.sums import bad_cells
+from ckpt.storage.sums import CELL_BYTES, bad_cells
 
 OBJECTS = "objects"
 REGISTERS = "registers.sqlite"
@@ -100,23 +99,37 @@ class Device:
     def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
         """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
         bad = []
+        step = 16 * CELL_BYTES
+        buffer = memoryview(bytearray(step))
         with self.store.open(name) as reader:
             for number, (position, nbytes, cells) in enumerate(ranges):
-                data = memoryview(bytearray(nbytes))
-                try:
-                    got = reader.read_into(position, data)
-                except StoreError:  # the disk can't read it
-                    got = -1
-                if got < nbytes or bad_cells(data, cells):
-                    bad.append(number)
+                for start in range(0, nbytes, step):
+                    data = buffer[: min(step, nbytes - start)]
+                    try:
+                        got = reader.read_into(position + start, data)
+                    except StoreError:  # the disk can't read it
+                        got = -1
+                    first = start // CELL_BYTES * 8
+                    if got < len(data) or bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
+                        bad.append(number)
+                        break
         return bad
+
+    def inventory(self) -> dict[str, tuple[int, float]]:
+        """Length of every object, and the seconds since it was made durable, by this host's own clock."""
+        now = time.time()
+        found = {}
+        for entry in self.store.list():
+            with suppress(OSError):
+                found[entry.name] = entry.nbytes, now - os.stat(os.path.join(self.store.root, entry.name)).st_mtime
+        return found
 
     def quarantine(self, name: str) -> None:
         """Keep a damaged object for whoever wants to know why, where no reader finds it."""
-        target = os.path.join(self.path, QUARANTINE, f"{check_name(name).replace('/', '_')}-{secrets.token_hex(4)}")
+        target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         try:
-            os.replace(os.path.join(self.store.root, name), target)
+            os.replace(self.store._path(name), target)
         except FileNotFoundError:
             pass
         except OSError as error:

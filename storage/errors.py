@@ -26,6 +26,10 @@ class NoSpace(StoreError):
     """The disk, the quota or the node is full."""
 
 
+class Changed(StoreError):
+    """What was read before is not there any more."""
+
+
 class Unavailable(StoreError):
     """A node or a service does not answer in time, or takes nothing at the moment. Others may."""
 

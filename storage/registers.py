@@ -85,7 +85,7 @@ class Registers(ABC):
 
     @abstractmethod
     def read(self, names: Sequence[str]) -> list[Answer]:
-        """The records; an empty one where there is none."""
+        """The records; an empty one where there is none, damaged before `complete`."""
 
     @abstractmethod
     def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
@@ -109,15 +109,15 @@ class Registers(ABC):
 
     @abstractmethod
     def start_anew(self) -> None:
-        """Put what there is aside and begin with nothing, damaged all of it, until `complete`."""
+        """Put what there is aside and begin with nothing."""
 
     @abstractmethod
     def complete(self) -> None:
-        """Every register that others know has been healed: one that is not here is empty again."""
+        """From now on a register that is not here is an empty one.
 
-    @abstractmethod
-    def forget(self, names: Sequence[tuple[str, Ballot]]) -> None:
-        """Remove registers whose value still has this ballot. For tombstones that every member has had for long."""
+        Before that it counts as damaged: an empty disk in the place of a lost one must not vote that there is nothing. Said
+        when a namespace is made, and when the others' records have been brought back.
+        """
 
     @abstractmethod
     def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:

@@ -262,6 +262,10 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
         return _Parts(parts())
 
+    def _verb_inventory(self) -> _Parts:
+        every = [[name, nbytes, age] for name, (nbytes, age) in self._device.inventory().items()]
+        return _Parts(every[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(every)), _LIST_ENTRIES))
+
     def _verb_folders(self, prefix: str) -> list[str]:
         return list(self._device.store.list_folders(prefix))
 
@@ -304,18 +308,16 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._may_change()
         return self._device.registers.change(wire.decode_changes(changes), writer)
 
-    def _verb_registers_forget(self, names: list[Any]) -> None:
-        self._may_change()
-        self._device.registers.forget([(name, Ballot(*ballot)) for name, ballot in names])
-
     def _verb_registers_scan(self, prefix: str, after: str, limit: int) -> list[Any]:
         found = self._device.registers.scan(prefix, after, min(limit, 10_000))
         return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
 
     def _verb_registers_anew(self) -> None:
+        self._may_change()
         self._device.registers.start_anew()
 
     def _verb_registers_complete(self) -> None:
+        self._may_change()
         self._device.registers.complete()
 
     def _may_change(self) -> None:

@@ -43,13 +43,18 @@ T = TypeVar("T")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS registers (
-    name TEXT PRIMARY KEY, promised BLOB NOT NULL, accepted BLOB NOT NULL, sum INTEGER NOT NULL, head BLOB, body BLOB
+    name TEXT PRIMARY KEY, promised BLOB NOT NULL, accepted BLOB NOT NULL, sum INTEGER NOT NULL, head_sum INTEGER NOT NULL,
+    head BLOB, body BLOB
 );
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value)
 """
 
 _READ = "SELECT promised, accepted, sum, head, body FROM registers WHERE name = ?"
-_WRITE = "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head, body) VALUES (?, ?, ?, ?, ?, ?)"
+_WRITE = (
+    "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+
+_MISSING = Damaged("the registers of this member are new, or were lost and are not all back")
 
 
 class SqliteRegisters(Registers):
@@ -64,7 +69,7 @@ class SqliteRegisters(Registers):
 
     def read(self, names: Sequence[str]) -> list[Answer]:
         if not self._exists():
-            return [Record()] * len(names)
+            return [_MISSING] * len(names)
         with self._using("reading") as db:
             return [_get(db, name) for name in names]
 
@@ -117,30 +122,20 @@ class SqliteRegisters(Registers):
             for end in ("", "-wal", "-shm"):
                 if os.path.exists(self._path + end):
                     os.replace(self._path + end, aside + end)
-        self._writing(lambda db: db.execute("INSERT OR REPLACE INTO facts VALUES ('incomplete', 1)"))
 
     def complete(self) -> None:
-        self._writing(lambda db: db.execute("DELETE FROM facts WHERE name = 'incomplete'"))
-
-    def forget(self, names: Sequence[tuple[str, Ballot]]) -> None:
-        def remove(db: sqlite3.Connection) -> None:
-            db.executemany(
-                "DELETE FROM registers WHERE name = ? AND accepted = ? AND promised = accepted",
-                [(name, encode_ballot(ballot)) for name, ballot in names],
-            )
-
-        self._writing(remove)
+        self._writing(lambda db: db.execute("INSERT OR REPLACE INTO facts VALUES ('complete', 1)"))
 
     def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
         if not self._exists():
             return []
         with self._using("listing") as db:
             rows = db.execute(
-                "SELECT name, promised, accepted, head FROM registers "
+                "SELECT name, promised, accepted, head_sum, head FROM registers "
                 "WHERE name >= ? AND name < ? AND name > ? ORDER BY name LIMIT ?",
                 (prefix, _after(prefix), after, limit),
             )
-            return [(name, _head(promised, accepted, head)) for name, promised, accepted, head in rows]
+            return [(row[0], _head(*row)) for row in rows]
 
     def close(self) -> None:
         with self._lock:
@@ -240,9 +235,8 @@ def _told(path: str, doing: str, error: BaseException) -> BaseException:
 def _get(db: sqlite3.Connection, name: str) -> Answer:
     row = db.execute(_READ, (name,)).fetchone()
     if row is None:
-        if db.execute("SELECT 1 FROM facts WHERE name = 'incomplete'").fetchone():
-            return Damaged("the registers of this member were lost and are not all back")
-        return Record()
+        complete = db.execute("SELECT 1 FROM facts WHERE name = 'complete'").fetchone()
+        return Record() if complete else _MISSING
     promised, accepted, total, head, body = row
     value = None if head is None else Value(head, body or b"")
     try:
@@ -253,11 +247,14 @@ def _get(db: sqlite3.Connection, name: str) -> Answer:
     return Damaged("its checksum does not match")
 
 
-def _head(promised: bytes, accepted: bytes, head: bytes | None) -> Answer:
+def _head(name: str, promised: bytes, accepted: bytes, total: int, head: bytes | None) -> Answer:
+    value = None if head is None else Value(head)
     try:
-        return Record(decode_ballot(promised), decode_ballot(accepted), None if head is None else Value(head))
+        if checksum(name, promised, accepted, value) == total:
+            return Record(decode_ballot(promised), decode_ballot(accepted), value)
     except (TypeError, ValueError, AttributeError):
-        return Damaged("its ballots can't be read")
+        pass
+    return Damaged("the checksum of its head does not match")
 
 
 def _put(db: sqlite3.Connection, name: str, record: Record) -> None:
@@ -266,7 +263,8 @@ def _put(db: sqlite3.Connection, name: str, record: Record) -> None:
         raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes {BODY_BYTES}")
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
     total = checksum(name, promised, accepted, value)
-    db.execute(_WRITE, (name, promised, accepted, total, value and value.head, value and value.body))
+    of_head = checksum(name, promised, accepted, value and Value(value.head))
+    db.execute(_WRITE, (name, promised, accepted, total, of_head, value and value.head, value and value.body))
 
 
 def _after(prefix: str) -> str:

@@ -27,6 +27,8 @@ PUT_BYTES = 1 << 20
 MESSAGE_BYTES = 64 << 20
 """The longest append, and the longest arguments of an action. Anything longer is refused unread."""
 
+_LIST = 200_000  # the longest list in a message: more than any call has use for
+
 SCHEMA = pa.schema([pa.field("data", pa.uint8(), nullable=False)])
 
 
@@ -39,7 +41,7 @@ def pack(value: Any) -> bytes:
 def unpack(data: Any) -> Any:
     """The counterpart of `pack`. Raises ValueError."""
     try:
-        return msgpack.unpackb(data, max_bin_len=MESSAGE_BYTES, max_str_len=MESSAGE_BYTES)
+        return msgpack.unpackb(data, max_bin_len=MESSAGE_BYTES, max_str_len=MESSAGE_BYTES, max_array_len=_LIST)
     except (msgpack.UnpackException, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a message of this protocol: {error}") from error
 

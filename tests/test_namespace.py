@@ -196,7 +196,7 @@ def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, m
 
 def test_records_are_kept(tmp_path: Path) -> None:
     head = files.Head("file", 5, 1.5, 2.5, "v")
-    piece = files.Piece(0, 5, (files.Fragment(0, 4096, b"s"), None))
+    piece = files.Piece(0, 5, (files.Fragment(0, 4096, b"s"), None), 5)
     for file in (
         files.File(head, data=b"hello"),
         files.File(files.Head("deleted", 0, 1.0, 2.0, "w")),

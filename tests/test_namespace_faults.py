@@ -110,7 +110,7 @@ def test_a_client_is_killed(tmp_path: Path, what: str, point: str, redundancy: s
 
 
 NODE_POINTS = [
-    "node.append@2", "node.commit", "node.committed", "registers.commit", "registers.committed@2", "local.fsync@5",
+    "node.append@2", "node.commit", "node.committed", "registers.commit@4", "registers.committed@5", "local.fsync@5",
     "node.get@2",
 ]  # fmt: skip
 

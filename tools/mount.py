@@ -131,11 +131,7 @@ class _Writing:
 
     def _begun(self) -> FileWriter:
         if self._writer is None:
-            there = self._there
-            base = there if there is not None and there.layout is not None else None
-            self._writer = self._namespace.create(self._path, aligned=False, base=base)
-            if there is not None and there.data:
-                self._writer.write_at(0, memoryview(there.data))
+            self._writer = self._namespace.create(self._path, aligned=False, base=self._there)
         return self._writer
 
     def end(self) -> None:

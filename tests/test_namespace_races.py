@@ -1,0 +1,313 @@
+"""What two do to one path at the same time, or one does after the other was cut off: nothing that was acknowledged is lost.
+
+Each of these once lost something. The second actor is let in at a point where the first has read and not yet written.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from cluster import directories
+
+from ckpt.aggregator import repair as repairs
+from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.redundancy import parse
+from ckpt.storage.errors import Changed, NotFound, StoreError, Unavailable
+from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.registers import Registers, Value
+from ckpt.storage.testing import pattern
+
+FIRST, SECOND = pattern(300_000, 1), pattern(300_000, 2)
+
+
+class Down(Registers):
+    """Registers of a member that does not answer."""
+
+    def _fails(self, *args: Any, **options: Any) -> Any:
+        raise Unavailable("down")
+
+    read = prepare = accept = change = scan = start_anew = complete = _fails
+
+
+@pytest.fixture
+def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
+    """Another client of the same six directories."""
+    made: list[Namespace] = []
+
+    def open_it() -> Namespace:
+        made.append(Namespace(directories(tmp_path, 6, deadline_seconds=2.0)))
+        assert made[-1].ring
+        return made[-1]
+
+    yield open_it
+    for namespace in made:
+        namespace.close()
+
+
+@pytest.fixture
+def old_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that nobody names are collected at once."""
+    monkeypatch.setattr(repairs, "GRACE_SECONDS", -60.0)
+
+
+def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
+    before = namespace._registers[member]
+    namespace._registers[member] = namespace.places[member].registers = registers
+    return before
+
+
+def test_delete_by_a_member_that_missed_a_renaming(open_one: Callable[[], Namespace]) -> None:
+    one, other = open_one(), open_one()
+    one.put("x", FIRST)
+    swap(other, one.ring.keepers("/x").members[0], Down())
+    other.rename("x", "y")
+    assert not one.delete(["x"])
+    assert one.get("y") == FIRST
+
+
+def test_one_file_renamed_twice_at_once(open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = open_one(), open_one()
+    one.put("x", FIRST)
+    publish = one.publish
+
+    def late(*args: Any) -> None:
+        other.rename("x", "c")
+        publish(*args)
+
+    monkeypatch.setattr(one, "publish", late)
+    one.rename("x", "b")
+    monkeypatch.undo()
+    assert one.get("b") == one.get("c") == FIRST
+    one.delete(["b"])
+    assert one.get("c") == FIRST
+
+
+def test_a_renaming_that_was_cut_off_and_another(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    one = open_one()
+    one.put("q", FIRST)
+    set_failpoints("namespace.renamed=error")
+    with pytest.raises(OSError, match="injected"):
+        one.rename("q", "r")
+    set_failpoints("")
+    one.rename("q", "s")
+    one.delete(["s"])
+    assert one.get("r") == FIRST
+    repairs.repair(one, repairs.survey(one))
+    assert one.get("r") == FIRST
+    one.delete(["r"])
+    repairs.repair(one, repairs.survey(one))
+    assert not any(place.inventory() for place in one.places.values())
+
+
+def test_a_repair_of_what_was_renamed_meanwhile(open_one: Callable[[], Namespace]) -> None:
+    one = open_one()
+    one.put("x", FIRST)
+    file = one.stat("x")
+    assert file is not None
+    assert file.layout is not None
+    holder = file.layout.holders[0]
+    one.places[holder.member].store.delete([holder.name])
+    found = repairs.survey(one)
+    one.rename("x", "y")
+    repairs.repair(one, found)
+    assert one.get("y") == FIRST
+
+
+def test_a_scrub_while_a_file_is_renamed(
+    open_one: Callable[[], Namespace], old_enough: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = open_one()
+    one.put("z", FIRST)
+    read = one.read_records
+
+    def late(names: Any) -> Any:
+        monkeypatch.undo()
+        one.rename("z", "a")
+        return read(names)
+
+    monkeypatch.setattr(one, "read_records", late)
+    found = repairs.survey(one)
+    monkeypatch.setattr(repairs, "GRACE_SECONDS", -60.0)
+    repairs.repair(one, found)
+    assert one.get("a") == FIRST
+
+
+def test_records_of_a_newer_version(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    """What can't be read names objects that nobody knows: none is deleted."""
+    one = open_one()
+    one.put("n", FIRST)
+    value = one.read_records(["/n"])["/n"]
+    assert value is not None
+    newer = Value(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
+    one.update_record("n", lambda _, there: newer if there == value else None)
+    found = repairs.survey(one)
+    assert found.unreadable == ["n", "n", "n", "n"] or set(found.unreadable) == {"n"}
+    assert not found.orphans
+    assert not found.whole
+
+
+def test_a_half_done_write_and_a_scrub(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    """Its only trace is on a member that is away while the others are scrubbed."""
+    one, other = open_one(), open_one()
+    one.put("x", FIRST)
+    members = one.ring.keepers("/x").members
+    for member in members[1:]:
+        swap(other, member, Down())
+    with pytest.raises(Unavailable):
+        other.put("x", SECOND)
+    there = swap(one, members[0], Down())
+    assert one.get("x") == FIRST
+    repairs.repair(one, repairs.survey(one))
+    assert one.get("x") == FIRST
+    swap(one, members[0], there)
+    fresh = open_one()
+    found = fresh.get("x")
+    assert found in (FIRST, SECOND)
+    repairs.repair(fresh, repairs.survey(fresh))
+    assert fresh.get("x") == found
+
+
+@pytest.mark.parametrize("size", [1000, 300_000])
+def test_writing_on_what_was_changed(open_one: Callable[[], Namespace], size: int) -> None:
+    one = open_one()
+    more = memoryview(b"more" * 20_000)
+    changes: list[Callable[[str], object]] = [
+        lambda path: one.put(path, SECOND), lambda path: one.rename(path, f"{path}-renamed"), lambda path: one.delete([path]),
+    ]  # fmt: skip
+    for number, change in enumerate(changes):
+        path = f"x{number}"
+        one.put(path, FIRST[:size])
+        with one.create(path, aligned=False, base=one.stat(path)) as writer:
+            writer.append(more)
+            change(path)
+            with pytest.raises(Changed, match="do it again"):
+                writer.commit()
+    assert one.get("x0") == SECOND
+    assert one.get("x1-renamed") == FIRST[:size]
+    with pytest.raises(NotFound):
+        one.get("x2")
+    one.put("both", FIRST[:size])
+    base = one.stat("both")
+    for i in range(2):
+        with one.create("both", aligned=False, base=base) as writer:
+            writer.append(more)
+            if i:
+                with pytest.raises(Changed):
+                    writer.commit()
+            else:
+                writer.commit()
+    assert one.get("both") == FIRST[:size] + bytes(more)
+
+
+def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) -> None:
+    one = open_one()
+    one.put("e", FIRST, redundancy=parse("4+2"))
+    with one.create("e", aligned=False, base=one.stat("e")) as writer:
+        writer.append(memoryview(SECOND))
+        writer.commit()
+    assert one.get("e") == FIRST + SECOND
+
+
+@pytest.mark.parametrize("redundancy", ["2x", "4+2"])
+def test_writing_on_what_was_cut(open_one: Callable[[], Namespace], redundancy: str) -> None:
+    one = open_one()
+    whole = pattern(8 << 20)
+    with one.create("c", parse(redundancy), aligned=False) as writer:
+        writer.write_at(0, memoryview(whole))
+        writer.cut(5 << 20)
+        writer.commit()
+    assert one.get("c") == whole[: 5 << 20]
+    with one.create("c", aligned=False, base=one.stat("c")) as writer:
+        writer.append(memoryview(b"N" * 1000))
+        writer.commit()
+    assert one.get("c") == whole[: 5 << 20] + b"N" * 1000
+
+
+@pytest.mark.parametrize("point", ["ledger.changed", "namespace.recorded", "ledger.change"])
+def test_an_interrupt_while_the_record_is_written(open_one: Callable[[], Namespace], point: str) -> None:
+    """Nobody knows whether the members have it: the objects stay, and the file is one or the other for good."""
+    one = open_one()
+    one.put("x", FIRST)
+    set_failpoints(f"{point}=error")
+    with pytest.raises(OSError, match="injected"):
+        one.put("x", SECOND)
+    set_failpoints("")
+    found = open_one().get("x")
+    assert found in (FIRST, SECOND)
+    assert one.get("x") == found
+
+
+def test_rot_in_the_head_of_a_record(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
+    one = open_one()
+    one.put("x", FIRST)
+    member = one.ring.keepers("/x").members[0]
+    one.close()
+    with sqlite3.connect(tmp_path / member / "registers.sqlite") as db:
+        (head,) = db.execute("SELECT head FROM registers WHERE name = '/x'").fetchone()
+        db.execute("UPDATE registers SET head = ? WHERE name = '/x'", (head[:1] + b"\x02" + head[2:],))
+    db.close()
+    again = open_one()
+    assert list(again.list()) == ["x"]
+    found = repairs.survey(again, verify=True)
+    assert found.lagging == ["x"]
+    repairs.repair(again, found)
+    assert repairs.survey(again, verify=True).whole
+
+
+def test_an_empty_disk_in_the_place_of_a_lost_one(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
+    """It must not vote that there is nothing, until it has the others' records again."""
+    one = open_one()
+    for i in range(10):
+        one.put(f"x{i}", FIRST)
+    one.close()
+    for name in ("registers.sqlite", "registers.sqlite-wal", "registers.sqlite-shm"):
+        (tmp_path / "disk0" / name).unlink(missing_ok=True)
+    again = open_one()
+    for i in range(10):
+        assert again.get(f"x{i}") == FIRST
+        with pytest.raises(StoreError, match="there already"):
+            again.put(f"x{i}", SECOND, new=True)
+    repairs.repair(again, repairs.survey(again))
+    assert repairs.survey(again).whole
+    mine = [f"/x{i}" for i in range(10) if "disk0" in again.ring.keepers(f"/x{i}").members]
+    assert all(getattr(r, "value", None) is not None for r in again.places["disk0"].registers.read(mine))
+
+
+def test_a_stopped_member_takes_not_all_threads(open_one: Callable[[], Namespace]) -> None:
+    one = open_one()
+    for i in range(30):
+        one.put(f"x{i}", b"1")
+    member = one.ring.keepers("/x0").members[0]
+    slow = threading.Event()
+
+    class Stopped(Down):
+        def read(self, names: Any) -> Any:
+            slow.wait(20)
+            raise Unavailable("stopped")
+
+    swap(one, member, Stopped())
+    done: list[int] = []
+
+    def look() -> None:
+        until = time.monotonic() + 4
+        while time.monotonic() < until:
+            for i in range(30):
+                assert one.stat(f"x{i}") is not None
+                done.append(i)
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    slow.set()
+    assert len(done) > 8 * 30, "they went on"
+
+
