@@ -1,5 +1,6 @@
 # make demo    kill a training in the middle of a save and see it go on as if nothing had happened
 # make test    all tests            make lint   ruff, and mypy on the installed package
+# make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length
 # make clean   remove all that these made
 #
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test bench soak lint clean
+.PHONY: help demo cluster test bench soak lint clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
@@ -22,6 +23,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q
+
+cluster: $(VENV)/.cluster
+	@$(BIN)/python examples/nodes.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py

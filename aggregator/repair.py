@@ -18,8 +18,9 @@ from typing import Literal
 from ckpt.aggregator import files
 from ckpt.aggregator.files import File, Layout, share_bytes
 from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.placement import choose
 from ckpt.aggregator.restoring import Gone, compact, restore
-from ckpt.storage.errors import CkptError, StoreError, Unavailable
+from ckpt.storage.errors import CkptError, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.registers import Damaged, Record, Value
 
 log = logging.getLogger("ckpt")
@@ -304,6 +305,65 @@ def _admit(namespace: Namespace) -> None:
         if isinstance(registers.read(["/ "])[0], Damaged):  # a name that no file has
             log.warning("the registers of %s are whole again", member)
             registers.complete()
+
+
+# --- moving ----------------------------------------------------------------------------------------------------
+
+
+def drain(namespace: Namespace, member: str, progress: Progress = lambda _: None) -> Repaired:
+    """Move every fragment off a member, to others. Nothing new goes there only once its weight is 0, or it is read-only."""
+    if member not in namespace.places:
+        raise InvalidArgument(f"{member} is no member of {namespace.url}; there are {', '.join(namespace.places)}")
+
+    def leaving(layout: Layout, index: int, version: str) -> set[str]:
+        return {member}
+
+    return _move(namespace, leaving, {member}, progress)
+
+
+def rebalance(namespace: Namespace, progress: Progress = lambda _: None) -> Repaired:
+    """Move fragments to the members that placement proposes today: to new members, and to those that were away."""
+
+    def leaving(layout: Layout, index: int, version: str) -> set[str]:
+        piece = layout.pieces[index]
+        there = {layout.holders[f.holder].member for f in piece.fragments if f is not None}
+        key = f"{version}/{index}"
+        return there - set(choose(key, namespace.spots, len(piece.fragments), namespace.config.near))
+
+    return _move(namespace, leaving, set(), progress)
+
+
+def _move(
+    namespace: Namespace, leaving: Callable[[Layout, int, str], set[str]], avoid: set[str], progress: Progress
+) -> Repaired:
+    done = Repaired()
+
+    def advance(nbytes: int) -> None:
+        done.nbytes += nbytes
+        progress(nbytes)
+
+    paths = [path for path, head in namespace.list().items() if head.kind == "file"]
+    for start in range(0, len(paths), _BATCH):
+        for path, file in namespace.stat_all(paths[start : start + _BATCH]).items():
+            if file is None or file.layout is None:
+                continue
+            layout = file.layout
+            moving = set()
+            for index, piece in enumerate(layout.pieces):
+                away = leaving(layout, index, file.head.version)
+                for fragment in piece.fragments:
+                    if fragment is not None and layout.holders[fragment.holder].member in away:
+                        moving.add((layout.holders[fragment.holder].name, fragment.position))
+            if not moving:
+                continue
+            gone = Gone(fragments=frozenset(moving))
+            try:
+                made = restore(namespace, path, file.head.version, layout, gone, advance, avoid)
+                replace_layout(namespace, path, file, made)
+                done.files += 1
+            except CkptError as error:
+                done.failed[path] = str(error)
+    return done
 
 
 def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> None:

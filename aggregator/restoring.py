@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,16 +30,18 @@ _TRIES = 4
 
 
 def restore(
-    namespace: Namespace, path: str, version: str, layout: Layout, gone: Gone, progress: Progress = lambda _: None
-) -> Layout:
-    """The layout without what is gone, and with those fragments in new objects on other members.
+    namespace: Namespace, path: str, version: str, layout: Layout, gone: Gone, progress: Progress = lambda _: None,
+    leave: Collection[str] = (),
+) -> Layout:  # fmt: skip
+    """The layout without what is gone, and with those fragments in new objects on other members, not on those to leave.
 
     Each fragment is checked against its sums, the new ones too. Raises Unavailable where too little is left.
     """
-    avoid: set[str] = set()
+    avoid = set(leave)
+    before = layout
     for _ in range(_TRIES):
         avoid |= {h.member for h in layout.holders if h.name in gone.objects}
-        layout, failed = _restore_once(namespace, path, version, gone.applied(layout), avoid, progress)
+        layout, failed = _restore_once(namespace, path, version, gone.applied(layout), before, avoid, progress)
         if not failed:
             return compact(layout)
         gone = Gone(frozenset(failed))  # members that failed meanwhile: once more, without them
@@ -46,7 +49,7 @@ def restore(
 
 
 def _restore_once(
-    namespace: Namespace, path: str, version: str, layout: Layout, avoid: set[str], progress: Progress
+    namespace: Namespace, path: str, version: str, layout: Layout, before: Layout, avoid: set[str], progress: Progress
 ) -> tuple[Layout, set[str]]:
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
     holders = list(layout.holders)
@@ -60,7 +63,7 @@ def _restore_once(
                 pieces.append(piece)
                 continue
             failpoint("repair.piece")
-            shares = _rebuilt(namespace, path, layout, piece, missing)
+            shares = _rebuilt(namespace, path, layout, piece, missing, before, index)
             used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
             fragments = list(piece.fragments)
             targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid)
@@ -132,29 +135,45 @@ def _targets(namespace: Namespace, key: str, count: int, used: list[str], avoid:
     raise Unavailable(f"{count} more members are needed to restore what was lost, and there are none; add members")
 
 
-def _rebuilt(namespace: Namespace, path: str, layout: Layout, piece: Piece, missing: list[int]) -> dict[int, np.ndarray]:
+def _fragment(namespace: Namespace, holder: Holder, fragment: Fragment, length: int) -> np.ndarray:
+    """A fragment, verified. Raises StoreError, IntegrityError."""
+    data = np.empty(length, np.uint8)
+    place = namespace.places.get(holder.member)
+    if place is None:
+        raise Unavailable("no member any more")
+    with place.store.open(holder.name) as reader:
+        if reader.read_into(fragment.position, data.data) < length:
+            raise IntegrityError(f"{holder.name} is cut")
+    if bad_cells(data.data, fragment.cells):
+        raise IntegrityError(f"{holder.name} is damaged")
+    return data
+
+
+def _rebuilt(
+    namespace: Namespace, path: str, layout: Layout, piece: Piece, missing: list[int], before: Layout, index: int
+) -> dict[int, np.ndarray]:
+    """The missing fragments: from where they were, if they are only to move, else from the others."""
     redundancy = layout.redundancy
     length = share_bytes(piece.nbytes, redundancy)
+    moved: dict[int, np.ndarray] = {}
+    for i in missing:
+        was = before.pieces[index].fragments[i]
+        if was is not None:
+            with suppress(StoreError, IntegrityError):
+                moved[i] = _fragment(namespace, before.holders[was.holder], was, length)
+    missing = [i for i in missing if i not in moved]
+    if not missing:
+        return moved
     good: dict[int, np.ndarray] = {}
     reasons = []
     for i, fragment in enumerate(piece.fragments):
         if fragment is None or len(good) == redundancy.data:
             continue
         holder = layout.holders[fragment.holder]
-        data = np.empty(length, np.uint8)
         try:
-            place = namespace.places.get(holder.member)
-            if place is None:
-                raise Unavailable("no member any more")
-            with place.store.open(holder.name) as reader:
-                if reader.read_into(fragment.position, data.data) < length:
-                    raise IntegrityError(f"{holder.name} is cut")
-            if bad_cells(data.data, fragment.cells):
-                raise IntegrityError(f"{holder.name} is damaged")
+            good[i] = _fragment(namespace, holder, fragment, length)
         except (StoreError, IntegrityError) as error:
             reasons.append(f"{holder.member}: {error}")
-            continue
-        good[i] = data
     if len(good) < redundancy.data:
         raise Unavailable(
             f"bytes {piece.start} to {piece.start + piece.nbytes} of {path} are lost: {len(good)} fragments are left of "
@@ -163,17 +182,17 @@ def _rebuilt(namespace: Namespace, path: str, layout: Layout, piece: Piece, miss
         )
     if redundancy.data == 1:
         only = next(iter(good.values()))
-        return dict.fromkeys(missing, only)
+        return moved | dict.fromkeys(missing, only)
     into = {i: np.empty(length, np.uint8) for i in missing}
     erasure.code(redundancy.data, redundancy.parity).rebuild(good, into)
-    return into
+    return moved | into
 
 
 def _sums_of(layout: Layout, piece: Piece, number: int, share: np.ndarray) -> bytes:
     """Of a new fragment: as before the loss for a copy, computed where the share had its own."""
     found = cells(share.data)
     if layout.redundancy.data == 1:
-        known = next(f.cells for f in piece.fragments if f is not None)
+        known = next((f.cells for f in piece.fragments if f is not None), found)
         if known != found:
             raise IntegrityError("a copy changed while it was copied")
     return found

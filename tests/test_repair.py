@@ -19,7 +19,7 @@ from ckpt.aggregator import repair as repairs
 from ckpt.aggregator.files import File
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.redundancy import parse
-from ckpt.storage.errors import StoreError
+from ckpt.storage.errors import InvalidArgument, StoreError
 from ckpt.storage.registers import Damaged, Record
 from ckpt.storage.testing import pattern
 
@@ -214,6 +214,38 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(repairs, "GRACE_SECONDS", -10.0)
     assert repairs.survey(namespace, verify=True).whole, "and no object is left over"
     namespace.close()
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x", "4+2"])
+def test_draining(tmp_path: Path, redundancy: str) -> None:
+    """All goes elsewhere, of files that lie there alone too; then its disk may go."""
+    namespace = filled(tmp_path, redundancy, 7)
+    assert not repairs.drain(namespace, "disk1").failed
+    assert not namespace.places["disk1"].inventory()
+    whole(namespace, redundancy)
+    with pytest.raises(InvalidArgument, match="disk9 is no member"):
+        repairs.drain(namespace, "disk9")
+    namespace.close()
+
+
+def test_rebalancing(tmp_path: Path) -> None:
+    """Two more members: they get their part, and no more than that is moved."""
+    namespace = Namespace(directories(tmp_path, 4))
+    for i in range(40):
+        namespace.put(f"f{i}", pattern(40_000, i))
+    namespace.close()
+    grown = Namespace(directories(tmp_path, 6))
+    done = repairs.rebalance(grown)
+    assert not done.failed
+    held = {name: len(place.inventory()) for name, place in grown.places.items()}
+    assert sum(held.values()) == 80
+    assert min(held["disk4"], held["disk5"]) > 4
+    assert done.nbytes <= 40_000 * (held["disk4"] + held["disk5"]), "only what the new ones take"
+    for i in range(40):
+        assert grown.get(f"f{i}") == pattern(40_000, i)
+    assert not repairs.rebalance(grown).files
+    assert repairs.survey(grown, verify=True).whole
+    grown.close()
 
 
 SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(1000 if os.environ.get("CKPT_SOAK") else 15)

@@ -22,7 +22,7 @@ from ckpt.tools.common import count, emit, size
 if TYPE_CHECKING:
     from ckpt.aggregator.etcd import Announcement
     from ckpt.aggregator.namespace import Namespace
-    from ckpt.aggregator.repair import Survey
+    from ckpt.aggregator.repair import Repaired, Survey
 
 log = logging.getLogger("ckpt.node")
 
@@ -324,6 +324,41 @@ def repair(url: str, quick: bool, rate: int | None) -> int:
     for path, why in done.failed.items():
         emit(f"{path}: {why}")
     return int(bool(done.failed or found.missing))
+
+
+@admin.command("drain", context_settings=_SETTINGS)
+@click.argument("url")
+@click.argument("member")
+def drain(url: str, member: str) -> int:
+    """Move all that lies on MEMBER to the others, before its disk goes. Give it the weight 0 or --read-only first.
+
+    It still keeps records: the namespace bears its loss as that of any member.
+    """
+    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    with common.progress(0, "moving") as advance:
+        return _moved(repairs.drain(namespace, member, advance))
+
+
+@admin.command("rebalance", context_settings=_SETTINGS)
+@click.argument("url")
+def rebalance(url: str) -> int:
+    """Move files to where they would be written today: onto members that are new, or were away."""
+    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    with common.progress(0, "moving") as advance:
+        return _moved(repairs.rebalance(namespace, advance))
+
+
+def _moved(done: Repaired) -> int:
+    emit(f"{count(done.files, 'file')} moved, {size(done.nbytes)}")
+    for path, why in done.failed.items():
+        emit(f"{path}: {why}")
+    return int(bool(done.failed))
 
 
 def _surveyed(namespace: Namespace, verify: bool) -> Survey:
