@@ -347,6 +347,10 @@ class Namespace:
         """Change a record; what it is after that."""
         return self._ledger.update([f"/{path}"], decide)[f"/{path}"]
 
+    def office(self, name: str, decide: Decide) -> Value | None:
+        """Change a register of the namespace itself, whose name no path has; what it is after that."""
+        return self._ledger.update([name], decide)[name]
+
     def settle(self, names: Sequence[str]) -> None:
         """Give all members that keep these registers the newest value."""
         self._ledger.settle(names)

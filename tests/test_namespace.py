@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -468,3 +471,48 @@ def test_checkpoints(processes: list[Process]) -> None:
     processes[0].start()
     assert ckpt.open(url).steps() == [2]
     assert np.array_equal(ckpt.load(url)["w"], state["w"])
+
+
+RANK = """
+import os, sys
+import numpy as np
+import ckpt
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+whole = np.arange(4_000_000, dtype=np.float64).reshape(4000, 1000)
+def mine():
+    lines = np.array_split(np.arange(4000), size)[rank]
+    return lines[0], whole[lines[0] : lines[-1] + 1]
+first, part = mine()
+if sys.argv[1] == "save":
+    for step in range(2):
+        ckpt.save({"w": ckpt.Shard(part + step, whole.shape, (first, 0)), "step": step}, sys.argv[2], step)
+else:
+    into = np.zeros_like(part)
+    ckpt.load(sys.argv[2], like={"w": ckpt.Shard(into, whole.shape, (first, 0)), "step": 0})
+    assert np.array_equal(into, part + 1)
+print("done")
+"""
+
+
+def ranks(size: int, what: str, url: str) -> None:
+    """So many processes that know of each other by their environment only."""
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, what, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    for process in made:
+        out, err = process.communicate(timeout=120)
+        assert "done" in out, err
+
+
+def test_checkpoints_of_many_ranks(processes: list[Process]) -> None:
+    """They meet at the namespace, save there together, and load into other numbers of ranks with a node dead."""
+    url = f"ckpt://{','.join(p.address for p in processes)}/run"
+    ranks(4, "save", url)
+    processes[1].kill()
+    ranks(2, "load", url)
+    ranks(1, "load", url)
+    assert ckpt.open(url).steps() == [0, 1]

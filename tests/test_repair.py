@@ -344,3 +344,33 @@ def test_the_commands(tmp_path: Path) -> None:
     finally:
         for node in nodes:
             node.close()
+
+
+def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
+    """A lost disk is made whole by itself; when the node that does it dies, another goes on."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
+    url = f"ckpt://{','.join(node.address for node in nodes)}"
+    namespace, _ = open_namespace(url)
+    for i in range(6):
+        namespace.put(f"f{i}", pattern(100_000, i))
+    carers = [
+        Process(tmp_path / f"c{i}", "--repair", url, "--repair-every", "0.3", failpoints="") for i in range(2)
+    ]  # beside the namespace: they only look after it
+    try:
+        for victim in (0, 1):
+            for path in (tmp_path / f"n{victim}" / "objects").rglob("*"):
+                if path.is_file():
+                    path.unlink()
+            until = time.monotonic() + 60
+            while not repairs.survey(namespace).whole and time.monotonic() < until:
+                time.sleep(0.2)
+            assert repairs.survey(namespace, verify=True).whole
+            at_work = [c for c in carers if any("made whole" in line for line in c.log)]
+            assert len(at_work) == 1 + victim, "one at a time"
+            if not victim:
+                at_work[0].kill()
+        for i in range(6):
+            assert namespace.get(f"f{i}") == pattern(100_000, i)
+    finally:
+        for node in (*nodes, *carers):
+            node.close()

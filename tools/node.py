@@ -20,6 +20,7 @@ from ckpt.tools import common
 from ckpt.tools.common import count, emit, size
 
 if TYPE_CHECKING:
+    from ckpt.aggregator.caretaker import Caretaker
     from ckpt.aggregator.etcd import Announcement
     from ckpt.aggregator.namespace import Namespace
     from ckpt.aggregator.repair import Repaired, Survey
@@ -74,13 +75,16 @@ SIGTERM ends it once the writes under way are done.""",
 @click.option("--etcd", metavar="URL,…", help="Announce this node in etcd while it serves: http://host:2379,http://…")
 @click.option("--cluster", metavar="NAME", help="The cluster to announce it in. Goes with --etcd.")
 @click.option("--advertise", metavar="HOST:PORT", help="Where clients reach it; its name. Default: --listen. Goes with --etcd.")
+@click.option("--repair", "repairing", metavar="URL", help="Look after this namespace, when no other node does.")
+@click.option("--repair-every", default=600.0, show_default=True, metavar="SECONDS", help="How often it is looked through.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="How long SIGTERM waits for writes under way.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 @click.pass_context
 def command(
     context: click.Context, data: Path | None, listen: str, monitor: str | None, domain: str, capacity: int | None,
     token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
-    read_only: bool, etcd: str | None, cluster: str | None, advertise: str | None, drain_seconds: float,
+    read_only: bool, etcd: str | None, cluster: str | None, advertise: str | None, repairing: str | None,
+    repair_every: float, drain_seconds: float,
 ) -> int:  # fmt: skip
     """Serve the folder --data as one node, or (admin) look after a namespace of nodes."""
     if context.invoked_subcommand is not None:
@@ -108,7 +112,8 @@ def command(
         labels=_labels(domain),
     )
     at = _address(monitor, "--monitor") if monitor else (host, port + 1 if port else 0)
-    return _serve(data, capacity, (host, port), at, options, announcing, drain_seconds)
+    care = (repairing, repair_every) if repairing else None
+    return _serve(data, capacity, (host, port), at, options, announcing, care, drain_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,7 @@ def _announcing(endpoints: str | None, cluster: str | None, advertise: str | Non
 
 def _serve(
     data: Path, capacity: int | None, listen: tuple[str, int], monitor: tuple[str, int], options: object,
-    announcing: _Announcing | None, drain_seconds: float,
+    announcing: _Announcing | None, care: tuple[str, float] | None, drain_seconds: float,
 ) -> int:  # fmt: skip
     from ckpt.storage.device import Device
     from ckpt.storage.monitor import Monitor
@@ -187,7 +192,10 @@ def _serve(
         "serving %s at %s:%d (metrics at %s:%d), %s used, %s free, device %s",
         device.path, listen[0], server.port, monitor[0], monitoring.port, size(used), size(free), server.identity[:8],
     )  # fmt: skip
+    caretaker = _caretaker(server.identity, *care) if care else None
     stop.wait()  # it serves since it was made; `serve` would only wait, and take the signals
+    if caretaker is not None:
+        caretaker.close()
     if announced is not None:
         announced.close()
     log.info("draining: %d uploads under way", len(server.uploads))
@@ -199,6 +207,13 @@ def _serve(
     device.close()
     log.info("ended")
     return 0
+
+
+def _caretaker(identity: str, url: str, every: float) -> Caretaker:
+    from ckpt.aggregator.caretaker import Caretaker
+    from ckpt.aggregator.namespace import open_namespace
+
+    return Caretaker(open_namespace(url)[0], identity, every)
 
 
 def _token(file: Path | None) -> str | None:
