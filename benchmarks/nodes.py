@@ -88,11 +88,14 @@ def namespace(made: list[Node], redundancy: str):
 # --- bare Flight -----------------------------------------------------------------------------------------------
 
 BARE = """
-import sys, threading, pyarrow as pa, pyarrow.flight as f
+import os, sys, pyarrow as pa, pyarrow.flight as f
 data = pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.uint8(), 8 << 20, [None, pa.allocate_buffer(8 << 20)])], ["data"])
 class Server(f.FlightServerBase):
     def do_put(self, context, descriptor, reader, writer):
-        for chunk in reader: pass
+        out = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if len(sys.argv) > 1 else None
+        for chunk in reader:
+            if out is not None: os.write(out, chunk.data.column(0).buffers()[1])
+        if out is not None: os.close(out)
         writer.write(pa.py_buffer(b"done"))
     def do_get(self, context, ticket):
         return f.GeneratorStream(data.schema, (data for _ in range(int(ticket.ticket) // (8 << 20))))
@@ -100,12 +103,12 @@ s = Server("grpc+tcp://127.0.0.1:0"); print(s.port, flush=True); s.serve()
 """
 
 
-def bare(streams: int, files: int) -> tuple[float, float]:
-    """GB/s of put and get by Flight that does nothing with the bytes."""
+def bare(streams: int, files: int, *store: str) -> tuple[float, float]:
+    """GB/s of put and get by Flight that does nothing with the bytes, or only writes them into a file."""
     import pyarrow as pa
     import pyarrow.flight as flight
 
-    server = subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-c", BARE, *store], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     port = int(server.stdout.readline())
     clients = [flight.FlightClient(f"grpc+tcp://127.0.0.1:{port}", generic_options=[("x", i)]) for i in range(streams)]
@@ -157,16 +160,19 @@ def one_node(args: argparse.Namespace) -> None:
             with store.open(f"f{i}") as reader:
                 reader.read_into(0, buffers[i % streams])
 
-        puts, gets, bare_puts, bare_gets = [], [], [], []
+        puts, gets, bare_puts, bare_gets, storing = [], [], [], [], []
         with ThreadPoolExecutor(streams) as pool:
             for _ in range(3):
                 bare_put, bare_get = bare(streams, files)
                 bare_puts.append(bare_put)
                 bare_gets.append(bare_get)
+                storing.append(bare(1, files // 2, str(args.memory / "ckpt-bare"))[0])
+                (args.memory / "ckpt-bare").unlink()
                 puts.append(files * FILE_BYTES / 1e9 / timed(lambda: list(pool.map(put, range(files)))))
                 gets.append(files * FILE_BYTES / 1e9 / timed(lambda: list(pool.map(get, range(files)))))
     say("bare Flight, put of 64 MiB, 2 streams", median(bare_puts), "GB/s")
     say("bare Flight, get", median(bare_gets), "GB/s")
+    say("bare Flight that writes into a file on tmpfs, put, 1 stream", median(storing), "GB/s")
     say("one node on tmpfs, put of 64 MiB files, 2 at a time", median(puts), "GB/s")
     say("one node on tmpfs, get", median(gets), "GB/s")
     say("put / bare Flight (to reach 0.8)", median(puts) / median(bare_puts), "x")
