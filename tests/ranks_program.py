@@ -5,9 +5,11 @@ Its rank and size come from the group that is found by itself (torchrun, mpiexec
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,10 @@ def main() -> None:
     if "torch.distributed" in options.get("imports", []):
         import torch.distributed as dist
 
+        held = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()  # else its threads are alive when the process ends, which may abort it
+        gc.collect()
+        assert held() is None, "ckpt keeps the process group, and so its threads"
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def ends(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[str, A
 def run(command: Sequence[str]) -> list[dict[str, Any]]:
     """What the ranks of a launcher print, by rank."""
     done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, f"{done.stderr[:6000]}\n…\n{done.stderr[-3000:]}"
     lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
     return sorted((line for line in lines if "rank" in line), key=lambda line: int(line["rank"]))
 

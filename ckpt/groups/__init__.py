@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ckpt.groups.base import Alone, Group
@@ -12,8 +14,8 @@ from ckpt.storage.errors import InvalidArgument
 
 __all__ = ["Alone", "EnvGroup", "Group", "as_group", "detect"]
 
-_wrapped: dict[int, tuple[Any, Group]] = {}
-"""By the identity of what was wrapped, which is kept so that its number is not given to another."""
+_wrapped: dict[int, tuple[Callable[[], Any], Group]] = {}
+"""By the identity of what was wrapped, with what still gives that: once it is gone its number may be another's."""
 
 _by_environment: dict[Place, EnvGroup] = {}
 
@@ -30,9 +32,18 @@ def as_group(group: Any = "auto") -> Group:
         return Alone()
     if isinstance(group, Group):
         return group
-    if id(group) not in _wrapped:
-        _wrapped[id(group)] = (group, _wrap(group))
-    return _wrapped[id(group)][1]
+    known = _wrapped.get(id(group))
+    if known is None or known[0]() is not group:
+        known = _wrapped[id(group)] = (_reference(group), _wrap(group))
+    return known[1]
+
+
+def _reference(group: Any) -> Callable[[], Any]:
+    """Not held where that can be: a process group that the user destroys must go, with its threads."""
+    try:
+        return weakref.ref(group)
+    except TypeError:
+        return lambda: group
 
 
 def detect() -> Group:

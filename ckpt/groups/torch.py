@@ -5,6 +5,7 @@ How long a rank waits for the others is the process group's own timeout.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ class TorchGroup(Group):
         import torch
         import torch.distributed as dist
 
-        self._group = dist.group.WORLD if group is None else group
+        # Not held: one that the user destroys must go, or its threads are alive when the process ends, and may abort it.
+        self._weak = weakref.ref(dist.group.WORLD if group is None else group)
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
         self._members = dist.get_process_group_ranks(self._group)  # messages go to global ranks, in a subgroup too
@@ -34,6 +36,13 @@ class TorchGroup(Group):
         self._device = torch.device(kind, index)
         # Point to point on the device would take its memory, and its time from the training.
         self.can_exchange = kind == "cpu"
+
+    @property
+    def _group(self) -> Any:
+        found = self._weak()
+        if found is None:
+            raise ValueError("the process group was destroyed")  # told as GroupError
+        return found
 
     def all_gather(self, data: bytes) -> list[bytes]:
         import torch
