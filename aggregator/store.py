@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ckpt.aggregator.namespace import open_namespace
 from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.errors import AlreadyExists, NotFound
+from ckpt.storage.errors import AlreadyExists
 
 
 class NamespaceStore(Store):
@@ -47,13 +47,6 @@ class NamespaceStore(Store):
 
     def delete(self, names: Iterable[str]) -> None:
         self._namespace.delete([self._path(name) for name in names])
-
-    def exists(self, name: str) -> bool:
-        try:
-            self.open(name).close()
-        except NotFound:
-            return False
-        return True
 
     def _path(self, name: str) -> str:
         check_name(name)
