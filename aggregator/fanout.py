@@ -35,11 +35,15 @@ class Health:
     def failed(self, name: str) -> None:
         """A member did not answer."""
         with self._lock:
-            until, times = self._down.get(name, (0.0, 0))
-            if time.monotonic() < until:
-                return  # a call that began before the first failure was known
-            pause = min(self._most_seconds, self._first_seconds * 2**times)
-            self._down[name] = (time.monotonic() + pause, times + 1)
+            until, _ = self._down.get(name, (0.0, 0))
+            if time.monotonic() >= until:  # else of a call that began before the first failure was known
+                self._leave_alone(name)
+
+    def _leave_alone(self, name: str) -> None:
+        """For a while, longer each time. Under the lock."""
+        _, times = self._down.get(name, (0.0, 0))
+        pause = min(self._most_seconds, self._first_seconds * 2**times)
+        self._down[name] = (time.monotonic() + pause, times + 1)
 
     def answered(self, name: str) -> None:
         """A member answered."""
@@ -69,9 +73,7 @@ class Health:
             probe(name)
         except StoreError:
             with self._lock:
-                _, times = self._down.get(name, (0.0, 0))
-                pause = min(self._most_seconds, self._first_seconds * 2**times)
-                self._down[name] = (time.monotonic() + pause, times + 1)
+                self._leave_alone(name)
         else:
             self.answered(name)
 
@@ -124,7 +126,7 @@ class FanOut:
         for name in calls:
             if name not in answers and name not in errors:
                 errors[name] = Unavailable(f"{name} {'did not answer lately' if name in later else 'has not answered yet'}")
-        return answers, errors  # fmt: skip
+        return answers, errors
 
     def _each(
         self, calls: Mapping[str, Callable[[], T]], seconds: float, blame: bool

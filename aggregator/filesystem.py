@@ -12,7 +12,7 @@ import functools
 import io
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -389,6 +389,3 @@ def _sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: A
     from fsspec.asyn import sync
 
     return sync(fs.loop, call, *args, **options)
-
-
-__all__: Sequence[str] = ["CkptFile", "CkptFileSystem"]

@@ -19,7 +19,7 @@ from ckpt.aggregator.files import INLINE_BYTES, File, Head, Layout
 from ckpt.aggregator.ledger import Decide, Keepers, Ledger
 from ckpt.aggregator.members import Config, parse_url
 from ckpt.aggregator.place import Place
-from ckpt.aggregator.placement import _shared
+from ckpt.aggregator.placement import shared
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.aggregator.writing import FileWriter, Gone, new_version
@@ -72,7 +72,6 @@ class Namespace:
         self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds)
         self._ring: ring.Ring | None = None
         self._opening = threading.Lock()
-        self._suspects: set[tuple[str, str, str]] = set()
         self._process = os.getpid()
 
     @property
@@ -97,7 +96,7 @@ class Namespace:
     def nearness(self, member: str) -> int:
         """How many of the widest failure domains a member shares with this host."""
         place = self.places.get(member)
-        return 0 if place is None else _shared(self.config.near, place.member.spot.domain)
+        return 0 if place is None else shared(self.config.near, place.member.spot.domain)
 
     def take_scratch(self, nbytes: int) -> np.ndarray:
         """Memory for parity, used again and again."""
@@ -322,15 +321,6 @@ class Namespace:
                 doomed[holder.member].append(holder.name)
         self.discard(doomed)
 
-    def suspect(self, path: str, version: str, name: str) -> None:
-        """Note an object that failed its check."""
-        self._suspects.add((path, version, name))
-
-    @property
-    def suspects(self) -> set[tuple[str, str, str]]:
-        """Objects that failed their check: path, version, object."""
-        return set(self._suspects)
-
     def restore(self, path: str, version: str, layout: Layout, gone: Gone) -> Layout:
         """The layout with what is gone made anew on other members."""
         from ckpt.aggregator.restoring import restore
@@ -389,5 +379,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-__all__ = ["Namespace", "StoreError", "check_path", "open_namespace"]

@@ -48,8 +48,8 @@ class Place:
 
     def sweep(self, older_seconds: float) -> None:
         """Remove what dead writers left half-written. A node does so itself."""
-        if self.member.folder is not None:
-            Device(self.member.folder).sweep(older_seconds)
+        if isinstance(self._node, Device):
+            self._node.sweep(older_seconds)
 
     def quarantine(self, name: str) -> None:
         """Put a damaged object where no reader finds it."""

@@ -54,7 +54,7 @@ def choose(
         def order(item: tuple[Spot, float], first: bool = first) -> tuple[object, ...]:
             spot, drawn = item
             crowded = tuple(used.get(prefix, 0) for prefix in _prefixes(spot))
-            return (-_shared(near, spot.domain) if first else 0, crowded, -drawn, spot.name)
+            return (-shared(near, spot.domain) if first else 0, crowded, -drawn, spot.name)
 
         spot, _ = min(left.values(), key=order)
         del left[spot.name]
@@ -78,7 +78,7 @@ def _prefixes(spot: Spot) -> list[tuple[str, ...]]:
     return [spot.domain[: i + 1] for i in range(len(spot.domain))]
 
 
-def _shared(near: Sequence[str], domain: Sequence[str]) -> int:
+def shared(near: Sequence[str], domain: Sequence[str]) -> int:
     """How many of the widest domains are the same."""
     count = 0
     for mine, other in zip(near, domain, strict=False):

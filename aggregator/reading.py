@@ -197,7 +197,6 @@ class FileReader(Reader):
             holder = layout.holders[fragment.holder]
             how = "damaged" if got == len(data) else "cut"
             told = f"{holder.name} on {holder.member} is {how} at {fragment.position + begin}"
-            self._namespace.suspect(self._path, self.file.head.version, holder.name)
             log.warning("%s of %s: %s; reading it from elsewhere", self._path, self._namespace.url, told)
             raise Unavailable(told)
         if not direct:

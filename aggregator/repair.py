@@ -19,7 +19,8 @@ from ckpt.aggregator import files
 from ckpt.aggregator.files import File, Layout, share_bytes
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.placement import choose
-from ckpt.aggregator.restoring import Gone, compact, restore
+from ckpt.aggregator.restoring import compact, restore
+from ckpt.aggregator.writing import Gone
 from ckpt.storage.errors import CkptError, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.registers import Damaged, Record, Value
 
@@ -288,7 +289,7 @@ def repair(
             doomed = sorted(set(names) & set(last.orphans.get(member, ())))
             namespace.discard({member: doomed})
             done.orphans += len(doomed)
-    if not found.missing and not namespace.ring_missing():
+    if not found.missing:
         _admit(namespace)
     for place in namespace.places.values():
         place.sweep(GRACE_SECONDS)
@@ -297,14 +298,17 @@ def repair(
 
 def _admit(namespace: Namespace) -> None:
     """Let members vote on what they have no record of, whose registers were lost: the others' records are back on them."""
+    registers = {spot.name: namespace.places[spot.name].registers for spot in namespace.ring.members}
+    answers, _ = namespace.fan_out.ask({m: partial(r.read, ["/ "]) for m, r in registers.items()}, namespace.commit_seconds)
+    waiting = [m for m, (answer,) in answers.items() if isinstance(answer, Damaged)]  # of a name that no file has
+    if not waiting:
+        return
     left = survey(namespace)
     if left.missing or left.lagging:
         return
-    for member in (spot.name for spot in namespace.ring.members):
-        registers = namespace.places[member].registers
-        if isinstance(registers.read(["/ "])[0], Damaged):  # a name that no file has
-            log.warning("the registers of %s are whole again", member)
-            registers.complete()
+    for member in waiting:
+        log.warning("the registers of %s are whole again", member)
+        registers[member].complete()
 
 
 # --- moving ----------------------------------------------------------------------------------------------------

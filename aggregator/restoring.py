@@ -196,6 +196,3 @@ def _sums_of(layout: Layout, piece: Piece, number: int, share: np.ndarray) -> by
         if known != found:
             raise IntegrityError("a copy changed while it was copied")
     return found
-
-
-__all__ = ["Gone", "compact", "restore"]

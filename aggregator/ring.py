@@ -15,7 +15,7 @@ from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.ledger import Keepers, Ledger
 from ckpt.aggregator.placement import Spot, choose
 from ckpt.aggregator.redundancy import Quorum, quorum
-from ckpt.storage.errors import IntegrityError, StoreError, Unavailable
+from ckpt.storage.errors import IntegrityError, Unavailable
 from ckpt.storage.registers import Record, Registers, Value
 
 NAME = "ring"
@@ -105,6 +105,3 @@ def decode(value: Value) -> Ring:
         return Ring(epoch, tuple(Spot(name, tuple(domain)) for name, domain in members), tolerated)
     except (ValueError, TypeError) as error:
         raise IntegrityError(f"the record of the members can't be read: {error}") from error
-
-
-__all__ = ["NAME", "Ring", "StoreError", "find"]

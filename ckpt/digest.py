@@ -7,9 +7,10 @@ from typing import Any
 
 import xxhash
 
+from ckpt.storage import sums
 from ckpt.storage.errors import FormatError
 
-CELL_BYTES = 256 << 10
+CELL_BYTES = sums.CELL_BYTES
 """An uncompressed block keeps a checksum of each such part, so that a part can be read alone and still be verified."""
 
 _CHUNK = 1 << 20  # hashed while it is still in the second-level cache
@@ -54,6 +55,5 @@ def digest_and_cells(algorithm: str, data: memoryview) -> tuple[bytes, bytes]:
     for start in range(0, len(data), _CHUNK):
         chunk = data[start : start + _CHUNK]
         whole.update(chunk)
-        for cell in range(0, len(chunk), CELL_BYTES):
-            cells += checksum(chunk[cell : cell + CELL_BYTES]).to_bytes(8, "little")
+        cells += sums.cells(chunk)
     return whole.digest(), bytes(cells)

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ class Here:
         self.server.drain(0)
         self.server.shutdown()
         self.device.close()
+
+
+@contextmanager
+def three_nodes(folder: Path) -> Iterator[str]:
+    """Nodes in this process, as they stand in a URL."""
+    nodes = [Here(folder / f"n{i}") for i in range(3)]
+    yield ",".join(node.address for node in nodes)
+    for node in nodes:
+        node.close()
 
 
 class Process:

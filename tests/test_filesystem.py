@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cluster import Here
+from cluster import three_nodes
 from fsspec.tests.abstract import (
     AbstractCopyTests,
     AbstractFixtures,
@@ -32,11 +32,8 @@ from ckpt.storage.testing import pattern
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Three nodes, as they stand in a URL."""
-    folder = tmp_path_factory.mktemp("nodes")
-    nodes = [Here(folder / f"n{i}") for i in range(3)]
-    yield ",".join(node.address for node in nodes)
-    for node in nodes:
-        node.close()
+    with three_nodes(tmp_path_factory.mktemp("nodes")) as found:
+        yield found
 
 
 @pytest.fixture

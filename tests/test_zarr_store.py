@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster import Here
+from cluster import three_nodes
 from zarr.core.buffer import Buffer, cpu
 from zarr.storage import FsspecStore
 from zarr.testing.store import StoreTests
@@ -19,11 +19,9 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("nodes")
-    nodes = [Here(folder / f"n{i}") for i in range(3)]
-    yield ",".join(node.address for node in nodes)
-    for node in nodes:
-        node.close()
+    """Three nodes, as they stand in a URL."""
+    with three_nodes(tmp_path_factory.mktemp("nodes")) as found:
+        yield found
 
 
 class TestZarrStore(StoreTests[FsspecStore, cpu.Buffer]):
