@@ -108,6 +108,10 @@ class Etcd:
         answer = self._call("kv/txn", {"compare": [unchanged], "success": puts})
         return bool(answer.get("succeeded"))
 
+    def delete(self, key: str) -> None:
+        """Remove a key, if it is there."""
+        self._call("kv/deleterange", {"key": _text(key)})
+
     def grant(self, ttl: float) -> int:
         """A new lease. etcd makes it longer where it is shorter than its own elections."""
         return _number(self._call("lease/grant", {"TTL": str(max(1, round(ttl)))}), "ID")
@@ -302,6 +306,11 @@ def members(endpoints: Sequence[str], cluster: str, seconds: float = 5.0) -> tup
             lively = items.get(f"{folder}members/{name}")
             found.append(Registered(name, _facts(lively or items[key]), lively is not None))
     return tuple(found)
+
+
+def forget(endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0) -> None:
+    """Let a member belong to a cluster no more. One that is up announces itself again."""
+    Etcd(endpoints, seconds).delete(f"{_folder(check_cluster(cluster))}known/{name}")
 
 
 def _facts(item: Item) -> Facts:

@@ -14,6 +14,9 @@ right above the one that it replaces and below every later two-phase ballot, and
 ballot takes no direct change of what its proposer may have read. So a direct change that a quorum has taken is seen by every
 later promise of a quorum, as the newest value or as the root of that; one that fewer have taken is a value whose author
 still waits, and finds out in two phases whether it stands.
+
+While the members that keep records change (`aggregator/succession.py`), a path has two groups of members: what is agreed
+must be agreed in both, in two phases.
 """
 
 from __future__ import annotations
@@ -25,22 +28,19 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.redundancy import Quorum
-from ckpt.storage.errors import StoreError, Unavailable
+from ckpt.storage.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.registers import NONE, Answer, Ballot, Change, Damaged, Record, Registers, Value
 
 log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
-
-Known = Mapping[str, Mapping[str, Answer]]
-"""Answers by path and member."""
 
 Decide = Callable[[str, Value | None], Value | None]
 """From the path and its value to the new value, or None to leave it. Asked again where others compete, and it must then
@@ -53,23 +53,51 @@ _PATIENCE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Keepers:
-    """The members that keep the register of a path."""
+class Group:
+    """Members that keep the register of a path, and how many of them decide."""
 
     members: tuple[str, ...]
     quorum: Quorum
 
 
+@dataclass(frozen=True, slots=True)
+class Keepers:
+    """The groups of a path: one, or while its record moves two. What is agreed is agreed in each."""
+
+    groups: tuple[Group, ...]
+    epoch: int = 0
+    """Of the ring that says so."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        if len(self.groups) == 1:
+            return self.groups[0].members
+        return tuple(dict.fromkeys(m for group in self.groups for m in group.members))
+
+    def can_write(self, members: Collection[str]) -> bool:
+        """Whether these are a quorum for a change."""
+        return all(sum(m in members for m in g.members) >= g.quorum.write for g in self.groups)
+
+    def can_read(self, members: Collection[str]) -> bool:
+        """Whether these are a quorum for reading."""
+        return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
+
+
 class Ledger:
-    """The values of paths."""
+    """The values of paths.
+
+    keepers: who keeps these paths, all by one ring. renew: called where they say that it is others.
+    """
 
     def __init__(
-        self, registers: Mapping[str, Registers], keepers: Callable[[str], Keepers], fan_out: FanOut, seconds: float = 30.0
-    ) -> None:
+        self, registers: Mapping[str, Registers], keepers: Callable[[Sequence[str]], dict[str, Keepers]], fan_out: FanOut,
+        seconds: float = 30.0, renew: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._registers = registers
         self._keepers = keepers
         self._fan_out = fan_out
         self._seconds = seconds
+        self._renew = renew
         self._me = secrets.token_hex(8)
         self._proposals = itertools.count()
 
@@ -78,43 +106,65 @@ class Ledger:
     def read(self, paths: Sequence[str]) -> dict[str, Value | None]:
         """The value of each path; Unavailable where too few of its members answer."""
         found: dict[str, Value | None] = {}
-        unsettled: list[str] = []
         for batch in _batches(paths):
-            keepers = {path: self._keepers(path) for path in batch}
+            found |= self.lately(functools.partial(self._read, batch))
+        return found
 
-            def enough(path: str, got: Mapping[str, Answer], keepers: Mapping[str, Keepers] = keepers) -> bool:
-                return _agreed(keepers[path], got)
+    def _read(self, paths: Sequence[str]) -> dict[str, Value | None]:
+        keepers = self._keepers(paths)
+        epoch = _epoch(keepers)
 
-            # As many as must agree, those that answer; the others only if these do not.
-            few = {path: self._likely(kept) for path, kept in keepers.items()}
-            answers, errors = self._ask(few, lambda registers, names: registers.read(names), enough, _PATIENCE_SECONDS)
-            open_ones = [path for path in batch if not enough(path, answers[path])]
-            if open_ones:
-                rest = {path: [m for m in keepers[path].members if m not in answers[path]] for path in open_ones}
+        def read(registers: Registers, names: list[str]) -> list[Answer]:
+            return registers.read(names, epoch)
 
-                def enough_now(path: str, got: Mapping[str, Answer], known: Known = answers) -> bool:
-                    return enough(path, {**known[path], **got})
+        def enough(path: str, got: Mapping[str, Answer]) -> bool:
+            return _agreed(got, keepers[path].can_write)
 
-                more, failed = self._ask(rest, lambda registers, names: registers.read(names), enough_now)
-                for path in open_ones:
-                    answers[path] |= more[path]
-                errors |= failed
-            for path in batch:
-                records = [a for a in answers[path].values() if isinstance(a, Record)]
-                self._require(path, keepers[path].quorum.read, len(records), answers[path], errors, "read")
-                newest = max(records, key=lambda r: r.accepted)
-                same = sum(r.accepted == newest.accepted for r in records)
-                if same < keepers[path].quorum.read and newest.value is not None:
-                    unsettled.append(path)
-                found[path] = newest.value
+        # As many as a change needs, of those that answer; the others only if these are too few to read, or do not agree.
+        few = {path: self._likely(kept) for path, kept in keepers.items()}
+        answers, errors = self._ask(few, read, enough, _PATIENCE_SECONDS)
+        open_ones = [path for path in paths if not _agreed(answers[path], keepers[path].can_read)]
+        if open_ones:
+            rest = {path: [m for m in keepers[path].members if m not in answers[path]] for path in open_ones}
+            more, failed = self._ask(rest, read, lambda path, got: enough(path, {**answers[path], **got}))
+            for path in open_ones:
+                answers[path] |= more[path]
+            errors |= failed
+        found: dict[str, Value | None] = {}
+        unsettled: list[str] = []
+        for path in paths:
+            records = {m: a for m, a in answers[path].items() if isinstance(a, Record)}
+            if not keepers[path].can_read(records):
+                raise _too_few(path, keepers[path], False, answers[path], errors)
+            newest = max(records.values(), key=lambda r: r.accepted)
+            same = {m for m, r in records.items() if r.accepted == newest.accepted}
+            # One of two that is left alone can't settle anything. What it has may be half-done: later it may not be seen for a
+            # while, but never is it undone.
+            kept = keepers[path]
+            agreed = kept.can_write(same) or (kept.can_read(same) and not kept.can_write(records))
+            if not agreed and newest.value is not None:
+                unsettled.append(path)
+            found[path] = newest.value
         if unsettled:  # a change was left half-done: first the newest value is made the one for all
             found |= self._in_two_phases(unsettled, lambda _, value: None)
         return found
 
-    def settle(self, paths: Sequence[str]) -> None:
-        """Give every member that answers the newest value of these paths."""
+    def settle(self, paths: Sequence[str], everywhere: bool = True) -> None:
+        """Give a quorum, or every member that answers, the newest value of these paths."""
         for batch in _batches(paths):
-            self._in_two_phases(list(batch), lambda _, value: None, everywhere=True)
+            self.lately(functools.partial(self._in_two_phases, batch, lambda _, value: None, everywhere))
+
+    def lately(self, work: Callable[[], T]) -> T:
+        """Do some work, again where it went by an old ring."""
+        until = time.monotonic() + 2 * self._seconds
+        while True:
+            try:
+                return work()
+            except Outdated as error:
+                if time.monotonic() > until:
+                    raise Unavailable(f"{error}; they still change, or this process can't learn of it") from error
+                self._renew()
+                time.sleep(0.02)
 
     # --- changing ----------------------------------------------------------------------------------------------
 
@@ -122,22 +172,29 @@ class Ledger:
         """Change the values of paths; what each is after that. fresh: nothing is expected to be there yet."""
         found: dict[str, Value | None] = {}
         for batch in _batches(paths):
-            left = self._directly(batch, decide, fresh, found)
-            if left:
-                found |= self._in_two_phases(left, decide)
+            found |= self.lately(functools.partial(self._update, batch, decide, fresh))
         return found
+
+    def _update(self, paths: Sequence[str], decide: Decide, fresh: bool) -> dict[str, Value | None]:
+        found: dict[str, Value | None] = {}
+        left = self._directly(paths, decide, fresh, found)
+        return found | self._in_two_phases(left, decide) if left else found
 
     def _directly(self, paths: Sequence[str], decide: Decide, fresh: bool, found: dict[str, Value | None]) -> list[str]:
         """The paths that could not be changed so."""
-        every = {path: self._keepers(path) for path in paths}
-        keepers = {path: kept for path, kept in every.items() if not self._fan_out.health.down(kept.members[0])}
+        every = self._keepers(paths)
+        epoch = _epoch(every)
+        keepers = {
+            path: kept
+            for path, kept in every.items()
+            if len(kept.groups) == 1 and not self._fan_out.health.down(kept.members[0])
+        }
         left = [path for path in paths if path not in keepers]
         paths = list(keepers)
         seen: dict[str, dict[str, Answer]] = {path: {} for path in paths}
         if not fresh:
-            seen, _ = self._ask(
-                {path: (kept.members[:1]) for path, kept in keepers.items()}, lambda registers, names: registers.read(names)
-            )
+            firsts = {path: kept.members[:1] for path, kept in keepers.items()}
+            seen, _ = self._ask(firsts, lambda registers, names: registers.read(names, epoch))
         changes: dict[str, Change] = {}
         for path in paths:
             record = Record() if fresh else seen[path].get(keepers[path].members[0])
@@ -151,16 +208,16 @@ class Ledger:
             changes[path] = Change(path, record.accepted, new)
 
         def change(registers: Registers, names: list[str]) -> list[bool]:
-            return registers.change([changes[name] for name in names], self._me)
+            return registers.change([changes[name] for name in names], self._me, epoch)
 
         failpoint("ledger.change")
-        firsts, _ = self._ask({path: keepers[path].members[:1] for path in changes}, change)
-        left += [path for path in changes if True not in firsts[path].values()]
-        passed = {path: keepers[path] for path in changes if True in firsts[path].values()}
+        took, _ = self._ask({path: keepers[path].members[:1] for path in changes}, change)
+        left += [path for path in changes if True not in took[path].values()]
+        passed = {path: keepers[path] for path in changes if True in took[path].values()}
         failpoint("ledger.changed")
 
         def enough(path: str, got: Mapping[str, bool]) -> bool:
-            return 1 + sum(got.values()) >= passed[path].quorum.write
+            return passed[path].can_write({passed[path].members[0], *(m for m, yes in got.items() if yes)})
 
         others, _ = self._ask({path: kept.members[1:] for path, kept in passed.items()}, change, enough)
         for path in passed:
@@ -170,7 +227,7 @@ class Ledger:
                 left.append(path)
         return left
 
-    def _in_two_phases(self, paths: list[str], decide: Decide, everywhere: bool = False) -> dict[str, Value | None]:
+    def _in_two_phases(self, paths: Sequence[str], decide: Decide, everywhere: bool = False) -> dict[str, Value | None]:
         until = time.monotonic() + self._seconds
         found: dict[str, Value | None] = {}
         highest = NONE
@@ -190,15 +247,16 @@ class Ledger:
         return found
 
     def _round(
-        self, paths: list[str], decide: Decide, ballot: Ballot, found: dict[str, Value | None], everywhere: bool
+        self, paths: Sequence[str], decide: Decide, ballot: Ballot, found: dict[str, Value | None], everywhere: bool
     ) -> tuple[list[str], Ballot]:
         """One try; the paths to try again, and the highest ballot that stood in the way."""
-        keepers = {path: self._keepers(path) for path in paths}
+        keepers = self._keepers(paths)
+        epoch = _epoch(keepers)
         failpoint("ledger.prepare")
         promises, errors = self._ask(
-            _members(keepers),
-            lambda registers, names: registers.prepare(names, ballot),
-            lambda path, got: not everywhere and _settled(_promises(got, ballot), keepers[path].quorum.write),
+            {path: kept.members for path, kept in keepers.items()},
+            lambda registers, names: registers.prepare(names, ballot, epoch),
+            lambda path, got: not everywhere and _settled(_promises(got, ballot), keepers[path]),
         )
         again: list[str] = []
         highest = ballot
@@ -206,10 +264,11 @@ class Ledger:
         promised: dict[str, set[str]] = {}
         for path in paths:
             records = {m: r for m, r in promises[path].items() if isinstance(r, Record)}
-            self._require(path, keepers[path].quorum.write, len(records), promises[path], errors, "change")
+            if not keepers[path].can_write(records):
+                raise _too_few(path, keepers[path], True, promises[path], errors)
             highest = max([highest, *(r.promised for r in records.values())])
             good = {m: r for m, r in records.items() if r.promised == ballot}
-            if len(good) < keepers[path].quorum.write:
+            if not keepers[path].can_write(good):
                 again.append(path)
                 continue
             newest = max(good.values(), key=lambda r: r.accepted)
@@ -224,35 +283,40 @@ class Ledger:
         failpoint("ledger.accept")
         accepted, _ = self._ask(
             {path: keepers[path].members for path in values},
-            lambda registers, names: registers.accept([(name, values[name]) for name in names], ballot),
+            lambda registers, names: registers.accept([(name, values[name]) for name in names], ballot, epoch=epoch),
             lambda path, got: (
                 not everywhere
                 # A damaged register says no whatever the ballot.
-                and _settled([yes for m, yes in got.items() if yes or m in promised[path]], keepers[path].quorum.write)
+                and _settled({m: yes for m, yes in got.items() if yes or m in promised[path]}, keepers[path])
             ),
         )
         failpoint("ledger.accepted")
         for path, value in values.items():
-            if sum(a is True for a in accepted[path].values()) >= keepers[path].quorum.write:
+            if keepers[path].can_write({m for m, yes in accepted[path].items() if yes}):
                 found[path] = value
-                self._heal(path, value, ballot, promises[path])
+                self._heal(path, value, ballot, promises[path], epoch)
             else:
                 again.append(path)
         return again, highest
 
-    def _heal(self, path: str, value: Value, ballot: Ballot, answers: Mapping[str, Answer]) -> None:
+    def _heal(self, path: str, value: Value, ballot: Ballot, answers: Mapping[str, Answer], epoch: int) -> None:
         """Put the value in the place of damaged records: a quorum of the other members has promised and taken it."""
         for member, answer in answers.items():
             if isinstance(answer, Damaged):
                 try:
-                    self._registers[member].accept([(path, value)], ballot, heal=True)
+                    self._registers[member].accept([(path, value)], ballot, heal=True, epoch=epoch)
                     log.warning("the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
                 except StoreError as error:
                     log.info("the damaged record of %s on %s stays: %s", path, member, error)
 
     def _likely(self, kept: Keepers) -> Sequence[str]:
-        """As many members as a read needs, those that answered lately first."""
-        return sorted(kept.members, key=self._fan_out.health.down)[: kept.quorum.read]
+        """As many members as a change needs, or at least a read, those that answered lately first."""
+        found: dict[str, None] = {}
+        for group in kept.groups:
+            down = [m for m in group.members if self._fan_out.health.down(m)]
+            up = [m for m in group.members if m not in down][: group.quorum.write]
+            found |= dict.fromkeys([*up, *down][: max(len(up), group.quorum.read)])
+        return list(found)
 
     # --- asking ------------------------------------------------------------------------------------------------
 
@@ -281,39 +345,44 @@ class Ledger:
 
         calls = {m: functools.partial(call, self._registers[m], names[m]) for m in names}
         answers, errors = self._fan_out.ask(calls, patience or self._seconds, all_enough)
+        for error in errors.values():
+            if isinstance(error, Outdated):
+                raise error
         return by_path(answers), errors
 
-    def _require(
-        self, path: str, needed: int, have: int, answers: Mapping[str, Answer], errors: Mapping[str, StoreError], doing: str
-    ) -> None:
-        if have >= needed:
-            return
-        members = self._keepers(path).members
-        reasons = [f"{m}: {a.reason}" for m, a in answers.items() if isinstance(a, Damaged)]
-        reasons += [f"{m}: {e}" for m, e in errors.items() if m in members]
-        raise Unavailable(
-            f"can't {doing} {path}: {have} of the {len(members)} members that keep its record answer, {needed} are needed "
-            f"({'; '.join(reasons)}); start the missing ones"
-        )
+
+def _epoch(keepers: Mapping[str, Keepers]) -> int:
+    return next((kept.epoch for kept in keepers.values()), 0)
 
 
-def _members(keepers: Mapping[str, Keepers]) -> dict[str, Sequence[str]]:
-    return {path: kept.members for path, kept in keepers.items()}
+def _too_few(
+    path: str, keepers: Keepers, writing: bool, answers: Mapping[str, Answer], errors: Mapping[str, StoreError]
+) -> Unavailable:
+    """The error of the first group that has no quorum."""
+    have = {m for m, a in answers.items() if isinstance(a, Record)}
+    needed = {g: g.quorum.write if writing else g.quorum.read for g in keepers.groups}
+    group = next(g for g in keepers.groups if len(have.intersection(g.members)) < needed[g])
+    reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, Damaged)]
+    reasons += [f"{m}: {e}" for m, e in errors.items() if m in group.members]
+    return Unavailable(
+        f"can't {'change' if writing else 'read'} {path}: {len(have.intersection(group.members))} of the {len(group.members)} "
+        f"members that keep its record answer, {needed[group]} are needed ({'; '.join(reasons)}); start the missing ones"
+    )
 
 
-def _agreed(keepers: Keepers, got: Mapping[str, Answer]) -> bool:
-    """Whether these answers to a read are enough: so many, and all the same."""
-    records = [a for a in got.values() if isinstance(a, Record)]
-    return len(records) >= keepers.quorum.read and len({r.accepted for r in records}) == 1
+def _agreed(got: Mapping[str, Answer], enough: Callable[[Collection[str]], bool]) -> bool:
+    """Whether these answers to a read are enough, and all the same."""
+    records = {m: a for m, a in got.items() if isinstance(a, Record)}
+    return enough(records) and len({r.accepted for r in records.values()}) == 1
 
 
-def _promises(got: Mapping[str, Answer], ballot: Ballot) -> list[bool]:
-    return [a.promised == ballot for a in got.values() if isinstance(a, Record)]
+def _promises(got: Mapping[str, Answer], ballot: Ballot) -> dict[str, bool]:
+    return {m: a.promised == ballot for m, a in got.items() if isinstance(a, Record)}
 
 
-def _settled(votes: Sequence[bool], needed: int) -> bool:
+def _settled(votes: Mapping[str, bool], keepers: Keepers) -> bool:
     """Whether no more votes need be waited for: a quorum is for it, or a higher ballot has stood in the way."""
-    return sum(votes) >= needed or (len(votes) >= needed and not all(votes))
+    return keepers.can_write({m for m, yes in votes.items() if yes}) or (keepers.can_write(votes) and not all(votes.values()))
 
 
 def _batches(paths: Sequence[str]) -> list[Sequence[str]]:

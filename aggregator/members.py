@@ -71,6 +71,8 @@ class Config:
     redundancy: Redundancy
     near: tuple[str, ...] = ()
     access: Access = field(default_factory=Access)
+    announced: str = ""
+    """The URL of etcd, where the members are from there."""
 
 
 def parse_url(url: str) -> tuple[Config, str]:
@@ -120,8 +122,9 @@ def from_table(name: str, table: Mapping[str, Any], where: str) -> Config:
     if unknown := set(table) - _KEYS:
         raise InvalidArgument(f"{where}: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(_KEYS))}")
     try:
-        given = table["members"]
+        given, announced = table["members"], ""
         if isinstance(given, str):
+            announced = given
             members, usual = _announced(where, given), parse("2x")  # not 1x because only one node has started yet
         else:
             members = tuple(_member(where, m if isinstance(m, dict) else {"url": m}) for m in given)
@@ -132,7 +135,12 @@ def from_table(name: str, table: Mapping[str, Any], where: str) -> Config:
         if isinstance(error, InvalidArgument):
             raise
         raise InvalidArgument(f"{where}: {error!r}; see the documentation of the namespace") from error
-    return _with_access(Config(name, members, redundancy, near), table)
+    return _with_access(Config(name, members, redundancy, near, announced=announced), table)
+
+
+def is_address(name: str) -> bool:
+    """Whether the name of a member says where it is: host:port."""
+    return _ADDRESS.fullmatch(name) is not None
 
 
 def check(config: Config) -> Config:

@@ -10,25 +10,30 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from ckpt.aggregator import files, ring
+from ckpt.aggregator import files
+from ckpt.aggregator import ring as rings
 from ckpt.aggregator.fanout import FanOut, Health
 from ckpt.aggregator.files import INLINE_BYTES, File, Head, Layout
 from ckpt.aggregator.ledger import Decide, Keepers, Ledger
-from ckpt.aggregator.members import Config, parse_url
+from ckpt.aggregator.members import Config, Member, is_address, parse_url
 from ckpt.aggregator.place import Place
 from ckpt.aggregator.placement import shared
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.aggregator.writing import FileWriter, Gone, new_version
 from ckpt.storage.base import Buffer
-from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, StoreError, Unavailable
+from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import Damaged, Value
+from ckpt.storage.registers import Answer, Damaged, Registers, Value
 
 log = logging.getLogger("ckpt")
+
+Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
+"""Names and records, by member."""
 
 PATH_BYTES = 1024
 _PIECE_BYTES = 8 << 20
@@ -69,29 +74,50 @@ class Namespace:
         self.reads = FanOut(health)
         self.scratch: list[np.ndarray] = []
         self._registers = {name: place.registers for name, place in self.places.items()}
-        self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds)
-        self._ring: ring.Ring | None = None
+        self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds, self.renew)
+        self._ring: rings.Ring | None = None
         self._opening = threading.Lock()
         self._process = os.getpid()
 
     @property
-    def ring(self) -> ring.Ring:
+    def ring(self) -> rings.Ring:
         """Who keeps the records. Asked when first needed."""
-        if self._ring is None:
-            with self._opening:
-                if self._ring is None:
-                    seconds = self.config.access.deadline_seconds
-                    found = ring.find(self._registers, self.spots, self.config.redundancy.tolerated, self.fan_out, seconds)
-                    if strange := [s.name for s in found.members if s.name not in self.places]:
-                        raise Unavailable(
-                            f"{self.url} names {', '.join(self.places)}, but records are kept by {', '.join(strange)} too; "
-                            "name all of them"
-                        )
-                    self._ring = found
-        return self._ring
+        known = self._ring
+        if known is not None:
+            return known
+        with self._opening:
+            if self._ring is None:
+                seconds = self.config.access.deadline_seconds
+                found = rings.find(self._registers, self.spots, self.config.redundancy.tolerated, self.fan_out, seconds)
+                self._adopt(found)
+                self._ring = found
+            return self._ring
 
-    def _keepers(self, path: str) -> Keepers:
-        return self.ring.keepers(path)
+    def renew(self) -> None:
+        """Ask again who keeps the records, when that is next needed."""
+        self._ring = None
+
+    def _adopt(self, found: rings.Ring) -> None:
+        """Know the members of a ring that came after this process was configured, as far as their names say where they are."""
+        strange = [spot for name, spot in found.everyone.items() if name not in self.places]
+        if unknown := [spot.name for spot in strange if not is_address(spot.name)]:
+            raise Unavailable(
+                f"{self.url} names {', '.join(self.places)}, but records are kept by {', '.join(unknown)} too; name all of them"
+            )
+        for spot in strange:
+            place = Place(Member(spot, address=spot.name), self.config.access)
+            self.places[spot.name], self._registers[spot.name] = place, place.registers
+            if any(spot.name == s.name for s in found.members):
+                self.spots = (*self.spots, spot)
+
+    def leave_out(self, member: str) -> None:
+        """Go on without a member."""
+        self.places = {name: place for name, place in self.places.items() if name != member}
+        self.spots = tuple(s for s in self.spots if s.name != member)
+
+    def _keepers(self, paths: Sequence[str]) -> dict[str, Keepers]:
+        now = self.ring
+        return {path: now.keepers(path) for path in paths}
 
     def nearness(self, member: str) -> int:
         """How many of the widest failure domains a member shares with this host."""
@@ -129,13 +155,7 @@ class Namespace:
         """
         prefix = f"/{check_path(folder)}/" if folder else "/"
         newest: dict[str, tuple[object, bytes]] = {}
-        calls = {s.name: (lambda n=s.name: list(self._registers[n].scan_all(prefix))) for s in self.ring.members}  # type: ignore[misc]
-        answers, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
-        if len(errors) >= self.ring.quorum.write:  # those that did not answer lately are needed after all
-            answers, errors = self.fan_out.ask(calls, self.commit_seconds)
-        if len(errors) >= self.ring.quorum.write:
-            reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
-            raise Unavailable(f"{self.url} can't be listed: {len(errors)} members are missing ({reasons}); start them")
+        answers, _ = self.scan(prefix)
         for records in answers.values():
             for name, record in records:
                 if isinstance(record, Damaged) or record.value is None:
@@ -145,6 +165,31 @@ class Namespace:
                     newest[name] = record.accepted, record.value.head
         found = {name[1:]: files.decode_head(name[1:], head) for name, (_, head) in newest.items()}
         return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
+
+    def scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
+        """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
+
+        Raises Unavailable where so many of them are missing that a name could be overlooked.
+        """
+        return self._ledger.lately(partial(self._scan, prefix))
+
+    def _scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
+        now = self.ring
+
+        def read(registers: Registers) -> list[tuple[str, Answer]]:
+            return list(registers.scan_all(prefix, now.epoch))
+
+        calls = {name: partial(read, self._registers[name]) for name in now.everyone}
+        answers, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
+        if not now.can_list(answers):  # those that did not answer lately are needed after all
+            answers, errors = self.fan_out.ask(calls, self.commit_seconds)
+        for error in errors.values():
+            if isinstance(error, Outdated):
+                raise error
+        if not now.can_list(answers):
+            reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
+            raise Unavailable(f"{self.url} can't be listed: {len(errors)} members are missing ({reasons}); start them")
+        return answers, errors
 
     def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> None:
         """Make a record what a path is. Raises AlreadyExists if `new` and something is there, Changed if it was written on
@@ -341,15 +386,9 @@ class Namespace:
         """Change a register of the namespace itself, whose name no path has; what it is after that."""
         return self._ledger.update([name], decide)[name]
 
-    def settle(self, names: Sequence[str]) -> None:
-        """Give all members that keep these registers the newest value."""
-        self._ledger.settle(names)
-
-    def ring_missing(self) -> Sequence[str]:
-        """The members that keep records and do not answer."""
-        calls = {s.name: self.places[s.name].info for s in self.ring.members}
-        _, errors = self.fan_out.ask(calls, self.config.access.deadline_seconds)
-        return sorted(errors)
+    def settle(self, names: Sequence[str], everywhere: bool = True) -> None:
+        """Give a quorum of the members that keep these registers, or all that answer, the newest value."""
+        self._ledger.settle(names, everywhere)
 
     def close(self) -> None:
         self.fan_out.close()

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from ckpt.aggregator import files
+from ckpt.aggregator import etcd, files
 from ckpt.aggregator.files import File, Layout, share_bytes
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.restoring import compact, restore
+from ckpt.aggregator.succession import finish, succeed
 from ckpt.aggregator.writing import Gone
-from ckpt.storage.errors import CkptError, InvalidArgument, StoreError, Unavailable
+from ckpt.storage.errors import CkptError, InvalidArgument, StoreError
 from ckpt.storage.registers import Damaged, Record, Value
 
 log = logging.getLogger("ckpt")
@@ -120,11 +121,7 @@ def survey(namespace: Namespace, verify: bool = False, progress: Progress = lamb
 def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[str, File], set[str]]:
     """The file of each path, and all objects that any record of any member names, be it the newest or not: a change that was
     left half-done may yet become the newest. Notes which records lag."""
-    heads = {s.name: partial(_scan, namespace, s.name) for s in namespace.ring.members}
-    answers, errors = namespace.fan_out.ask(heads, namespace.commit_seconds)
-    if len(errors) >= namespace.ring.quorum.write:
-        told = "; ".join(map(str, errors.values()))
-        raise Unavailable(f"{len(errors)} members that keep records are missing: {told}; start them")
+    answers, errors = namespace.scan("/")
     ballots: dict[str, dict[str, object]] = defaultdict(dict)
     for member, given in answers.items():
         for name, record in given:
@@ -167,10 +164,6 @@ def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[st
                 records[name[1:]] = file
     found.missing |= errors
     return records, named
-
-
-def _scan(namespace: Namespace, member: str) -> list[tuple[str, Record | Damaged]]:
-    return list(namespace.places[member].registers.scan_all("/"))
 
 
 def _health(path: str, file: File, held: Mapping[str, Mapping[str, int]], rotten: Mapping[str, set[int]]) -> FileHealth:
@@ -262,6 +255,7 @@ def repair(
     """Make whole what a survey found, the most endangered first. progress: called with the bytes just written."""
     done = Repaired()
     pace = _Pace(bytes_per_second)
+    finish(namespace)
 
     def advance(nbytes: int) -> None:
         done.nbytes += nbytes
@@ -308,6 +302,7 @@ def _admit(namespace: Namespace) -> None:
         return
     for member in waiting:
         log.warning("the registers of %s are whole again", member)
+        registers[member].fence(namespace.ring.epoch)
         registers[member].complete()
 
 
@@ -325,8 +320,41 @@ def drain(namespace: Namespace, member: str, progress: Progress = lambda _: None
     return _move(namespace, leaving, {member}, progress)
 
 
+def forget(namespace: Namespace, member: str, destroyed: bool = False, progress: Progress = lambda _: None) -> Repaired:
+    """Take a member out for ever: what it holds goes to others, and so do the records that it keeps.
+
+    destroyed: its device never comes back. Must be said where, of two members, the other alone is left to agree to it.
+    """
+    config = namespace.config
+    if member not in namespace.ring.everyone and member not in namespace.places:
+        raise InvalidArgument(f"{member} is no member of {namespace.url}; there are {', '.join(namespace.places)}")
+    answers, _ = namespace.fan_out.ask({m: p.info for m, p in namespace.places.items()}, namespace.commit_seconds)
+    kept, needed = namespace.ring.everyone, config.redundancy
+    stay = [s for s in namespace.spots if s.name != member and (s.name in kept or s.name in answers)]
+    if len(stay) < needed.fragments:
+        raise InvalidArgument(
+            f"without {member} there are {len(stay)} members and {needed} needs {needed.fragments}; start another one and "
+            "name it in the URL, or write with less redundancy"
+        )
+    done = Repaired()
+    if member in answers and not destroyed:
+        done = drain(namespace, member, progress)
+        if done.failed:
+            return done
+    succeed(namespace, stay, member if destroyed else "")
+    if config.announced:
+        etcd.forget(*etcd.parse_url(config.announced), member)
+    namespace.leave_out(member)
+    rest = repair(namespace, survey(namespace), progress=progress)  # all of it, or what came while it was drained
+    return replace(rest, files=rest.files + done.files, nbytes=rest.nbytes + done.nbytes)
+
+
 def rebalance(namespace: Namespace, progress: Progress = lambda _: None) -> Repaired:
-    """Move fragments to the members that placement proposes today: to new members, and to those that were away."""
+    """Move fragments to the members that placement proposes today: to new members, and to those that were away.
+
+    New members keep records from then on, too.
+    """
+    succeed(namespace, {s.name: s for s in (*namespace.ring.members, *namespace.spots)}.values())
 
     def leaving(layout: Layout, index: int, version: str) -> set[str]:
         piece = layout.pieces[index]

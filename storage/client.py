@@ -271,27 +271,30 @@ class NodeRegisters(Registers):
     def __init__(self, store: NodeStore) -> None:
         self._store = store
 
-    def read(self, names: Sequence[str]) -> list[Answer]:
-        return self._answers(self._store.call("registers.read", list(names)), len(names))
+    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
+        return self._answers(self._store.call("registers.read", list(names), epoch), len(names))
 
-    def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
-        return self._answers(self._store.call("registers.prepare", list(names), list(ballot)), len(names))
+    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
+        return self._answers(self._store.call("registers.prepare", list(names), list(ballot), epoch), len(names))
 
-    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
+    def accept(
+        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
+    ) -> list[bool]:
         found: list[bool] = []
         for batch in _by_bytes(values, lambda item: item[1]):
             told = [[name, wire.encode_value(value)] for name, value in batch]
-            found += self._flags(self._store.call("registers.accept", told, list(ballot), heal), len(batch))
+            found += self._flags(self._store.call("registers.accept", told, list(ballot), heal, epoch), len(batch))
         return found
 
-    def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
+    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
         found: list[bool] = []
         for batch in _by_bytes(changes, lambda change: change.value):
-            found += self._flags(self._store.call("registers.change", wire.encode_changes(batch), writer), len(batch))
+            told = wire.encode_changes(batch)
+            found += self._flags(self._store.call("registers.change", told, writer, epoch), len(batch))
         return found
 
-    def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
-        names, answers = self._store.call("registers.scan", prefix, after, limit)
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
+        names, answers = self._store.call("registers.scan", prefix, after, limit, epoch)
         return list(zip(names, self._answers(answers, len(names)), strict=True))
 
     def start_anew(self) -> None:
@@ -299,6 +302,16 @@ class NodeRegisters(Registers):
 
     def complete(self) -> None:
         self._store.call("registers.complete")
+
+    def fence(self, epoch: int) -> None:
+        self._store.call("registers.fence", epoch)
+
+    def join(self, epoch: int) -> None:
+        self._store.call("registers.join", epoch)
+
+    def drop(self, names: Sequence[str], epoch: int) -> None:
+        for start in range(0, len(names), _DELETE_NAMES):
+            self._store.call("registers.drop", list(names[start : start + _DELETE_NAMES]), epoch)
 
     def _answers(self, data: Any, expected: int) -> list[Answer]:
         try:

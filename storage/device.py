@@ -78,6 +78,8 @@ class Device:
             except AlreadyExists:
                 pass  # by another process, at the same time
             return self.identity()
+        except OSError as error:
+            raise StoreError(f"{self.path}/{IDENTITY} can't be read: {error.strerror}; check the disk") from error
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self.path}/{IDENTITY} is damaged ({error}); write {{\"id\": \"…\"}} anew") from error
 

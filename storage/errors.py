@@ -30,6 +30,10 @@ class Changed(StoreError):
     """What was read before is not there any more."""
 
 
+class Outdated(StoreError):
+    """The members that keep the records of a namespace are others than the caller believes; it must ask for them anew."""
+
+
 class Unavailable(StoreError):
     """A node or a service does not answer in time, or takes nothing at the moment. Others may."""
 

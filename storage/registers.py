@@ -81,19 +81,24 @@ class Registers(ABC):
     """The registers of one member. Safe to use from many threads and, on one host, processes.
 
     Every call is durable when it returns, and answers for each name in the order asked. Raises StoreError.
+
+    epoch: the number of the ring that the caller goes by (`aggregator/ring.py`). A member that was fenced by a later one raises
+    Outdated, and does nothing. 0 is for what no ring decides.
     """
 
     @abstractmethod
-    def read(self, names: Sequence[str]) -> list[Answer]:
+    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
         """The records; an empty one where there is none, damaged before `complete`."""
 
     @abstractmethod
-    def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
+    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
         """Promise to accept nothing below `ballot`, unless a higher one is promised. The records after that: where
         `promised` equals `ballot` the promise was given."""
 
     @abstractmethod
-    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
+    def accept(
+        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
+    ) -> list[bool]:
         """Take the values unless a higher ballot is promised; whether each was taken.
 
         heal: also in place of a damaged record, whose promises nobody knows. Only for values that a quorum of the other
@@ -101,7 +106,7 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
+    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
         """Take each value whose register has the expected ballot and has promised nothing higher; whether it was taken.
 
         The new ballot is `expected.next_step(writer)`. A damaged register takes nothing.
@@ -120,17 +125,32 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
+    def fence(self, epoch: int) -> None:
+        """Refuse calls of an earlier ring from now on."""
+
+    @abstractmethod
+    def join(self, epoch: int) -> None:
+        """Become a member of the ring of this number: forget what an earlier time here has left, fence and complete.
+
+        Nothing happens where a ring of this number, or a later one, was joined or has fenced already.
+        """
+
+    @abstractmethod
+    def drop(self, names: Sequence[str], epoch: int) -> None:
+        """Forget registers that members of this ring keep elsewhere."""
+
+    @abstractmethod
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
         """Records, in order of name, of the names that begin with `prefix` and come after `after`; bodies are left out."""
 
     def close(self) -> None:  # noqa: B027
         """Give back what is held."""
 
-    def scan_all(self, prefix: str) -> Iterator[tuple[str, Answer]]:
+    def scan_all(self, prefix: str, epoch: int = 0) -> Iterator[tuple[str, Answer]]:
         """All records of the names that begin with `prefix`, without bodies."""
         after, limit = "", 10_000
         while True:
-            found = self.scan(prefix, after, limit)
+            found = self.scan(prefix, after, limit, epoch)
             yield from found
             if len(found) < limit:
                 return

@@ -293,23 +293,23 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     # --- registers ---------------------------------------------------------------------------------------------
 
-    def _verb_registers_read(self, names: list[str]) -> list[Any]:
-        return wire.encode_answers(self._device.registers.read(names))
+    def _verb_registers_read(self, names: list[str], epoch: int) -> list[Any]:
+        return wire.encode_answers(self._device.registers.read(names, epoch))
 
-    def _verb_registers_prepare(self, names: list[str], ballot: list[Any]) -> list[Any]:
+    def _verb_registers_prepare(self, names: list[str], ballot: list[Any], epoch: int) -> list[Any]:
         self._may_change()
-        return wire.encode_answers(self._device.registers.prepare(names, Ballot(*ballot)))
+        return wire.encode_answers(self._device.registers.prepare(names, Ballot(*ballot), epoch))
 
-    def _verb_registers_accept(self, values: list[Any], ballot: list[Any], heal: bool) -> list[bool]:
+    def _verb_registers_accept(self, values: list[Any], ballot: list[Any], heal: bool, epoch: int) -> list[bool]:
         self._may_change()
-        return self._device.registers.accept([(n, Value(*v)) for n, v in values], Ballot(*ballot), heal)
+        return self._device.registers.accept([(n, Value(*v)) for n, v in values], Ballot(*ballot), heal, epoch)
 
-    def _verb_registers_change(self, changes: list[Any], writer: str) -> list[bool]:
+    def _verb_registers_change(self, changes: list[Any], writer: str, epoch: int) -> list[bool]:
         self._may_change()
-        return self._device.registers.change(wire.decode_changes(changes), writer)
+        return self._device.registers.change(wire.decode_changes(changes), writer, epoch)
 
-    def _verb_registers_scan(self, prefix: str, after: str, limit: int) -> list[Any]:
-        found = self._device.registers.scan(prefix, after, min(limit, 10_000))
+    def _verb_registers_scan(self, prefix: str, after: str, limit: int, epoch: int) -> list[Any]:
+        found = self._device.registers.scan(prefix, after, min(limit, 10_000), epoch)
         return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
 
     def _verb_registers_anew(self) -> None:
@@ -319,6 +319,18 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     def _verb_registers_complete(self) -> None:
         self._may_change()
         self._device.registers.complete()
+
+    def _verb_registers_fence(self, epoch: int) -> None:
+        self._may_change()
+        self._device.registers.fence(epoch)
+
+    def _verb_registers_join(self, epoch: int) -> None:
+        self._may_change()
+        self._device.registers.join(epoch)
+
+    def _verb_registers_drop(self, names: list[str], epoch: int) -> None:
+        self._may_change()
+        self._device.registers.drop(names, epoch)
 
     def _may_change(self) -> None:
         if self._options.read_only:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from ckpt.storage.errors import StoreError
+from ckpt.storage.errors import Outdated, StoreError
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.registers import (
     BODY_BYTES,
@@ -67,13 +67,14 @@ class SqliteRegisters(Registers):
         self._process = os.getpid()
         self._waiting: deque[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = deque()
 
-    def read(self, names: Sequence[str]) -> list[Answer]:
+    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
         if not self._exists():
             return [_MISSING] * len(names)
         with self._using("reading") as db:
+            _check(db, epoch)
             return [_get(db, name) for name in names]
 
-    def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
+    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
         def promise(db: sqlite3.Connection) -> list[Answer]:
             answers: list[Answer] = []
             for name in names:
@@ -84,9 +85,11 @@ class SqliteRegisters(Registers):
                 answers.append(record)
             return answers
 
-        return self._writing(promise)
+        return self._writing(promise, epoch)
 
-    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
+    def accept(
+        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
+    ) -> list[bool]:
         def take(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for name, value in values:
@@ -97,9 +100,9 @@ class SqliteRegisters(Registers):
                 answers.append(good)
             return answers
 
-        return self._writing(take)
+        return self._writing(take, epoch)
 
-    def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
+    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
         def take(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for change in changes:
@@ -111,7 +114,7 @@ class SqliteRegisters(Registers):
                 answers.append(good)
             return answers
 
-        return self._writing(take)
+        return self._writing(take, epoch)
 
     def start_anew(self) -> None:
         with self._lock:
@@ -124,12 +127,28 @@ class SqliteRegisters(Registers):
                     os.replace(self._path + end, aside + end)
 
     def complete(self) -> None:
-        self._writing(lambda db: db.execute("INSERT OR REPLACE INTO facts VALUES ('complete', 1)"))
+        self._writing(lambda db: _note(db, "complete", 1))
 
-    def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
+    def fence(self, epoch: int) -> None:
+        self._writing(lambda db: _note(db, "epoch", max(epoch, _fact(db, "epoch"))))
+
+    def join(self, epoch: int) -> None:
+        def begin(db: sqlite3.Connection) -> None:
+            if _fact(db, "epoch") < epoch:
+                db.execute("DELETE FROM registers")
+                _note(db, "epoch", epoch)
+                _note(db, "complete", 1)
+
+        self._writing(begin)
+
+    def drop(self, names: Sequence[str], epoch: int) -> None:
+        self._writing(lambda db: db.executemany("DELETE FROM registers WHERE name = ?", [(n,) for n in names]), epoch)
+
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
         if not self._exists():
             return []
         with self._using("listing") as db:
+            _check(db, epoch)
             rows = db.execute(
                 "SELECT name, promised, accepted, head_sum, head FROM registers "
                 "WHERE name >= ? AND name < ? AND name > ? ORDER BY name LIMIT ?",
@@ -148,18 +167,23 @@ class SqliteRegisters(Registers):
     def _exists(self) -> bool:
         return self._connection is not None or os.path.exists(self._path)
 
-    def _writing(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _writing(self, work: Callable[[sqlite3.Connection], T], epoch: int = 0) -> T:
         """Do some work, durably. What other threads want meanwhile goes into one transaction, with one fsync: whoever gets
         the lock does the work of all who wait."""
+
+        def checked(db: sqlite3.Connection) -> T:
+            _check(db, epoch)
+            return work(db)
+
         mine: Future[T] = Future()
-        self._waiting.append((work, mine))
+        self._waiting.append((checked, mine))
         try:
             with self._using("writing") as db:
                 while not mine.done():
                     self._write_all(db)
         except BaseException:
             with suppress(ValueError):
-                self._waiting.remove((work, mine))
+                self._waiting.remove((checked, mine))
             raise
         return mine.result()
 
@@ -232,11 +256,24 @@ def _told(path: str, doing: str, error: BaseException) -> BaseException:
     return told
 
 
+def _check(db: sqlite3.Connection, epoch: int) -> None:
+    if epoch and epoch < (fence := _fact(db, "epoch")):
+        raise Outdated(f"the members that keep records have changed (ring {fence}, not {epoch}); ask for them anew")
+
+
+def _fact(db: sqlite3.Connection, name: str) -> int:
+    row = db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _note(db: sqlite3.Connection, name: str, value: int) -> None:
+    db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+
 def _get(db: sqlite3.Connection, name: str) -> Answer:
     row = db.execute(_READ, (name,)).fetchone()
     if row is None:
-        complete = db.execute("SELECT 1 FROM facts WHERE name = 'complete'").fetchone()
-        return Record() if complete else _MISSING
+        return Record() if _fact(db, "complete") else _MISSING
     promised, accepted, total, head, body = row
     value = None if head is None else Value(head, body or b"")
     try:

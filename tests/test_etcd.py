@@ -322,8 +322,36 @@ def test_another_process_finds_it(
     assert told["redundancy"] == "2x"
 
 
+@needs_etcd
+def test_a_node_is_forgotten(
+    server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has opened the namespace before goes on, with a node that came later; who comes after that hears of three."""
+    configured(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
+    announced = ("--etcd", server.endpoint, "--cluster", "lab")
+    every = [nodes(f"node{i}", *announced) for i in range(3)]
+    namespace, _ = open_namespace("ckpt://lab/")
+    data = os.urandom(300_000)
+    namespace.put("a", data)
+    every.append(nodes("node3", *announced))
+    every[1].kill()
+    done = admin("forget", "ckpt://lab", every[1].address)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert every[1].address not in server.up()
+    namespace.put("b", data)
+    assert set(namespace.ring.everyone) == {every[i].address for i in (0, 2, 3)}
+    told = json.loads(admin("status", "--json", "ckpt://lab").stdout)
+    assert {m["member"]: m["state"] for m in told["members"]} == {every[i].address: "serving" for i in (0, 2, 3)}
+    every[2].kill()
+    assert namespace.get("a") == namespace.get("b") == data
+
+
 def admin_status() -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckpt.tools.node", "admin", "status", "--json", "ckpt://lab"]
+    return admin("status", "--json", "ckpt://lab")
+
+
+def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt.tools.node", "admin", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -33,7 +33,7 @@ class Down(Registers):
     def _fails(self, *args: Any, **options: Any) -> Any:
         raise Unavailable("down")
 
-    read = prepare = accept = change = scan = start_anew = complete = _fails
+    read = prepare = accept = change = scan = start_anew = complete = fence = join = drop = _fails
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_a_stopped_member_takes_not_all_threads(open_one: Callable[[], Namespace
     slow = threading.Event()
 
     class Stopped(Down):
-        def read(self, names: Any) -> Any:
+        def read(self, names: Any, epoch: int = 0) -> Any:
             slow.wait(20)
             raise Unavailable("stopped")
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.aggregator.fanout import FanOut, Health
-from ckpt.aggregator.ledger import Keepers, Ledger
+from ckpt.aggregator.ledger import Group, Keepers, Ledger
 from ckpt.aggregator.redundancy import Quorum, quorum
 from ckpt.storage.errors import StoreError, Unavailable
 from ckpt.storage.registers import (
@@ -200,32 +200,44 @@ class Flaky(Registers):
             raise Unavailable("lost on the way back")
         return answer
 
-    def read(self, names: Sequence[str]) -> list[Answer]:
-        return self._maybe(lambda: self.inner.read(names))  # type: ignore[no-any-return]
+    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
+        return self._maybe(lambda: self.inner.read(names, epoch))  # type: ignore[no-any-return]
 
-    def prepare(self, names: Sequence[str], ballot: Ballot) -> list[Answer]:
-        return self._maybe(lambda: self.inner.prepare(names, ballot))  # type: ignore[no-any-return]
+    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
+        return self._maybe(lambda: self.inner.prepare(names, ballot, epoch))  # type: ignore[no-any-return]
 
-    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False) -> list[bool]:
-        return self._maybe(lambda: self.inner.accept(values, ballot, heal))  # type: ignore[no-any-return]
+    def accept(
+        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
+    ) -> list[bool]:
+        return self._maybe(lambda: self.inner.accept(values, ballot, heal, epoch))  # type: ignore[no-any-return]
 
-    def change(self, changes: Sequence[Change], writer: str) -> list[bool]:
-        return self._maybe(lambda: self.inner.change(changes, writer))  # type: ignore[no-any-return]
+    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
+        return self._maybe(lambda: self.inner.change(changes, writer, epoch))  # type: ignore[no-any-return]
 
-    def scan(self, prefix: str, after: str = "", limit: int = 10_000) -> list[tuple[str, Answer]]:
-        return self.inner.scan(prefix, after, limit)
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
+        return self._maybe(lambda: self.inner.scan(prefix, after, limit, epoch))
 
     def start_anew(self) -> None:
         self.inner.start_anew()
 
     def complete(self) -> None:
-        self.inner.complete()
+        self._maybe(self.inner.complete)
+
+    def fence(self, epoch: int) -> None:
+        self._maybe(lambda: self.inner.fence(epoch))
+
+    def join(self, epoch: int) -> None:
+        self._maybe(lambda: self.inner.join(epoch))
+
+    def drop(self, names: Sequence[str], epoch: int) -> None:
+        self._maybe(lambda: self.inner.drop(names, epoch))
 
 
 def ledger(registers: dict[str, Registers], seconds: float = 20) -> Ledger:
     members = tuple(registers)
     needed = Quorum(len(members), len(members) // 2 + 1, len(members) - len(members) // 2)
-    return Ledger(registers, lambda _: Keepers(members, needed), FanOut(Health(0.001, 0.01)), seconds)
+    keepers = Keepers((Group(members, needed),))
+    return Ledger(registers, lambda paths: dict.fromkeys(paths, keepers), FanOut(Health(0.001, 0.01)), seconds)
 
 
 def words(value: Value | None) -> list[str]:

@@ -347,7 +347,7 @@ def repair(url: str, quick: bool, rate: int | None) -> int:
 def drain(url: str, member: str) -> int:
     """Move all that lies on MEMBER to the others, before its disk goes. Give it the weight 0 or --read-only first.
 
-    It still keeps records: the namespace bears its loss as that of any member.
+    It still keeps records: `forget` it before it goes for ever.
     """
     from ckpt.aggregator import repair as repairs
     from ckpt.aggregator.namespace import open_namespace
@@ -360,13 +360,35 @@ def drain(url: str, member: str) -> int:
 @admin.command("rebalance", context_settings=_SETTINGS)
 @click.argument("url")
 def rebalance(url: str) -> int:
-    """Move files to where they would be written today: onto members that are new, or were away."""
+    """Move files to where they would be written today: onto members that are new, or were away. New ones keep records, too."""
     from ckpt.aggregator import repair as repairs
     from ckpt.aggregator.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
     with common.progress(0, "moving") as advance:
         return _moved(repairs.rebalance(namespace, advance))
+
+
+@admin.command("forget", context_settings=_SETTINGS)
+@click.argument("url")
+@click.argument("member")
+@click.option("--destroyed", is_flag=True, help="It never comes back: go on even if, of two members, one alone is left.")
+def forget(url: str, member: str, destroyed: bool) -> int:
+    """Take MEMBER out for ever, whether it answers or is lost: what it holds and keeps goes to the others.
+
+    URL still names it, and a new one in its place if there is one. Clients go on meanwhile; change their URLs after that.
+    """
+    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    with common.progress(0, "moving") as advance:
+        done = repairs.forget(namespace, member, destroyed, advance)
+    status = _moved(done)
+    if not status:
+        emit(f"{member} is forgotten: stop it, and take it out of the URLs")
+        emit(f"records are kept by {', '.join(namespace.ring.everyone)}")
+    return status
 
 
 def _moved(done: Repaired) -> int:

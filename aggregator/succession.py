@@ -1,0 +1,127 @@
+"""Other members for the records of a namespace: one that is gone for ever leaves, new ones come, while clients go on.
+
+A change has two steps, each a new ring that a majority of the old members, and in the second of the new ones too, accepts:
+
+1. *moving*: what is agreed must be agreed by the old and by the new keepers of a path. Once the old members are fenced, so that
+   nobody goes by the old ring any more, every record is settled, which puts it on its new keepers.
+2. *moved*: the new members keep the records. They and the old ones are fenced again, and forget what others keep now.
+
+Whoever goes by an older ring is told so by a fenced member, and asks for the ring anew. Of those that can't be fenced
+there must be fewer than a quorum for anything. Killed anywhere, the change is taken up where it was by the next one, or by
+a repair.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+from ckpt.aggregator import ring as rings
+from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.placement import Spot
+from ckpt.aggregator.ring import Ring
+from ckpt.storage.errors import Changed, InvalidArgument, StoreError, Unavailable
+from ckpt.storage.failpoints import failpoint
+
+log = logging.getLogger("ckpt")
+
+Progress = Callable[[int], None]
+
+_BATCH = 1_000
+
+
+def succeed(
+    namespace: Namespace, spots: Iterable[Spot], destroyed: str = "", progress: Progress = lambda _: None
+) -> Ring:
+    """Let these members keep the records from now on. progress: called with the number of records just moved.
+
+    destroyed: a member that is known never to come back, for a namespace of two, where the other can't decide alone.
+    """
+    finish(namespace, destroyed, progress)
+    old = namespace.ring
+    members = tuple(Spot(s.name, s.domain) for s in sorted(spots, key=lambda s: s.name))
+    if {s.name for s in members} == {s.name for s in old.members}:
+        return old
+    if not members:
+        raise InvalidArgument(f"{namespace.url}: someone must keep the records; name a member that stays")
+    new = Ring(old.epoch + 1, members, old.tolerated, before=old)
+    joining = [s.name for s in members if s not in old.members and s.name not in old.everyone]
+    calls = {name: partial(namespace.places[name].registers.join, new.epoch) for name in joining}
+    _, errors = namespace.fan_out.ask(calls, namespace.commit_seconds)
+    if errors:
+        raise Unavailable(f"new members can't keep records: {_told(errors)}; start them, or leave them out")
+    failpoint("ring.joined")
+    _decide(namespace, old, new, destroyed)
+    return finish(namespace, destroyed, progress)
+
+
+def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambda _: None) -> Ring:
+    """Complete a change that is under way, if there is one."""
+    namespace.renew()
+    moving = namespace.ring
+    if moving.before is None:
+        return moving
+    failpoint("ring.moving")
+    if len(moving.before.members) == 2 and destroyed in [s.name for s in moving.before.members]:
+        left = tuple(s for s in moving.before.members if s.name != destroyed)  # has all that was ever agreed, for it took both
+        alone = replace(moving, epoch=moving.epoch + 1, before=replace(moving.before, members=left))
+        _decide(namespace, moving, alone, destroyed)
+        return finish(namespace, destroyed, progress)
+    _fence(namespace, moving.before, moving.epoch, destroyed)
+    failpoint("ring.fenced")
+    answers, _ = namespace.scan("")
+    names = sorted({name for records in answers.values() for name, _ in records} - {rings.NAME})
+    for start in range(0, len(names), _BATCH):
+        batch = names[start : start + _BATCH]
+        namespace.settle(batch, everywhere=False)
+        progress(len(batch))
+        failpoint("ring.settled")
+    moved = Ring(moving.epoch + 1, moving.members, moving.tolerated)
+    _decide(namespace, moving, moved, destroyed)
+    failpoint("ring.moved")
+    _fence(namespace, moving.before, moved.epoch, destroyed)
+    _forget(namespace, moving, moved, names)
+    log.warning("the records of %s are kept by %s now", namespace.url, ", ".join(s.name for s in moved.members))
+    return moved
+
+
+def _decide(namespace: Namespace, old: Ring, new: Ring, destroyed: str) -> None:
+    ledger = rings.ledger(
+        {name: namespace.places[name].registers for name in {**old.everyone, **new.everyone}},
+        rings.own(old, destroyed), namespace.fan_out, namespace.config.access.deadline_seconds,
+    )  # fmt: skip
+    value = ledger.update([rings.NAME], lambda _, there: rings.encode(new) if there == rings.encode(old) else None)[rings.NAME]
+    namespace.renew()
+    if value != rings.encode(new):
+        raise Changed(f"the members that keep the records of {namespace.url} were changed by someone else; look, and try again")
+
+
+def _fence(namespace: Namespace, ring: Ring, epoch: int, destroyed: str) -> None:
+    """See to it that nobody agrees on anything by an older ring."""
+    calls = {s.name: partial(namespace.places[s.name].registers.fence, epoch) for s in ring.members if s.name != destroyed}
+    _, errors = namespace.fan_out.ask(calls, namespace.commit_seconds)
+    if len(errors) >= min(ring.quorum.write, ring.quorum.read):
+        raise Unavailable(
+            f"too many members that keep records are missing to change who keeps them: {_told(errors)}; start them, "
+            "and run it again"
+        )
+
+
+def _forget(namespace: Namespace, moving: Ring, moved: Ring, names: list[str]) -> None:
+    """Let members forget records that they do not keep any more. What can't be forgotten now does no harm."""
+
+    def forget(member: str) -> None:
+        registers = namespace.places[member].registers
+        registers.fence(moved.epoch)
+        strange = [name for name in names if member not in moved.keepers(name).members]
+        registers.drop(strange, moved.epoch)
+
+    _, errors = namespace.fan_out.ask({m: partial(forget, m) for m in moving.everyone}, namespace.commit_seconds)
+    for member, error in errors.items():
+        log.info("%s keeps old records: %s", member, error)
+
+
+def _told(errors: dict[str, StoreError]) -> str:
+    return "; ".join(f"{name}: {error}" for name, error in errors.items())

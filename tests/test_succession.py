@@ -1,0 +1,353 @@
+"""Other members keep the records: one leaves for ever, new ones come, and what clients were told stays true meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Process, directories, nodes_config, quick
+from test_registers import Flaky, words
+
+from ckpt.aggregator import repair as repairs
+from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.succession import finish, succeed
+from ckpt.storage.errors import InvalidArgument, Outdated, StoreError, Unavailable
+from ckpt.storage.registers import Ballot, Change, Record, Value
+from ckpt.storage.sqlite import SqliteRegisters
+from ckpt.storage.testing import pattern
+
+POINTS = ["ring.joined", "ring.moving", "ring.fenced", "ring.settled", "ring.moved"]
+
+CONTENT = {f"d/f{i}": pattern(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 2_000_000])} | {
+    f"many/{i}": b"%d" % i for i in range(60)
+}
+
+
+def three_of(folder: Path, count: int, **table: object) -> None:
+    """A namespace of the first three directories, with files; more directories come later."""
+    namespace = Namespace(directories(folder, 3, **table))
+    for path, data in CONTENT.items():
+        namespace.put(path, data)
+    namespace.delete(["many/0"])
+    namespace.close()
+
+
+def spots(namespace: Namespace, *numbers: int) -> list[object]:
+    return [namespace.places[f"disk{i}"].member.spot for i in numbers]
+
+
+def keepers(namespace: Namespace) -> set[str]:
+    return set(namespace.ring.everyone)
+
+
+def all_there(namespace: Namespace) -> None:
+    assert sorted(namespace.list()) == sorted(set(CONTENT) - {"many/0"})
+    for path, data in CONTENT.items():
+        if path != "many/0":
+            assert namespace.get(path) == data
+    assert namespace.stat("many/0") is None
+
+
+# --- registers -------------------------------------------------------------------------------------------------
+
+
+def test_a_fence(tmp_path: Path) -> None:
+    registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
+    registers.complete()
+    registers.fence(5)
+    registers.fence(3)  # lower than there is
+    for call in (
+        lambda e: registers.read(["x"], e), lambda e: registers.prepare(["x"], Ballot(1, "a"), e),
+        lambda e: registers.accept([("x", Value(b""))], Ballot(1, "a"), epoch=e), lambda e: registers.drop(["x"], e),
+        lambda e: registers.change([Change("x", Ballot(0, ""), Value(b""))], "w", e),
+        lambda e: registers.scan("", epoch=e),
+    ):  # fmt: skip
+        with pytest.raises(Outdated, match="ring 5, not 4"):
+            call(4)
+        call(5)
+        call(0)
+
+
+def test_joining_begins_with_nothing_once(tmp_path: Path) -> None:
+    registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
+    registers.complete()
+    registers.change([Change("old", Ballot(0, ""), Value(b""))], "w")
+    registers.join(4)
+    assert registers.read(["old"], 4) == [Record()]
+    registers.change([Change("new", Ballot(0, ""), Value(b""))], "w", 4)
+    registers.join(4)
+    registers.join(3)
+    assert [name for name, _ in registers.scan("")] == ["new"], "who has joined already does not forget"
+
+
+# --- a change --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", [(0, 1, 3), (3, 4, 5), (0, 1, 2, 3, 4, 5), (0,), (1, 2)])
+def test_other_keepers(tmp_path: Path, to: tuple[int, ...]) -> None:
+    three_of(tmp_path, 6)
+    old, new = (Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2))
+    assert keepers(old) == {"disk0", "disk1", "disk2"}
+    assert succeed(new, spots(new, *to)).epoch == 3  # type: ignore[arg-type]
+    assert keepers(new) == {f"disk{i}" for i in to}
+    old.put("d/later", b"by a client that did not know")
+    assert keepers(old) == {f"disk{i}" for i in to}, "it was told"
+    assert new.get("d/later") == b"by a client that did not know"
+    assert new.delete(["d/later"]) == ["d/later"]
+    all_there(new)
+    all_there(old)
+    for i in range(6):
+        names = {name for name, _ in new.places[f"disk{i}"].registers.scan("/")}
+        kept = {name for name in names if f"disk{i}" in new.ring.keepers(name).members}
+        assert names == kept, "nobody keeps what is not his"
+        assert len(kept) == (len(CONTENT) + 1) * (i in to) or len(to) > 3
+    assert succeed(new, spots(new, *to)).epoch == 3, "there is nothing to do"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("by", ["forget", "repair"])
+def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
+    """Clients go on before and after; the next change, or a repair, completes it."""
+    three_of(tmp_path, 5)
+    config = tmp_path / "config.toml"
+    members = ", ".join(f'{{url = "{tmp_path}/disk{i}", name = "disk{i}"}}' for i in range(5))
+    config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
+    program = (
+        "from ckpt.aggregator.namespace import *; from ckpt.aggregator.succession import succeed\n"
+        "n, _ = open_namespace('ckpt://lab/'); succeed(n, [s for s in n.spots if s.name != 'disk2'])"
+    )
+    environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill", "CKPT_CONFIG": str(config)}
+    before = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
+    assert keepers(before) == {"disk0", "disk1", "disk2"}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == -9
+    before.put("d/f0", CONTENT["d/f0"])
+    all_there(before)
+    after = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
+    all_there(after)
+    after.put("d/f1", CONTENT["d/f1"])
+    if by == "repair":
+        repairs.repair(after, repairs.survey(after))
+        assert after.ring.before is None
+        assert keepers(after) == {"disk0", "disk1", "disk2"} if point == "ring.joined" else "disk2" not in keepers(after)
+    else:
+        repairs.forget(after, "disk2")
+        assert keepers(after) == {"disk0", "disk1", "disk3", "disk4"}
+        shutil.rmtree(tmp_path / "disk2")
+    all_there(after)
+    all_there(before)
+
+
+@pytest.mark.parametrize("away", [0, 2])
+def test_one_is_away_and_comes_back(tmp_path: Path, away: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was never fenced, and has the old records. Whoever asks it alone learns nothing from it."""
+    three_of(tmp_path, 4)
+    stale = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    assert stale.ring.epoch == 1
+    new = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    there = new.places[f"disk{away}"].registers
+    new._registers[f"disk{away}"] = new.places[f"disk{away}"].registers = Flaky(there, random.Random(0), 1.0)
+    succeed(new, spots(new, *({0, 1, 2, 3} - {away})))  # type: ignore[arg-type]
+    new.put("many/1", b"changed")
+    new.delete(["many/2"])
+    for other in {0, 1, 2} - {away}:  # a client that reaches the one that was away, and one more
+        alone = {n: r if n in (f"disk{away}", f"disk{other}") else Flaky(r, random.Random(0), 1.0)
+                 for n, r in stale._registers.items()}  # fmt: skip
+        monkeypatch.setattr(stale, "_registers", alone)
+        monkeypatch.setattr(stale._ledger, "_registers", alone)
+        stale.renew()
+        with pytest.raises(StoreError):
+            assert stale.get("many/1") == b"changed"
+            assert stale.stat("many/2") is None
+            raise StoreError("right")
+        monkeypatch.undo()
+    fresh = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    assert fresh.get("many/1") == b"changed"
+    assert fresh.stat("many/2") is None
+    assert keepers(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{away}"}
+
+
+def test_too_many_are_away(tmp_path: Path) -> None:
+    """What can't be fenced could still agree on something: nothing is moved, and clients go on with what there is."""
+    three_of(tmp_path, 5, redundancy="3x")  # of five, three decide
+    namespace = Namespace(directories(tmp_path, 5, redundancy="3x", deadline_seconds=1.0))
+    whole = dict(namespace._registers)
+    for gone in ("disk1", "disk2"):
+        namespace._registers[gone] = namespace.places[gone].registers = Flaky(whole[gone], random.Random(0), 1.0)
+    with pytest.raises(Unavailable, match="start"):
+        succeed(namespace, spots(namespace, 0, 3, 4))  # type: ignore[arg-type]
+    for gone in ("disk1", "disk2"):
+        namespace._registers[gone] = namespace.places[gone].registers = whole[gone]
+    namespace.renew()
+    all_there(namespace)
+
+
+def test_one_of_two_is_destroyed(tmp_path: Path) -> None:
+    two = Namespace(directories(tmp_path, 2))
+    for path, data in CONTENT.items():
+        two.put(path, data)
+    two.delete(["many/0"])
+    two.close()
+    shutil.rmtree(tmp_path / "disk1")
+    (tmp_path / "disk1").write_text("a disk that is broken")
+    namespace = Namespace(directories(tmp_path, 3, deadline_seconds=1.0))
+    with pytest.raises(StoreError, match="start"):
+        repairs.forget(namespace, "disk1")
+    done = repairs.forget(namespace, "disk1", destroyed=True)
+    assert not done.failed
+    assert keepers(namespace) == {"disk0", "disk2"}
+    all_there(namespace)
+    assert repairs.survey(namespace, verify=True).whole
+    with pytest.raises(InvalidArgument, match="2x needs 2; start another one"):
+        repairs.forget(namespace, "disk0")
+
+
+def test_two_change_at_once(tmp_path: Path) -> None:
+    three_of(tmp_path, 6)
+    both = [Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2)]
+    ends: list[object] = []
+
+    def change(namespace: Namespace, *to: int) -> None:
+        try:
+            ends.append({s.name for s in succeed(namespace, spots(namespace, *to)).members})  # type: ignore[arg-type]
+        except StoreError as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=change, args=(both[i], *to)) for i, to in enumerate([(0, 1, 3), (2, 4, 5)])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ends) == 2
+    finish(both[0])
+    assert keepers(both[0]) in [{"disk0", "disk1", "disk3"}, {"disk2", "disk4", "disk5"}], ends
+    for namespace in both:
+        all_there(namespace)
+
+
+# --- histories -------------------------------------------------------------------------------------------------
+
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if os.environ.get("CKPT_SOAK") else 8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_history(tmp_path: Path, seed: int) -> None:
+    """Clients add words to values over registers that lose calls, while the members that keep these are changed again and
+    again, and some of the changes break off. What each client was told is a beginning of the end."""
+    draw = random.Random(seed)
+    rate = draw.choice([0.0, 0.02, 0.1])
+    tolerated = draw.choice(["2x", "3x"])
+    assert Namespace(directories(tmp_path, draw.choice([3, 4, 5]), redundancy=tolerated)).ring
+    told: list[tuple[str, str | None, list[str]]] = []
+    lock, over = threading.Lock(), threading.Event()
+    breaking: dict[int, random.Random] = {}
+
+    def opened(number: int) -> Namespace:
+        namespace = Namespace(directories(tmp_path, 6, redundancy=tolerated, deadline_seconds=3.0))
+        mine = breaking[number] = random.Random(f"{seed} {number}")
+        for name, place in namespace.places.items():
+            namespace._registers[name] = place.registers = Flaky(place.registers, mine, rate)
+        namespace.fan_out.health._first_seconds, namespace.fan_out.health._most_seconds = 0.001, 0.01
+        return namespace
+
+    def client(number: int) -> None:
+        namespace, mine = opened(number), random.Random(f"{seed} client {number}")
+        for i in range(25):
+            word, name = f"{number}.{i}", f"v{mine.randrange(3)}"
+
+            def add(_: str, value: Value | None, word: str = word) -> Value | None:
+                there = words(value)
+                return None if word in there else Value(b"", " ".join([*there, word]).encode())
+
+            try:
+                if mine.random() < 0.4:
+                    seen, who = words(namespace.read_records([name])[name]), None
+                else:
+                    seen, who = words(namespace.office(name, add)), word
+            except Unavailable:
+                continue
+            with lock:
+                told.append((name, who, seen))
+            time.sleep(mine.random() * 0.02)
+
+    def changing(number: int) -> None:
+        namespace, mine = opened(number), random.Random(f"{seed} change {number}")
+        while not over.is_set():
+            to = mine.sample(range(6), mine.randint(2, 6))
+            broken = mine.random() < 0.4
+
+            def stop(now: int, broken: bool = broken) -> None:
+                if broken:
+                    raise StoreError("given up")
+
+            try:
+                succeed(namespace, spots(namespace, *to), progress=stop)  # type: ignore[arg-type]
+            except StoreError:
+                namespace.renew()
+            time.sleep(mine.random() * 0.05)
+
+    clients = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    changers = [threading.Thread(target=changing, args=(10 + i,)) for i in range(2)]
+    for thread in clients + changers:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    over.set()
+    for thread in changers:
+        thread.join()
+    last = Namespace(directories(tmp_path, 6, redundancy=tolerated))
+    finish(last)
+    for name in ("v0", "v1", "v2"):
+        end = words(last.read_records([name])[name])
+        assert len(set(end)) == len(end), "no word is there twice"
+        for where, who, seen in told:
+            if where == name:
+                assert end[: len(seen)] == seen, f"CKPT_SEED={seed}: {seen} was told, {end} is the end"
+                assert who is None or who in seen
+    assert last.ring.epoch > 1, "something was changed"
+    assert told
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_is_replaced(tmp_path: Path) -> None:
+    """Four nodes, one of them for ever gone, a new one in its place; a client that knows of neither goes on."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(5)]
+    try:
+        client = quick(nodes_config(nodes[:4], redundancy="2x"))
+        for path, data in CONTENT.items():
+            client.put(path, data)
+        client.delete(["many/0"])
+        nodes[1].kill()
+        url = "ckpt://" + ",".join(n.address for n in nodes)
+        command = [sys.executable, "-m", "ckpt.tools.node", "admin", "forget", url, nodes[1].address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{nodes[1].address} is forgotten" in done.stdout
+        client.put("after", b"by a client that knows of four")
+        assert keepers(client) == {n.address for n in nodes} - {nodes[1].address}
+        all_but_after = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
+        found = repairs.survey(all_but_after, verify=True)
+        assert found.whole, found
+        nodes[2].kill()  # and now another one
+        rest = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
+        assert rest.get("after") == b"by a client that knows of four"
+        rest.delete(["after"])
+        all_there(rest)
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_forgetting_what_is_no_member(tmp_path: Path) -> None:
+    three_of(tmp_path, 3)
+    namespace = Namespace(directories(tmp_path, 3))
+    with pytest.raises(InvalidArgument, match="nobody is no member of ckpt://test; there are disk0"):
+        repairs.forget(namespace, "nobody")
