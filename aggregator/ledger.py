@@ -83,6 +83,12 @@ class Keepers:
         return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
 
 
+    def newest(self, records: Mapping[str, Record]) -> Record:
+        """The one that counts: of the first group, where there are two, for all that was agreed is there; what the new keepers
+        have from an earlier time is nothing."""
+        return max((r for m, r in records.items() if m in self.groups[0].members), key=lambda r: r.accepted)
+
+
 class Ledger:
     """The values of paths.
 
@@ -136,7 +142,7 @@ class Ledger:
             records = {m: a for m, a in answers[path].items() if isinstance(a, Record)}
             if not keepers[path].can_read(records):
                 raise _too_few(path, keepers[path], False, answers[path], errors)
-            newest = max(records.values(), key=lambda r: r.accepted)
+            newest = keepers[path].newest(records)
             same = {m for m, r in records.items() if r.accepted == newest.accepted}
             # One of two that is left alone can't settle anything. What it has may be half-done: later it may not be seen for a
             # while, but never is it undone.
@@ -202,7 +208,9 @@ class Ledger:
                 left.append(path)
                 continue
             new = decide(path, record.value)
-            if new is None:  # to be sure, for the first member may not know the newest
+            # None: to be sure, for the first member may not know the newest. Nothing there, in a ring that is not the first: a
+            # member may hold a first value that it took by an earlier ring, whose first member was another, and nobody else.
+            if new is None or (record.accepted == NONE and epoch > 1):
                 left.append(path)
                 continue
             changes[path] = Change(path, record.accepted, new)
@@ -271,7 +279,7 @@ class Ledger:
             if not keepers[path].can_write(good):
                 again.append(path)
                 continue
-            newest = max(good.values(), key=lambda r: r.accepted)
+            newest = keepers[path].newest(good)
             new = decide(path, newest.value)
             if new is None:
                 if newest.value is None:

@@ -3,8 +3,8 @@
     ckpt://host:port,host:port/path?redundancy=2x      nodes, by address
     ckpt://NAME/path                                   what a TOML file says of NAME
 
-The file is `$CKPT_CONFIG`, else `ckpt/config.toml` in the user's configuration folder. A member is a node or a directory of
-this host; all that is not said has a default:
+The file is `$CKPT_CONFIG`, else `ckpt/config.toml` in the user's configuration folder. A member is a node, a directory of
+this host or a bucket; all that is not said has a default:
 
     [namespaces.NAME]
     redundancy = "2x"               # of what is written without saying it
@@ -15,6 +15,7 @@ this host; all that is not said has a default:
         "host3:7070",
         { url = "host4:7070", domain = "rack2/host4", weight = 2.0 },
         { url = "/mnt/nvme0", name = "disk0" },
+        { url = "s3://bucket/folder", domain = "cloud" },
     ]
 
 or, instead of the list, what nodes announced in etcd until the namespace was opened, whether they are up or not:
@@ -38,6 +39,7 @@ from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.redundancy import Redundancy, parse
 from ckpt.storage.access import Access
 from ckpt.storage.errors import InvalidArgument, Unavailable
+from ckpt.storage.urls import OBJECT_SCHEMES
 
 log = logging.getLogger("ckpt")
 
@@ -53,8 +55,10 @@ class Member:
 
     spot: Spot
     address: str | None = None
-    """host:port of a node; else `folder` is set."""
+    """host:port of a node; else `folder` or `bucket` is set."""
     folder: str | None = None
+    bucket: str | None = None
+    """The URL of a folder of a bucket."""
 
     @property
     def name(self) -> str:
@@ -173,9 +177,11 @@ def _member(where: str, given: Mapping[str, Any]) -> Member:
     address = url.removeprefix("node://")
     if _ADDRESS.fullmatch(address):
         return Member(Spot(given.get("name", address), domain, weight), address=address)
+    if url.partition("://")[0] in OBJECT_SCHEMES:
+        return Member(Spot(name, domain, weight), bucket=url)
     folder = url.removeprefix("file://") if url.startswith("file:///") else url
     if "://" in folder or not os.path.isabs(os.path.expanduser(folder)):
-        raise InvalidArgument(f"{where}: {url!r} is no member: use host:port of a ckpt-node, or the full path of a directory")
+        raise InvalidArgument(f"{where}: {url!r} is no member: use host:port of a ckpt-node, the full path of a directory, or s3://bucket/folder")
     return Member(Spot(name, domain, weight), folder=os.path.expanduser(folder))
 
 

@@ -12,6 +12,7 @@ from ckpt.storage.device import Device, Info
 from ckpt.storage.registers import Registers
 
 if TYPE_CHECKING:
+    from ckpt.storage.bucket import Bucket
     from ckpt.storage.client import NodeStore
 
 
@@ -26,8 +27,13 @@ class Place:
         if member.address is not None:
             from ckpt.storage.client import NodeStore  # with Arrow Flight: not for directories
 
-            self._node: NodeStore | Device = NodeStore(member.address, access)
+            self._node: NodeStore | Bucket | Device = NodeStore(member.address, access)
             self.store = self._node
+        elif member.bucket is not None:
+            from ckpt.storage.bucket import Bucket  # with obstore
+
+            self._node = Bucket(member.bucket)
+            self.store = self._node.store
         else:
             assert member.folder is not None
             self._node = Device(member.folder)
@@ -48,8 +54,8 @@ class Place:
 
     def sweep(self, older_seconds: float) -> None:
         """Remove what dead writers left half-written. A node does so itself."""
-        if isinstance(self._node, Device):
-            self._node.sweep(older_seconds)
+        if self.member.address is None:
+            self._node.sweep(older_seconds)  # type: ignore[union-attr]
 
     def quarantine(self, name: str) -> None:
         """Put a damaged object where no reader finds it."""

@@ -8,14 +8,17 @@ record names once they are too old to belong to a write under way. Any of it can
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ckpt.aggregator import etcd, files
+from ckpt.aggregator import ring as rings
 from ckpt.aggregator.files import File, Layout, share_bytes
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.placement import choose
@@ -34,6 +37,9 @@ GRACE_SECONDS = 3600.0
 
 _BATCH = 1_000
 _VERIFY_BYTES = 64 << 20
+_FILES = 3  # made whole at once
+
+T = TypeVar("T")
 
 State = Literal["whole", "endangered", "lost"]
 
@@ -254,27 +260,32 @@ def repair(
 ) -> Repaired:
     """Make whole what a survey found, the most endangered first. progress: called with the bytes just written."""
     done = Repaired()
-    pace = _Pace(bytes_per_second)
+    pace, lock = _Pace(bytes_per_second), threading.Lock()
     finish(namespace)
 
     def advance(nbytes: int) -> None:
-        done.nbytes += nbytes
-        progress(nbytes)
+        with lock:
+            done.nbytes += nbytes
+            progress(nbytes)
         pace(nbytes)
+
+    def mend(health: FileHealth) -> None:
+        if health.state == "lost":
+            done.failed[health.path] = "too few fragments are left; start the missing members"
+            return
+        try:
+            _restore(namespace, health, advance)
+        except CkptError as error:
+            done.failed[health.path] = str(error)
+            log.warning("%s is not made whole: %s", health.path, error)
+        else:
+            with lock:
+                done.files += 1
 
     if found.lagging:
         namespace.settle([f"/{path}" for path in found.lagging])
         done.records = len(found.lagging)
-    for health in found.damaged:
-        if health.state == "lost":
-            done.failed[health.path] = "too few fragments are left; start the missing members"
-            continue
-        try:
-            _restore(namespace, health, advance)
-            done.files += 1
-        except CkptError as error:
-            done.failed[health.path] = str(error)
-            log.warning("%s is not made whole: %s", health.path, error)
+    _in_order(mend, found.damaged)
     if found.orphans or found.lagging:
         # Looked at twice: what was renamed while the records were read once is named then. What old records named that are
         # settled now is found here, too.
@@ -300,8 +311,10 @@ def _admit(namespace: Namespace) -> None:
     left = survey(namespace)
     if left.missing or left.lagging:
         return
+    namespace.renew()
     for member in waiting:
         log.warning("the registers of %s are whole again", member)
+        registers[member].learn(namespace.ring.name, rings.encode(namespace.ring))
         registers[member].fence(namespace.ring.epoch)
         registers[member].complete()
 
@@ -368,41 +381,67 @@ def rebalance(namespace: Namespace, progress: Progress = lambda _: None) -> Repa
 def _move(
     namespace: Namespace, leaving: Callable[[Layout, int, str], set[str]], avoid: set[str], progress: Progress
 ) -> Repaired:
-    done = Repaired()
+    done, lock = Repaired(), threading.Lock()
 
     def advance(nbytes: int) -> None:
-        done.nbytes += nbytes
-        progress(nbytes)
+        with lock:
+            done.nbytes += nbytes
+            progress(nbytes)
+
+    def move(item: tuple[str, File | None]) -> None:
+        path, file = item
+        if file is None or file.layout is None:
+            return
+        layout = file.layout
+        moving = set()
+        for index, piece in enumerate(layout.pieces):
+            away = leaving(layout, index, file.head.version)
+            for fragment in piece.fragments:
+                if fragment is not None and layout.holders[fragment.holder].member in away:
+                    moving.add((layout.holders[fragment.holder].name, fragment.position))
+        if not moving:
+            return
+        gone = Gone(fragments=frozenset(moving))
+        try:
+            made = restore(namespace, path, file.head.version, layout, gone, advance, avoid)
+            replace_layout(namespace, path, file, made)
+        except CkptError as error:
+            done.failed[path] = str(error)
+        else:
+            with lock:
+                done.files += 1
 
     paths = [path for path, head in namespace.list().items() if head.kind == "file"]
     for start in range(0, len(paths), _BATCH):
-        for path, file in namespace.stat_all(paths[start : start + _BATCH]).items():
-            if file is None or file.layout is None:
-                continue
-            layout = file.layout
-            moving = set()
-            for index, piece in enumerate(layout.pieces):
-                away = leaving(layout, index, file.head.version)
-                for fragment in piece.fragments:
-                    if fragment is not None and layout.holders[fragment.holder].member in away:
-                        moving.add((layout.holders[fragment.holder].name, fragment.position))
-            if not moving:
-                continue
-            gone = Gone(fragments=frozenset(moving))
-            try:
-                made = restore(namespace, path, file.head.version, layout, gone, advance, avoid)
-                replace_layout(namespace, path, file, made)
-                done.files += 1
-            except CkptError as error:
-                done.failed[path] = str(error)
+        _in_order(move, namespace.stat_all(paths[start : start + _BATCH]).items())
     return done
+
+
+def _in_order(call: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call for each, a few at once, the first ones first."""
+    with ThreadPoolExecutor(_FILES, "ckpt-repair") as pool:
+        work = [pool.submit(call, item) for item in items]
+        try:
+            for each in work:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> None:
     layout = health.file.layout
     assert layout is not None
-    made = restore(namespace, health.path, health.file.head.version, layout, health.gone, advance)
-    replace_layout(namespace, health.path, health.file, made)
+    bad = {name for _, name in health.rotten}  # no part of it is trusted any more: all goes elsewhere, and it is put aside
+    parts = {
+        (name, f.position)
+        for piece in layout.pieces
+        for f in piece.fragments
+        if f is not None and (name := layout.holders[f.holder].name) in bad
+    }
+    gone = replace(health.gone, fragments=health.gone.fragments | parts)
+    made = restore(namespace, health.path, health.file.head.version, layout, gone, advance)
+    replace_layout(namespace, health.path, health.file, made, bad)
     for member, name in health.rotten:
         try:
             if name not in {h.name for h in made.holders}:
@@ -411,8 +450,11 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Non
             log.info("%s on %s can't be put aside: %s", name, member, error)
 
 
-def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout) -> None:
-    """Say where a file is now, if it still is the same file at the same place. Else the new objects go again."""
+def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout, kept: Collection[str] = ()) -> None:
+    """Say where a file is now, if it still is the same file at the same place. Else the new objects go again.
+
+    kept: old objects that are not deleted.
+    """
     new = replace(old, layout=compact(layout))
     same = files.encode(old).body
 
@@ -426,7 +468,7 @@ def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout) -
     named = {h.name for h in there.layout.holders} if there is not None and there.layout is not None else set()
     before = {h.name for h in old.layout.holders}
     if there is not None and there.head.version == old.head.version and not (old.shared or there.shared):
-        namespace.discard_layout(old.layout, named | {h.name for h in new.layout.holders})
+        namespace.discard_layout(old.layout, {*named, *kept, *(h.name for h in new.layout.holders)})
     if not named & ({h.name for h in new.layout.holders} - before):
         log.info("%s was changed while it was repaired; it is left to the next repair", path)
     namespace.discard_layout(new.layout, named | before)  # what this repair has made, and nobody names
@@ -439,10 +481,12 @@ class _Pace:
         self._rate = rate
         self._began = time.monotonic()
         self._done = 0
+        self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
         if self._rate:
-            self._done += nbytes
+            with self._lock:
+                self._done += nbytes
             ahead = self._done / self._rate - (time.monotonic() - self._began)
             if ahead > 0:
                 time.sleep(ahead)

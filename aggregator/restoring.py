@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ log = logging.getLogger("ckpt")
 Progress = Callable[[int], None]
 
 _TRIES = 4
+_THREADS = 4  # pieces at once: one waits for a disk while another is on the wire
 
 
 def restore(
@@ -52,52 +55,92 @@ def _restore_once(
     namespace: Namespace, path: str, version: str, layout: Layout, before: Layout, avoid: set[str], progress: Progress
 ) -> tuple[Layout, set[str]]:
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
-    holders = list(layout.holders)
-    writers: dict[str, tuple[int, Writer]] = {}
-    pieces: list[Piece] = []
-    failed: set[str] = set()
+    objects = _Objects(namespace, path, layout, version)
+    pieces = list(layout.pieces)
+
+    def mend(index: int) -> None:
+        piece = layout.pieces[index]
+        missing = [i for i, f in enumerate(piece.fragments) if f is None]
+        failpoint("repair.piece")
+        shares = _rebuilt(namespace, path, layout, piece, missing, before, index)
+        used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
+        fragments = list(piece.fragments)
+        targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid)
+        for i, member in zip(missing, targets, strict=True):
+            holder, position = objects.append(member, shares[i])
+            fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
+            progress(len(shares[i]))
+        pieces[index] = replace(piece, fragments=tuple(fragments))
+
+    broken = [index for index, piece in enumerate(layout.pieces) if None in piece.fragments]
     try:
-        for index, piece in enumerate(layout.pieces):
-            missing = [i for i, f in enumerate(piece.fragments) if f is None]
-            if not missing:
-                pieces.append(piece)
-                continue
-            failpoint("repair.piece")
-            shares = _rebuilt(namespace, path, layout, piece, missing, before, index)
-            used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
-            fragments = list(piece.fragments)
-            targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid)
-            for i, member in zip(missing, targets, strict=True):
-                try:
-                    if member not in writers:
-                        name = object_name(new_version())
-                        writer = namespace.places[member].store.create(name)
-                        holders.append(Holder(member, name))
-                        writers[member] = len(holders) - 1, writer
-                    holder, writer = writers[member]
-                    position = writer.append(shares[i].data)
-                except StoreError as error:
-                    log.warning("%s: %s takes no more: %s", path, member, error)
-                    namespace.fan_out.health.failed(member)
-                    if member not in writers:
-                        holders.append(Holder(member, object_name(version)))
-                        writers[member] = len(holders) - 1, _Failed()
-                    holder, position = writers[member][0], 0
-                    failed.add(holders[holder].name)
-                fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
-                progress(len(shares[i]))
-            pieces.append(replace(piece, fragments=tuple(fragments)))
+        with ThreadPoolExecutor(_THREADS, "ckpt-restore") as pool:
+            work = [pool.submit(mend, index) for index in broken]
+            try:
+                for each in work:
+                    each.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
         failpoint("repair.commit")
-        _, errors = namespace.fan_out.ask({m: w.commit for m, (_, w) in writers.items()}, namespace.commit_seconds)
-        for member, why in errors.items():
-            log.warning("%s: %s failed: %s", path, member, why)
-            namespace.fan_out.health.failed(member)
-            failed.add(holders[writers[member][0]].name)
+        objects.commit()
     except BaseException:
-        for _, writer in writers.values():
-            writer.abort()
+        objects.abort()
         raise
-    return Layout(layout.redundancy, tuple(holders), tuple(pieces)), failed
+    return Layout(layout.redundancy, tuple(objects.holders), tuple(pieces)), objects.failed
+
+
+class _Objects:
+    """New objects on the members that take what is restored, one on each. Safe to use from many threads."""
+
+    def __init__(self, namespace: Namespace, path: str, layout: Layout, version: str) -> None:
+        self._namespace = namespace
+        self._path = path
+        self._version = version
+        self._lock = threading.Lock()
+        self._writers: dict[str, tuple[int, Writer]] = {}
+        self.holders = list(layout.holders)
+        self.failed: set[str] = set()
+        """Names of those that did not take everything."""
+
+    def append(self, member: str, share: np.ndarray) -> tuple[int, int]:
+        """The number of the holder, and the position there."""
+        holder, writer = self._begun(member)
+        try:
+            return holder, writer.append(share.data)
+        except StoreError as error:
+            self._fail(member, holder, error)
+            return holder, 0
+
+    def _begun(self, member: str) -> tuple[int, Writer]:
+        with self._lock:
+            if member not in self._writers:
+                name = object_name(new_version())
+                self.holders.append(Holder(member, name))
+                writer: Writer = _Failed()
+                try:
+                    writer = self._namespace.places[member].store.create(name)
+                except StoreError as error:
+                    self._fail(member, len(self.holders) - 1, error)
+                self._writers[member] = len(self.holders) - 1, writer
+            return self._writers[member]
+
+    def _fail(self, member: str, holder: int, error: StoreError) -> None:
+        log.warning("%s: %s takes no more: %s", self._path, member, error)
+        self._namespace.fan_out.health.failed(member)
+        self.failed.add(self.holders[holder].name)
+
+    def commit(self) -> None:
+        """Make durable what can be made so."""
+        calls = {member: writer.commit for member, (_, writer) in self._writers.items()}
+        _, errors = self._namespace.fan_out.ask(calls, self._namespace.commit_seconds)
+        for member, error in errors.items():
+            self._fail(member, self._writers[member][0], error)
+
+    def abort(self) -> None:
+        for _, writer in self._writers.values():
+            with suppress(StoreError):
+                writer.abort()
 
 
 class _Failed(Writer):

@@ -1,14 +1,17 @@
 """Which members keep the records of which paths. Agreed, kept by every member, and the same for every client.
 
 Fragments may lie anywhere, for a record says where. A record must be found without being told, so that what decides its
-place may not differ between clients: the ring is a register of its own, on all members, under a name that no path has.
-`aggregator/succession.py` puts another in its place.
+place may not differ between clients. Each ring is a register of its own, `ring/<number>`, under a name that no path has: the
+members of the ring before agree on it, once and for ever, and all that is agreed by others is agreed in another register. So
+the newest ring is the one at the end of the chain, and who knows an old one is led on. `aggregator/succession.py` makes the
+next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -18,9 +21,9 @@ from ckpt.aggregator.ledger import Group, Keepers, Ledger
 from ckpt.aggregator.placement import Spot, choose
 from ckpt.aggregator.redundancy import Quorum, quorum
 from ckpt.storage.errors import IntegrityError, Unavailable
-from ckpt.storage.registers import Record, Registers, Value
+from ckpt.storage.registers import Answer, Ballot, Record, Registers, Value, is_final
 
-NAME = "ring"
+PREFIX = "ring/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,13 @@ class Ring:
     tolerated: int
     before: Ring | None = None
     """While records move to these members: those that keep them all."""
+    agreed_by: Ring | None = None
+    """The ring whose members agreed on this one; None where all of its own did."""
+
+    @property
+    def name(self) -> str:
+        """Of its register."""
+        return f"{PREFIX}{self.epoch:010d}"
 
     @property
     def quorum(self) -> Quorum:
@@ -53,8 +63,16 @@ class Ring:
         return sum(s.name not in answering for s in ring.members) < ring.quorum.write
 
 
-def own(ring: Ring, without: str = "") -> Keepers:
-    """Who keeps the ring itself: all its members. without: one that is destroyed, and needs not be asked."""
+def successor(ring: Ring, members: tuple[Spot, ...], before: Ring | None = None) -> Ring:
+    """A ring that may come after this one."""
+    return Ring(ring.epoch + 1, members, ring.tolerated, before, replace(ring, agreed_by=None))
+
+
+def electors(ring: Ring, without: str = "") -> Keepers:
+    """Who agrees on the ring after this one: a majority of its members, and while records move of those before, too.
+
+    without: one that is destroyed, and needs not be asked.
+    """
     groups = []
     for each in (ring.before, ring):
         if each is not None:
@@ -66,73 +84,131 @@ def own(ring: Ring, without: str = "") -> Keepers:
 
 
 def ledger(registers: Mapping[str, Registers], keepers: Keepers, fan_out: FanOut, seconds: float) -> Ledger:
-    """For the ring itself."""
+    """For rings."""
     return Ledger(registers, lambda paths: dict.fromkeys(paths, keepers), fan_out, seconds)
 
 
+Told = Sequence[tuple[str, Answer]]
+"""What a member knows of rings, and its answer for one that is not there."""
+
+
 def find(registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated: int, fan_out: FanOut, seconds: float) -> Ring:
-    """The ring of a namespace; made of all members where there is none yet, for which all must answer."""
+    """The newest ring of a namespace; made of all members where there is none yet, for which all must answer."""
 
-    def enough(answers: Mapping[str, list[object]]) -> bool:
-        return _known(answers, registers) is not None
+    def tell(of: Registers) -> Told:
+        return [*of.scan(PREFIX), *zip([""], of.read([f"{PREFIX}{0:010d}"]), strict=True)]
 
-    calls = {name: (lambda r=r: r.read([NAME])) for name, r in registers.items()}
-    answers, errors = fan_out.ask(calls, seconds, enough)  # type: ignore[arg-type,misc]
-    known = _known(answers, registers)
-    if known is not None:  # and now what a majority of its members agrees upon: one may know of a try that came to nothing
-        if not set(known.everyone) <= set(registers):
-            return known
-        value = ledger(registers, own(known), fan_out, seconds).read([NAME])[NAME]
-        return known if value is None else decode(value)
-    if errors:
+    calls: dict[str, Callable[[], Told]] = {name: partial(tell, each) for name, each in registers.items()}
+    answers, errors = fan_out.ask(calls, seconds, lambda got: _last(got) is not None)
+    known = _known(answers)
+    for ring in known:
+        # A member may know of a try that came to nothing.
+        agreed = ring if _is_final(answers, ring) else _settled(registers, ring, fan_out, seconds)
+        if agreed is not None and (_is_last(answers, agreed) or ring is not known[0]):
+            return agreed
+        if agreed is not None:
+            break
+    if errors or known:
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
         raise Unavailable(
             f"{len(answers)} of {len(registers)} members answer, which is too few to know what they hold together ({reasons}); "
             "start the missing ones (all of them when a namespace is used for the first time)"
         )
+    return _make(registers, spots, tolerated, fan_out, seconds)
+
+
+def _make(
+    registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated: int, fan_out: FanOut, seconds: float
+) -> Ring:
     ring = Ring(1, tuple(Spot(s.name, s.domain) for s in spots), tolerated)
     _, errors = fan_out.ask({name: r.complete for name, r in registers.items()}, seconds)
     if errors:
         raise Unavailable(f"the namespace could not be made: {'; '.join(map(str, errors.values()))}")
-    # All must take it: another client that knows of fewer members, or of more, finds it on any of them.
-    all_of_them = Keepers((Group(tuple(sorted(registers)), Quorum(len(registers), len(registers), 1)),))
-    made = ledger(registers, all_of_them, fan_out, seconds).update(
-        [NAME], lambda _, value: encode(ring) if value is None else None, fresh=True
-    )[NAME]
+    made = ledger(registers, _founders(ring), fan_out, seconds).update(
+        [ring.name], lambda _, value: encode(ring) if value is None else None, fresh=True
+    )[ring.name]
     assert made is not None
-    return decode(made)
+    found = decode(made)
+    spread(registers, found, fan_out, seconds)
+    return found
 
 
-def _known(answers: Mapping[str, list[object]], registers: Mapping[str, Registers]) -> Ring | None:
-    """The newest ring, if as many of its members have answered as must, so that there is none newer."""
-    rings = []
-    for given in answers.values():
-        record = given[0]
-        if isinstance(record, Record) and record.value is not None:
-            rings.append((record.accepted, decode(record.value)))
-    if not rings:
+def _founders(ring: Ring) -> Keepers:
+    """All must take the first ring: a client that knows of fewer members, or of more, finds it on any of them."""
+    names = tuple(sorted(spot.name for spot in ring.members))
+    return Keepers((Group(names, Quorum(len(names), len(names), 1)),))
+
+
+def spread(registers: Mapping[str, Registers], ring: Ring, fan_out: FanOut, seconds: float) -> None:
+    """Let all members of a ring that was agreed upon know of it. Who can't be told now is told by others."""
+    value = encode(ring)
+    calls = {n: partial(registers[n].learn, ring.name, value) for n in ring.everyone if n in registers}
+    fan_out.ask(calls, seconds, spare=True)
+
+
+def _settled(registers: Mapping[str, Registers], ring: Ring, fan_out: FanOut, seconds: float) -> Ring | None:
+    """What those who agree on a ring of this number have agreed upon; None where it is nothing."""
+    keepers = _founders(ring) if ring.agreed_by is None else electors(ring.agreed_by)
+    if unknown := sorted(set(keepers.members) - set(registers)):
+        raise Unavailable(f"{', '.join(unknown)} keep records too, as the others say; name all of them")
+    value = ledger(registers, keepers, fan_out, seconds).read([ring.name])[ring.name]
+    if value is None:
         return None
-    _, newest = max(rings, key=lambda r: r[0])
-    voted = {name for name, given in answers.items() if name in registers and isinstance(given[0], Record)}
-    for ring in (newest.before or newest, newest):  # a next one needs a majority of each
-        if sum(spot.name in voted for spot in ring.members) >= len(ring.members) - len(ring.members) // 2:
-            return newest
-    return None
+    agreed = decode(value)
+    spread(registers, agreed, fan_out, seconds)
+    return agreed
+
+
+def _known(answers: Mapping[str, Told]) -> list[Ring]:
+    """The rings that any member knows of, agreed or not, one of each number, the newest first."""
+    known: dict[int, tuple[bool, Ballot, Ring]] = {}
+    for told in answers.values():
+        for _, record in told:
+            if isinstance(record, Record) and record.value is not None:
+                ring = decode(record.value)
+                each = is_final(record), record.accepted, ring
+                known[ring.epoch] = max(each, known.get(ring.epoch, each), key=lambda k: k[:2])
+    return [known[epoch][2] for epoch in sorted(known, reverse=True)]
+
+
+def _is_final(answers: Mapping[str, Told], ring: Ring) -> bool:
+    """Whether a member knows that a ring was agreed upon."""
+    return any(name == ring.name and is_final(record) for told in answers.values() for name, record in told)
+
+
+def _is_last(answers: Mapping[str, Told], ring: Ring) -> bool:
+    """Whether as many of those who agree on the next ring have answered as must, so that there is none."""
+    voting = {name for name, told in answers.items() if isinstance(told[-1][1], Record)}  # the others have forgotten
+    return any(
+        sum(m in voting for m in group.members) >= group.quorum.read for group in electors(ring).groups
+    )
+
+
+def _last(answers: Mapping[str, Told]) -> Ring | None:
+    """The newest ring, if these answers leave no doubt."""
+    newest = next(iter(_known(answers)), None)
+    return newest if newest is not None and _is_final(answers, newest) and _is_last(answers, newest) else None
 
 
 def encode(ring: Ring) -> Value:
-    def packed(ring: Ring) -> list[Any]:
-        return [ring.epoch, [[s.name, list(s.domain)] for s in ring.members], ring.tolerated]
-
-    return Value(msgpack.packb(packed(ring) + ([packed(ring.before)] if ring.before else [])))
+    return Value(msgpack.packb(_packed(ring)))
 
 
 def decode(value: Value) -> Ring:
-    def unpacked(epoch: int, members: list[Any], tolerated: int, before: list[Any] | None = None) -> Ring:
-        spots = tuple(Spot(name, tuple(domain)) for name, domain in members)
-        return Ring(epoch, spots, tolerated, unpacked(*before) if before else None)
-
     try:
-        return unpacked(*msgpack.unpackb(value.head))
+        return _unpacked(*msgpack.unpackb(value.head))
     except (ValueError, TypeError) as error:
         raise IntegrityError(f"the record of the members can't be read: {error}") from error
+
+
+def _packed(ring: Ring) -> list[Any]:
+    members = [[s.name, list(s.domain)] for s in ring.members]
+    return [ring.epoch, members, ring.tolerated, *(each and _packed(each) for each in (ring.before, ring.agreed_by))]
+
+
+def _unpacked(
+    epoch: int, members: list[Any], tolerated: int, before: list[Any] | None, agreed_by: list[Any] | None
+) -> Ring:
+    spots = tuple(Spot(name, tuple(domain)) for name, domain in members)
+    others = (None if each is None else _unpacked(*each) for each in (before, agreed_by))
+    return Ring(epoch, spots, tolerated, *others)

@@ -39,17 +39,22 @@ def succeed(
 
     destroyed: a member that is known never to come back, for a namespace of two, where the other can't decide alone.
     """
-    finish(namespace, destroyed, progress)
-    old = namespace.ring
+    old = finish(namespace, destroyed, progress)  # not namespace.ring, which may be the next one already, half-way
     members = tuple(Spot(s.name, s.domain) for s in sorted(spots, key=lambda s: s.name))
     if {s.name for s in members} == {s.name for s in old.members}:
         return old
     if not members:
         raise InvalidArgument(f"{namespace.url}: someone must keep the records; name a member that stays")
-    new = Ring(old.epoch + 1, members, old.tolerated, before=old)
-    joining = [s.name for s in members if s not in old.members and s.name not in old.everyone]
-    calls = {name: partial(namespace.places[name].registers.join, new.epoch) for name in joining}
-    _, errors = namespace.fan_out.ask(calls, namespace.commit_seconds)
+    new = rings.successor(old, members, before=replace(old, agreed_by=None))
+    known = rings.encode(old)
+
+    def join(name: str) -> None:
+        registers = namespace.places[name].registers
+        registers.learn(old.name, known)  # who votes on the rings that come must not have forgotten those that were
+        registers.join(new.epoch)
+
+    joining = [s.name for s in members if s.name not in old.everyone]
+    _, errors = namespace.fan_out.ask({name: partial(join, name) for name in joining}, namespace.commit_seconds)
     if errors:
         raise Unavailable(f"new members can't keep records: {_told(errors)}; start them, or leave them out")
     failpoint("ring.joined")
@@ -66,19 +71,19 @@ def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambd
     failpoint("ring.moving")
     if len(moving.before.members) == 2 and destroyed in [s.name for s in moving.before.members]:
         left = tuple(s for s in moving.before.members if s.name != destroyed)  # has all that was ever agreed, for it took both
-        alone = replace(moving, epoch=moving.epoch + 1, before=replace(moving.before, members=left))
-        _decide(namespace, moving, alone, destroyed)
+        _decide(namespace, moving, rings.successor(moving, moving.members, replace(moving.before, members=left)), destroyed)
         return finish(namespace, destroyed, progress)
     _fence(namespace, moving.before, moving.epoch, destroyed)
     failpoint("ring.fenced")
     answers, _ = namespace.scan("")
-    names = sorted({name for records in answers.values() for name, _ in records} - {rings.NAME})
+    found = {name for records in answers.values() for name, _ in records}
+    names = sorted(name for name in found if not name.startswith(rings.PREFIX))
     for start in range(0, len(names), _BATCH):
         batch = names[start : start + _BATCH]
         namespace.settle(batch, everywhere=False)
         progress(len(batch))
         failpoint("ring.settled")
-    moved = Ring(moving.epoch + 1, moving.members, moving.tolerated)
+    moved = rings.successor(moving, moving.members)
     _decide(namespace, moving, moved, destroyed)
     failpoint("ring.moved")
     _fence(namespace, moving.before, moved.epoch, destroyed)
@@ -88,14 +93,16 @@ def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambd
 
 
 def _decide(namespace: Namespace, old: Ring, new: Ring, destroyed: str) -> None:
-    ledger = rings.ledger(
-        {name: namespace.places[name].registers for name in {**old.everyone, **new.everyone}},
-        rings.own(old, destroyed), namespace.fan_out, namespace.config.access.deadline_seconds,
-    )  # fmt: skip
-    value = ledger.update([rings.NAME], lambda _, there: rings.encode(new) if there == rings.encode(old) else None)[rings.NAME]
+    registers = {name: namespace.places[name].registers for name in {**old.everyone, **new.everyone}}
+    seconds = namespace.config.access.deadline_seconds
+    ledger = rings.ledger(registers, rings.electors(old, destroyed), namespace.fan_out, seconds)
+    wanted = rings.encode(new)
+    value = ledger.update([new.name], lambda _, there: wanted if there is None else None, fresh=True)[new.name]
     namespace.renew()
-    if value != rings.encode(new):
+    if value != wanted:
         raise Changed(f"the members that keep the records of {namespace.url} were changed by someone else; look, and try again")
+    failpoint("ring.decided")
+    rings.spread(registers, new, namespace.fan_out, seconds)
 
 
 def _fence(namespace: Namespace, ring: Ring, epoch: int, destroyed: str) -> None:

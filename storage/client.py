@@ -306,6 +306,9 @@ class NodeRegisters(Registers):
     def fence(self, epoch: int) -> None:
         self._store.call("registers.fence", epoch)
 
+    def learn(self, name: str, value: Value) -> None:
+        self._store.call("registers.learn", name, wire.encode_value(value))
+
     def join(self, epoch: int) -> None:
         self._store.call("registers.join", epoch)
 

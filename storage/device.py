@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.storage.base import Store
 from ckpt.storage.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.local import LocalStore, is_temporary
 from ckpt.storage.sqlite import SqliteRegisters
@@ -32,12 +33,33 @@ class Info:
     """What a member says of itself."""
 
     identity: str
-    used_bytes: int
-    free_bytes: int
+    used_bytes: int | None
+    free_bytes: int | None
+    """None where that can't be known."""
     state: str = "serving"
     """Or "read-only", or "draining"."""
     labels: tuple[tuple[str, str], ...] = ()
     uploads: int = 0
+
+
+def damaged(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """The numbers of those ranges (position, length, checksums of cells) of an object that can't be read as they were."""
+    bad = []
+    step = 16 * CELL_BYTES
+    buffer = memoryview(bytearray(step))
+    with store.open(name) as reader:
+        for number, (position, nbytes, cells) in enumerate(ranges):
+            for start in range(0, nbytes, step):
+                data = buffer[: min(step, nbytes - start)]
+                try:
+                    got = reader.read_into(position + start, data)
+                except StoreError:  # the disk can't read it
+                    got = -1
+                first = start // CELL_BYTES * 8
+                if got < len(data) or bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
+                    bad.append(number)
+                    break
+    return bad
 
 
 class DeviceStore(LocalStore):
@@ -100,22 +122,7 @@ class Device:
 
     def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
         """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
-        bad = []
-        step = 16 * CELL_BYTES
-        buffer = memoryview(bytearray(step))
-        with self.store.open(name) as reader:
-            for number, (position, nbytes, cells) in enumerate(ranges):
-                for start in range(0, nbytes, step):
-                    data = buffer[: min(step, nbytes - start)]
-                    try:
-                        got = reader.read_into(position + start, data)
-                    except StoreError:  # the disk can't read it
-                        got = -1
-                    first = start // CELL_BYTES * 8
-                    if got < len(data) or bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
-                        bad.append(number)
-                        break
-        return bad
+        return damaged(self.store, name, ranges)
 
     def inventory(self) -> dict[str, tuple[int, float]]:
         """Length of every object, and the seconds since it was made durable, by this host's own clock."""

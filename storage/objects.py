@@ -57,6 +57,27 @@ class ObjectStore(Store):
         with self._told("writing", name):
             self._store.put(check_name(name), memoryview(data).cast("B"), mode="create")
 
+    def put_if(self, name: str, data: Buffer, tag: Any) -> bool:
+        """Replace an object only if it still is as `get_tagged` gave it, or for None only where there is none; whether it was.
+
+        False may hide a put that came through, was not answered and tried again: read it to know.
+        """
+        mode: Any = "create" if tag is None else tag
+        try:
+            with self._told("writing", name, reads=True):
+                self._store.put(check_name(name), memoryview(data).cast("B"), mode=mode, use_multipart=False)
+        except (AlreadyExists, NotFound):
+            return False
+        return True
+
+    def move(self, name: str, to: str) -> None:
+        """Give an object another name, if it is there. Copied by the bucket."""
+        try:
+            with self._told("moving", name, reads=True):
+                self._store.rename(check_name(name), check_name(to))
+        except NotFound:
+            pass
+
     def create(self, name: str, size_hint: int = 0) -> Writer:
         check_name(name)
 
@@ -72,6 +93,28 @@ class ObjectStore(Store):
         check_name(name)
         with self._told("reading", name, reads=True):
             return bytes(self._store.get(name).bytes())
+
+    def get_tagged(self, name: str) -> tuple[bytes, Any]:
+        """A whole object, and what `put_if` knows it by."""
+        check_name(name)
+        with self._told("reading", name, reads=True):
+            found = self._store.get(name)
+            tag = {key: found.meta[key] for key in ("e_tag", "version") if found.meta.get(key) is not None}
+            return bytes(found.bytes()), tag
+
+    def modified(self, name: str) -> float:
+        """When an object was written, by the bucket's clock, in seconds since 1970."""
+        with self._told("looking up", name, reads=True):
+            when: float = self._store.head(check_name(name))["last_modified"].timestamp()
+            return when
+
+    def list_modified(self) -> Iterator[tuple[str, int, float]]:
+        """All objects: name, length, and when they were written."""
+        with self._told("listing", ""):
+            for page in self._store.list(None, chunk_size=1000):
+                for found in page:
+                    if is_name(found["path"]):
+                        yield found["path"], found["size"], found["last_modified"].timestamp()
 
     def open(self, name: str) -> Reader:
         """No request is made; the first read finds out whether the object is there."""

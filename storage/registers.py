@@ -40,6 +40,8 @@ class Ballot(NamedTuple):
 NONE = Ballot(0, "")
 """Lower than all others: nothing promised, nothing accepted."""
 
+_LAST = Ballot(1 << 60, "final")
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -82,8 +84,8 @@ class Registers(ABC):
 
     Every call is durable when it returns, and answers for each name in the order asked. Raises StoreError.
 
-    epoch: the number of the ring that the caller goes by (`aggregator/ring.py`). A member that was fenced by a later one raises
-    Outdated, and does nothing. 0 is for what no ring decides.
+    epoch: the number of the ring that the caller goes by (`aggregator/ring.py`). A member that was fenced by a later one, or
+    has changed anything by a later one, raises Outdated, and does nothing. 0 is for what no ring decides.
     """
 
     @abstractmethod
@@ -129,8 +131,12 @@ class Registers(ABC):
         """Refuse calls of an earlier ring from now on."""
 
     @abstractmethod
+    def learn(self, name: str, value: Value) -> None:
+        """Note what a register is for ever, for it was agreed and may not be changed. Those who ask see it `is_final`."""
+
+    @abstractmethod
     def join(self, epoch: int) -> None:
-        """Become a member of the ring of this number: forget what an earlier time here has left, fence and complete.
+        """Become a member of the ring of this number: forget all registers that are not final, fence and complete.
 
         Nothing happens where a ring of this number, or a later one, was joined or has fenced already.
         """
@@ -155,6 +161,16 @@ class Registers(ABC):
             if len(found) < limit:
                 return
             after = found[-1][0]
+
+
+def final(value: Value) -> Record:
+    """A record that can't be changed any more: no proposal comes to its promise."""
+    return Record(_LAST, _LAST, value)
+
+
+def is_final(answer: Answer) -> bool:
+    """Whether a record says that it can't be changed any more."""
+    return isinstance(answer, Record) and answer.promised.round >= _LAST.round
 
 
 def taken(record: Record, change: Change) -> bool:

@@ -324,6 +324,10 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._may_change()
         self._device.registers.fence(epoch)
 
+    def _verb_registers_learn(self, name: str, value: list[bytes]) -> None:
+        self._may_change()
+        self._device.registers.learn(name, Value(*value))
+
     def _verb_registers_join(self, epoch: int) -> None:
         self._may_change()
         self._device.registers.join(epoch)

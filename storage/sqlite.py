@@ -30,6 +30,8 @@ from ckpt.storage.registers import (
     checksum,
     decode_ballot,
     encode_ballot,
+    final,
+    is_final,
     taken,
 )
 
@@ -132,10 +134,14 @@ class SqliteRegisters(Registers):
     def fence(self, epoch: int) -> None:
         self._writing(lambda db: _note(db, "epoch", max(epoch, _fact(db, "epoch"))))
 
+    def learn(self, name: str, value: Value) -> None:
+        self._writing(lambda db: _put(db, name, final(value)))
+
     def join(self, epoch: int) -> None:
         def begin(db: sqlite3.Connection) -> None:
             if _fact(db, "epoch") < epoch:
-                db.execute("DELETE FROM registers")
+                names = [name for (name,) in db.execute("SELECT name FROM registers")]
+                db.executemany("DELETE FROM registers WHERE name = ?", [(n,) for n in names if not is_final(_get(db, n))])
                 _note(db, "epoch", epoch)
                 _note(db, "complete", 1)
 
@@ -173,6 +179,8 @@ class SqliteRegisters(Registers):
 
         def checked(db: sqlite3.Connection) -> T:
             _check(db, epoch)
+            if epoch > _fact(db, "epoch"):
+                _note(db, "epoch", epoch)
             return work(db)
 
         mine: Future[T] = Future()

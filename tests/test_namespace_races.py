@@ -33,7 +33,7 @@ class Down(Registers):
     def _fails(self, *args: Any, **options: Any) -> Any:
         raise Unavailable("down")
 
-    read = prepare = accept = change = scan = start_anew = complete = fence = join = drop = _fails
+    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = _fails
 
 
 @pytest.fixture

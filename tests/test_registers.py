@@ -226,6 +226,9 @@ class Flaky(Registers):
     def fence(self, epoch: int) -> None:
         self._maybe(lambda: self.inner.fence(epoch))
 
+    def learn(self, name: str, value: Value) -> None:
+        self._maybe(lambda: self.inner.learn(name, value))
+
     def join(self, epoch: int) -> None:
         self._maybe(lambda: self.inner.join(epoch))
 

@@ -89,6 +89,9 @@ def test_rot(tmp_path: Path) -> None:
     assert [(f.path, f.state, f.rotten) for f in found.damaged] == [("d/f4", "endangered", ((holder.member, holder.name),))]
     assert not repairs.repair(namespace, found).failed
     whole(namespace, "2x")
+    assert not victim.exists()
+    (aside,) = (tmp_path / holder.member / "quarantine").iterdir()
+    assert aside.read_bytes() == raw, "kept for whoever wants to know why"
     namespace.close()
 
 

@@ -19,11 +19,13 @@ from ckpt.aggregator import repair as repairs
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.succession import finish, succeed
 from ckpt.storage.errors import InvalidArgument, Outdated, StoreError, Unavailable
-from ckpt.storage.registers import Ballot, Change, Record, Value
+from ckpt.storage.registers import Ballot, Change, Record, Value, final
 from ckpt.storage.sqlite import SqliteRegisters
 from ckpt.storage.testing import pattern
 
-POINTS = ["ring.joined", "ring.moving", "ring.fenced", "ring.settled", "ring.moved"]
+POINTS = [
+    "ring.joined", "ring.decided", "ring.moving", "ring.fenced", "ring.settled", "ring.decided@2", "ring.moved"
+]  # fmt: skip
 
 CONTENT = {f"d/f{i}": pattern(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 2_000_000])} | {
     f"many/{i}": b"%d" % i for i in range(60)
@@ -73,18 +75,24 @@ def test_a_fence(tmp_path: Path) -> None:
             call(4)
         call(5)
         call(0)
+    registers.change([Change("y", Ballot(0, ""), Value(b""))], "w", 7)
+    with pytest.raises(Outdated, match="ring 7, not 6"):
+        registers.drop(["y"], 6)  # of a change that is over, and late
 
 
 def test_joining_begins_with_nothing_once(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
     registers.complete()
     registers.change([Change("old", Ballot(0, ""), Value(b""))], "w")
+    registers.learn("ring/1", Value(b"agreed"))
     registers.join(4)
     assert registers.read(["old"], 4) == [Record()]
+    assert registers.read(["ring/1"], 4) == [final(Value(b"agreed"))], "what is final is not forgotten"
+    assert registers.prepare(["ring/1"], Ballot(9, "p")) == [final(Value(b"agreed"))]
     registers.change([Change("new", Ballot(0, ""), Value(b""))], "w", 4)
     registers.join(4)
     registers.join(3)
-    assert [name for name, _ in registers.scan("")] == ["new"], "who has joined already does not forget"
+    assert [name for name, _ in registers.scan("")] == ["new", "ring/1"], "who has joined already does not forget"
 
 
 # --- a change --------------------------------------------------------------------------------------------------
@@ -111,6 +119,11 @@ def test_other_keepers(tmp_path: Path, to: tuple[int, ...]) -> None:
     assert succeed(new, spots(new, *to)).epoch == 3, "there is nothing to do"  # type: ignore[arg-type]
 
 
+def kill_at(point: str) -> str:
+    name, _, number = point.partition("@")
+    return f"{name}=kill@{number or 1}"
+
+
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("by", ["forget", "repair"])
 def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
@@ -123,7 +136,7 @@ def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
         "from ckpt.aggregator.namespace import *; from ckpt.aggregator.succession import succeed\n"
         "n, _ = open_namespace('ckpt://lab/'); succeed(n, [s for s in n.spots if s.name != 'disk2'])"
     )
-    environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill", "CKPT_CONFIG": str(config)}
+    environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "CKPT_CONFIG": str(config)}
     before = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
     assert keepers(before) == {"disk0", "disk1", "disk2"}
     assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == -9
@@ -171,6 +184,33 @@ def test_one_is_away_and_comes_back(tmp_path: Path, away: int, monkeypatch: pyte
     assert fresh.get("many/1") == b"changed"
     assert fresh.stat("many/2") is None
     assert keepers(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{away}"}
+
+
+@pytest.mark.parametrize("writer", ["0", "zzzz"])
+@pytest.mark.parametrize("after", [(0, 2, 3), (1, 2, 3)])
+def test_a_value_that_nobody_agreed_upon(tmp_path: Path, writer: str, after: tuple[int, ...]) -> None:
+    """One member took it before it was away; its author died. What others agree upon later stays, when that member is back."""
+    three_of(tmp_path, 4)
+    paths = [f"half/{i}" for i in range(12)]
+    half = Namespace(directories(tmp_path, 4)).places["disk0"].registers
+    lost = Namespace(directories(tmp_path, 4))
+    lost.put("half", b"lost")
+    ((_, record),) = [r for r in lost.places["disk1"].registers.scan("/half") if r[0] == "/half"]
+    (full,) = lost.places["disk1"].registers.read(["/half"])
+    assert isinstance(record, Record)
+    assert isinstance(full, Record)
+    assert full.value is not None
+    half.change([Change(f"/{path}", Ballot(0, ""), full.value) for path in paths], writer)
+    mover = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    mover._registers["disk0"] = mover.places["disk0"].registers = Flaky(half, random.Random(0), 1.0)
+    succeed(mover, spots(mover, 1, 2, 3))  # type: ignore[arg-type]
+    for path in paths:
+        mover.put(path, b"agreed", new=True)
+    for to in (after, (0, 1, 2)):
+        back = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+        succeed(back, spots(back, *to))  # type: ignore[arg-type]
+        for _ in range(3):
+            assert {back.get(path) for path in paths} == {b"agreed"}
 
 
 def test_too_many_are_away(tmp_path: Path) -> None:

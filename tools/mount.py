@@ -206,8 +206,8 @@ class Tree:
         calls = {name: place.info for name, place in self._namespace.places.items()}
         answers, _ = self._namespace.fan_out.ask(calls, self._namespace.config.access.deadline_seconds)
         overhead = self._namespace.config.redundancy.overhead
-        free = int(sum(info.free_bytes for info in answers.values()) / overhead)
-        used = int(sum(info.used_bytes for info in answers.values()) / overhead)
+        free = int(sum(info.free_bytes or 0 for info in answers.values()) / overhead)
+        used = int(sum(info.used_bytes or 0 for info in answers.values()) / overhead)
         unit = 4096
         return {"f_bsize": unit, "f_frsize": unit, "f_blocks": (free + used) // unit, "f_bfree": free // unit,
                 "f_bavail": free // unit, "f_namemax": 255}  # fmt: skip

@@ -278,7 +278,8 @@ def status(url: str, as_json: bool) -> int:
         domain = "/".join(place.member.spot.domain)
         if name in answers:
             info = answers[name]
-            rows.append((name, info.state, size(info.used_bytes), size(info.free_bytes), domain))
+            used, free = ("" if n is None else size(n) for n in (info.used_bytes, info.free_bytes))
+            rows.append((name, info.state, used, free, domain))
         else:
             rows.append((name, "down", "", "", domain))
     common.show_table(("member", "state", ">used", ">free", "domain"), rows)

@@ -1,0 +1,301 @@
+"""A bucket as a member of a namespace: objects and registers below one URL. No process serves it: every client is its own.
+
+    objects/…               what the namespace stores
+    registers/paths/…       one object a register, below its encoded name; replaced only as it was read (If-Match)
+    registers/others/…      registers whose name is no path; registers/long/… those whose key would be too long
+    registers.json          whether absent registers are empty ones, and the number of the ring that fences
+    device.json             who it is
+
+One request a register: for the few hundred files of a checkpoint, not for millions of small ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgpack
+import xxhash
+
+from ckpt.storage.device import OBJECTS, QUARANTINE, Info, damaged
+from ckpt.storage.errors import AlreadyExists, NotFound, Outdated, StoreError, Unavailable
+from ckpt.storage.objects import ObjectStore
+from ckpt.storage.registers import (
+    BODY_BYTES,
+    Answer,
+    Ballot,
+    Change,
+    Damaged,
+    Record,
+    Registers,
+    Value,
+    checksum,
+    decode_ballot,
+    encode_ballot,
+    final,
+    is_final,
+    taken,
+)
+
+_THREADS = 16
+_KEY_BYTES = 900
+_TRIES = 20
+_SPECIAL = re.compile(r"[^A-Za-z0-9.\-]")
+_FOLDER = "registers"
+_FACTS = "registers.json"
+_MISSING = Damaged("the registers of this bucket are new, or were lost and are not all back")
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Bucket:
+    """A folder of a bucket that joins a namespace."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._root = ObjectStore(self.url)
+        self.store = ObjectStore(f"{self.url}/{OBJECTS}")
+        self._pool = ThreadPoolExecutor(_THREADS, "ckpt-bucket")
+        self.registers = BucketRegisters(self._root, self._pool)
+
+    def info(self) -> Info:
+        """Who this is. How full it is nobody knows."""
+        try:
+            return Info(str(json.loads(self._root.get("device.json"))["id"]), None, None)
+        except NotFound:
+            try:
+                self._root.put_new("device.json", json.dumps({"id": secrets.token_hex(16), "format": 1}).encode())
+            except AlreadyExists:
+                pass  # by another process, at the same time
+            return self.info()
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{self.url}/device.json is damaged ({error}); delete it") from error
+
+    def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
+        """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
+        return damaged(self.store, name, ranges)
+
+    def inventory(self) -> dict[str, tuple[int, float]]:
+        """Length of every object, and the seconds since it was made durable, by the bucket's own clock."""
+        self._root.put("clock", b"")
+        now = self._root.modified("clock")
+        return {name: (nbytes, now - modified) for name, nbytes, modified in self.store.list_modified()}
+
+    def quarantine(self, name: str) -> None:
+        """Keep a damaged object for whoever wants to know why, where no reader finds it."""
+        self._root.move(f"{OBJECTS}/{name}", f"{QUARANTINE}/{name.replace('/', '_')}-{secrets.token_hex(4)}")
+
+    def sweep(self, older_seconds: float) -> None:
+        """Nothing: parts of uploads that were never completed are invisible, and a rule of the bucket removes them."""
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+        self.store.close()
+
+
+class BucketRegisters(Registers):
+    """Registers as objects that are replaced only as they were read."""
+
+    def __init__(self, store: ObjectStore, pool: ThreadPoolExecutor) -> None:
+        self._store = store
+        self._pool = pool
+
+    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
+        complete = self._complete(epoch)
+        return self._each(lambda name: self._get(name, complete)[0], names)
+
+    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
+        def promise(record: Answer) -> tuple[Record | None, Answer]:
+            if isinstance(record, Damaged) or record.promised >= ballot:
+                return None, record
+            new = Record(ballot, record.accepted, record.value)
+            return new, new
+
+        return self._changed(lambda name: promise, names, epoch)
+
+    def accept(
+        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
+    ) -> list[bool]:
+        wanted = dict(values)
+
+        def take(name: str) -> Callable[[Answer], tuple[Record | None, bool]]:
+            def step(record: Answer) -> tuple[Record | None, bool]:
+                if isinstance(record, Record) and record.accepted == ballot and record.value == wanted[name]:
+                    return None, True  # by a try that seemed to fail
+                good = heal if isinstance(record, Damaged) else record.promised <= ballot
+                return (Record(ballot, ballot, wanted[name]), True) if good else (None, False)
+
+            return step
+
+        return self._changed(take, [name for name, _ in values], epoch)
+
+    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
+        wanted = {change.name: change for change in changes}
+
+        def take(name: str) -> Callable[[Answer], tuple[Record | None, bool]]:
+            change = wanted[name]
+            ballot = change.expected.next_step(writer)
+
+            def step(record: Answer) -> tuple[Record | None, bool]:
+                if isinstance(record, Damaged):
+                    return None, False
+                if record.accepted == ballot and record.value == change.value:
+                    return None, True  # by a try that seemed to fail
+                return (Record(ballot, ballot, change.value), True) if taken(record, change) else (None, False)
+
+            return step
+
+        return self._changed(take, [change.name for change in changes], epoch)
+
+    def start_anew(self) -> None:
+        self._note(lambda facts: facts | {"complete": 0})
+        for entry in list(self._store.list(_FOLDER)):
+            self._store.move(entry.name, f"{QUARANTINE}/{entry.name.replace('/', '_')}-{secrets.token_hex(4)}")
+
+    def complete(self) -> None:
+        self._note(lambda facts: facts | {"complete": 1})
+
+    def fence(self, epoch: int) -> None:
+        self._note(lambda facts: facts | {"epoch": max(epoch, facts["epoch"])})
+
+    def learn(self, name: str, value: Value) -> None:
+        self._store.put(_key(name), _encode(name, final(value)))
+
+    def join(self, epoch: int) -> None:
+        if self._facts()["epoch"] < epoch:
+            found = self._each(lambda entry: (entry.name, self._listed(entry.name)), list(self._store.list(_FOLDER)))
+            self._store.delete([key for key, each in found if each is None or not is_final(each[1])])
+            self._note(lambda facts: {"complete": 1, "epoch": epoch} if facts["epoch"] < epoch else facts)
+
+    def drop(self, names: Sequence[str], epoch: int) -> None:
+        self._complete(epoch)
+        self._store.delete([_key(name) for name in names])
+
+    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
+        found = [(name, answer) for name, answer in self.scan_all(prefix, epoch) if name > after]
+        return found[:limit]
+
+    def scan_all(self, prefix: str, epoch: int = 0) -> Iterator[tuple[str, Answer]]:
+        self._complete(epoch)
+        folders = [f"{_FOLDER}/{part}" for part in _folders(prefix)]
+        keys = [entry.name for folder in folders for entry in self._store.list(folder)]
+        found = [each for each in self._each(self._listed, keys) if each is not None and each[0].startswith(prefix)]
+        yield from sorted(found, key=lambda each: each[0])
+
+    # --- objects -----------------------------------------------------------------------------------------------
+
+    def _each(self, call: Callable[[T], U], items: Sequence[T]) -> list[U]:
+        return list(self._pool.map(call, items)) if len(items) > 1 else [call(item) for item in items]
+
+    def _changed(
+        self, step: Callable[[str], Callable[[Answer], tuple[Record | None, U]]], names: Sequence[str], epoch: int
+    ) -> list[U]:
+        complete = self._complete(epoch)
+        if epoch > self._facts()["epoch"]:
+            self.fence(epoch)
+        answers = self._each(lambda name: self._replace(name, step(name), complete), names)
+        # Fenced meanwhile: it may have been too late for whoever collects what was agreed before the fence.
+        self._complete(epoch)
+        return answers
+
+    def _replace(self, name: str, step: Callable[[Answer], tuple[Record | None, U]], complete: bool) -> U:
+        for _ in range(_TRIES):
+            record, tag = self._get(name, complete)
+            new, answer = step(record)
+            if new is None or self._store.put_if(_key(name), _encode(name, new), tag):
+                return answer
+        raise Unavailable(f"{self._store.url}/{_key(name)} changes all the time; try again")
+
+    def _get(self, name: str, complete: bool) -> tuple[Answer, Any]:
+        try:
+            data, tag = self._store.get_tagged(_key(name))
+        except NotFound:
+            return Record() if complete else _MISSING, None
+        told, answer = _decode(data)
+        return (answer if told == name else Damaged(f"it is that of {told!r}")), tag
+
+    def _listed(self, key: str) -> tuple[str, Answer] | None:
+        try:
+            name, answer = _decode(self._store.get(key))
+        except NotFound:  # dropped meanwhile
+            return None
+        if isinstance(answer, Record) and answer.value is not None:
+            answer = Record(answer.promised, answer.accepted, Value(answer.value.head))
+        return (name, answer) if name and _key(name) == key else None
+
+    def _complete(self, epoch: int) -> bool:
+        facts = self._facts()
+        if epoch and epoch < facts["epoch"]:
+            raise Outdated(
+                f"the members that keep records have changed (ring {facts['epoch']}, not {epoch}); ask for them anew"
+            )
+        return bool(facts["complete"])
+
+    def _facts(self) -> dict[str, int]:
+        return self._tagged_facts()[0]
+
+    def _tagged_facts(self) -> tuple[dict[str, int], Any]:
+        try:
+            data, tag = self._store.get_tagged(_FACTS)
+            found = json.loads(data)
+            return {"complete": int(found["complete"]), "epoch": int(found["epoch"])}, tag
+        except NotFound:
+            return {"complete": 0, "epoch": 0}, None
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{self._store.url}/{_FACTS} is damaged ({error}); delete it, and run a repair") from error
+
+    def _note(self, change: Callable[[dict[str, int]], dict[str, int]]) -> None:
+        for _ in range(_TRIES):
+            facts, tag = self._tagged_facts()
+            if change(facts) == facts or self._store.put_if(_FACTS, json.dumps(change(facts)).encode(), tag):
+                return
+        raise Unavailable(f"{self._store.url}/{_FACTS} changes all the time; try again")
+
+
+def _folders(prefix: str) -> list[str]:
+    """Where registers may lie whose names begin so."""
+    if not prefix:
+        return ["paths", "others", "long"]
+    return ["paths", "long"] if prefix.startswith("/") else ["others", "long"]
+
+
+def _key(name: str) -> str:
+    """The object of a register: what a name of the store can't hold stands as _ and two hexadecimal digits a byte."""
+    folder = "paths" if name.startswith("/") else "others"
+    parts = [_escape(part) for part in name.removeprefix("/").split("/")]
+    key = f"{_FOLDER}/{folder}/{'/'.join(parts)}"
+    return key if len(key) <= _KEY_BYTES else f"{_FOLDER}/long/{xxhash.xxh3_128_hexdigest(name.encode())}"
+
+
+def _escape(part: str) -> str:
+    plain = _SPECIAL.sub(lambda found: "".join(f"_{byte:02x}" for byte in found[0].encode()), part)
+    return f"_2e{plain[1:]}" if plain.startswith(".") else plain
+
+
+def _encode(name: str, record: Record) -> bytes:
+    value = record.value
+    if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
+        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes {BODY_BYTES}")
+    promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
+    packed: bytes = msgpack.packb(
+        [name, promised, accepted, value and [value.head, value.body], checksum(name, promised, accepted, value)]
+    )
+    return packed
+
+
+def _decode(data: bytes) -> tuple[str, Answer]:
+    """The name and the record; "" where not even the name can be read."""
+    name = ""
+    try:
+        name, promised, accepted, given, total = msgpack.unpackb(data, max_bin_len=2 * BODY_BYTES)
+        value = None if given is None else Value(*given)
+        if checksum(name, promised, accepted, value) == total:
+            return name, Record(decode_ballot(promised), decode_ballot(accepted), value)
+    except Exception:  # whatever the library makes of other bytes
+        return str(name), Damaged("it can't be read")
+    return name, Damaged("its checksum does not match")
