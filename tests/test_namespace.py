@@ -191,7 +191,7 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str) -> None:
     file = tmp_path / "c.toml"
-    file.write_text('[namespaces.a]\nmembers = ["s3://b"]\n[namespaces.b]\nmembers = [{url = "h:1", wieght = 2}]\n')
+    file.write_text('[namespaces.a]\nmembers = ["hdfs://b"]\n[namespaces.b]\nmembers = [{url = "h:1", wieght = 2}]\n')
     monkeypatch.setenv("CKPT_CONFIG", str(file))
     with pytest.raises(InvalidArgument, match=message):
         members.parse_url(url)

@@ -63,6 +63,7 @@ POINTS = [
 
 @pytest.mark.parametrize("redundancy", ["2x", "3+2"])
 @pytest.mark.parametrize("what", ["put", "new", "delete", "rename"])
+@pytest.mark.soak
 @pytest.mark.parametrize("point", POINTS if SOAK else POINTS[::2])
 def test_a_client_is_killed(tmp_path: Path, what: str, point: str, redundancy: str) -> None:
     """What was there is there, whole, or what was to be: never a mixture. The next one works, and nothing is left over."""

@@ -221,6 +221,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
+@pytest.mark.soak
 @settings(max_examples=40 if os.environ.get("CKPT_SOAK") != "1" else 1000, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
 @given(data=st.data())

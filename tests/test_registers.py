@@ -250,6 +250,7 @@ def words(value: Value | None) -> list[str]:
 SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(200 if os.environ.get("CKPT_SOAK") else 12)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("members", [1, 2, 3, 5])
 def test_one_history(tmp_path: Path, seed: int, members: int) -> None:

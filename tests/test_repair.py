@@ -19,6 +19,7 @@ from ckpt.aggregator import repair as repairs
 from ckpt.aggregator.files import File
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.redundancy import parse
+from ckpt.aggregator.succession import succeed
 from ckpt.storage.errors import InvalidArgument, StoreError
 from ckpt.storage.registers import Damaged, Record
 from ckpt.storage.testing import pattern
@@ -254,9 +255,11 @@ def test_rebalancing(tmp_path: Path) -> None:
 SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(1000 if os.environ.get("CKPT_SOAK") else 15)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fault_schedules(tmp_path: Path, seed: int) -> None:
-    """Random writes, deletions, losses, rot and repairs: every acknowledged file is readable and equal, after each step."""
+    """Random writes, deletions, losses, rot, repairs and changes of the members that keep records: every acknowledged file is
+    readable and equal, after each step."""
     draw = random.Random(seed)
     redundancy, count = draw.choice([("2x", 4), ("3x", 5), ("2+1", 5), ("4+2", 7)])
     code = parse(redundancy)
@@ -264,8 +267,9 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
     numbers = itertools.count()
     hurt: set[str] = set()
     namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+    actions = ["put", "put", "put", "replace", "delete", "lose", "rot", "wipe", "away", "change", "repair", "open"]
     for _ in range(draw.randint(10, 25)):
-        action = draw.choice(["put", "put", "put", "replace", "delete", "lose", "rot", "repair", "open"])
+        action = draw.choice(actions)
         if action in ("put", "replace"):
             path = draw.choice(list(known)) if action == "replace" and known else f"f{next(numbers)}"
             data = draw.randbytes(draw.choice([0, 10, 33_000, 70_000, 600_000]))
@@ -275,6 +279,33 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
             path = draw.choice(list(known))
             namespace.delete([path])
             del known[path]
+        elif action == "change":
+            ring = draw.sample(namespace.spots, draw.randint(2 * code.tolerated + 1, count))
+            if hurt & ({s.name for s in ring} | set(namespace.ring.everyone)):
+                continue  # the records of those may be lost, too
+            succeed(namespace, ring)
+        elif action == "away":  # and what is changed meanwhile, it does not know when it is back
+            member = f"disk{draw.randrange(count)}"
+            if hurt - {member} or not (tmp_path / member).exists():
+                continue
+            (tmp_path / member).rename(tmp_path / "away")
+            (tmp_path / member).write_text("not here")
+            data = draw.randbytes(draw.choice([10, 70_000]))
+            path = draw.choice([*known, f"f{next(numbers)}"])
+            namespace.put(path, data)
+            known[path] = data
+            (tmp_path / member).unlink()
+            (tmp_path / "away").rename(tmp_path / member)
+            namespace.close()
+            namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+        elif action == "wipe":  # an empty disk in its place
+            member = f"disk{draw.randrange(count)}"
+            if len(hurt | {member}) > code.tolerated:
+                continue
+            hurt.add(member)
+            namespace.close()
+            shutil.rmtree(tmp_path / member, ignore_errors=True)
+            namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
         elif action in ("lose", "rot"):
             member = f"disk{draw.randrange(count)}"
             if len(hurt | {member}) > code.tolerated:

@@ -276,6 +276,7 @@ def test_two_change_at_once(tmp_path: Path) -> None:
 SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if os.environ.get("CKPT_SOAK") else 8)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_history(tmp_path: Path, seed: int) -> None:
     """Clients add words to values over registers that lose calls, while the members that keep these are changed again and
