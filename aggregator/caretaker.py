@@ -57,7 +57,7 @@ class Caretaker:
     def _run(self) -> None:
         while not self._stop.wait(self._every):
             try:
-                if elected(self._namespace, self._me, 3 * self._every):
+                if self._namespace.exists() and elected(self._namespace, self._me, 3 * self._every):
                     self.once(verify=self._rounds % self._scrub_every == 0)
                     self._rounds += 1
             except (CkptError, OSError) as error:

@@ -92,18 +92,20 @@ class Keepers:
 class Ledger:
     """The values of paths.
 
-    keepers: who keeps these paths, all by one ring. renew: called where they say that it is others.
+    keepers: who keeps these paths, all by one ring. renew: called where they say that it is others. direct: whether all
+    callers agree on who the first member of a path is.
     """
 
     def __init__(
         self, registers: Mapping[str, Registers], keepers: Callable[[Sequence[str]], dict[str, Keepers]], fan_out: FanOut,
-        seconds: float = 30.0, renew: Callable[[], None] = lambda: None,
+        seconds: float = 30.0, renew: Callable[[], None] = lambda: None, direct: bool = True,
     ) -> None:  # fmt: skip
         self._registers = registers
         self._keepers = keepers
         self._fan_out = fan_out
         self._seconds = seconds
         self._renew = renew
+        self._direct = direct
         self._me = secrets.token_hex(8)
         self._proposals = itertools.count()
 
@@ -183,7 +185,7 @@ class Ledger:
 
     def _update(self, paths: Sequence[str], decide: Decide, fresh: bool) -> dict[str, Value | None]:
         found: dict[str, Value | None] = {}
-        left = self._directly(paths, decide, fresh, found)
+        left = self._directly(paths, decide, fresh, found) if self._direct else paths
         return found | self._in_two_phases(left, decide) if left else found
 
     def _directly(self, paths: Sequence[str], decide: Decide, fresh: bool, found: dict[str, Value | None]) -> list[str]:

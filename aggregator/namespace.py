@@ -24,11 +24,11 @@ from ckpt.aggregator.place import Place
 from ckpt.aggregator.placement import shared
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
-from ckpt.aggregator.writing import FileWriter, Gone, new_version
+from ckpt.aggregator.writing import FileWriter, Forgotten, Gone, new_version
 from ckpt.storage.base import Buffer
 from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import Answer, Damaged, Registers, Value
+from ckpt.storage.registers import NONE, Answer, Ballot, Damaged, Record, Registers, Value
 
 log = logging.getLogger("ckpt")
 
@@ -85,11 +85,27 @@ class Namespace:
         known = self._ring
         if known is not None:
             return known
+        found = self._find()
+        while found is None:
+            with self._opening:
+                seconds, tolerated = self.config.access.deadline_seconds, self.config.redundancy.tolerated
+                rings.make(self._registers, self.spots, tolerated, self.fan_out, seconds)
+            found = self._find()  # which may be that of another client
+        return found
+
+    def exists(self) -> bool:
+        """Whether anything was ever written here. Only writing makes a namespace."""
+        return self._find() is not None
+
+    def _find(self) -> rings.Ring | None:
         with self._opening:
             if self._ring is None:
                 seconds = self.config.access.deadline_seconds
-                found = rings.find(self._registers, self.spots, self.config.redundancy.tolerated, self.fan_out, seconds)
-                self._adopt(found)
+                found = rings.find(self._registers, self.fan_out, seconds, self._adopt)
+                if found is not None:
+                    if strange := [name for name in found.everyone if name not in self.places]:
+                        raise self._unnamed(strange)
+                    self.spots = tuple(s for s in self.spots if s.name not in found.gone)
                 self._ring = found
             return self._ring
 
@@ -97,18 +113,23 @@ class Namespace:
         """Ask again who keeps the records, when that is next needed."""
         self._ring = None
 
-    def _adopt(self, found: rings.Ring) -> None:
+    def _adopt(self, found: rings.Ring) -> bool:
         """Know the members of a ring that came after this process was configured, as far as their names say where they are."""
-        strange = [spot for name, spot in found.everyone.items() if name not in self.places]
+        strange = [spot for name, spot in found.everyone.items() if name not in self._registers]
         if unknown := [spot.name for spot in strange if not is_address(spot.name)]:
-            raise Unavailable(
-                f"{self.url} names {', '.join(self.places)}, but records are kept by {', '.join(unknown)} too; name all of them"
-            )
+            raise self._unnamed(unknown)
         for spot in strange:
             place = Place(Member(spot, address=spot.name), self.config.access)
-            self.places[spot.name], self._registers[spot.name] = place, place.registers
+            self.places = {**self.places, spot.name: place}
+            self._registers[spot.name] = place.registers
             if any(spot.name == s.name for s in found.members):
                 self.spots = (*self.spots, spot)
+        return bool(strange)
+
+    def _unnamed(self, names: Sequence[str]) -> Unavailable:
+        return Unavailable(
+            f"{self.url} names {', '.join(self.places)}, but records are kept by {', '.join(names)} too; name all of them"
+        )
 
     def leave_out(self, member: str) -> None:
         """Go on without a member."""
@@ -142,6 +163,8 @@ class Namespace:
         """The same of many at once."""
         for path in paths:
             check_path(path)
+        if not self.exists():
+            return dict.fromkeys(paths)
         found: dict[str, File | None] = {}
         for name, value in self._ledger.read([f"/{path}" for path in paths]).items():
             file = None if value is None else files.decode(name[1:], value)
@@ -154,16 +177,26 @@ class Namespace:
         Raises Unavailable where so many members are missing that a file could be overlooked.
         """
         prefix = f"/{check_path(folder)}/" if folder else "/"
-        newest: dict[str, tuple[object, bytes]] = {}
+        if not self.exists():
+            return {}
         answers, _ = self.scan(prefix)
+        newest: dict[str, tuple[Ballot, bytes, int]] = {}  # and on how many members it is
         for records in answers.values():
             for name, record in records:
                 if isinstance(record, Damaged) or record.value is None:
                     continue
-                known = newest.get(name)
-                if known is None or known[0] < record.accepted:  # type: ignore[operator]
-                    newest[name] = record.accepted, record.value.head
-        found = {name[1:]: files.decode_head(name[1:], head) for name, (_, head) in newest.items()}
+                ballot, _, count = newest.get(name, (NONE, b"", 0))
+                if ballot < record.accepted:
+                    newest[name] = record.accepted, record.value.head, 1
+                elif ballot == record.accepted:
+                    newest[name] = ballot, record.value.head, count + 1
+        found = {name[1:]: files.decode_head(name[1:], head) for name, (_, head, _) in newest.items()}
+        # What too few have is half-done, or old: it is settled, so that a listing shows what the file says when it is opened.
+        needed = self.ring.quorum.write
+        for path, file in self.stat_all([name[1:] for name, (_, _, count) in newest.items() if count < needed]).items():
+            found.pop(path, None)
+            if file is not None:
+                found[path] = file.head
         return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
 
     def scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
@@ -176,20 +209,28 @@ class Namespace:
     def _scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
         now = self.ring
 
-        def read(registers: Registers) -> list[tuple[str, Answer]]:
-            return list(registers.scan_all(prefix, now.epoch))
+        def read(registers: Registers) -> tuple[list[tuple[str, Answer]], bool]:
+            (absent,) = registers.read(["/ "], now.epoch)  # a name that no file has
+            return list(registers.scan_all(prefix, now.epoch)), isinstance(absent, Record)
 
         calls = {name: partial(read, self._registers[name]) for name in now.everyone}
         answers, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
-        if not now.can_list(answers):  # those that did not answer lately are needed after all
+
+        def complete() -> list[str]:
+            return [name for name, (_, whole) in answers.items() if whole]
+
+        if not now.can_list(complete()):  # those that did not answer lately are needed after all
             answers, errors = self.fan_out.ask(calls, self.commit_seconds)
         for error in errors.values():
             if isinstance(error, Outdated):
                 raise error
-        if not now.can_list(answers):
-            reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
-            raise Unavailable(f"{self.url} can't be listed: {len(errors)} members are missing ({reasons}); start them")
-        return answers, errors
+        if not now.can_list(complete()):
+            reasons = [f"{name}: {error}" for name, error in errors.items()]
+            reasons += [f"{n}: its records were lost and are not all back" for n, (_, whole) in answers.items() if not whole]
+            raise Unavailable(
+                f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
+            )
+        return {name: records for name, (records, _) in answers.items()}, errors
 
     def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> None:
         """Make a record what a path is. Raises AlreadyExists if `new` and something is there, Changed if it was written on
@@ -202,6 +243,8 @@ class Namespace:
             current = None if value is None else files.decode(path, value)
             if files.had(current, file.head.version):
                 return None  # done already, in a try that seemed to fail
+            if left := self._forgotten(file):
+                raise Forgotten(left)
             old = current if current is not None and current.exists else None
             if old is not None and (new or old.head.kind != file.head.kind):
                 return None
@@ -216,9 +259,24 @@ class Namespace:
         if not files.had(there, file.head.version):
             what = there.head.kind if there is not None else "file"
             raise AlreadyExists(f"{path} in {self.url}: a {what} of this name is there already")
+        if there is not None and (left := self._forgotten(there)):  # a half-done try, from before, has come through
+            self._leave(path, there, left)
         if old is not None and old.layout is not None and not old.shared:
             named = {h.name for each in (file, there) if each and each.layout for h in each.layout.holders}
             self.discard_layout(old.layout, named)
+
+    def _forgotten(self, file: File) -> set[str]:
+        """Members that hold a part of a file, and were taken out of the namespace."""
+        gone = self.ring.gone
+        return {h.member for h in file.layout.holders if h.member in gone} if file.layout is not None else set()
+
+    def _leave(self, path: str, file: File, members: Collection[str]) -> None:
+        """Move what lies on these members to others."""
+        from ckpt.aggregator.repair import replace_layout
+
+        assert file.layout is not None
+        gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in members))
+        replace_layout(self, path, file, self.restore(path, file.head.version, file.layout, gone))
 
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
         """Remove files and folder marks; the paths that were there. What is not there is no error."""

@@ -25,7 +25,7 @@ from ckpt.aggregator.placement import choose
 from ckpt.aggregator.restoring import compact, restore
 from ckpt.aggregator.succession import finish, succeed
 from ckpt.aggregator.writing import Gone
-from ckpt.storage.errors import CkptError, InvalidArgument, StoreError
+from ckpt.storage.errors import CkptError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.registers import Damaged, Record, Value
 
 log = logging.getLogger("ckpt")
@@ -99,6 +99,7 @@ def survey(namespace: Namespace, verify: bool = False, progress: Progress = lamb
 
     progress: called with the bytes just checked.
     """
+    _check(namespace)
     found = Survey()
     calls = {name: place.inventory for name, place in namespace.places.items()}
     ages, found.missing = namespace.fan_out.ask(calls, namespace.commit_seconds)
@@ -122,6 +123,12 @@ def survey(namespace: Namespace, verify: bool = False, progress: Progress = lamb
             if orphans:
                 found.orphans[member] = orphans
     return found
+
+
+def _check(namespace: Namespace) -> None:
+    """Looking after a namespace does not make one."""
+    if not namespace.exists():
+        raise NotFound(f"{namespace.url} holds nothing: nobody ever wrote there; is it the right URL, with all its members?")
 
 
 def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[str, File], set[str]]:
@@ -339,26 +346,30 @@ def forget(namespace: Namespace, member: str, destroyed: bool = False, progress:
     destroyed: its device never comes back. Must be said where, of two members, the other alone is left to agree to it.
     """
     config = namespace.config
+    _check(namespace)
     if member not in namespace.ring.everyone and member not in namespace.places:
         raise InvalidArgument(f"{member} is no member of {namespace.url}; there are {', '.join(namespace.places)}")
     answers, _ = namespace.fan_out.ask({m: p.info for m, p in namespace.places.items()}, namespace.commit_seconds)
-    kept, needed = namespace.ring.everyone, config.redundancy
-    stay = [s for s in namespace.spots if s.name != member and (s.name in kept or s.name in answers)]
+    needed = config.redundancy
+    stay = [s for s in namespace.spots if s.name != member and s.name in answers]
     if len(stay) < needed.fragments:
         raise InvalidArgument(
-            f"without {member} there are {len(stay)} members and {needed} needs {needed.fragments}; start another one and "
-            "name it in the URL, or write with less redundancy"
+            f"without {member} {len(stay)} members answer and {needed} needs {needed.fragments}; start the others, or another "
+            "one and name it in the URL, or write with less redundancy"
         )
+    succeed(namespace, stay, member, destroyed)  # from now on whoever writes is told to leave it alone
     done = Repaired()
-    if member in answers and not destroyed:
-        done = drain(namespace, member, progress)
-        if done.failed:
-            return done
-    succeed(namespace, stay, member if destroyed else "")
+    while member in answers and not destroyed:  # until nothing is left that was under way then
+        moved = drain(namespace, member, progress)
+        done.files, done.nbytes = done.files + moved.files, done.nbytes + moved.nbytes
+        if moved.failed:
+            return replace(done, failed=moved.failed)
+        if not moved.files:
+            break
     if config.announced:
         etcd.forget(*etcd.parse_url(config.announced), member)
     namespace.leave_out(member)
-    rest = repair(namespace, survey(namespace), progress=progress)  # all of it, or what came while it was drained
+    rest = repair(namespace, survey(namespace), progress=progress)
     return replace(rest, files=rest.files + done.files, nbytes=rest.nbytes + done.nbytes)
 
 
@@ -367,7 +378,10 @@ def rebalance(namespace: Namespace, progress: Progress = lambda _: None) -> Repa
 
     New members keep records from then on, too.
     """
-    succeed(namespace, {s.name: s for s in (*namespace.ring.members, *namespace.spots)}.values())
+    _check(namespace)
+    every = {s.name: s for s in (*(m.spot for m in namespace.config.members), *namespace.ring.members)}
+    succeed(namespace, every.values())
+    namespace.spots = tuple(every.values())
 
     def leaving(layout: Layout, index: int, version: str) -> set[str]:
         piece = layout.pieces[index]
@@ -441,7 +455,8 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Non
     }
     gone = replace(health.gone, fragments=health.gone.fragments | parts)
     made = restore(namespace, health.path, health.file.head.version, layout, gone, advance)
-    replace_layout(namespace, health.path, health.file, made, bad)
+    if not replace_layout(namespace, health.path, health.file, made, bad):
+        return
     for member, name in health.rotten:
         try:
             if name not in {h.name for h in made.holders}:
@@ -450,8 +465,9 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Non
             log.info("%s on %s can't be put aside: %s", name, member, error)
 
 
-def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout, kept: Collection[str] = ()) -> None:
-    """Say where a file is now, if it still is the same file at the same place. Else the new objects go again.
+def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout, kept: Collection[str] = ()) -> bool:
+    """Say where a file is now, if it still is the same file at the same place. Else the new objects go again. Whether nobody
+    needs the old objects any more.
 
     kept: old objects that are not deleted.
     """
@@ -467,11 +483,13 @@ def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout, k
     there = None if after is None else files.decode(path, after)
     named = {h.name for h in there.layout.holders} if there is not None and there.layout is not None else set()
     before = {h.name for h in old.layout.holders}
+    done = bool(named & ({h.name for h in new.layout.holders} - before)) and not old.shared
     if there is not None and there.head.version == old.head.version and not (old.shared or there.shared):
         namespace.discard_layout(old.layout, {*named, *kept, *(h.name for h in new.layout.holders)})
     if not named & ({h.name for h in new.layout.holders} - before):
         log.info("%s was changed while it was repaired; it is left to the next repair", path)
     namespace.discard_layout(new.layout, named | before)  # what this repair has made, and nobody names
+    return done and there is not None and not there.shared and not named & set(kept)
 
 
 class _Pace:

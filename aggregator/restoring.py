@@ -44,7 +44,7 @@ def restore(
     before = layout
     for _ in range(_TRIES):
         avoid |= {h.member for h in layout.holders if h.name in gone.objects}
-        layout, failed = _restore_once(namespace, path, version, gone.applied(layout), before, avoid, progress)
+        layout, failed = _restore_once(namespace, path, version, gone.applied(layout), before, avoid, leave, progress)
         if not failed:
             return compact(layout)
         gone = Gone(frozenset(failed))  # members that failed meanwhile: once more, without them
@@ -52,8 +52,9 @@ def restore(
 
 
 def _restore_once(
-    namespace: Namespace, path: str, version: str, layout: Layout, before: Layout, avoid: set[str], progress: Progress
-) -> tuple[Layout, set[str]]:
+    namespace: Namespace, path: str, version: str, layout: Layout, before: Layout, avoid: set[str], leave: Collection[str],
+    progress: Progress,
+) -> tuple[Layout, set[str]]:  # fmt: skip
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
     objects = _Objects(namespace, path, layout, version)
     pieces = list(layout.pieces)
@@ -65,7 +66,7 @@ def _restore_once(
         shares = _rebuilt(namespace, path, layout, piece, missing, before, index)
         used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
         fragments = list(piece.fragments)
-        targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid)
+        targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid, leave)
         for i, member in zip(missing, targets, strict=True):
             holder, position = objects.append(member, shares[i])
             fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
@@ -167,15 +168,18 @@ def compact(layout: Layout) -> Layout:
     return Layout(layout.redundancy, tuple(layout.holders[i] for i in used), pieces)
 
 
-def _targets(namespace: Namespace, key: str, count: int, used: list[str], avoid: set[str]) -> list[str]:
-    """Members for new fragments: such as hold nothing of the piece, answer, and did not just lose something, if possible."""
-    well = [s for s in namespace.spots if not namespace.fan_out.health.down(s.name)]
-    others = [s for s in namespace.spots if s.name not in avoid]
-    for spots in ([s for s in well if s.name not in avoid], others, well, list(namespace.spots)):
+def _targets(
+    namespace: Namespace, key: str, count: int, used: list[str], avoid: set[str], leave: Collection[str]
+) -> list[str]:
+    """Members for new fragments: such as hold nothing of the piece, answer, and did not just lose something, if possible; in no
+    case those to leave."""
+    every = [s for s in namespace.spots if s.name not in leave]
+    well = [s for s in every if not namespace.fan_out.health.down(s.name)]
+    for spots in ([s for s in well if s.name not in avoid], [s for s in every if s.name not in avoid], well, every):
         found = choose(key, spots, count, (), used)
         if len(found) == count:
             return found
-    raise Unavailable(f"{count} more members are needed to restore what was lost, and there are none; add members")
+    raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
 
 
 def _fragment(namespace: Namespace, holder: Holder, fragment: Fragment, length: int) -> np.ndarray:
@@ -207,10 +211,10 @@ def _rebuilt(
     missing = [i for i in missing if i not in moved]
     if not missing:
         return moved
-    good: dict[int, np.ndarray] = {}
+    good = dict(list(moved.items())[: redundancy.data])
     reasons = []
     for i, fragment in enumerate(piece.fragments):
-        if fragment is None or len(good) == redundancy.data:
+        if fragment is None or i in good or len(good) == redundancy.data:
             continue
         holder = layout.holders[fragment.holder]
         try:

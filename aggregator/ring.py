@@ -9,6 +9,7 @@ next.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.ledger import Group, Keepers, Ledger
 from ckpt.aggregator.placement import Spot, choose
 from ckpt.aggregator.redundancy import Quorum, quorum
-from ckpt.storage.errors import IntegrityError, Unavailable
+from ckpt.storage.errors import Changed, IntegrityError, InvalidArgument, Unavailable
 from ckpt.storage.registers import Answer, Ballot, Record, Registers, Value, is_final
 
 PREFIX = "ring/"
@@ -33,10 +34,14 @@ class Ring:
     epoch: int
     members: tuple[Spot, ...]
     tolerated: int
+    namespace: str
+    """Random, drawn when the namespace was made: rings of different namespaces have nothing to do with each other."""
     before: Ring | None = None
     """While records move to these members: those that keep them all."""
     agreed_by: Ring | None = None
     """The ring whose members agreed on this one; None where all of its own did."""
+    gone: tuple[str, ...] = ()
+    """Members that were taken out: nobody writes to them any more, whatever his configuration says."""
 
     @property
     def name(self) -> str:
@@ -63,44 +68,51 @@ class Ring:
         return sum(s.name not in answering for s in ring.members) < ring.quorum.write
 
 
-def successor(ring: Ring, members: tuple[Spot, ...], before: Ring | None = None) -> Ring:
+def successor(ring: Ring, members: tuple[Spot, ...], before: Ring | None, gone: tuple[str, ...]) -> Ring:
     """A ring that may come after this one."""
-    return Ring(ring.epoch + 1, members, ring.tolerated, before, replace(ring, agreed_by=None))
+    agreed_by = replace(ring, agreed_by=None)
+    return Ring(ring.epoch + 1, members, ring.tolerated, ring.namespace, before, agreed_by, gone)
 
 
 def electors(ring: Ring, without: str = "") -> Keepers:
-    """Who agrees on the ring after this one: a majority of its members, and while records move of those before, too.
+    """Who agrees on the ring after this one: a majority of its members, or while records move, of those before, which have all.
 
     without: one that is destroyed, and needs not be asked.
     """
-    groups = []
-    for each in (ring.before, ring):
-        if each is not None:
-            names = sorted(s.name for s in each.members)
-            left = tuple(name for name in names if name != without)
-            write, read = len(names) // 2 + 1, len(names) - len(names) // 2
-            groups.append(Group(left, Quorum(len(left), min(write, len(left)), min(read, len(left)))))
-    return Keepers(tuple(groups))
+    names = sorted(s.name for s in (ring.before or ring).members)
+    left = tuple(name for name in names if name != without)
+    write, read = len(names) // 2 + 1, len(names) - len(names) // 2
+    return Keepers((Group(left, Quorum(len(left), min(write, len(left)), min(read, len(left)))),))
 
 
 def ledger(registers: Mapping[str, Registers], keepers: Keepers, fan_out: FanOut, seconds: float) -> Ledger:
     """For rings."""
-    return Ledger(registers, lambda paths: dict.fromkeys(paths, keepers), fan_out, seconds)
+    return Ledger(registers, lambda paths: dict.fromkeys(paths, keepers), fan_out, seconds, direct=False)
 
 
 Told = Sequence[tuple[str, Answer]]
 """What a member knows of rings, and its answer for one that is not there."""
 
 
-def find(registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated: int, fan_out: FanOut, seconds: float) -> Ring:
-    """The newest ring of a namespace; made of all members where there is none yet, for which all must answer."""
+def find(
+    registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]
+) -> Ring | None:
+    """The newest ring of a namespace; None where all members answer, and none knows of one.
+
+    adopt: called with a ring that names members which `registers` lacks; whether they were added. Raises Unavailable where too
+    few members answer to be sure, InvalidArgument where they belong to different namespaces.
+    """
 
     def tell(of: Registers) -> Told:
         return [*of.scan(PREFIX), *zip([""], of.read([f"{PREFIX}{0:010d}"]), strict=True)]
 
-    calls: dict[str, Callable[[], Told]] = {name: partial(tell, each) for name, each in registers.items()}
-    answers, errors = fan_out.ask(calls, seconds, lambda got: _last(got) is not None)
-    known = _known(answers)
+    while True:
+        calls: dict[str, Callable[[], Told]] = {name: partial(tell, each) for name, each in registers.items()}
+        answers, errors = fan_out.ask(calls, seconds, lambda got, calls=calls: _last(got, calls) is not None)  # type: ignore[misc]
+        known = _known(answers)
+        _check_one_namespace(answers)
+        if not known or set(known[0].everyone) <= set(registers) or not adopt(known[0]):
+            break
     for ring in known:
         # A member may know of a try that came to nothing.
         agreed = ring if _is_final(answers, ring) else _settled(registers, ring, fan_out, seconds)
@@ -110,17 +122,35 @@ def find(registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated:
             break
     if errors or known:
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        asked = f" of {', '.join(electors(known[0]).members)}" if known else ""
         raise Unavailable(
-            f"{len(answers)} of {len(registers)} members answer, which is too few to know what they hold together ({reasons}); "
-            "start the missing ones (all of them when a namespace is used for the first time)"
+            f"{len(answers)} of {len(registers)} members answer, which is too few{asked} to know what they hold together "
+            f"({reasons}); start the missing ones (all of them when a namespace is used for the first time)"
         )
-    return _make(registers, spots, tolerated, fan_out, seconds)
+    return None
 
 
-def _make(
+def _check_one_namespace(answers: Mapping[str, Told]) -> None:
+    of: dict[str, list[str]] = {}
+    for member, told in answers.items():
+        for _, record in told:
+            if isinstance(record, Record) and record.value is not None and is_final(record):
+                names = of.setdefault(decode(record.value).namespace, [])
+                if member not in names:
+                    names.append(member)
+    if len(of) > 1:
+        groups = " and ".join(", ".join(names) for names in of.values())
+        raise InvalidArgument(
+            f"these members belong to different namespaces: {groups}; name those of one, and empty the folder of a member that "
+            "is to join it and was used for something else"
+        )
+
+
+def make(
     registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated: int, fan_out: FanOut, seconds: float
-) -> Ring:
-    ring = Ring(1, tuple(Spot(s.name, s.domain) for s in spots), tolerated)
+) -> None:
+    """The first ring, of all members, which must all answer; nothing where there is one already."""
+    ring = Ring(1, tuple(Spot(s.name, s.domain) for s in spots), tolerated, secrets.token_hex(8))
     _, errors = fan_out.ask({name: r.complete for name, r in registers.items()}, seconds)
     if errors:
         raise Unavailable(f"the namespace could not be made: {'; '.join(map(str, errors.values()))}")
@@ -128,9 +158,7 @@ def _make(
         [ring.name], lambda _, value: encode(ring) if value is None else None, fresh=True
     )[ring.name]
     assert made is not None
-    found = decode(made)
-    spread(registers, found, fan_out, seconds)
-    return found
+    spread(registers, decode(made), fan_out, seconds)
 
 
 def _founders(ring: Ring) -> Keepers:
@@ -139,11 +167,15 @@ def _founders(ring: Ring) -> Keepers:
     return Keepers((Group(names, Quorum(len(names), len(names), 1)),))
 
 
-def spread(registers: Mapping[str, Registers], ring: Ring, fan_out: FanOut, seconds: float) -> None:
-    """Let all members of a ring that was agreed upon know of it. Who can't be told now is told by others."""
+def spread(registers: Mapping[str, Registers], ring: Ring, fan_out: FanOut, seconds: float) -> Collection[str]:
+    """Let all members of a ring that was agreed upon know of it; those that know. Who can't be told now is told by others."""
     value = encode(ring)
     calls = {n: partial(registers[n].learn, ring.name, value) for n in ring.everyone if n in registers}
-    fan_out.ask(calls, seconds, spare=True)
+    told, errors = fan_out.ask(calls, seconds, spare=True)
+    for error in errors.values():
+        if isinstance(error, Changed):
+            raise error
+    return told
 
 
 def _settled(registers: Mapping[str, Registers], ring: Ring, fan_out: FanOut, seconds: float) -> Ring | None:
@@ -179,15 +211,15 @@ def _is_final(answers: Mapping[str, Told], ring: Ring) -> bool:
 def _is_last(answers: Mapping[str, Told], ring: Ring) -> bool:
     """Whether as many of those who agree on the next ring have answered as must, so that there is none."""
     voting = {name for name, told in answers.items() if isinstance(told[-1][1], Record)}  # the others have forgotten
-    return any(
-        sum(m in voting for m in group.members) >= group.quorum.read for group in electors(ring).groups
-    )
+    return electors(ring).can_read(voting)
 
 
-def _last(answers: Mapping[str, Told]) -> Ring | None:
-    """The newest ring, if these answers leave no doubt."""
+def _last(answers: Mapping[str, Told], asked: Collection[str]) -> Ring | None:
+    """The newest ring, if these answers leave no doubt: also none that it is that of most of those who were asked."""
     newest = next(iter(_known(answers)), None)
-    return newest if newest is not None and _is_final(answers, newest) and _is_last(answers, newest) else None
+    if newest is None or not _is_final(answers, newest) or not _is_last(answers, newest):
+        return None
+    return newest if 2 * len(set(asked) & set(newest.everyone)) > len(asked) else None
 
 
 def encode(ring: Ring) -> Value:
@@ -203,12 +235,14 @@ def decode(value: Value) -> Ring:
 
 def _packed(ring: Ring) -> list[Any]:
     members = [[s.name, list(s.domain)] for s in ring.members]
-    return [ring.epoch, members, ring.tolerated, *(each and _packed(each) for each in (ring.before, ring.agreed_by))]
+    others = [None if each is None else _packed(each) for each in (ring.before, ring.agreed_by)]
+    return [ring.epoch, members, ring.tolerated, ring.namespace, *others, list(ring.gone)]
 
 
 def _unpacked(
-    epoch: int, members: list[Any], tolerated: int, before: list[Any] | None, agreed_by: list[Any] | None
-) -> Ring:
+    epoch: int, members: list[Any], tolerated: int, namespace: str, before: list[Any] | None, agreed_by: list[Any] | None,
+    gone: list[str],
+) -> Ring:  # fmt: skip
     spots = tuple(Spot(name, tuple(domain)) for name, domain in members)
-    others = (None if each is None else _unpacked(*each) for each in (before, agreed_by))
-    return Ring(epoch, spots, tolerated, *others)
+    first, second = (None if each is None else _unpacked(*each) for each in (before, agreed_by))
+    return Ring(epoch, spots, tolerated, namespace, first, second, tuple(gone))

@@ -24,6 +24,7 @@ from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.ring import Ring
 from ckpt.storage.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.registers import Damaged, Record, is_final
 
 log = logging.getLogger("ckpt")
 
@@ -33,33 +34,62 @@ _BATCH = 1_000
 
 
 def succeed(
-    namespace: Namespace, spots: Iterable[Spot], destroyed: str = "", progress: Progress = lambda _: None
-) -> Ring:
+    namespace: Namespace, spots: Iterable[Spot], gone: str = "", destroyed: bool = False,
+    progress: Progress = lambda _: None,
+) -> Ring:  # fmt: skip
     """Let these members keep the records from now on. progress: called with the number of records just moved.
 
-    destroyed: a member that is known never to come back, for a namespace of two, where the other can't decide alone.
+    gone: a member that is taken out, to which nobody writes any more. destroyed: it never comes back, which must be said for
+    a namespace of two, where the other can't decide alone.
     """
-    old = finish(namespace, destroyed, progress)  # not namespace.ring, which may be the next one already, half-way
+    namespace.renew()
+    old = namespace.ring
     members = tuple(Spot(s.name, s.domain) for s in sorted(spots, key=lambda s: s.name))
-    if {s.name for s in members} == {s.name for s in old.members}:
-        return old
+    names = {s.name for s in members}
+    left_out = tuple(sorted(({*old.gone, gone} - names) - {""}))
+    if names == {s.name for s in old.members} and left_out == old.gone:
+        return finish(namespace, gone if destroyed else "", progress)
     if not members:
         raise InvalidArgument(f"{namespace.url}: someone must keep the records; name a member that stays")
-    new = rings.successor(old, members, before=replace(old, agreed_by=None))
-    known = rings.encode(old)
+    _invite(namespace, old, names)
+    before = old.before or replace(old, agreed_by=None)
+    if destroyed and len(before.members) == 2:  # the other has all that was ever agreed, for it took both
+        before = replace(before, members=tuple(s for s in before.members if s.name != gone))
+    _decide(namespace, old, rings.successor(old, members, before, left_out), gone if destroyed else "")
+    return finish(namespace, gone if destroyed else "", progress)
 
-    def join(name: str) -> None:
+
+def _invite(namespace: Namespace, old: Ring, names: set[str]) -> None:
+    """See to it that all who are to keep records can: a change towards members that do not answer would come to no end."""
+
+    strangers: list[str] = []
+
+    def ask(name: str) -> None:
         registers = namespace.places[name].registers
-        registers.learn(old.name, known)  # who votes on the rings that come must not have forgotten those that were
-        registers.join(new.epoch)
+        (known,) = registers.read(["/ "])  # a name that no file has
+        if name in old.everyone:
+            if isinstance(known, Damaged):
+                raise Unavailable(f"its records were lost; repair {namespace.url} first")
+            return
+        finals = [r.value for _, r in registers.scan(rings.PREFIX) if isinstance(r, Record) and r.value and is_final(r)]
+        strange = any(rings.decode(value).namespace != old.namespace for value in finals)
+        if strange or (not finals and registers.scan("/", limit=1)):
+            strangers.append(name)
+            return
+        for ring in (old, old.agreed_by):  # who votes on the rings that come must not have forgotten those that were
+            if ring is not None and ring.epoch == 1:
+                registers.learn(ring.name, rings.encode(ring))
+        registers.learn(old.name, rings.encode(old))
+        registers.join(old.epoch + 1)
 
-    joining = [s.name for s in members if s.name not in old.everyone]
-    _, errors = namespace.fan_out.ask({name: partial(join, name) for name in joining}, namespace.commit_seconds)
+    _, errors = namespace.fan_out.ask({name: partial(ask, name) for name in names}, namespace.commit_seconds)
+    if strangers:
+        raise InvalidArgument(
+            f"{', '.join(sorted(strangers))} holds records of another namespace; empty its folder, or leave it out"
+        )
     if errors:
-        raise Unavailable(f"new members can't keep records: {_told(errors)}; start them, or leave them out")
+        raise Unavailable(f"not all who are to keep records can: {_told(errors)}; start them, or leave them out")
     failpoint("ring.joined")
-    _decide(namespace, old, new, destroyed)
-    return finish(namespace, destroyed, progress)
 
 
 def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambda _: None) -> Ring:
@@ -69,10 +99,6 @@ def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambd
     if moving.before is None:
         return moving
     failpoint("ring.moving")
-    if len(moving.before.members) == 2 and destroyed in [s.name for s in moving.before.members]:
-        left = tuple(s for s in moving.before.members if s.name != destroyed)  # has all that was ever agreed, for it took both
-        _decide(namespace, moving, rings.successor(moving, moving.members, replace(moving.before, members=left)), destroyed)
-        return finish(namespace, destroyed, progress)
     _fence(namespace, moving.before, moving.epoch, destroyed)
     failpoint("ring.fenced")
     answers, _ = namespace.scan("")
@@ -83,7 +109,7 @@ def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambd
         namespace.settle(batch, everywhere=False)
         progress(len(batch))
         failpoint("ring.settled")
-    moved = rings.successor(moving, moving.members)
+    moved = rings.successor(moving, moving.members, None, moving.gone)
     _decide(namespace, moving, moved, destroyed)
     failpoint("ring.moved")
     _fence(namespace, moving.before, moved.epoch, destroyed)
@@ -102,7 +128,9 @@ def _decide(namespace: Namespace, old: Ring, new: Ring, destroyed: str) -> None:
     if value != wanted:
         raise Changed(f"the members that keep the records of {namespace.url} were changed by someone else; look, and try again")
     failpoint("ring.decided")
-    rings.spread(registers, new, namespace.fan_out, seconds)
+    told = rings.spread(registers, new, namespace.fan_out, seconds)
+    if new.before is None and 2 * sum(s.name in told for s in new.members) <= len(new.members):
+        raise Unavailable(f"most of the new members, {', '.join(new.everyone)}, do not answer any more; start them")
 
 
 def _fence(namespace: Namespace, ring: Ring, epoch: int, destroyed: str) -> None:

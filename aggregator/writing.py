@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -36,6 +36,14 @@ def new_version() -> str:
 def object_name(version: str) -> str:
     """Of the object that holds a member's fragments of a file; spread over folders."""
     return f"{version[-2:]}/{version}-{secrets.token_hex(2)}"
+
+
+class Forgotten(StoreError):
+    """Members were taken out of the namespace while a file was written to them."""
+
+    def __init__(self, members: Collection[str]) -> None:
+        super().__init__(f"{', '.join(sorted(members))} were taken out of the namespace meanwhile; write it anew")
+        self.members = members
 
 
 class FileWriter(Writer):
@@ -249,12 +257,24 @@ class FileWriter(Writer):
         failpoint("namespace.record")
         self._done = True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
         try:
-            self._namespace.publish(self._path, file, self._new, self._base)
-        except (AlreadyExists, Changed):
+            file = self._publish(file)
+        except (AlreadyExists, Changed, Forgotten):
             self._done = False  # for certain
             raise
         failpoint("namespace.recorded")
         return file
+
+    def _publish(self, file: File) -> File:
+        """Publish, elsewhere where a member was taken out meanwhile."""
+        for _ in range(3):
+            try:
+                self._namespace.publish(self._path, file, self._new, self._base)
+                return file
+            except Forgotten as error:
+                assert file.layout is not None
+                gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in error.members))
+                file = replace(file, layout=self._namespace.restore(self._path, self._version, file.layout, gone))
+        raise Forgotten(self._namespace.ring.gone)
 
     def _commit_objects(self) -> set[str]:
         """Make the objects durable; the names of those that could not be made so."""

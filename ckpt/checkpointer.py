@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt import arena as arenas
+from ckpt import pulse as pulses
 from ckpt import session as sessions
 from ckpt.api import Url, check_step, load_newest, load_step
 from ckpt.codec import CodecWish
@@ -30,6 +31,8 @@ from ckpt.write import Options, leave_out, staging_bytes
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
+
+_STEP = pulses.PHASES.index("step")
 
 Every = int | timedelta | Literal["auto"] | None
 
@@ -86,6 +89,7 @@ class Checkpointer:
         self._last_began = time.monotonic()
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
+        self._pulse = pulses.mine()
         self._session: sessions.Session | None = sessions.enter(open_repository(url), ranks)
 
     @property
@@ -107,18 +111,27 @@ class Checkpointer:
         session = self._open()
         session.wait()  # a save under way may delete what is read here
         wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads)
-        if step is not None:
-            return load_step(session.repo, check_step(step), wish), step + 1
-        found = load_newest(session.repo, strict, wish)
-        return (state, 0) if found is None else (found[1], found[0] + 1)
+        with pulses.phase("load"):
+            if step is not None:
+                start, loaded = check_step(step) + 1, load_step(session.repo, step, wish)
+            else:
+                found = load_newest(session.repo, strict, wish)
+                start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
+        if self._pulse is not None:
+            self._pulse.beat(_STEP, start - 1)
+            self._pulse.committed(start - 1)
+        return loaded, start
 
     # --- saving ------------------------------------------------------------------------------------------------
 
     def step(self, step: int, state: Any, *, loss: Any = None) -> SaveHandle | None:
         """Say that `step` is done; save in the background if a save is due, and return its handle then.
 
-        A loss that is not finite stops this save: what diverged is not worth keeping.
+        A loss that is not finite stops this save: what diverged is not worth keeping. Under `ckpt-run` this is the
+        heartbeat, too; and where the job is to end, it is saved now, and SystemExit is raised.
         """
+        if self._pulse is not None:
+            self._beat(self._pulse, step, state, loss)
         due = self._is_due(step)
         if not due:
             self._open().raise_failed()  # else the save does it, and tells the other ranks
@@ -129,6 +142,15 @@ class Checkpointer:
             self._leave_out(step, f"its loss is {float(loss)}")
             return None
         return self.save(step, state)
+
+    def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
+        pulse.beat(_STEP, step)
+        if loss is not None:
+            pulse.loss(float(loss))
+        if pulse.should_stop(step):
+            self.save(step, state, blocking=True).result()
+            log.warning("step %d is saved, and the job ends as it was asked to", step)
+            raise SystemExit(0)
 
     def _leave_out(self, step: int, why: str) -> None:
         """This rank does not save a step that the others may save: they need not wait for it."""
@@ -143,7 +165,10 @@ class Checkpointer:
         session = self._open()
         began = time.monotonic()
         self._lazy_memory = self._attached_memory()
-        handle = run_save(session, state, check_step(step), self._options, blocking)
+        with pulses.phase("save"):
+            handle = run_save(session, state, check_step(step), self._options, blocking)
+        if (pulse := self._pulse) is not None:
+            handle.when_done(lambda: None if handle.failed() else pulse.committed(step))
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began
         if self._schedule is not None:

@@ -33,6 +33,7 @@ from ckpt.storage.registers import (
     Record,
     Registers,
     Value,
+    check_same,
     checksum,
     decode_ballot,
     encode_ballot,
@@ -107,7 +108,9 @@ class BucketRegisters(Registers):
 
     def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
         complete = self._complete(epoch)
-        return self._each(lambda name: self._get(name, complete)[0], names)
+        answers = self._each(lambda name: self._get(name, complete)[0], names)
+        self._complete(epoch)  # what was dropped meanwhile is not nothing
+        return answers
 
     def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
         def promise(record: Answer) -> tuple[Record | None, Answer]:
@@ -164,17 +167,24 @@ class BucketRegisters(Registers):
         self._note(lambda facts: facts | {"epoch": max(epoch, facts["epoch"])})
 
     def learn(self, name: str, value: Value) -> None:
-        self._store.put(_key(name), _encode(name, final(value)))
+        for _ in range(_TRIES):
+            there, tag = self._get(name, True)
+            if is_final(there):
+                return check_same(there, name, value)
+            if self._store.put_if(_key(name), _encode(name, final(value)), tag):
+                return None
+        raise Unavailable(f"{self._store.url}/{_key(name)} changes all the time; try again")
 
     def join(self, epoch: int) -> None:
         if self._facts()["epoch"] < epoch:
-            found = self._each(lambda entry: (entry.name, self._listed(entry.name)), list(self._store.list(_FOLDER)))
-            self._store.delete([key for key, each in found if each is None or not is_final(each[1])])
+            found = self._each(lambda entry: self._listed(entry.name), list(self._store.list(_FOLDER)))
+            names = [each[0] for each in found if each is not None and not is_final(each[1])]
+            self._each(lambda name: self._empty(name, lambda facts: facts["epoch"] < epoch), names)
             self._note(lambda facts: {"complete": 1, "epoch": epoch} if facts["epoch"] < epoch else facts)
 
     def drop(self, names: Sequence[str], epoch: int) -> None:
         self._complete(epoch)
-        self._store.delete([_key(name) for name in names])
+        self._each(lambda name: self._empty(name, lambda facts: facts["epoch"] <= epoch), names)
 
     def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
         found = [(name, answer) for name, answer in self.scan_all(prefix, epoch) if name > after]
@@ -185,7 +195,18 @@ class BucketRegisters(Registers):
         folders = [f"{_FOLDER}/{part}" for part in _folders(prefix)]
         keys = [entry.name for folder in folders for entry in self._store.list(folder)]
         found = [each for each in self._each(self._listed, keys) if each is not None and each[0].startswith(prefix)]
+        self._complete(epoch)
         yield from sorted(found, key=lambda each: each[0])
+
+    def _empty(self, name: str, may: Callable[[dict[str, int]], bool]) -> None:
+        """Forget a register, if it may be forgotten after it was read, and is as it was read then: whoever changes it by a
+        later ring notes that ring first."""
+        for _ in range(_TRIES):
+            there, tag = self._get(name, True)
+            if tag is None or is_final(there) or not may(self._facts()):
+                return
+            if self._store.put_if(_key(name), _encode(name, Record()), tag):
+                return
 
     # --- objects -----------------------------------------------------------------------------------------------
 
@@ -226,7 +247,7 @@ class BucketRegisters(Registers):
             return None
         if isinstance(answer, Record) and answer.value is not None:
             answer = Record(answer.promised, answer.accepted, Value(answer.value.head))
-        return (name, answer) if name and _key(name) == key else None
+        return (name, answer) if name and _key(name) == key and answer != Record() else None  # nothing: it was dropped
 
     def _complete(self, epoch: int) -> bool:
         facts = self._facts()

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from ckpt.storage.errors import Changed
+
 BODY_BYTES = 32 << 20
 """The longest value that a register takes."""
 
@@ -132,7 +134,10 @@ class Registers(ABC):
 
     @abstractmethod
     def learn(self, name: str, value: Value) -> None:
-        """Note what a register is for ever, for it was agreed and may not be changed. Those who ask see it `is_final`."""
+        """Note what a register is for ever, for it was agreed and may not be changed. Those who ask see it `is_final`.
+
+        Raises Changed where it is something else for ever.
+        """
 
     @abstractmethod
     def join(self, epoch: int) -> None:
@@ -171,6 +176,12 @@ def final(value: Value) -> Record:
 def is_final(answer: Answer) -> bool:
     """Whether a record says that it can't be changed any more."""
     return isinstance(answer, Record) and answer.promised.round >= _LAST.round
+
+
+def check_same(there: Answer, name: str, value: Value) -> None:
+    """Raise Changed where a final record says something else than this value."""
+    if not isinstance(there, Record) or there.value != value:
+        raise Changed(f"{name} was agreed upon before, and is something else; this member belongs to another namespace")
 
 
 def taken(record: Record, change: Change) -> bool:

@@ -27,6 +27,7 @@ from ckpt.storage.registers import (
     Record,
     Registers,
     Value,
+    check_same,
     checksum,
     decode_ballot,
     encode_ballot,
@@ -72,7 +73,7 @@ class SqliteRegisters(Registers):
     def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
         if not self._exists():
             return [_MISSING] * len(names)
-        with self._using("reading") as db:
+        with self._snapshot("reading") as db:
             _check(db, epoch)
             return [_get(db, name) for name in names]
 
@@ -135,7 +136,13 @@ class SqliteRegisters(Registers):
         self._writing(lambda db: _note(db, "epoch", max(epoch, _fact(db, "epoch"))))
 
     def learn(self, name: str, value: Value) -> None:
-        self._writing(lambda db: _put(db, name, final(value)))
+        def note(db: sqlite3.Connection) -> None:
+            if is_final(there := _get(db, name)):
+                check_same(there, name, value)
+            else:
+                _put(db, name, final(value))
+
+        self._writing(note)
 
     def join(self, epoch: int) -> None:
         def begin(db: sqlite3.Connection) -> None:
@@ -153,7 +160,7 @@ class SqliteRegisters(Registers):
     def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
         if not self._exists():
             return []
-        with self._using("listing") as db:
+        with self._snapshot("listing") as db:
             _check(db, epoch)
             rows = db.execute(
                 "SELECT name, promised, accepted, head_sum, head FROM registers "
@@ -226,6 +233,16 @@ class SqliteRegisters(Registers):
                 future.set_result(found)
             else:
                 future.set_exception(failed)
+
+    @contextmanager
+    def _snapshot(self, doing: str) -> Iterator[sqlite3.Connection]:
+        """For several reads of one moment: another process may fence and drop between them."""
+        with self._using(doing) as db:
+            db.execute("BEGIN")
+            try:
+                yield db
+            finally:
+                db.execute("COMMIT")
 
     @contextmanager
     def _using(self, doing: str) -> Iterator[sqlite3.Connection]:

@@ -263,10 +263,11 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     redundancy, count = draw.choice([("2x", 4), ("3x", 5), ("2+1", 5), ("4+2", 7)])
     code = parse(redundancy)
-    known: dict[str, bytes] = {}
+    known: dict[str, bytes] = {"first": b"1"}
     numbers = itertools.count()
     hurt: set[str] = set()
     namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+    namespace.put("first", b"1")
     actions = ["put", "put", "put", "replace", "delete", "lose", "rot", "wipe", "away", "change", "repair", "open"]
     for _ in range(draw.randint(10, 25)):
         action = draw.choice(actions)

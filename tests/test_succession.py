@@ -244,7 +244,7 @@ def test_one_of_two_is_destroyed(tmp_path: Path) -> None:
     assert keepers(namespace) == {"disk0", "disk2"}
     all_there(namespace)
     assert repairs.survey(namespace, verify=True).whole
-    with pytest.raises(InvalidArgument, match="2x needs 2; start another one"):
+    with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2; start the others"):
         repairs.forget(namespace, "disk0")
 
 

@@ -1,0 +1,61 @@
+"""A process that outlives the one that looks after the ranks, just long enough to end what that has left running.
+
+It reads the sessions of the ranks from a pipe ("+123", "-123"). When the other end closes, it ends those that are left, and
+itself. So nothing goes on after `ckpt-run`, even where that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TextIO
+
+from ckpt.recovery import host
+
+
+class Guardian:
+    """Its caller's side."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "ckpt.recovery.guardian"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        host.own(self._process.pid)
+
+    def add(self, session: int) -> None:
+        self._tell(f"+{session}")
+
+    def remove(self, session: int) -> None:
+        self._tell(f"-{session}")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it was killed: then only the caller ends the ranks
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def watch(lines: TextIO) -> None:
+    """The other side."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sessions: set[int] = set()
+    for line in lines:
+        if line[0] == "+":
+            sessions.add(int(line[1:]))
+        else:
+            sessions.discard(int(line[1:]))
+    host.end(sessions)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    watch(sys.stdin)

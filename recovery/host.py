@@ -1,0 +1,113 @@
+"""Processes of this host: started so that they can be found again, watched without polling, and ended with all they started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """End this process when the thread that started it ends, however that ends."""
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what children leave behind."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def state(pid: int) -> str:
+    """The state of a process as /proc has it: R, S, D, T (stopped), Z …; "" where there is none."""
+    return _field(pid, 0)
+
+
+def session(pid: int) -> int:
+    """The session of a process; 0 where there is none."""
+    return int(_field(pid, 3) or 0)
+
+
+def _field(pid: int, number: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[number]
+    except (OSError, IndexError):
+        return ""
+
+
+def members(sessions: Iterable[int]) -> list[int]:
+    """All living processes of some sessions: a child may have left the group, and seldom leaves the session."""
+    wanted = set(sessions)
+    return [
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdigit() and session(int(name)) in wanted and state(int(name)) != "Z"
+    ]
+
+
+def end(sessions: Iterable[int], grace_seconds: float = 0.0) -> None:
+    """End all processes of some sessions: asked first, where there is time, then killed, stopped ones too."""
+    wanted = list(sessions)
+    if grace_seconds > 0:
+        for pid in members(wanted):
+            _signal(pid, signal.SIGTERM)
+        until = time.monotonic() + grace_seconds
+        while time.monotonic() < until and members(wanted):
+            time.sleep(0.02)
+    for _ in range(200):  # a process that is just being started is found in the next round
+        left = members(wanted)
+        if not left:
+            return
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.005)
+
+
+def reap() -> None:
+    """Take leave of orphans that have ended. Not of our own children, whose exit somebody waits for."""
+    for pid in _orphans():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+_own: set[int] = set()
+
+
+def own(pid: int) -> None:
+    """A child that is waited for elsewhere."""
+    _own.add(pid)
+
+
+def _orphans() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split() if int(pid) not in _own]
+    except OSError:
+        return []
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def memory_kills() -> int:
+    """How many processes of this control group the kernel has killed for memory."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError), open(path) as file:
+            for line in file:
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+    return 0

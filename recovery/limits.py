@@ -1,0 +1,39 @@
+"""How long a rank may say nothing: learned for each phase from how long it took before. A pure calculation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+FIRST_SECONDS: Mapping[str, float] = {
+    "start": 900.0, "load": 1800.0, "step": 900.0, "save": 900.0, "eval": 3600.0, "compile": 3600.0, "end": 900.0,
+}  # fmt: skip
+"""Where nothing was learned yet. A first step may compile."""
+
+_ENOUGH = 8
+_KEPT = 256
+
+
+@dataclass(slots=True)
+class Limits:
+    """Seconds of silence after which a rank is taken to hang."""
+
+    factor: float = 30.0
+    """Times what is usual; three times the longest that was seen in any case."""
+    least_seconds: float = 10.0
+    first_seconds: Mapping[str, float] = field(default_factory=lambda: FIRST_SECONDS)
+    _seen: dict[str, deque[float]] = field(default_factory=dict)
+
+    def learn(self, phase: str, seconds: float) -> None:
+        """It took so long from one beat to the next."""
+        self._seen.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
+
+    def of(self, phase: str) -> float:
+        """The limit of a phase."""
+        seen = self._seen.get(phase, ())
+        first = self.first_seconds[phase]
+        if len(seen) < (_ENOUGH if phase == "step" else 2):
+            return first
+        return min(first, max(self.least_seconds, self.factor * median(seen), 3 * max(seen)))

@@ -1,0 +1,352 @@
+"""Members that come, go, are replaced and are mistaken for others: what was acknowledged stays, whatever an operator types.
+
+Each of these once lost something, or ended in a namespace that nobody could write to.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Here, directories, nodes_config
+from test_registers import Flaky
+
+from ckpt.aggregator import repair as repairs
+from ckpt.aggregator.files import File
+from ckpt.aggregator.members import from_table
+from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.succession import finish, succeed
+from ckpt.storage.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
+from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.objects import ObjectStore
+from ckpt.storage.registers import NONE, Ballot, Change, Record, Registers, Value
+from ckpt.storage.testing import pattern
+
+DATA = pattern(70_000)
+
+
+def some(folder: Path, *numbers: int, **table: Any) -> Namespace:
+    """A namespace of some directories."""
+    members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in numbers]
+    return Namespace(from_table("test", {"members": members, "deadline_seconds": 2.0, **table}, "the test"))
+
+
+def silent(namespace: Namespace, *names: str) -> None:
+    """These members do not answer any more."""
+    for name in names:
+        inner = namespace.places[name].registers
+        namespace._registers[name] = namespace.places[name].registers = Flaky(inner, random.Random(0), 1.0)
+
+
+# --- which namespace -------------------------------------------------------------------------------------------
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    namespace = some(tmp_path, 0)
+    assert namespace.stat("a") is None
+    assert namespace.list() == {}
+    for look in (
+        lambda: repairs.survey(namespace), lambda: repairs.rebalance(namespace), lambda: repairs.forget(namespace, "disk0")
+    ):  # fmt: skip
+        with pytest.raises(NotFound, match="holds nothing: nobody ever wrote there"):
+            look()
+    assert not namespace.exists()
+    namespace.put("a", b"1")
+    assert namespace.exists()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_a_disk_that_was_used_alone(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """Named beside others it does not take over, and nothing of either is wiped."""
+    three = some(tmp_path, 0, 1, 2)
+    three.put("ours", DATA)
+    alone = some(tmp_path, 3)
+    alone.put("theirs", DATA)
+    for _ in range(10):
+        both = some(tmp_path, *order)
+        with pytest.raises(InvalidArgument, match="belong to different namespaces|holds records of another namespace"):
+            assert both.get("ours") == DATA  # where it was not heard of yet
+            repairs.rebalance(both)
+    assert some(tmp_path, 0, 1, 2).get("ours") == DATA
+    assert some(tmp_path, 3).get("theirs") == DATA
+
+
+def test_two_namespaces_are_not_joined(tmp_path: Path) -> None:
+    for numbers in ((0, 1, 2), (3, 4, 5)):
+        some(tmp_path, *numbers).put(f"of{numbers[0]}", DATA)
+    for numbers in ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (3, 0)):
+        with pytest.raises(CkptError, match="different namespaces|another namespace"):
+            repairs.rebalance(some(tmp_path, *numbers))
+    for numbers in ((0, 1, 2), (3, 4, 5)):
+        assert list(some(tmp_path, *numbers).list()) == [f"of{numbers[0]}"]
+
+
+def test_first_use_by_two_with_other_members(tmp_path: Path) -> None:
+    """At the same time: there is one ring after that, or an error that names the members."""
+    for turn in range(10):
+        folder = tmp_path / str(turn)
+        both = [some(folder, 0, 1), some(folder, 0, 1, 2)]
+        ends: list[object] = []
+
+        def use(namespace: Namespace, ends: list[object] = ends) -> None:
+            try:
+                namespace.put("a", b"1")
+                ends.append(namespace.ring.namespace)
+            except StoreError as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=use, args=(each,)) for each in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({end for end in ends if isinstance(end, str)}) == 1, ends
+        assert some(folder, 0, 1, 2).get("a") == b"1"
+
+
+# --- changes that can't be completed ---------------------------------------------------------------------------
+
+
+def test_the_wrong_one_is_forgotten(tmp_path: Path) -> None:
+    """One is dead, and another one is typed: refused, and all goes on."""
+    namespace = some(tmp_path, 0, 1, 2)
+    namespace.put("a", DATA)
+    shutil.rmtree(tmp_path / "disk1")
+    (tmp_path / "disk1").write_text("broken")
+    for name in ("disk0", "disk2"):
+        with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2"):
+            repairs.forget(some(tmp_path, 0, 1, 2), name)
+    namespace.put("b", DATA)
+    four = some(tmp_path, 0, 1, 2, 3)
+    assert not repairs.forget(four, "disk1").failed
+    assert some(tmp_path, 0, 2, 3).get("b") == DATA
+
+
+def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
+    """While records move to it. Another one is taken instead."""
+    namespace = some(tmp_path, 0, 1)
+    namespace.put("a", DATA)
+    three = some(tmp_path, 0, 1, 2)
+    set_failpoints("ring.moving=error")
+    try:
+        with pytest.raises(OSError, match="injected"):
+            repairs.forget(three, "disk1")
+    finally:
+        set_failpoints("")
+    shutil.rmtree(tmp_path / "disk2")
+    (tmp_path / "disk2").write_text("broken")
+    four = some(tmp_path, 0, 1, 2, 3)
+    assert four.ring.before is not None
+    assert four.get("a") == DATA
+    assert not repairs.forget(four, "disk2", destroyed=True).failed
+    assert set(four.ring.everyone) == {"disk0", "disk3"}
+    four.put("b", DATA)
+    assert not repairs.forget(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
+    rest = some(tmp_path, 0, 3)
+    assert rest.get("a") == rest.get("b") == DATA
+    finish(rest)
+
+
+def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
+    """One keeper of a file missed it, one was replaced by an empty disk, one is away: it is not listed as absent."""
+    namespace = some(tmp_path, 0, 1, 2, 3, 4)
+    namespace.put("x", b"1")
+    path = next(f"f{i}" for i in range(100) if set(namespace.ring.keepers(f"/f{i}").members) == {"disk0", "disk1", "disk2"})
+    first = namespace.ring.keepers(f"/{path}").members
+    less = some(tmp_path, 0, 1, 2, 3, 4)
+    silent(less, first[2])
+    less.put(path, b"precious")
+    namespace.close()
+    shutil.rmtree(tmp_path / first[0])
+    again = some(tmp_path, 0, 1, 2, 3, 4)
+    silent(again, first[1])
+    with pytest.raises(Unavailable):
+        again.list()
+    with pytest.raises(StoreError):
+        succeed(again, [s for s in again.spots if s.name in ("disk3", "disk4", first[2])])
+    back = some(tmp_path, 0, 1, 2, 3, 4)
+    assert path in back.list()
+    assert back.get(path) == b"precious"
+    repairs.repair(back, repairs.survey(back))
+    assert back.get(path) == b"precious"
+
+
+# --- clients that run meanwhile --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x"])
+def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: str) -> None:
+    """Whose configuration still names it: nothing that is acknowledged lies there alone, and it can be thrown away."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
+    writer = Namespace(nodes_config(nodes, redundancy=redundancy))
+    acknowledged: list[int] = []
+    over = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            writer.put(f"f{number}", pattern(50_000, number))
+            acknowledged.append(number)
+            number += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while len(acknowledged) < 20:
+        time.sleep(0.01)
+    admin = Namespace(nodes_config(nodes, redundancy=redundancy))
+    done = repairs.forget(admin, nodes[2].address)
+    assert not done.failed
+    there = len(acknowledged)
+    while len(acknowledged) < there + 20:
+        time.sleep(0.01)
+    over.set()
+    thread.join()
+    nodes[2].close()
+    shutil.rmtree(tmp_path / "n2")
+    rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], redundancy=redundancy))
+    for number in acknowledged:
+        assert rest.get(f"f{number}") == pattern(50_000, number)
+    assert repairs.survey(rest, verify=True).whole
+    for each in (writer, admin, rest, *(nodes[i] for i in (0, 1, 3))):
+        each.close()
+
+
+def test_growing_under_a_client(tmp_path: Path) -> None:
+    """From three to seven: who knows three goes on, and so does who comes with the old URL."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(7)]
+    old = Namespace(nodes_config(nodes[:3]))
+    old.put("a", DATA)
+    repairs.rebalance(Namespace(nodes_config(nodes)))
+    assert old.get("a") == DATA
+    old.put("b", DATA)
+    late = Namespace(nodes_config(nodes[:3]))
+    assert late.get("a") == late.get("b") == DATA
+    assert len(late.ring.members) == 7
+    for each in (old, late, *nodes):
+        each.close()
+
+
+# --- moving and mending ----------------------------------------------------------------------------------------
+
+
+def test_drained_onto_others_only(tmp_path: Path) -> None:
+    namespace = some(tmp_path, 0, 1)
+    namespace.put("a", DATA)
+    done = repairs.drain(namespace, "disk0")
+    assert "more members are needed" in done.failed["a"]
+    assert namespace.get("a") == DATA
+
+
+def layered(folder: Path, pieces: int) -> tuple[Namespace, File]:
+    namespace = Namespace(directories(folder, 4, redundancy="2x"))
+    while True:
+        with namespace.create("f") as writer:
+            for i in range(pieces):
+                writer.append(memoryview(pattern(100_000, i)))
+            file = writer.publish()
+        assert file.layout is not None
+        if len({frozenset(f.holder for f in p.fragments if f) for p in file.layout.pieces}) == 1 or pieces > 2:
+            return namespace, file
+
+
+def spoil(folder: Path, file: File, piece: int, number: int) -> None:
+    assert file.layout is not None
+    fragment = file.layout.pieces[piece].fragments[number]
+    assert fragment is not None
+    holder = file.layout.holders[fragment.holder]
+    with (folder / holder.member / "objects" / holder.name).open("r+b") as opened:
+        opened.seek(fragment.position + 5000)
+        opened.write(b"ROT!")
+
+
+def test_both_objects_are_rotten_in_different_pieces(tmp_path: Path) -> None:
+    namespace, file = layered(tmp_path, 2)
+    assert file.layout is not None
+    whole = namespace.get("f")
+    first, second = (p.fragments for p in file.layout.pieces)
+    spoil(tmp_path, file, 0, 0)
+    assert first[0] is not None
+    spoil(tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.holder != first[0].holder))
+    assert namespace.get("f") == whole
+    done = repairs.repair(namespace, repairs.survey(namespace, verify=True))
+    assert not done.failed
+    assert repairs.survey(namespace, verify=True).whole
+    assert namespace.get("f") == whole
+
+
+@pytest.mark.parametrize("what", ["rename", "append"])
+def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that the new record names stay where they are."""
+    namespace, file = layered(tmp_path, 5)
+    spoil(tmp_path, file, 0, 0)
+    other = Namespace(directories(tmp_path, 4, redundancy="2x"))
+    real = repairs.restore
+
+    def restore(*arguments: Any, **options: Any) -> Any:
+        made = real(*arguments, **options)
+        if what == "rename":
+            other.rename("f", "g")
+        else:
+            with other.create("f", base=other.stat("f")) as writer:
+                writer.append(memoryview(bytes(80_000)))
+                writer.publish()
+        return made
+
+    monkeypatch.setattr(repairs, "restore", restore)
+    repairs.repair(namespace, repairs.survey(namespace, verify=True))
+    monkeypatch.undo()
+    found = repairs.survey(namespace, verify=True)
+    assert [len(f.gone.objects) for f in found.damaged] == [0], "one fragment is bad, and no object is missing"
+    assert not repairs.repair(namespace, found).failed
+    assert repairs.survey(namespace, verify=True).whole
+
+
+# --- a bucket, whose check and change are two requests -------------------------------------------------------------
+
+
+class Late:
+    """A store as a slow process sees it: something happens before its first call of `name`."""
+
+    def __init__(self, inner: ObjectStore, name: str, then: Callable[[], object]) -> None:
+        self._inner, self._name, self._then = inner, name, [then]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name and self._then:
+            self._then.pop()()
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("late", ["get_tagged", "put_if"])
+@pytest.mark.parametrize("what", ["drop", "join"])
+def test_a_late_change_of_a_bucket(monkeypatch: pytest.MonkeyPatch, what: str, late: str) -> None:
+    """What a later ring has agreed upon meanwhile is not forgotten."""
+    obstore = pytest.importorskip("obstore.store")
+    from ckpt.storage import objects
+    from ckpt.storage.bucket import BucketRegisters
+
+    memory = obstore.MemoryStore()
+    monkeypatch.setattr(objects, "_connect", lambda url: memory)
+    store, pool = ObjectStore("s3://b/x"), ThreadPoolExecutor(2)
+    registers: Registers = BucketRegisters(store, pool)
+    registers.complete()
+    assert registers.change([Change("/p", NONE, Value(b"old"))], "w", 1) == [True]
+
+    def meanwhile() -> None:
+        registers.fence(4) if what == "drop" else registers.join(4)
+        assert registers.accept([("/p", Value(b"acknowledged"))], Ballot(2, "b"), epoch=4) == [True]
+
+    slow = BucketRegisters(Late(store, late, meanwhile), pool)  # type: ignore[arg-type]
+    try:
+        slow.drop(["/p"], 3) if what == "drop" else slow.join(4)
+    except StoreError:
+        pass  # told that it is late
+    (there,) = registers.read(["/p"], 4)
+    assert isinstance(there, Record)
+    assert there.value == Value(b"acknowledged")

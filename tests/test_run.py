@@ -1,0 +1,377 @@
+"""ckpt-run: a job that is killed, stopped, hung and asked to end comes back by itself, and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt.pulse import Pulse
+from ckpt.recovery import host
+from ckpt.recovery.decide import USELESS, Budget, Failure, decide
+from ckpt.recovery.ledger import totals
+from ckpt.recovery.limits import Limits
+
+PROGRAM = str(Path(__file__).parent / "run_program.py")
+
+RANKS = 3
+
+
+class Run:
+    """A job under ckpt-run, as a user starts it."""
+
+    def __init__(
+        self, folder: Path, *options: str, steps: int = 40, seconds: float = 0.02, fault: tuple[object, ...] = ()
+    ) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.files = folder / "run"
+        command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(RANKS), "--run-dir", str(self.files), *options, "--"]
+        program = [sys.executable, PROGRAM, str(folder), str(steps), str(seconds), *map(str, fault)]
+        self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    def end(self, timeout: float = 120) -> int:
+        _, self.said = self.process.communicate(timeout=timeout)
+        return self.process.returncode
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def until_step(self, step: int, attempt: int = 0) -> None:
+        """Until all ranks have done it."""
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
+            try:
+                if pages and all(Pulse(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
+                    return
+            except FileNotFoundError:
+                pass
+            time.sleep(0.01)
+        raise AssertionError(f"step {step} was not reached")
+
+    def record(self) -> list[dict]:  # type: ignore[type-arg]
+        done = subprocess.run(
+            [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(self.files)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def failures(self) -> list[tuple[str, list[int]]]:
+        return [(e["facts"]["cause"], e["facts"]["ranks"]) for e in self.record() if e["kind"] == "failure"]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def begin(*options: str, **arguments: object) -> Run:
+        made.append(Run(tmp_path / "job", *options, **arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield begin
+    for run in made:
+        run.close()
+
+
+def expected(steps: int) -> list[np.ndarray]:
+    """What the job must come to: the same sums in the same order, bit for bit."""
+    found = []
+    for rank in range(RANKS):
+        w = np.zeros((4, 100))
+        for step in range(steps):
+            w += np.sin(step * 1.7 + rank)
+        found.append(w)
+    return found
+
+
+def is_right(run: Run, steps: int = 40) -> None:
+    for rank, want in enumerate(expected(steps)):
+        assert np.array_equal(np.load(run.folder / f"end-{rank}.npy"), want)
+
+
+def none_left(pids: list[int]) -> bool:
+    until = time.monotonic() + 20
+    while any(host.state(pid) not in ("", "Z") for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- whole jobs ------------------------------------------------------------------------------------------------
+
+
+def test_a_quiet_run(start: Callable[..., Run]) -> None:
+    run = start()
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == []
+    assert run.said == ""
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.Signals) -> None:
+    run = start()
+    run.until_step(12)
+    os.kill(run.pid(rank), number)
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("signal", [rank])]
+    assert re.search(rf"rank {rank} was killed by {number.name} after step \d+; all ranks start again from step \d+", run.said)
+
+
+def test_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
+    run = start()
+    for attempt, step in enumerate([12, 22]):
+        run.until_step(step, attempt)
+        for rank in range(RANKS):
+            os.kill(run.pid(rank), signal.SIGKILL)
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert len(run.failures()) == 2
+
+
+def test_a_rank_is_stopped(start: Callable[..., Run]) -> None:
+    run = start(seconds=0.03)
+    run.until_step(12)
+    os.kill(run.pid(1), signal.SIGSTOP)
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("stopped", [1])]
+
+
+@pytest.mark.parametrize("fault", ["loop", "dead-lock"])
+def test_a_rank_hangs(start: Callable[..., Run], fault: str) -> None:
+    """The stacks of it are kept, which show where."""
+    run = start("--hang", "2", fault=(fault, 17, 2))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("hang", [2])]
+    assert "said nothing for" in run.said
+    kept = "".join(p.read_text() for p in (run.files / "logs" / "0").iterdir() if p.name.startswith("rank-2"))
+    assert "run_program.py" in kept
+    assert "main" in kept
+
+
+@pytest.mark.parametrize(
+    ("fault", "detail"), [("raise", r"exited with status 1 \(RuntimeError: a bad batch\)"), ("exit", "status 7")]
+)
+def test_a_rank_fails(start: Callable[..., Run], fault: str, detail: str) -> None:
+    run = start(fault=(fault, 17, 1))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("exit", [1])]
+    assert re.search(detail, run.said)
+
+
+def test_a_job_that_always_fails(start: Callable[..., Run]) -> None:
+    """It is given up, with the reason, and does not go on for ever."""
+    run = start(fault=("always", 0, 0))
+    assert run.end() == 1
+    assert len(run.failures()) == USELESS
+    assert run.said.strip().endswith("times in a row, at the same place, with no newer step saved: look at the log")
+    assert "RuntimeError: there is no data" in run.said
+    command = [sys.executable, "-m", "ckpt.tools.run", "why", "--run-dir", str(run.files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "halt: rank 0 exited with status 1 (RuntimeError: there is no data) before the first step" in done.stdout
+
+
+def test_steps_of_different_length_are_no_hang(start: Callable[..., Run]) -> None:
+    run = start("--hang", "1", seconds=0.02, fault=("jitter", 0, 0))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == []
+
+
+@pytest.mark.parametrize("storm", [1, 3])
+def test_it_is_asked_to_end(start: Callable[..., Run], storm: int) -> None:
+    """Saved at a step that was under way; started again it goes on from there, and no step was lost."""
+    run = start()
+    run.until_step(13)
+    run.process.send_signal(signal.SIGTERM)
+    if storm > 1:  # whoever asks again does not wait
+        for _ in range(storm):
+            time.sleep(0.01)
+            run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.said
+    steps = ckpt.open(run.folder / "repo").steps()
+    assert steps[-1] >= (13 if storm == 1 else 9)
+    assert storm > 1 or "have saved and ended, as SIGTERM asked" in run.said
+    again = start()
+    assert again.end() == 0, again.said
+    is_right(again)
+    assert [e["attempt"] for e in again.record() if e["kind"] == "start"] == [0, 1]
+
+
+def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
+    """Not even where ckpt-run itself is killed, and a rank has children of its own."""
+    run = start(steps=10_000, fault=("child", 0, 1))
+    run.until_step(3)
+    pids = [run.pid(rank) for rank in range(RANKS)] + [int((run.folder / "child").read_text())]
+    assert all(host.state(pid) for pid in pids)
+    run.process.kill()
+    run.process.wait()
+    assert none_left(pids)
+    again = start(steps=40)
+    assert again.end() == 0, again.said
+    assert sum(host.state(pid) not in ("", "Z") for pid in pids) == 0
+
+
+def test_children_of_a_killed_rank_end_with_it(start: Callable[..., Run]) -> None:
+    run = start(fault=("child", 0, 1))
+    run.until_step(3)
+    child = int((run.folder / "child").read_text())
+    os.kill(run.pid(0), signal.SIGKILL)
+    run.until_step(8, attempt=1)
+    assert host.state(child) in ("", "Z")
+    assert run.end() == 0, run.said
+    is_right(run)
+
+
+def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
+    began = time.monotonic()
+    run = start()
+    run.until_step(12)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.end() == 0
+    wall = time.monotonic() - began
+    seconds = totals(run.files)
+    assert 0 < sum(seconds.values()) <= wall
+    assert seconds["useful"] > 0
+    assert seconds["spawn"] > 0
+    assert {"redo", "restore", "stop"} <= set(seconds)
+    command = [sys.executable, "-m", "ckpt.tools.run", "report", "--run-dir", str(run.files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "1 failure" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--", "/none/such"], 1, "/none/such can't be started: No such file or directory"),
+        (["-n", "0", "--", "true"], 2, "is not in the range"),
+        ([], 2, "Missing argument"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_in_one_folder(start: Callable[..., Run]) -> None:
+    run = start(steps=10_000)
+    run.until_step(1)
+    again = start()
+    assert again.end() == 1
+    assert "another ckpt-run works in" in again.said
+    assert len(again.said.splitlines()) == 1
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("what", ["why", "status", "report"])
+def test_no_run_here(tmp_path: Path, what: str) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.run", what, "--run-dir", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "holds no run; give its folder as --run-dir" in done.stderr
+
+
+def test_plain_commands(tmp_path: Path) -> None:
+    """Ranks that know nothing of ckpt are run, too."""
+    command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--show", "all", "--run-dir", str(tmp_path / "run")]
+    command += ["--", "sh", "-c", "echo I am $RANK of $WORLD_SIZE"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["I am 0 of 2", "I am 1 of 2"]
+
+
+# --- decisions -------------------------------------------------------------------------------------------------
+
+
+def failure(step: int = 5, committed: int = 4, cause: str = "signal") -> Failure:
+    return Failure(cause, (1,), "was killed by SIGKILL", step, committed, 10.0)  # type: ignore[arg-type]
+
+
+def test_progress_fills_the_budget() -> None:
+    budget, failures = Budget(3, 3), []
+    for step in range(20):
+        failures.append(failure(10 * step + 5, 10 * step))
+        decision = decide(failures, budget)
+        assert decision.action == "restart"
+        assert decision.wait_seconds == 0
+        budget = decision.budget
+
+
+def test_without_progress_it_ends() -> None:
+    budget, failures = Budget(5, 5), []
+    for turn in range(6):
+        failures.append(failure(step=turn, committed=-1))  # never at the same place
+        decision = decide(failures, budget)
+        budget = decision.budget
+        if decision.action == "halt":
+            break
+    assert turn == 5
+    assert "5 restarts without a newer step" in decision.reason
+    waits = [decide(failures[: i + 1], Budget(5, 5 - i, i)).wait_seconds for i in range(4)]
+    assert waits == sorted(waits)
+
+
+def test_the_same_place_three_times() -> None:
+    budget, failures = Budget(10, 10, best=4), []
+    for turn in range(USELESS):
+        failures.append(failure())
+        decision = decide(failures, budget)
+        budget = decision.budget
+        assert (decision.action == "halt") == (turn == USELESS - 1)
+
+
+def test_limits_are_learned() -> None:
+    limits = Limits(factor=30, least_seconds=2)
+    assert limits.of("step") == 900
+    for _ in range(20):
+        limits.learn("step", 0.01)
+    assert limits.of("step") == 2
+    limits.learn("step", 10.0)  # a step that took long is no hang the next time
+    assert limits.of("step") == 30
+    assert limits.of("save") == 900, "each phase for itself"
+    for _ in range(3):
+        limits.learn("save", 100.0)
+    assert limits.of("save") == 900, "never more than was given"
+
+
+def test_a_page(tmp_path: Path) -> None:
+    mine, theirs = Pulse(tmp_path / "p", new=True), Pulse(tmp_path / "p")
+    assert (theirs.read().beats, theirs.read().step, theirs.read().phase, theirs.read().committed) == (0, -1, "start", -1)
+    mine.beat(2, 7)
+    mine.committed(5)
+    mine.committed(3)
+    mine.loss(float("nan"))
+    beat = theirs.read()
+    assert (beat.beats, beat.step, beat.phase, beat.committed) == (1, 7, "step", 5)
+    assert beat.loss != beat.loss
+    assert abs(time.monotonic() - beat.since) < 60
+    assert not mine.should_stop(10**9)
+    theirs.stop_at(9)
+    assert [mine.should_stop(step) for step in (8, 9, 10)] == [False, True, True]
