@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import random
 import secrets
 import time
@@ -106,8 +107,13 @@ class Ledger:
         self._seconds = seconds
         self._renew = renew
         self._direct = direct
-        self._me = secrets.token_hex(8)
+        self._secret = secrets.token_hex(8)
         self._proposals = itertools.count()
+
+    @property
+    def _me(self) -> str:
+        """Of this process alone: a child has another, whatever it has from its parent."""
+        return f"{self._secret}{os.getpid():x}x"
 
     # --- reading -----------------------------------------------------------------------------------------------
 

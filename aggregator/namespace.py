@@ -77,7 +77,6 @@ class Namespace:
         self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds, self.renew)
         self._ring: rings.Ring | None = None
         self._opening = threading.Lock()
-        self._process = os.getpid()
 
     @property
     def ring(self) -> rings.Ring:

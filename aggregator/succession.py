@@ -80,7 +80,7 @@ def _invite(namespace: Namespace, old: Ring, names: set[str]) -> None:
             if ring is not None and ring.epoch == 1:
                 registers.learn(ring.name, rings.encode(ring))
         registers.learn(old.name, rings.encode(old))
-        registers.join(old.epoch + 1)
+        registers.join(old.epoch + 1, rings.PREFIX)
 
     _, errors = namespace.fan_out.ask({name: partial(ask, name) for name in names}, namespace.commit_seconds)
     if strangers:

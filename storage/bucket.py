@@ -175,10 +175,10 @@ class BucketRegisters(Registers):
                 return None
         raise Unavailable(f"{self._store.url}/{_key(name)} changes all the time; try again")
 
-    def join(self, epoch: int) -> None:
+    def join(self, epoch: int, keep: str) -> None:
         if self._facts()["epoch"] < epoch:
             found = self._each(lambda entry: self._listed(entry.name), list(self._store.list(_FOLDER)))
-            names = [each[0] for each in found if each is not None and not is_final(each[1])]
+            names = [each[0] for each in found if each is not None and not each[0].startswith(keep)]
             self._each(lambda name: self._empty(name, lambda facts: facts["epoch"] < epoch), names)
             self._note(lambda facts: {"complete": 1, "epoch": epoch} if facts["epoch"] < epoch else facts)
 
@@ -247,7 +247,9 @@ class BucketRegisters(Registers):
             return None
         if isinstance(answer, Record) and answer.value is not None:
             answer = Record(answer.promised, answer.accepted, Value(answer.value.head))
-        return (name, answer) if name and _key(name) == key and answer != Record() else None  # nothing: it was dropped
+        if name == "" or _key(name) != key:  # its bytes do not even say whose it is
+            return (_name(key), Damaged("it can't be read")) if _name(key) else None
+        return (name, answer) if answer != Record() else None  # nothing: it was dropped
 
     def _complete(self, epoch: int) -> bool:
         facts = self._facts()
@@ -291,6 +293,13 @@ def _key(name: str) -> str:
     parts = [_escape(part) for part in name.removeprefix("/").split("/")]
     key = f"{_FOLDER}/{folder}/{'/'.join(parts)}"
     return key if len(key) <= _KEY_BYTES else f"{_FOLDER}/long/{xxhash.xxh3_128_hexdigest(name.encode())}"
+
+
+def _name(key: str) -> str:
+    """The register of a key; "" where that is too long to be in it."""
+    folder, _, rest = key.removeprefix(f"{_FOLDER}/").partition("/")
+    plain = re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), rest.encode()).decode("utf-8", "replace")
+    return {"paths": f"/{plain}", "others": plain}.get(folder, "")
 
 
 def _escape(part: str) -> str:

@@ -309,8 +309,8 @@ class NodeRegisters(Registers):
     def learn(self, name: str, value: Value) -> None:
         self._store.call("registers.learn", name, wire.encode_value(value))
 
-    def join(self, epoch: int) -> None:
-        self._store.call("registers.join", epoch)
+    def join(self, epoch: int, keep: str) -> None:
+        self._store.call("registers.join", epoch, keep)
 
     def drop(self, names: Sequence[str], epoch: int) -> None:
         for start in range(0, len(names), _DELETE_NAMES):

@@ -140,10 +140,11 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def join(self, epoch: int) -> None:
-        """Become a member of the ring of this number: forget all registers that are not final, fence and complete.
+    def join(self, epoch: int, keep: str) -> None:
+        """Become a member of the ring of this number: forget registers from an earlier time here, fence and complete.
 
-        Nothing happens where a ring of this number, or a later one, was joined or has fenced already.
+        Nothing happens where a ring of this number, or a later one, was joined or has fenced already. keep: what begins so
+        is not forgotten. Votes on rings must not be: who gave one could give another.
         """
 
     @abstractmethod

@@ -328,9 +328,9 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._may_change()
         self._device.registers.learn(name, Value(*value))
 
-    def _verb_registers_join(self, epoch: int) -> None:
+    def _verb_registers_join(self, epoch: int, keep: str) -> None:
         self._may_change()
-        self._device.registers.join(epoch)
+        self._device.registers.join(epoch, keep)
 
     def _verb_registers_drop(self, names: list[str], epoch: int) -> None:
         self._may_change()

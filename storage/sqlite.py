@@ -144,11 +144,10 @@ class SqliteRegisters(Registers):
 
         self._writing(note)
 
-    def join(self, epoch: int) -> None:
+    def join(self, epoch: int, keep: str) -> None:
         def begin(db: sqlite3.Connection) -> None:
             if _fact(db, "epoch") < epoch:
-                names = [name for (name,) in db.execute("SELECT name FROM registers")]
-                db.executemany("DELETE FROM registers WHERE name = ?", [(n,) for n in names if not is_final(_get(db, n))])
+                db.execute("DELETE FROM registers WHERE substr(name, 1, ?) <> ?", (len(keep), keep))
                 _note(db, "epoch", epoch)
                 _note(db, "complete", 1)
 

@@ -18,7 +18,7 @@ from ckpt.aggregator import repair as repairs
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import parse
-from ckpt.storage.bucket import Bucket, _key
+from ckpt.storage.bucket import Bucket, _key, _name
 from ckpt.storage.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.registers import NONE, Ballot, Change, Damaged, Record, Registers, Value
 from ckpt.storage.testing import pattern
@@ -65,6 +65,7 @@ def test_names_and_listings(registers: Registers) -> None:
     assert len({_key(name).lower() for name in names}) == len(names) - 1, "all but A differ where case is ignored, too"
     registers.change([Change(n, NONE, Value(n.encode(), b"body")) for n in names], "w")
     assert [n for n, _ in registers.scan("")] == sorted(names)
+    assert {_name(_key(n)) for n in names} == {n for n in names if len(n) < 500} | {""}
     assert [n for n, _ in registers.scan("/a/")] == ["/a/1", "/a/2", "/a/\U0001f600"]
     assert [n for n, _ in registers.scan("/a/", "/a/1", 1)] == ["/a/2"]
     found = dict(registers.scan_all("/"))["/a b"]
@@ -83,6 +84,7 @@ def test_rot_does_not_vote(registers: Registers, bucket: str, s3_client: Any) ->
         rotten[at] ^= 0x41
         s3_client.put_object(**place, Body=bytes(rotten))
         assert isinstance(registers.read(["/x"])[0], Damaged), at
+        assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", Damaged)], "a listing names it"
         assert registers.accept([("/x", Value(b"1"))], Ballot(9, "")) == [False]
     assert registers.accept([("/x", Value(b"1"))], Ballot(9, ""), heal=True) == [True]
     assert registers.read(["/x"]) == [Record(Ballot(9, ""), Ballot(9, ""), Value(b"1"))]
@@ -99,10 +101,10 @@ def test_a_fence(registers: Registers) -> None:
         with pytest.raises(Outdated, match="ring 5, not 4"):
             call(4)
         call(5)
-    registers.join(6)
+    registers.join(6, "ring")
     assert [name for name, _ in registers.scan("")] == ["ring"]
     registers.change([Change("new", NONE, Value(b""))], "w", 6)
-    registers.join(6)
+    registers.join(6, "ring")
     assert [name for name, _ in registers.scan("")] == ["new", "ring"]
 
 

@@ -339,12 +339,12 @@ def test_a_late_change_of_a_bucket(monkeypatch: pytest.MonkeyPatch, what: str, l
     assert registers.change([Change("/p", NONE, Value(b"old"))], "w", 1) == [True]
 
     def meanwhile() -> None:
-        registers.fence(4) if what == "drop" else registers.join(4)
+        registers.fence(4) if what == "drop" else registers.join(4, "ring")
         assert registers.accept([("/p", Value(b"acknowledged"))], Ballot(2, "b"), epoch=4) == [True]
 
     slow = BucketRegisters(Late(store, late, meanwhile), pool)  # type: ignore[arg-type]
     try:
-        slow.drop(["/p"], 3) if what == "drop" else slow.join(4)
+        slow.drop(["/p"], 3) if what == "drop" else slow.join(4, "ring/")
     except StoreError:
         pass  # told that it is late
     (there,) = registers.read(["/p"], 4)

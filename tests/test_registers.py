@@ -229,8 +229,8 @@ class Flaky(Registers):
     def learn(self, name: str, value: Value) -> None:
         self._maybe(lambda: self.inner.learn(name, value))
 
-    def join(self, epoch: int) -> None:
-        self._maybe(lambda: self.inner.join(epoch))
+    def join(self, epoch: int, keep: str) -> None:
+        self._maybe(lambda: self.inner.join(epoch, keep))
 
     def drop(self, names: Sequence[str], epoch: int) -> None:
         self._maybe(lambda: self.inner.drop(names, epoch))

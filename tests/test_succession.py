@@ -85,13 +85,13 @@ def test_joining_begins_with_nothing_once(tmp_path: Path) -> None:
     registers.complete()
     registers.change([Change("old", Ballot(0, ""), Value(b""))], "w")
     registers.learn("ring/1", Value(b"agreed"))
-    registers.join(4)
+    registers.join(4, "ring")
     assert registers.read(["old"], 4) == [Record()]
     assert registers.read(["ring/1"], 4) == [final(Value(b"agreed"))], "what is final is not forgotten"
     assert registers.prepare(["ring/1"], Ballot(9, "p")) == [final(Value(b"agreed"))]
     registers.change([Change("new", Ballot(0, ""), Value(b""))], "w", 4)
-    registers.join(4)
-    registers.join(3)
+    registers.join(4, "ring")
+    registers.join(3, "ring")
     assert [name for name, _ in registers.scan("")] == ["new", "ring/1"], "who has joined already does not forget"
 
 
