@@ -70,7 +70,7 @@ def decide(failures: Sequence[Failure], budget: Budget) -> Decision:
         return Decision("halt", reason, budget=now)
     if now.left < 0:
         return Decision("halt", f"{what}; {now.most} restarts without a newer step: look at the log", budget=now)
-    source = f"from step {last.committed}" if last.committed >= 0 else "from the beginning"
+    source = f"from step {last.committed}, or a newer one" if last.committed >= 0 else "from what is saved, if anything"
     # At once after progress; where it fails again and again, something outside may need time.
     wait = 0.0 if now.useless <= 1 else min(30.0, 0.5 * 2.0 ** (now.useless - 2))
     return Decision("restart", f"{what}; all ranks start again {source}", wait, now)
