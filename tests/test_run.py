@@ -134,7 +134,8 @@ def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.S
     assert run.end() == 0, run.said
     is_right(run)
     assert run.failures() == [("signal", [rank])]
-    assert re.search(rf"rank {rank} was killed by {number.name} after step \d+; all ranks start again from step \d+, or a newer one", run.said)
+    killed = rf"rank {rank} was killed by {number.name} after step \d+"
+    assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.said)
 
 
 def test_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
