@@ -261,12 +261,14 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         path = self._strip_protocol(path)
         if not path:
             return
-        try:
-            info = await self._info(path)
-        except FileNotFoundError:
-            await self._mkdir(path)
-            return
-        if info["type"] != "directory" or not exist_ok:
+        there = await self._do(path, self.namespace.stat, path)
+        if there is None and (exist_ok or not await self._exists(path)):
+            try:  # marked also where there are files below it already, which may go before the folder does
+                await self._mkdir(path)
+                return
+            except FileExistsError:  # another one made it at the same time
+                there = await self._do(path, self.namespace.stat, path)
+        if not exist_ok or there is None or there.head.kind != "folder":
             raise FileExistsError(path)
 
     async def _rmdir(self, path: str) -> None:

@@ -85,8 +85,8 @@ class Coordinator:
             return self._attempts(guardian, wake)
         finally:
             signal.set_wakeup_fd(wakeup)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            for number, handler in previous.items():  # who asks again while it ends changes nothing
+                signal.signal(number, handler if self._asked is None else signal.SIG_IGN)
             guardian.close()
             self._ledger.close()
             self._record.close()
@@ -202,8 +202,9 @@ class _Watch:
         for rank in self._running.values():
             before, beat = self._beats[rank.number], rank.pulse.read()
             if beat.beats != before.beats:
-                if before.pid and beat.beats == before.beats + 1:
-                    self._run._job.limits.learn(before.phase, beat.since - before.since)
+                if before.pid:  # on the average, where several came since the last look
+                    took = (beat.since - before.since) / (beat.beats - before.beats)
+                    self._run._job.limits.learn(before.phase, took)
                 self._beats[rank.number] = beat
 
     def _doing(self) -> Name:
