@@ -38,6 +38,7 @@ GRACE_SECONDS = 3600.0
 _BATCH = 1_000
 _VERIFY_BYTES = 64 << 20
 _FILES = 3  # made whole at once
+_QUIET_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -116,6 +117,11 @@ def survey(namespace: Namespace, verify: bool = False, progress: Progress = lamb
         health = _health(path, file, held, rotten.get(path, {}))
         if health.gone:
             found.damaged.append(health)
+    if any(health.gone.objects for health in found.damaged):  # or written after the members were asked what they hold
+        again, _ = namespace.fan_out.ask(calls, namespace.commit_seconds)
+        later = {m: held.get(m, {}) | {n: nbytes for n, (nbytes, _) in names.items()} for m, names in again.items()}
+        looked = [_health(f.path, f.file, held | later, rotten.get(f.path, {})) for f in found.damaged]
+        found.damaged = [health for health in looked if health.gone]
     found.damaged.sort(key=lambda f: (f.spare, -f.file.head.nbytes))
     if not found.missing and not found.unreadable:  # else there may be records that name them
         for member, names in ages.items():
@@ -358,14 +364,15 @@ def forget(namespace: Namespace, member: str, destroyed: bool = False, progress:
             "one and name it in the URL, or write with less redundancy"
         )
     succeed(namespace, stay, member, destroyed)  # from now on whoever writes is told to leave it alone
-    done = Repaired()
-    while member in answers and not destroyed:  # until nothing is left that was under way then
+    done, quiet = Repaired(), 0
+    while member in answers and not destroyed and quiet < 2:  # until nothing is left that was under way then
         moved = drain(namespace, member, progress)
         done.files, done.nbytes = done.files + moved.files, done.nbytes + moved.nbytes
         if moved.failed:
             return replace(done, failed=moved.failed)
-        if not moved.files:
-            break
+        quiet = 0 if moved.files else quiet + 1
+        if quiet:  # a record that was half-done then may come through a moment later; its writer moves it, too
+            time.sleep(_QUIET_SECONDS)
     if config.announced:
         etcd.forget(*etcd.parse_url(config.announced), member)
     namespace.leave_out(member)
