@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -168,3 +168,15 @@ class FanOut:
     def close(self) -> None:
         """Take no more calls; wait for none."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def in_order(call: Callable[[T], object], items: Iterable[T], threads: int, name: str) -> None:
+    """Call for each item, so many at once, the first ones first. After an error no more are begun."""
+    with ThreadPoolExecutor(threads, name) as pool:
+        work = [pool.submit(call, item) for item in items]
+        try:
+            for each in work:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -28,7 +28,7 @@ from ckpt.aggregator.writing import FileWriter, Forgotten, Gone, new_version
 from ckpt.storage.base import Buffer
 from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import NONE, Answer, Ballot, Damaged, Record, Registers, Value
+from ckpt.storage.registers import ABSENT, NONE, Answer, Ballot, Damaged, Record, Registers, Value
 
 log = logging.getLogger("ckpt")
 
@@ -209,7 +209,7 @@ class Namespace:
         now = self.ring
 
         def read(registers: Registers) -> tuple[list[tuple[str, Answer]], bool]:
-            (absent,) = registers.read(["/ "], now.epoch)  # a name that no file has
+            (absent,) = registers.read([ABSENT], now.epoch)
             return list(registers.scan_all(prefix, now.epoch)), isinstance(absent, Record)
 
         calls = {name: partial(read, self._registers[name]) for name in now.everyone}

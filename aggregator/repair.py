@@ -12,21 +12,21 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from ckpt.aggregator import etcd, files
 from ckpt.aggregator import ring as rings
-from ckpt.aggregator.files import File, Layout, share_bytes
+from ckpt.aggregator.fanout import in_order
+from ckpt.aggregator.files import File, Holder, Layout, share_bytes
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.restoring import compact, restore
 from ckpt.aggregator.succession import finish, succeed
 from ckpt.aggregator.writing import Gone
 from ckpt.storage.errors import CkptError, InvalidArgument, NotFound, StoreError
-from ckpt.storage.registers import Damaged, Record, Value
+from ckpt.storage.registers import ABSENT, Damaged, Record, Value
 
 log = logging.getLogger("ckpt")
 
@@ -39,8 +39,6 @@ _BATCH = 1_000
 _VERIFY_BYTES = 64 << 20
 _FILES = 3  # made whole at once
 _QUIET_SECONDS = 1.0
-
-T = TypeVar("T")
 
 State = Literal["whole", "endangered", "lost"]
 
@@ -298,7 +296,7 @@ def repair(
     if found.lagging:
         namespace.settle([f"/{path}" for path in found.lagging])
         done.records = len(found.lagging)
-    _in_order(mend, found.damaged)
+    in_order(mend, found.damaged, _FILES, "ckpt-repair")
     if found.orphans or found.lagging:
         # Looked at twice: what was renamed while the records were read once is named then. What old records named that are
         # settled now is found here, too.
@@ -317,8 +315,8 @@ def repair(
 def _admit(namespace: Namespace) -> None:
     """Let members vote on what they have no record of, whose registers were lost: the others' records are back on them."""
     registers = {spot.name: namespace.places[spot.name].registers for spot in namespace.ring.members}
-    answers, _ = namespace.fan_out.ask({m: partial(r.read, ["/ "]) for m, r in registers.items()}, namespace.commit_seconds)
-    waiting = [m for m, (answer,) in answers.items() if isinstance(answer, Damaged)]  # of a name that no file has
+    answers, _ = namespace.fan_out.ask({m: partial(r.read, [ABSENT]) for m, r in registers.items()}, namespace.commit_seconds)
+    waiting = [m for m, (answer,) in answers.items() if isinstance(answer, Damaged)]
     if not waiting:
         return
     left = survey(namespace)
@@ -414,15 +412,10 @@ def _move(
         if file is None or file.layout is None:
             return
         layout = file.layout
-        moving = set()
-        for index, piece in enumerate(layout.pieces):
-            away = leaving(layout, index, file.head.version)
-            for fragment in piece.fragments:
-                if fragment is not None and layout.holders[fragment.holder].member in away:
-                    moving.add((layout.holders[fragment.holder].name, fragment.position))
-        if not moving:
+        away = [leaving(layout, index, file.head.version) for index in range(len(layout.pieces))]
+        gone = Gone(fragments=_parts(layout, lambda index, holder: holder.member in away[index]))
+        if not gone:
             return
-        gone = Gone(fragments=frozenset(moving))
         try:
             made = restore(namespace, path, file.head.version, layout, gone, advance, avoid)
             replace_layout(namespace, path, file, made)
@@ -434,32 +427,25 @@ def _move(
 
     paths = [path for path, head in namespace.list().items() if head.kind == "file"]
     for start in range(0, len(paths), _BATCH):
-        _in_order(move, namespace.stat_all(paths[start : start + _BATCH]).items())
+        in_order(move, namespace.stat_all(paths[start : start + _BATCH]).items(), _FILES, "ckpt-repair")
     return done
 
 
-def _in_order(call: Callable[[T], None], items: Iterable[T]) -> None:
-    """Call for each, a few at once, the first ones first."""
-    with ThreadPoolExecutor(_FILES, "ckpt-repair") as pool:
-        work = [pool.submit(call, item) for item in items]
-        try:
-            for each in work:
-                each.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+def _parts(layout: Layout, taken: Callable[[int, Holder], bool]) -> frozenset[tuple[str, int]]:
+    """The fragments, as object and position, of those holders that are taken, asked with the number of the piece."""
+    return frozenset(
+        (holder.name, fragment.position)
+        for index, piece in enumerate(layout.pieces)
+        for fragment in piece.fragments
+        if fragment is not None and taken(index, holder := layout.holders[fragment.holder])
+    )
 
 
 def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> None:
     layout = health.file.layout
     assert layout is not None
     bad = {name for _, name in health.rotten}  # no part of it is trusted any more: all goes elsewhere, and it is put aside
-    parts = {
-        (name, f.position)
-        for piece in layout.pieces
-        for f in piece.fragments
-        if f is not None and (name := layout.holders[f.holder].name) in bad
-    }
+    parts = _parts(layout, lambda _, holder: holder.name in bad)
     gone = replace(health.gone, fragments=health.gone.fragments | parts)
     made = restore(namespace, health.path, health.file.head.version, layout, gone, advance)
     if not replace_layout(namespace, health.path, health.file, made, bad):

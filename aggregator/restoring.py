@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.aggregator import erasure
+from ckpt.aggregator.fanout import in_order
 from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, share_bytes
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.writing import Gone, new_version, object_name
@@ -56,7 +56,7 @@ def _restore_once(
     progress: Progress,
 ) -> tuple[Layout, set[str]]:  # fmt: skip
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
-    objects = _Objects(namespace, path, layout, version)
+    objects = _Objects(namespace, path, layout)
     pieces = list(layout.pieces)
 
     def mend(index: int) -> None:
@@ -75,14 +75,7 @@ def _restore_once(
 
     broken = [index for index, piece in enumerate(layout.pieces) if None in piece.fragments]
     try:
-        with ThreadPoolExecutor(_THREADS, "ckpt-restore") as pool:
-            work = [pool.submit(mend, index) for index in broken]
-            try:
-                for each in work:
-                    each.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        in_order(mend, broken, _THREADS, "ckpt-restore")
         failpoint("repair.commit")
         objects.commit()
     except BaseException:
@@ -94,10 +87,9 @@ def _restore_once(
 class _Objects:
     """New objects on the members that take what is restored, one on each. Safe to use from many threads."""
 
-    def __init__(self, namespace: Namespace, path: str, layout: Layout, version: str) -> None:
+    def __init__(self, namespace: Namespace, path: str, layout: Layout) -> None:
         self._namespace = namespace
         self._path = path
-        self._version = version
         self._lock = threading.Lock()
         self._writers: dict[str, tuple[int, Writer]] = {}
         self.holders = list(layout.holders)

@@ -24,7 +24,7 @@ from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.ring import Ring
 from ckpt.storage.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import Damaged, Record, is_final
+from ckpt.storage.registers import ABSENT, Damaged, Record, is_final
 
 log = logging.getLogger("ckpt")
 
@@ -66,7 +66,7 @@ def _invite(namespace: Namespace, old: Ring, names: set[str]) -> None:
 
     def ask(name: str) -> None:
         registers = namespace.places[name].registers
-        (known,) = registers.read(["/ "])  # a name that no file has
+        (known,) = registers.read([ABSENT])
         if name in old.everyone:
             if isinstance(known, Damaged):
                 raise Unavailable(f"its records were lost; repair {namespace.url} first")
@@ -76,10 +76,7 @@ def _invite(namespace: Namespace, old: Ring, names: set[str]) -> None:
         if strange or (not finals and registers.scan("/", limit=1)):
             strangers.append(name)
             return
-        for ring in (old, old.agreed_by):  # who votes on the rings that come must not have forgotten those that were
-            if ring is not None and ring.epoch == 1:
-                registers.learn(ring.name, rings.encode(ring))
-        registers.learn(old.name, rings.encode(old))
+        registers.learn(old.name, rings.encode(old))  # who votes on the rings that come must know of those that were
         registers.join(old.epoch + 1, rings.PREFIX)
 
     _, errors = namespace.fan_out.ask({name: partial(ask, name) for name in names}, namespace.commit_seconds)

@@ -18,6 +18,9 @@ import xxhash
 
 from ckpt.storage.errors import Changed
 
+ABSENT = "/ "
+"""A name that no file has: asked for it, a member says whether it votes on what it does not have."""
+
 BODY_BYTES = 32 << 20
 """The longest value that a register takes."""
 
