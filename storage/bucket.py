@@ -216,10 +216,10 @@ class BucketRegisters(Registers):
     def _changed(
         self, step: Callable[[str], Callable[[Answer], tuple[Record | None, U]]], names: Sequence[str], epoch: int
     ) -> list[U]:
-        complete = self._complete(epoch)
-        if epoch > self._facts()["epoch"]:
+        facts = self._checked(epoch)
+        if epoch > facts["epoch"]:
             self.fence(epoch)
-        answers = self._each(lambda name: self._replace(name, step(name), complete), names)
+        answers = self._each(lambda name: self._replace(name, step(name), bool(facts["complete"])), names)
         # Fenced meanwhile: it may have been too late for whoever collects what was agreed before the fence.
         self._complete(epoch)
         return answers
@@ -252,12 +252,15 @@ class BucketRegisters(Registers):
         return (name, answer) if answer != Record() else None  # nothing: it was dropped
 
     def _complete(self, epoch: int) -> bool:
+        return bool(self._checked(epoch)["complete"])
+
+    def _checked(self, epoch: int) -> dict[str, int]:
         facts = self._facts()
         if epoch and epoch < facts["epoch"]:
             raise Outdated(
                 f"the members that keep records have changed (ring {facts['epoch']}, not {epoch}); ask for them anew"
             )
-        return bool(facts["complete"])
+        return facts
 
     def _facts(self) -> dict[str, int]:
         return self._tagged_facts()[0]
