@@ -89,16 +89,26 @@ class Etcd:
         self._first = 0
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is a neighbour: not by a proxy
 
-    def range(self, prefix: str) -> list[Item]:
-        """The keys that begin with a prefix, all as of one moment."""
+    def range(self, prefix: str, first: str = "") -> list[Item]:
+        """The keys that begin with a prefix, from `first` on, all as of one moment."""
         after = prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
-        answer = self._call("kv/range", {"key": _text(prefix), "range_end": _text(after)})
+        answer = self._call("kv/range", {"key": _text(first or prefix), "range_end": _text(after)})
         return [_item(told) for told in answer.get("kvs", ())]
 
     def get(self, key: str) -> Item:
         """One key."""
         found = self._call("kv/range", {"key": _text(key)}).get("kvs", ())
         return _item(found[0]) if found else Item(key, b"", 0)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a key, whatever is there."""
+        self._call("kv/put", {"key": _text(key), "value": _text(value)})
+
+    def put_new(self, values: Mapping[str, bytes]) -> bool:
+        """Write keys that are not there yet, all of them or, where one is there, none."""
+        absent = [{"key": _text(key), "target": "VERSION", "result": "EQUAL", "version": "0"} for key in values]
+        puts = [{"request_put": {"key": _text(key), "value": _text(value)}} for key, value in values.items()]
+        return bool(self._call("kv/txn", {"compare": absent, "success": puts}).get("succeeded"))
 
     def put_both(self, seen: Item, value: bytes, lease: int, lasting: str) -> bool:
         """Put a value under a key with a lease, and under a lasting key; both, or neither if the first was changed since."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
-Cause = Literal["exit", "signal", "out of memory", "hang", "stopped", "preempted", "asked"]
+Cause = Literal["exit", "signal", "out of memory", "hang", "stopped", "lost", "preempted", "asked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Failure:
     committed: int
     """The newest committed step; -1 none."""
     ran_seconds: float
+    host: str = ""
+    """Whose ranks failed first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Decision:
     action: Literal["restart", "halt"]
     reason: str
     wait_seconds: float = 0.0
+    before: int | None = None
+    """Restore a step before this one: those from it on have failed twice."""
     budget: Budget = Budget()
 
 
@@ -59,28 +64,103 @@ USELESS = 3
 
 def decide(failures: Sequence[Failure], budget: Budget) -> Decision:
     """What to do after the last of these failures. budget: before it."""
+    now = budget.after(failures[-1])
+    return replace(_decide(failures, now), budget=now)
+
+
+def _decide(failures: Sequence[Failure], now: Budget) -> Decision:
     last = failures[-1]
-    now = budget.after(last)
-    what = f"{_ranks(last.ranks)} {last.detail} {_at(last)}"
-    if last.cause in ("preempted", "asked"):
-        return Decision("halt", what, budget=now)
+    what = f"{_who(last)} {last.detail} {_at(last)}"
+    if last.cause == "asked":
+        return Decision("halt", what)
+    if last.cause == "preempted":
+        return Decision("restart", f"{what}; the others start again from what was saved")
     alike = [f for f in failures[-USELESS:] if (f.cause, f.step) == (last.cause, last.step)]
     if now.useless >= USELESS and len(alike) >= USELESS:
-        reason = f"{what}; {USELESS} times in a row, at the same place, with no newer step saved: look at the log"
-        return Decision("halt", reason, budget=now)
+        return Decision(
+            "halt", f"{what}; {USELESS} times in a row, at the same place, with no newer step saved: look at the log"
+        )
     if now.left < 0:
-        return Decision("halt", f"{what}; {now.most} restarts without a newer step: look at the log", budget=now)
-    source = f"from step {last.committed}, or a newer one" if last.committed >= 0 else "from what is saved, if anything"
+        return Decision("halt", f"{what}; {now.most} restarts without a newer step: look at the log")
     # At once after progress; where it fails again and again, something outside may need time.
     wait = 0.0 if now.useless <= 1 else min(30.0, 0.5 * 2.0 ** (now.useless - 2))
-    return Decision("restart", f"{what}; all ranks start again {source}", wait, now)
+    if now.useless == USELESS - 1 and len(alike) >= USELESS - 1 and last.committed > 0:
+        source = f"from a step before {last.committed}, which may be the reason: it failed twice soon after it"
+        return Decision("restart", f"{what}; all ranks start again {source}", wait, last.committed)
+    source = f"from step {last.committed}, or a newer one" if last.committed >= 0 else "from what is saved, if anything"
+    return Decision("restart", f"{what}; all ranks start again {source}", wait)
+
+
+# --- who takes part ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The hosts of the next attempt, in the order of their ranks."""
+
+    hosts: tuple[str, ...]
+    reason: str
+    """What is other than before, in words; "" nothing."""
+
+
+def suspects(failures: Sequence[Failure]) -> frozenset[str]:
+    """Hosts where two failures in a row began, with no newer step saved in between: it may be the host."""
+    found = set()
+    for one, other in pairwise(failures):
+        if one.host == other.host and other.committed <= one.committed and other.cause not in ("asked", "preempted"):
+            found.add(other.host)
+    return frozenset(found)
+
+
+def choose(
+    before: Sequence[str], ready: Sequence[str], suspected: Set[str], wanted: int, least: int, waited: bool
+) -> Choice | None:
+    """Who takes part in the next attempt; None: wait for more hosts.
+
+    The same hosts in the same places; else a spare in the place of one that is gone; else, after waiting, fewer. A suspected
+    host only where it can't be done without it. before: the hosts of the attempt before. ready: all that could take part,
+    who came first first. waited: whether it was waited long enough.
+    """
+    good = [name for name in ready if name not in suspected]
+    if len(good) < wanted and not waited and len(ready) < wanted:
+        return None
+    usable = good if len(good) >= (wanted if not waited else least) else list(ready)
+    if len(usable) < (least if waited else wanted):
+        return None
+    spares = [name for name in usable if name not in before]
+    places: list[str] = []
+    for name in before:
+        if name in usable:
+            places.append(name)
+        elif spares:
+            places.append(spares.pop(0))
+    hosts = tuple((places + spares)[:wanted])
+    return Choice(hosts, _changes(before, hosts, ready, suspected) if before else "")
+
+
+def _changes(before: Sequence[str], hosts: Sequence[str], ready: Sequence[str], suspected: Set[str]) -> str:
+    gone = [name for name in before if name not in hosts]
+    come = [name for name in hosts if name not in before]
+    told = []
+    if gone:
+        why = ["suspected" if n in suspected and n in ready else "not needed" if n in ready else "gone" for n in gone]
+        told.append("without " + ", ".join(f"{name} ({w})" for name, w in zip(gone, why, strict=True)))
+    if come:
+        told.append(f"with {', '.join(come)} instead" if gone else f"with {', '.join(come)}")
+    return " ".join(told)
+
+
+# --- in words ----------------------------------------------------------------------------------------------------
 
 
 def _at(failure: Failure) -> str:
     return f"after step {failure.step}" if failure.step >= 0 else "before the first step"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _who(failure: Failure) -> str:
+    ranks = failure.ranks
+    if not ranks:
+        return f"host {failure.host}"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"

@@ -30,29 +30,49 @@ class Rank:
         return self.process.pid
 
 
-def environment(number: int, count: int, attempt: int, run: str, port: int, page: Path) -> Mapping[str, str]:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The ranks of an attempt that are this host's, and what all ranks must know."""
+
+    run: str
+    attempt: int
+    first: int
+    count: int
+    """Here; the first of them has local rank 0."""
+    world: int
+    host: int
+    """Its number among the hosts."""
+    address: str
+    port: int
+    """Where rank 0 may listen for the others."""
+    more: Mapping[str, str]
+    """Environment beside."""
+
+
+def environment(share: Share, number: int, page: Path) -> Mapping[str, str]:
     """What a rank is told. OMP_NUM_THREADS is 1 where nothing is said and there are several, as torchrun has it."""
+    local = number - share.first
     told = {
-        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0", "ROLE_RANK": str(number), "ROLE_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "CKPT_RUN": run, "CKPT_ATTEMPT": str(attempt), pulses.VARIABLE: str(page), "PYTHONUNBUFFERED": "1",
+        "RANK": str(number), "LOCAL_RANK": str(local), "WORLD_SIZE": str(share.world), "LOCAL_WORLD_SIZE": str(share.count),
+        "GROUP_RANK": str(share.host), "GROUP_WORLD_SIZE": str(share.world // share.count), "ROLE_RANK": str(number),
+        "ROLE_WORLD_SIZE": str(share.world), "MASTER_ADDR": share.address, "MASTER_PORT": str(share.port),
+        "TORCHELASTIC_RUN_ID": share.run, "TORCHELASTIC_RESTART_COUNT": str(share.attempt), "CKPT_RUN": share.run,
+        "CKPT_ATTEMPT": str(share.attempt), pulses.VARIABLE: str(page), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    if count > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if share.count > 1 and "OMP_NUM_THREADS" not in os.environ:
         told["OMP_NUM_THREADS"] = "1"
-    return told
+    return told | share.more
 
 
-def start(command: Sequence[str], count: int, attempt: int, run: str, pages: Path, logs: Path) -> list[Rank]:
-    """Start all ranks. Raises CkptError where the command can't be started; then none runs."""
+def start(command: Sequence[str], share: Share, pages: Path, logs: Path) -> list[Rank]:
+    """Start the ranks of this host. Raises CkptError where the command can't be started; then none runs."""
     logs.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
     ranks: list[Rank] = []
     try:
-        for number in range(count):
-            page, log = pages / f"{attempt}-{number}", logs / f"rank-{number}.log"
+        for number in range(share.first, share.first + share.count):
+            page, log = pages / f"{share.attempt}-{number}", logs / f"rank-{number}.log"
             pulse = Pulse(page, new=True)
-            told = environment(number, count, attempt, run, port, page)
+            told = environment(share, number, page)
             with log.open("ab") as out:
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=os.environ | told,
@@ -77,8 +97,9 @@ def stop(ranks: Sequence[Rank], grace_seconds: float = 0.0) -> None:
         rank.pulse.close()
 
 
-def _free_port() -> int:
+def free_port(address: str) -> int:
+    """One that nobody listens on now."""
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind((address, 0))
         port: int = found.getsockname()[1]
         return port

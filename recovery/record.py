@@ -1,77 +1,96 @@
-"""What happened to a job and what was decided, for ever: one SQLite file in the folder of the run.
-
-A decision is committed before it is acted upon, with its reason in words; `ckpt-run why` prints them.
-"""
+"""The state of a run in one SQLite file in its folder, for the agents of one host."""
 
 from __future__ import annotations
 
 import json
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckpt.storage.errors import CkptError
+from ckpt.recovery.state import Draft, Entry, State
+from ckpt.storage.errors import CkptError, Unavailable
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL,
-    text TEXT NOT NULL, facts TEXT NOT NULL
-)
+    number INTEGER PRIMARY KEY, at REAL NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL,
+    facts TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS agents (name TEXT PRIMARY KEY, facts TEXT NOT NULL);
 """
+_BUSY_SECONDS = 30.0
 FILE = "run.sqlite"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the record."""
-
-    number: int
-    at: float
-    """Seconds since 1970."""
-    attempt: int
-    kind: str
-    """start, running, failure, decision, end."""
-    text: str
-    facts: dict[str, Any]
-
-
-class Record:
-    """The record in a folder."""
+class Record(State):
+    """The file in a folder, made where it is not there."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.path = Path(folder) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()  # a thread of its own says that the agent lives
         try:
-            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute(_SCHEMA)
+            self._db = self._connect("FULL")
+            self._reports = self._connect("OFF")  # what an agent says now is of no use after a crash
         except sqlite3.Error as error:
             raise CkptError(f"{self.path} can't be used: {error}; remove it, or give another --run-dir") from error
 
-    def add(self, attempt: int, kind: str, text: str, **facts: Any) -> None:
-        """Durable when it returns."""
-        self._db.execute(
-            "INSERT INTO entries (at, attempt, kind, text, facts) VALUES (?, ?, ?, ?, ?)",
-            (time.time(), attempt, kind, text, json.dumps(facts)),
-        )
+    def _connect(self, synchronous: str) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA synchronous = {synchronous}")
+        db.executescript(_SCHEMA)
+        return db
 
-    def entries(self, kinds: Sequence[str] = ()) -> list[Entry]:
-        """All, or those of some kinds, in order."""
-        rows = self._db.execute("SELECT number, at, attempt, kind, text, facts FROM entries ORDER BY number")
-        found = [
-            Entry(number, at, attempt, kind, text, json.loads(facts)) for number, at, attempt, kind, text, facts in rows
+    def entries(self, after: int = 0) -> list[Entry]:
+        query = "SELECT number, at, attempt, kind, text, facts FROM entries WHERE number > ? ORDER BY number"
+        with self._told():
+            return [Entry(*row[:5], json.loads(row[5])) for row in self._db.execute(query, (after,))]
+
+    def append(self, after: int, drafts: Sequence[Draft]) -> bool:
+        now = time.time()
+        rows = [
+            (after + 1 + i, now, draft.attempt, draft.kind, draft.text, json.dumps(draft.facts))
+            for i, draft in enumerate(drafts)
         ]
-        return [entry for entry in found if not kinds or entry.kind in kinds]
+        db = self._db
+        with self._told():
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                (last,) = db.execute("SELECT COALESCE(MAX(number), 0) FROM entries").fetchone()
+                if last == after:
+                    db.executemany("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", rows)
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+            return bool(last == after)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        with self._lock, self._told():
+            return {name: json.loads(facts) for name, facts in self._reports.execute("SELECT name, facts FROM agents")}
+
+    def report(self, name: str, facts: Mapping[str, Any]) -> None:
+        with self._lock, self._told():
+            self._reports.execute("INSERT OR REPLACE INTO agents VALUES (?, ?)", (name, json.dumps(facts)))
+
+    def withdraw(self, name: str) -> None:
+        with self._lock, self._told():
+            self._reports.execute("DELETE FROM agents WHERE name = ?", (name,))
 
     def close(self) -> None:
         self._db.close()
+        with self._lock:
+            self._reports.close()
 
-
-def as_json(entry: Entry) -> str:
-    """One line."""
-    return json.dumps(asdict(entry))
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise Unavailable(f"{self.path} can't be used now: {error}; free space on this disk, and check it") from error

@@ -1,0 +1,204 @@
+"""The next entries of the log of a run, from what its log and its agents say. Pure: the coordinator is a loop around it, and
+a coordinator that comes after one that died goes on where the log ends.
+
+    run → start → failure → decision → start → … → end
+               ↘ stop ↗      (it was asked to end, or a host is to leave: all save after the same step)
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.recovery.agents import LOST_SECONDS, Report
+from ckpt.recovery.course import Course, Member, failed
+from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
+from ckpt.recovery.state import Draft
+
+_LEAD_STEPS = 2
+"""How far ahead of the newest step the last one is, so that each rank hears of it in time."""
+
+_FIRST: Sequence[Cause] = ("lost", "out of memory", "signal", "stopped", "hang", "exit")
+"""Of failures that come together, which is the cause: ranks whose peer is gone exit with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that a decision may depend on."""
+
+    course: Course
+    living: Mapping[str, Report]
+    """By name."""
+    perhaps: Mapping[str, Report]
+    """The living, and those that were not listened to for long enough."""
+    waited_seconds: float
+    """Since the last entry was seen."""
+    ran_seconds: float = 0.0
+    """Since the attempt began."""
+
+
+def advance(view: View) -> list[Draft]:
+    """What to write now; empty: nothing has changed."""
+    last = view.course.last
+    assert last is not None
+    if last.kind == "failure":
+        return _decided(view)
+    if last.kind in ("start", "stop"):
+        return _watched(view)
+    if last.kind == "decision" and last.facts["action"] == "halt":
+        return [Draft(last.attempt, "end", last.text, {"status": last.facts["status"]})]
+    return _begun(view) if last.kind in ("run", "decision") else []
+
+
+# --- an attempt begins -------------------------------------------------------------------------------------------
+
+
+def _begun(view: View) -> list[Draft]:
+    course = view.course
+    spec, last = course.spec, course.last
+    assert spec is not None
+    assert last is not None
+    asked = max((r.leaving for r in view.living.values()), default=0)
+    staying = {name: report for name, report in view.living.items() if not report.leaving}
+    if course.requested or (asked and len(staying) < spec.least):
+        return [_ended(course, course.requested or "it was asked to end", asked)]
+    if view.waited_seconds < float(last.facts.get("wait", 0.0)):
+        return []
+    if any(report.doing != "idle" for report in view.perhaps.values() if not report.leaving):
+        return []  # what is left of the attempt before must have ended
+    ready = sorted(staying, key=lambda name: (staying[name].joined, name))
+    before = [member.name for member in course.members]
+    waited = view.waited_seconds >= spec.patience_seconds
+    choice = choose(before, ready, suspects(course.failures), spec.hosts, spec.least, waited)
+    if choice is None:
+        if view.waited_seconds < spec.give_up_seconds:
+            return []
+        came = f"{len(ready)} of {spec.least} hosts came within {spec.give_up_seconds:g} s"
+        return [_ended(course, f"{came}; start ckpt-run on more, or lower --min", 0)]
+    attempt = course.attempt + 1
+    members = [
+        Member(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)
+    ]
+    first = staying[choice.hosts[0]]
+    count = len(members) * spec.ranks
+    where = "" if spec.hosts == 1 else f" on {', '.join(choice.hosts)}"
+    changed = f", {choice.reason}" if choice.reason else ""
+    facts = {
+        "ranks": count, "members": [_as_facts(member) for member in members], "address": first.address, "port": first.port,
+        "pages": first.pages, "logs": f"{first.logs}/{attempt}", "pid": first.pid,
+        "before": last.facts.get("before"),
+    }  # fmt: skip
+    return [Draft(attempt, "start", f"{count} ranks{where}{changed}: {' '.join(spec.command)}", facts)]
+
+
+def _as_facts(member: Member) -> dict[str, object]:
+    return {"name": member.name, "incarnation": member.incarnation, "first": member.first, "count": member.count}
+
+
+# --- and goes wrong, or well -------------------------------------------------------------------------------------
+
+
+def _watched(view: View) -> list[Draft]:
+    course = view.course
+    last, spec = course.last, course.spec
+    assert last is not None
+    assert spec is not None
+    stopping = last.kind == "stop"
+    here = {member.name: view.perhaps.get(member.name) for member in course.members}
+    reports = [report for report in here.values() if report is not None and report.attempt == course.attempt]
+    failures = [_lost(view, member) for member in course.members if _is_lost(member, here[member.name])]
+    failures += [_wrong(view, report, reports) for report in reports if report.wrong is not None]
+    if failures and not (stopping and all(f.cause == "exit" for f in failures)):
+        cause = min(failures, key=lambda failure: _FIRST.index(failure.cause))
+        return _with_decision(view, cause)
+    ended = len(reports) == len(here) and all(report.doing == "over" for report in reports)
+    if ended and not stopping:
+        return [Draft(course.attempt, "end", "all ranks have ended well", {"status": 0})]
+    asked = [report for report in view.living.values() if report.leaving]
+    if stopping:
+        hurry = any(report.hurry for report in asked)
+        late = view.waited_seconds > spec.grace_seconds
+        heard = any(report.heard for report in reports)
+        if ended or hurry or late or not heard:
+            why = (
+                f"have saved and ended, as {last.text} asked" if ended
+                else f"were ended by {last.text}; they do not use ckpt" if not heard
+                else f"were ended by {last.text}; they were not waited for" if hurry
+                else f"were ended by {last.text}; they had no time to save"
+            )  # fmt: skip
+            some = spec.hosts > 1 and not course.requested and len(asked) < len(view.living)
+            ranks = [rank for member in course.members for rank in range(member.first, member.first + member.count)]
+            return _with_decision(view, _failure(view, "preempted" if some else "asked", ranks, why, reports))
+        return []
+    if asked or course.requested:
+        name = course.requested or _signal_name(max(report.leaving for report in asked))
+        step = max((report.newest for report in reports), default=-1) + _LEAD_STEPS
+        facts = {"step": step, "signal": max((r.leaving for r in asked), default=0), "leaving": [r.name for r in asked]}
+        return [Draft(course.attempt, "stop", name, facts)]
+    return []
+
+
+def _is_lost(member: Member, report: Report | None) -> bool:
+    return report is None or report.incarnation != member.incarnation
+
+
+def _lost(view: View, member: Member) -> Failure:
+    known = [r for r in view.perhaps.values() if r.attempt == view.course.attempt]
+    there = view.perhaps.get(member.name)
+    detail = f"says nothing for {LOST_SECONDS:g} s" if there is None else "was started again"
+    return _failure(view, "lost", [], detail, known, member.name)
+
+
+def _wrong(view: View, report: Report, reports: Sequence[Report]) -> Failure:
+    """With the rank that is behind all others as the cause of a hang: who waits for it hangs, too."""
+    wrong = report.wrong
+    assert wrong is not None
+    if wrong.cause == "hang" and len(reports) > 1:
+        behind = [(r.slowest, r.name) for r in reports if r.slowest is not None]
+        if behind:
+            slowest, host = min(behind, key=lambda each: (each[0].step, -each[0].silent_seconds))
+            logs = f"{view.perhaps[host].logs}/{view.course.attempt}"
+            return _failure(view, "hang", [slowest.rank], slowest.in_words(logs), reports, host)
+    return _failure(view, wrong.cause, wrong.ranks, wrong.detail, reports, report.name)
+
+
+def _failure(
+    view: View, cause: Cause, ranks: Sequence[int], detail: str, reports: Sequence[Report], host: str = ""
+) -> Failure:
+    return Failure(
+        cause, tuple(ranks), detail, min((r.step for r in reports), default=-1),
+        max((r.committed for r in reports), default=-1), view.ran_seconds, host or (reports[0].name if reports else ""),
+    )  # fmt: skip
+
+
+# --- what then ---------------------------------------------------------------------------------------------------
+
+
+def _with_decision(view: View, failure: Failure) -> list[Draft]:
+    """Both at once; where only the failure came to be written, the next coordinator decides."""
+    course = view.course
+    drafts = [failed(course.attempt, failure)]
+    return [*drafts, *_decision(view, [*course.failures, failure])]
+
+
+def _decided(view: View) -> list[Draft]:
+    return _decision(view, view.course.failures)
+
+
+def _decision(view: View, failures: Sequence[Failure]) -> list[Draft]:
+    course = view.course
+    decision = decide(failures, course.budget)
+    facts: dict[str, object] = {"action": decision.action, "wait": decision.wait_seconds, "before": decision.before}
+    if decision.action == "halt":
+        asked = max((r.leaving for r in view.living.values()), default=0)
+        facts["status"] = 128 + asked if failures[-1].cause == "asked" and asked else int(failures[-1].cause != "asked")
+    return [Draft(course.attempt, "decision", decision.reason, facts)]
+
+
+def _ended(course: Course, text: str, asked: int) -> Draft:
+    return Draft(course.attempt, "end", text, {"status": 128 + asked if asked else int(not course.requested)})
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name

@@ -1,0 +1,334 @@
+"""One host's part of a run: it starts the ranks that the log gives it, looks after them, ends them when the log says so, and
+says what they do. It leads the run where it comes to that (coordinator.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from ckpt.recovery import course as courses
+from ckpt.recovery import host, launch
+from ckpt.recovery.agents import LOST_SECONDS, Report, Wrong
+from ckpt.recovery.coordinator import Coordinator
+from ckpt.recovery.course import Course, Member, Spec
+from ckpt.recovery.guardian import Guardian
+from ckpt.recovery.launch import Share
+from ckpt.recovery.ledger import Ledger, Name
+from ckpt.recovery.limits import Limits
+from ckpt.recovery.state import Draft, Entry, State
+from ckpt.recovery.voice import Voice
+from ckpt.recovery.watch import Watch
+from ckpt.storage.errors import CkptError, StoreError
+from ckpt.storage.failpoints import failpoint
+
+log = logging.getLogger("ckpt.run")
+
+_TICK_SECONDS = 0.05
+_READ_SECONDS = 0.1
+"""How often the log is read, where others write it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What is this host's own."""
+
+    name: str
+    folder: Path
+    """Its lock, its ledger, the logs."""
+    address: str = "127.0.0.1"
+    """Where the ranks of other hosts reach its own."""
+    limits: Limits = field(default_factory=Limits)
+    show: str = "0"
+    """Whose output goes to the console: "0", "all" or "none"."""
+
+
+class Agent:
+    """The agent of this host, from the main thread."""
+
+    def __init__(self, spec: Spec, here: Here, state: State, say: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._here = here
+        self._state = state
+        self._say = say
+        self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))
+        self._incarnation = secrets.token_hex(8)
+        self._joined = time.time()
+        self._port = launch.free_port(here.address)
+        self._course = Course()
+        self._watch: Watch | None = None
+        self._attempt = -1
+        self._best = -1
+        self._wrong: Wrong | None = None  # of ranks that could not be started
+        self._signal, self._signals, self._signal_at = 0, 0, 0.0
+        self._read_at = 0.0
+        self._status: int | None = None
+        self._trouble = ""
+        self._said = ""
+
+    def run(self) -> int:
+        """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
+        host.adopt_orphans()
+        self._guardian = Guardian()
+        self._ledger = Ledger(self._here.folder)
+        self._select = selectors.DefaultSelector()
+        try:
+            with self._signals_heard():
+                self._join()
+                self._coordinator = Coordinator(self._state, self._spec.hosts == 1)
+                self._voice = Voice(self._state, self._report())
+                try:
+                    return self._until_over()
+                finally:
+                    self._stop_ranks()
+                    self._voice.close()
+        finally:
+            self._select.close()
+            self._guardian.close()
+            self._ledger.close()
+            shutil.rmtree(self._pages, ignore_errors=True)
+
+    def _until_over(self) -> int:
+        while True:
+            self._look()
+            try:
+                while self._status is None and (self._follow() or self._lead()):
+                    pass
+                self._trouble = ""
+            except StoreError as error:
+                self._went_wrong(error)
+            if self._status is not None:
+                return self._status
+            if self._signal and self._may_leave():
+                return 128 + self._signal
+            self._wait()
+
+    # --- joining -----------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Become part of the run under way, or begin one."""
+        while True:
+            self._read()
+            course = self._course
+            if self._spec.hosts > 1 and course.last is not None and not course.over:
+                if course.spec != self._spec:
+                    raise CkptError(
+                        f"another run is under way there ({_words(course.spec)}); give the same command and options as on the "
+                        "other hosts, or another --run-dir or --state"
+                    )
+                return
+            drafts = [
+                courses.run(course.attempt + 1, secrets.token_hex(6), self._spec),
+                Draft(course.attempt + 1, "lead", f"{self._here.name} coordinates", {"name": self._here.name}),
+            ]
+            if self._state.append(course.number, drafts):
+                self._read()
+                return
+
+    def _read(self) -> list[Entry]:
+        """What was written since; the run that ends is the one of this agent."""
+        entries = self._state.entries(self._course.number)
+        self._read_at = time.monotonic()
+        self._course = self._course.went_on(entries)
+        return entries
+
+    # --- following the log -------------------------------------------------------------------------------------
+
+    def _follow(self) -> bool:
+        """Make the ranks be as the log says; whether there was something to be done."""
+        if self._is_fresh():
+            return False
+        for entry in self._read():
+            self._tell(entry)
+            if entry.kind == "end":
+                self._status = int(entry.facts["status"])
+                return True
+        course, last = self._course, self._course.last
+        assert last is not None
+        goes_on = last.kind in ("start", "stop") and course.attempt == self._attempt
+        if self._watch is not None and not goes_on:
+            self._account("decide")
+            if last.kind == "failure" or (course.failures and course.failures[-1].cause in ("hang", "stopped")):
+                self._watch.keep_stacks()
+            self._stop_ranks()
+            return True
+        mine = next((i for i, member in enumerate(course.members) if self._is_me(member)), None)
+        if last.kind == "start" and mine is not None and course.attempt != self._attempt:
+            self._account("decide")
+            self._start(course.members[mine], mine, last)
+            return True
+        if last.kind == "stop" and self._watch is not None:
+            self._watch.stop_at(int(last.facts["step"]))
+        return False
+
+    def _is_fresh(self) -> bool:
+        """Whether the log was read a moment ago, and this agent has not written to it since."""
+        alone = self._spec.hosts == 1 or self._course.leader == self._here.name
+        return not alone and time.monotonic() - self._read_at < _READ_SECONDS
+
+    def _is_me(self, member: Member) -> bool:
+        return (member.name, member.incarnation) == (self._here.name, self._incarnation)
+
+    def _tell(self, entry: Entry) -> None:
+        """What the user should know at once."""
+        given_up = entry.kind == "end" and entry.facts["status"] == 1 and entry.text != self._said
+        if entry.kind == "stop":
+            self._say(f"{entry.text}: the ranks save and end, within {self._spec.grace_seconds:g} s")
+        elif entry.kind == "decision" or given_up or (self._spec.hosts > 1 and entry.kind in ("lead", "start")):
+            self._say(entry.text)
+        self._said = entry.text
+
+    def _start(self, member: Member, number: int, entry: Entry) -> None:
+        self._attempt, self._wrong = entry.attempt, None
+        facts, logs = entry.facts, self._here.folder / "logs" / str(entry.attempt)
+        more = {"CKPT_BEFORE": str(facts["before"])} if facts.get("before") is not None else {}
+        share = Share(
+            self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
+            int(facts["port"]), more,
+        )  # fmt: skip
+        failpoint("agent.start")
+        try:
+            ranks = launch.start(self._spec.command, share, self._pages, logs)
+        except CkptError as error:
+            if self._spec.hosts == 1:
+                self._state.append(self._course.number, [Draft(entry.attempt, "end", str(error), {"status": 1})])
+                raise
+            self._wrong = Wrong("exit", tuple(range(member.first, member.first + member.count)), str(error))
+            return
+        for rank in ranks:
+            self._guardian.add(rank.pid)
+            self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
+        self._watch = Watch(ranks, self._here.limits, self._best)
+        failpoint("agent.started")
+
+    def _stop_ranks(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        self._best = max(self._best, watch.newest)
+        failpoint("agent.stop")
+        for rank in watch.ranks:
+            with contextlib.suppress(KeyError):
+                self._select.unregister(rank.pidfd)
+        launch.stop(watch.ranks)
+        watch.show(self._here.show)
+        for rank in watch.ranks:
+            self._guardian.remove(rank.pid)
+        self._port = launch.free_port(self._here.address)
+        self._account("stop")
+
+    # --- what the ranks do -------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if self._watch is not None:
+            for rank in self._watch.look(time.monotonic()):
+                self._select.unregister(rank.pidfd)
+            self._watch.show(self._here.show)
+
+    def _report(self) -> Report:
+        watch, here = self._watch, self._here
+        said = Report(
+            here.name, self._incarnation, self._joined, os.getpid(), str(self._pages), str(here.folder / "logs"), here.address,
+            self._port, self._attempt, wrong=self._wrong, leaving=self._signal, hurry=self._signals > 1,
+        )  # fmt: skip
+        if watch is None:
+            return said
+        return replace(
+            said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
+            newest=watch.newest, committed=watch.committed, spent=watch.spent, slowest=watch.slowest(time.monotonic()),
+        )  # fmt: skip
+
+    def _lead(self) -> bool:
+        """Take part in deciding; whether something was written."""
+        mine = self._report()
+        self._voice.say(mine)
+        before = self._course
+        wrote = self._coordinator.turn(before, mine)
+        if before.leader == self._here.name:
+            self._account_turn(before, mine)
+        return wrote
+
+    # --- where the time goes -----------------------------------------------------------------------------------
+
+    def _account_turn(self, course: Course, mine: Report) -> None:
+        assert course.last is not None
+        if course.last.kind not in ("start", "stop"):
+            self._account("wait")
+            return
+        first = self._coordinator.reports().get(course.members[0].name, mine)
+        self._account(first.spent if first.attempt == course.attempt else "spawn")
+        wrongs = [r.wrong for r in self._coordinator.reports().values() if r.wrong and r.attempt == course.attempt]
+        if wrongs:
+            self._ledger.instead("detect", max(wrong.silent_seconds for wrong in wrongs))
+
+    def _account(self, name: Name) -> None:
+        if self._course.leader == self._here.name:
+            self._ledger.now(name, max(0, self._course.attempt))
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _may_leave(self) -> bool:
+        """Whether the run can do without this agent, which was asked to end."""
+        last = self._course.last
+        assert last is not None
+        if self._watch is None and self._spec.hosts > 1 and last.kind == "decision":
+            return True
+        if self._watch is None and last.kind == "start" and not any(map(self._is_me, self._course.members)):
+            return True
+        return (
+            time.monotonic() - self._signal_at > self._spec.grace_seconds + 2 * LOST_SECONDS
+        )  # nobody decides any more
+
+    def _went_wrong(self, error: StoreError) -> None:
+        """The state does not answer: the ranks go on, and only what goes wrong meanwhile has to wait."""
+        if not self._trouble:
+            self._say(f"{error}. The ranks go on; what happens to them is dealt with when it answers again")
+        self._trouble = str(error)
+
+    def _wait(self) -> None:
+        """Until something happens, and not for long."""
+        for key, _ in self._select.select(_TICK_SECONDS):
+            if key.data is None:
+                self._woken.recv(4096)
+
+    @contextlib.contextmanager
+    def _signals_heard(self) -> Iterator[None]:
+        wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        wake.setblocking(False)
+        self._select.register(self._woken, selectors.EVENT_READ, None)
+        heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        previous = {number: signal.signal(number, self._signalled) for number in heard}
+        wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in previous.items():  # who asks again while it ends changes nothing
+                signal.signal(number, handler if not self._signal else signal.SIG_IGN)
+            wake.close()
+            self._woken.close()
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if not self._signal:
+            self._signal, self._signal_at = number, time.monotonic()
+
+
+def _shared_memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _words(spec: Spec | None) -> str:
+    return "" if spec is None else f"{spec.hosts} hosts with {spec.ranks} ranks each: {' '.join(spec.command)}"

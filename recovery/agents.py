@@ -1,0 +1,133 @@
+"""What the agents of a run say of themselves, and who of them lives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from ckpt.recovery.decide import Cause
+from ckpt.recovery.ledger import Name
+
+LOST_SECONDS = 3.0
+"""An agent that says nothing for so long is lost."""
+
+SAY_SECONDS = 0.5
+"""An agent says that it lives so often, at least."""
+
+
+_DEAF_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """What went wrong first with the ranks of a host."""
+
+    cause: Cause
+    ranks: tuple[int, ...]
+    detail: str
+    silent_seconds: float = 0.0
+    """How long before it was noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """Of the ranks of a host, the one that is behind."""
+
+    rank: int
+    step: int
+    silent_seconds: float
+    phase: str
+
+    def in_words(self, logs: str) -> str:
+        return f"said nothing for {self.silent_seconds:.1f} s in phase {self.phase!r}; the stacks are in {logs}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One agent."""
+
+    name: str
+    incarnation: str
+    """Another after it was started again."""
+    joined: float
+    """Seconds since 1970: who came first."""
+    pid: int
+    pages: str
+    """Folder of the pages of its ranks."""
+    logs: str
+    address: str
+    """Where the ranks of other hosts reach its own."""
+    port: int
+    """One that is free there, for rank 0."""
+    attempt: int = -1
+    """Of the ranks that it runs, or ran last."""
+    doing: Literal["idle", "running", "over"] = "idle"
+    """over: all of its ranks have ended well."""
+    wrong: Wrong | None = None
+    leaving: int = 0
+    """The signal by which it was asked to end."""
+    hurry: bool = False
+    """It was asked more than once."""
+    heard: bool = False
+    """Whether any of its ranks uses ckpt."""
+    step: int = -1
+    """The last one that all of its ranks have done."""
+    newest: int = -1
+    """The last one that any has done."""
+    committed: int = -1
+    spent: Name = "spawn"
+    """What its first rank spends its time on."""
+    slowest: Slowest | None = None
+    beat: int = 0
+    """Counts what it has said."""
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def report(facts: Mapping[str, Any]) -> Report:
+    """From its facts. What a later version adds is passed over."""
+    known = {f.name: facts[f.name] for f in fields(Report) if f.name in facts}
+    if known.get("wrong") is not None:
+        known["wrong"] = Wrong(**{**known["wrong"], "ranks": tuple(known["wrong"]["ranks"])})
+    if known.get("slowest") is not None:
+        known["slowest"] = Slowest(**known["slowest"])
+    return Report(**known)
+
+
+@dataclass(slots=True)
+class _Seen:
+    report: Report
+    at: float
+    moved: bool
+
+
+@dataclass(slots=True)
+class Roll:
+    """Who lives, as one agent sees it: by its own clock only, so that the clocks of hosts need not agree."""
+
+    lost_seconds: float = LOST_SECONDS
+    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _now: float = 0.0
+
+    def hear(self, told: Mapping[str, Report], now: float) -> None:
+        """What all have said last. now: by CLOCK_MONOTONIC."""
+        gap, self._now = now - self._now, now
+        if gap > _DEAF_SECONDS:  # nobody is lost because it was this host that did not listen, or the state that was away
+            for seen in self._seen.values():
+                seen.at += gap
+        for name in self._seen.keys() - told.keys():
+            del self._seen[name]
+        for name, said in told.items():
+            before = self._seen.get(name)
+            if before is None or (before.report.incarnation, before.report.beat) != (said.incarnation, said.beat):
+                self._seen[name] = _Seen(said, now, before is not None)
+
+    def living(self) -> dict[str, Report]:
+        """Those that were heard to say something new of late."""
+        return {name: report for name, report in self.perhaps().items() if self._seen[name].moved}
+
+    def perhaps(self) -> dict[str, Report]:
+        """Those that live, and those that may: they were not listened to for long enough."""
+        return {name: seen.report for name, seen in self._seen.items() if self._now - seen.at <= self.lost_seconds}

@@ -1,0 +1,110 @@
+"""What the log of a run says so far, put together. Pure: who reads the same log knows the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ckpt.recovery.decide import Budget, Failure
+from ckpt.recovery.state import Draft, Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What is to be run, and how: the same on all hosts."""
+
+    command: tuple[str, ...]
+    ranks: int
+    """On each host."""
+    hosts: int = 1
+    least: int = 1
+    """It goes on with so many hosts, where there are no more."""
+    restarts: int = 10
+    """In a row, without a newer step."""
+    grace_seconds: float = 30.0
+    """From a signal to the end: time to save."""
+    patience_seconds: float = 30.0
+    """How long it waits for a host in place of a lost one, before it goes on with fewer."""
+    give_up_seconds: float = 600.0
+    """How long it waits for as many hosts as it can't do without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A host that takes part in an attempt."""
+
+    name: str
+    incarnation: str
+    first: int
+    """Its first rank; the others follow."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A run, up to an entry of its log."""
+
+    number: int = 0
+    """Of the last entry."""
+    run: str = ""
+    """A random name."""
+    spec: Spec | None = None
+    leader: str = ""
+    last: Entry | None = None
+    """The last entry that moves the run on: neither lead nor request."""
+    attempt: int = -1
+    members: tuple[Member, ...] = ()
+    """Of this attempt, or of the last one."""
+    failures: tuple[Failure, ...] = ()
+    budget: Budget = field(default_factory=Budget)
+    requested: str = ""
+    """Somebody wants the run to end: in words. "" nobody."""
+
+    @property
+    def over(self) -> bool:
+        return self.last is not None and self.last.kind == "end"
+
+    def went_on(self, entries: Sequence[Entry]) -> Course:
+        """After some more entries."""
+        course = self
+        for entry in entries:
+            course = _after(course, entry)
+        return course
+
+
+def _after(course: Course, entry: Entry) -> Course:
+    facts = entry.facts
+    course = replace(course, number=entry.number)
+    if entry.kind == "lead":
+        return replace(course, leader=str(facts["name"]))
+    if entry.kind == "request":
+        return replace(course, requested=entry.text)
+    course = replace(course, last=entry)
+    if entry.kind == "run":
+        spec = Spec(**{**facts["spec"], "command": tuple(facts["spec"]["command"])})
+        budget = Budget(spec.restarts, spec.restarts)
+        return Course(
+            entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget
+        )  # fmt: skip
+    if entry.kind == "start":
+        return replace(course, attempt=entry.attempt, members=tuple(Member(**m) for m in facts["members"]))
+    if entry.kind == "failure":
+        failure = Failure(**{**facts, "ranks": tuple(facts["ranks"])}, detail=entry.text)
+        return replace(course, failures=(*course.failures, failure))
+    if entry.kind == "decision":
+        return replace(course, budget=course.budget.after(course.failures[-1]))
+    return course
+
+
+# --- entries -----------------------------------------------------------------------------------------------------
+
+
+def run(attempt: int, name: str, spec: Spec) -> Draft:
+    """A new run begins; its first attempt has this number."""
+    return Draft(attempt, "run", " ".join(spec.command), {"run": name, "spec": asdict(spec)})
+
+
+def failed(attempt: int, failure: Failure) -> Draft:
+    facts: dict[str, Any] = asdict(failure)
+    return Draft(attempt, "failure", facts.pop("detail"), facts)

@@ -1,0 +1,83 @@
+"""Who this host is in a run: its name, its address, and that nobody else on it has that name."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckpt.storage.errors import CkptError, InvalidArgument
+
+LAUNCHERS = ("local", "slurm", "torchrun", "k8s")
+"""What has started this agent on its host."""
+
+
+def name_of(launcher: str, environ: Mapping[str, str]) -> str:
+    """What a launcher calls this host."""
+    if launcher == "slurm" and environ.get("SLURMD_NODENAME"):
+        return environ["SLURMD_NODENAME"]
+    if launcher == "torchrun" and environ.get("GROUP_RANK"):
+        return f"host-{int(environ['GROUP_RANK']):04d}"
+    if launcher == "k8s" and environ.get("HOSTNAME"):  # the name of the pod: a stateful set keeps it
+        return environ["HOSTNAME"]
+    return socket.gethostname()
+
+
+def hosts_of(launcher: str, environ: Mapping[str, str]) -> int | None:
+    """How many hosts a launcher has started agents on; None where it does not say."""
+    variable = {"slurm": "SLURM_STEP_NUM_NODES", "torchrun": "GROUP_WORLD_SIZE"}.get(launcher)
+    value = environ.get(variable, "") if variable else ""
+    return int(value) if value.isdigit() else None
+
+
+def address_of(state: str | None) -> str:
+    """Where other hosts reach this one: the address from which it reaches the state; loopback where that is a file."""
+    if state is None:
+        return "127.0.0.1"
+    found = re.match(r"etcd://(?:https?://)?(\[[^]]+\]|[^:/,]+):(\d+)", state)
+    if found is None:
+        raise InvalidArgument(f"{state}: write etcd://HOST:PORT/NAME")
+    host, port = found[1].strip("[]"), int(found[2])
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise CkptError(f"{host} can't be reached: {error.strerror}; check --state, or give --address") from error
+
+
+def lock_run(folder: Path) -> int:
+    """Keep other runs out of a folder until this process ends."""
+    return _lock(folder, "lock", f"another ckpt-run works in {folder}; wait for its end, or give another --run-dir")
+
+
+def lock_name(folder: Path, name: str) -> tuple[int, str]:
+    """Keep a name for this agent until it ends; another one where that is taken, as by a second agent on the same host."""
+    for number in range(1, 1000):
+        tried = name if number == 1 else f"{name}-{number}"
+        try:
+            return _lock(folder, f"{tried}.lock", ""), tried
+        except _TakenError:
+            continue
+    raise CkptError(f"too many agents in {folder}; give another --run-dir")
+
+
+class _TakenError(CkptError):
+    """By another process."""
+
+
+def _lock(folder: Path, name: str, taken: str) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise _TakenError(taken) from error
+    except OSError as error:
+        raise CkptError(f"{folder} can't be used: {error.strerror}; give another --run-dir") from error
+    return lock

@@ -1,0 +1,82 @@
+"""What is known of a run to all of its hosts: a log that only grows, and what each agent says of itself now.
+
+The log decides. Its entries have numbers, and a number is given once: of two who take themselves for the coordinator, one is
+told that it came too late, and reads what the other has written. Two engines: SQLite in the folder of the run (record.py),
+for the agents of one host; etcd (etcd_state.py), for those of many.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is to become an entry."""
+
+    attempt: int
+    kind: str
+    """run, lead, start, request, stop, failure, decision, end."""
+    text: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the log."""
+
+    number: int
+    at: float
+    """Seconds since 1970, by the clock of who wrote it. For people: nothing is decided by it."""
+    attempt: int
+    kind: str
+    text: str
+    facts: dict[str, Any]
+
+
+class State(ABC):
+    """An engine. Calls raise Unavailable where it does not answer now; what is written is durable when a call returns."""
+
+    @abstractmethod
+    def entries(self, after: int = 0) -> list[Entry]:
+        """Those with a higher number, in order."""
+
+    @abstractmethod
+    def append(self, after: int, drafts: Sequence[Draft]) -> bool:
+        """Add entries behind number `after`, all or none; False where it is not the last one any more."""
+
+    @abstractmethod
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """What each agent said last, by name."""
+
+    @abstractmethod
+    def report(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Say it of an agent. Need not be durable."""
+
+    @abstractmethod
+    def withdraw(self, name: str) -> None:
+        """The agent is no more."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def as_json(entry: Entry) -> str:
+    """One line."""
+    return json.dumps(asdict(entry))
+
+
+def open_state(folder: Path, url: str | None = None) -> State:
+    """The state of the run in a folder, or at etcd://HOST:PORT,…/NAME."""
+    if url is None:
+        from ckpt.recovery.record import Record
+
+        return Record(folder)
+    from ckpt.recovery.etcd_state import EtcdState
+
+    return EtcdState(url)

@@ -1,0 +1,59 @@
+"""Says that an agent lives, from a thread of its own: whatever else the agent waits for, the others hear of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from dataclasses import replace
+
+from ckpt.recovery.agents import SAY_SECONDS, Report
+from ckpt.recovery.state import State
+from ckpt.storage.errors import StoreError
+
+log = logging.getLogger("ckpt.run")
+
+
+class Voice:
+    """Repeats the newest report until it is closed."""
+
+    def __init__(self, state: State, report: Report) -> None:
+        self._state = state
+        self._report = report
+        self._beat = 0
+        self._changed = threading.Event()
+        self._closed = False
+        self._trouble = False
+        self._thread = threading.Thread(target=self._run, name="ckpt-voice", daemon=True)
+        self._thread.start()
+
+    def say(self, report: Report) -> None:
+        """From now on this; at once where more has changed than where the ranks are."""
+        before, self._report = self._report, report
+        if _essence(before) != _essence(report):
+            self._changed.set()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._beat += 1
+            try:
+                self._state.report(self._report.name, replace(self._report, beat=self._beat).facts())
+                self._trouble = False
+            except StoreError as error:
+                if not self._trouble:
+                    log.warning("what this agent does can't be told, and is tried again: %s", error)
+                self._trouble = True
+            self._changed.wait(SAY_SECONDS)
+            self._changed.clear()
+
+    def close(self) -> None:
+        """The agent is no more."""
+        self._closed = True
+        self._changed.set()
+        self._thread.join()
+        with contextlib.suppress(StoreError):  # then the others miss it after a while
+            self._state.withdraw(self._report.name)
+
+
+def _essence(report: Report) -> Report:
+    return replace(report, step=0, newest=0, committed=0, spent="useful", slowest=None)

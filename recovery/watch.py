@@ -1,0 +1,203 @@
+"""Looks after the ranks of one attempt on this host: what they do, and what goes wrong with them first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpt.pulse import STACKS
+from ckpt.recovery import host
+from ckpt.recovery.agents import Slowest, Wrong
+from ckpt.recovery.decide import Cause
+from ckpt.recovery.launch import Rank
+from ckpt.recovery.ledger import Name
+from ckpt.recovery.limits import Limits
+
+_STOPPED_SECONDS = 0.5
+"""A process may be stopped for a moment, as by a debugger that attaches."""
+
+
+class Watch:
+    """The ranks of one attempt. Call `look` often."""
+
+    def __init__(self, ranks: Sequence[Rank], limits: Limits, best: int) -> None:
+        self.ranks = tuple(ranks)
+        self.wrong: Wrong | None = None
+        """What went wrong first."""
+        self._limits = limits
+        self._best = best
+        self._beats = {rank.number: rank.pulse.read() for rank in ranks}
+        self._stopped: dict[int, float] = {}
+        self._running = {rank.number: rank for rank in ranks}
+        self._kills = host.memory_kills()
+        self._shown: dict[int, int] = {}
+        self._has_stacks = False
+
+    # --- what they do ------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Whether all have ended."""
+        return not self._running
+
+    @property
+    def heard(self) -> bool:
+        """Whether any of them uses ckpt."""
+        return any(beat.pid for beat in self._beats.values())
+
+    @property
+    def step(self) -> int:
+        """The last one that all have done."""
+        return min(beat.step for beat in self._beats.values())
+
+    @property
+    def newest(self) -> int:
+        """The last one that any has done."""
+        return max(beat.step for beat in self._beats.values())
+
+    @property
+    def committed(self) -> int:
+        return max(beat.committed for beat in self._beats.values())
+
+    @property
+    def spent(self) -> Name:
+        """What the first of them does."""
+        beat = self._beats[self.ranks[0].number]
+        if beat.phase == "load":
+            return "restore"
+        if beat.phase == "save":
+            return "stall"
+        if beat.phase == "start" and beat.step < 0:
+            return "spawn"
+        return "redo" if beat.step + 1 <= self._best else "useful"
+
+    def slowest(self, now: float) -> Slowest | None:
+        """The one that is behind; None where none uses ckpt."""
+        heard = [(number, beat) for number, beat in self._beats.items() if beat.pid and number in self._running]
+        if not heard:
+            return None
+        number, beat = min(heard, key=lambda each: (each[1].step, each[1].since))
+        return Slowest(number, beat.step, now - beat.since, beat.phase)
+
+    def stop_at(self, step: int) -> None:
+        """Let them save after this step, and end."""
+        for rank in self._running.values():
+            rank.pulse.stop_at(step)
+
+    # --- what goes wrong ---------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> list[Rank]:
+        """See how they are; returns those that have ended since. now: by CLOCK_MONOTONIC."""
+        ended = [rank for rank in self._running.values() if rank.process.poll() is not None]
+        for rank in ended:
+            del self._running[rank.number]
+        self._listen()
+        failed = [rank for rank in ended if rank.process.returncode != 0]
+        if self.wrong is None:
+            if failed:
+                cause = _cause(failed[0], self._kills)
+                self.wrong = Wrong(cause, tuple(rank.number for rank in failed), _end(failed[0]))
+            else:
+                self.wrong = self._silent(now)
+        host.reap()
+        return ended
+
+    def _listen(self) -> None:
+        """What they say, and how long it took them."""
+        for rank in self.ranks:
+            before, beat = self._beats[rank.number], rank.pulse.read()
+            if beat.beats != before.beats:
+                if before.pid:  # on the average, where several came since the last look
+                    took = (beat.since - before.since) / (beat.beats - before.beats)
+                    self._limits.learn(before.phase, took)
+                self._beats[rank.number] = beat
+
+    def _silent(self, now: float) -> Wrong | None:
+        for rank in self._running.values():
+            if host.state(rank.pid) != "T":
+                self._stopped.pop(rank.number, None)
+                continue
+            since = self._stopped.setdefault(rank.number, now)
+            if now - since >= _STOPPED_SECONDS:
+                detail = f"was stopped (SIGSTOP) and stayed so for {now - since:.1f} s"
+                return Wrong("stopped", (rank.number,), detail, now - self._beats[rank.number].since)
+        beats = [self._beats[number] for number in self._running]
+        if not any(beat.pid and now - beat.since > self._limits.of(beat.phase) for beat in beats):
+            return None
+        # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
+        slow = self.slowest(now)
+        assert slow is not None
+        return Wrong("hang", (slow.rank,), slow.in_words(str(self.ranks[0].log.parent)), slow.silent_seconds)
+
+    def keep_stacks(self) -> None:
+        """The stacks of all threads of all ranks, beside their logs, before they are killed."""
+        if self._has_stacks:
+            return
+        self._has_stacks = True
+        spy = _py_spy()
+        for rank in self._running.values():
+            if spy is not None:
+                command = [spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
+                with (
+                    (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out,
+                    contextlib.suppress(OSError, subprocess.TimeoutExpired),
+                ):
+                    subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=5, check=False)
+            elif self._beats[rank.number].pid == rank.pid and host.state(rank.pid) != "T":
+                with contextlib.suppress(OSError):
+                    os.kill(rank.pid, STACKS)  # into its own log
+                    time.sleep(0.2)
+
+    # --- the console -------------------------------------------------------------------------------------------
+
+    def show(self, which: str) -> None:
+        """What the ranks have written since: of "all", of rank "0", or of "none"."""
+        for rank in self.ranks:
+            if which == "none" or (which == "0" and rank.number != 0):
+                continue
+            done = self._shown.get(rank.number, 0)
+            with rank.log.open("rb") as file:
+                file.seek(done)
+                data = file.read()
+            if data:
+                self._shown[rank.number] = done + len(data)
+                sys.stdout.buffer.write(data)
+                sys.stdout.flush()
+
+
+def _py_spy() -> str | None:
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def _cause(rank: Rank, kills: int) -> Cause:
+    code = rank.process.returncode
+    if code == -signal.SIGKILL and host.memory_kills() > kills:
+        return "out of memory"
+    return "signal" if code < 0 else "exit"
+
+
+def _end(rank: Rank) -> str:
+    """In words, with the last thing that the rank has said."""
+    code = rank.process.returncode
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+    lines = [line.strip() for line in _tail(rank.log).splitlines() if line.strip()]
+    said = f" ({lines[-1][:200]})" if lines else ""
+    return f"exited with status {code}{said}"
+
+
+def _tail(path: Path, nbytes: int = 4096) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+        return file.read().decode("utf-8", "replace")
+    return ""

@@ -1,0 +1,39 @@
+"""A job for tests of ckpt-run on several hosts: 24 rows, shared by however many ranks there are; each row adds its own numbers.
+
+    hosts_program.py FOLDER STEPS SECONDS
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import ckpt
+
+ROWS = 24
+
+
+def main() -> None:
+    folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    rank, size, attempt = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["CKPT_ATTEMPT"])
+    each = ROWS // size
+    rows = np.arange(rank * each, (rank + 1) * each)
+    state = {"w": ckpt.Shard(np.zeros((each, 100)), (ROWS, 100), (rank * each, 0))}
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    with ckpt.Checkpointer(folder / "repo", every=5, keep=2) as ck:
+        state, start = ck.restore(state)
+        for step in range(start, steps):
+            time.sleep(seconds)
+            state["w"].local[...] += np.sin(step * 1.7 + rows[:, None])
+            (folder / f"at-{attempt}-{rank}").write_text(str(step))
+            ck.step(step, state)
+        ck.wait()
+    np.save(folder / f"end-{rank}.npy", state["w"].local)
+
+
+if __name__ == "__main__":
+    main()

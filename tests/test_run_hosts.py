@@ -1,0 +1,372 @@
+"""ckpt-run on several hosts: agents that are processes of this one, with their state in a file or in a real etcd."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_etcd import EtcdProcess, needs_etcd
+from test_run import none_left
+
+from ckpt.recovery import host
+from ckpt.recovery.state import Entry
+
+PROGRAM = str(Path(__file__).parent / "hosts_program.py")
+RUN = [sys.executable, "-m", "ckpt.tools.run"]
+
+
+class Job:
+    """Some agents of one run, two ranks each."""
+
+    def __init__(self, folder: Path, state: str | None, *options: str, hosts: int = 3, steps: int = 60) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.state = ["--state", state] if state else []
+        self.options = ["--nnodes", str(hosts), "-n", "2", "--patience", "0", *options]
+        self.steps = steps
+        self.agents: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None) -> None:
+        files = self.folder / "run" if not self.state else self.folder / f"run-{name}"
+        where = ["--run-dir", str(files), *self.state, "--name", name, "--address", "127.0.0.1"]
+        program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
+        self.agents[name] = subprocess.Popen(
+            [*RUN, *self.options, *where, "--", *program], text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            env=os.environ | {"CKPT_FAILPOINTS": failpoints},
+        )  # fmt: skip
+
+    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+        where = ["--run-dir", str(self.folder / "run"), *self.state]
+        return subprocess.run([*RUN, words[0], *where, *words[1:]], capture_output=True, text=True, timeout=60, check=False)
+
+    def log(self) -> list[Entry]:
+        return [Entry(**json.loads(line)) for line in self.ask("why", "--json").stdout.splitlines()]
+
+    def until(self, true: Callable[[list[Entry]], bool], what: str) -> None:
+        end = time.monotonic() + 90
+        while not true(self.log()):
+            assert time.monotonic() < end, f"not {what}: {[(e.kind, e.text) for e in self.log()]}"
+            time.sleep(0.1)
+
+    def until_step(self, step: int, attempt: int = 0) -> None:
+        """Until every rank has come to it."""
+        self.until(lambda log: any(e.kind == "start" and e.attempt == attempt for e in log), f"attempt {attempt}")
+        end = time.monotonic() + 90
+        while min(self.steps_done(attempt), default=-1) < step:
+            assert time.monotonic() < end, f"step {step} is not reached in attempt {attempt}"
+            time.sleep(0.02)
+
+    def steps_done(self, attempt: int) -> list[int]:
+        world = next(e.facts["ranks"] for e in self.log() if e.kind == "start" and e.attempt == attempt)
+        return [self._step(self.folder / f"at-{attempt}-{rank}") for rank in range(world)]
+
+    def _step(self, path: Path) -> int:
+        try:
+            return int(path.read_text() or -1)
+        except FileNotFoundError:
+            return -1
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def ends(self, *names: str) -> dict[str, int]:
+        for name in names:
+            _, said = self.agents[name].communicate(timeout=120)
+            (self.folder / f"{name}.said").write_text(said)
+        return {name: self.agents[name].returncode for name in names}
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.said").read_text()
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+
+
+@pytest.fixture(params=["file", pytest.param("etcd", marks=needs_etcd)])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+    server = None
+    if request.param == "etcd":
+        server = EtcdProcess(tmp_path / "etcd")
+        server.start()
+
+    def begin(*options: str, **more: int) -> Job:
+        state = None if server is None else f"etcd://{server.endpoint.removeprefix('http://')}/lab"
+        made.append(Job(tmp_path / "job", state, *options, **more))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+    if server is not None:
+        server.kill()
+
+
+def is_right(job: Job, world: int) -> None:
+    """What the rows must have come to, whoever had them."""
+    whole = np.concatenate([np.load(job.folder / f"end-{rank}.npy") for rank in range(world)])
+    want = np.zeros((24, 100))
+    for step in range(job.steps):
+        want += np.sin(step * 1.7 + np.arange(24)[:, None])
+    assert np.array_equal(whole, want)
+
+
+def starts(log: list[Entry]) -> list[list[str]]:
+    """The hosts of each attempt."""
+    return [[m["name"] for m in e.facts["members"]] for e in log if e.kind == "start"]
+
+
+def test_a_quiet_run(job: Callable[..., Job]) -> None:
+    run = job()
+    for name in "abc":
+        run.start(name)
+    assert run.ends(*"abc") == {"a": 0, "b": 0, "c": 0}
+    log = run.log()
+    assert [sorted(hosts) for hosts in starts(log)] == [["a", "b", "c"]]
+    assert log[-1].text == "all ranks have ended well"
+    is_right(run, 6)
+
+
+def test_a_rank_is_killed(job: Callable[..., Job]) -> None:
+    run = job()
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    os.kill(run.pid(3), signal.SIGKILL)
+    assert set(run.ends(*"abc").values()) == {0}
+    log = run.log()
+    assert [(e.facts["cause"], e.facts["ranks"]) for e in log if e.kind == "failure"] == [("signal", [3])]
+    assert starts(log)[0] == starts(log)[1]
+    is_right(run, 6)
+
+
+@pytest.mark.parametrize("which", ["leader", "other"])
+def test_a_host_is_lost_and_a_spare_takes_its_place(job: Callable[..., Job], which: str) -> None:
+    run = job()
+    for name in "abcd":
+        run.start(name)
+    run.until_step(12)
+    log = run.log()
+    leader = next(e.facts["name"] for e in log if e.kind == "lead")
+    (spare,) = set("abcd") - set(starts(log)[0])
+    lost = leader if which == "leader" else next(name for name in starts(log)[0] if name != leader)
+    run.agents[lost].kill()
+    others = sorted(set("abcd") - {lost})
+    assert set(run.ends(*others).values()) == {0}
+    log = run.log()
+    if lost != spare:
+        assert [sorted(hosts) for hosts in starts(log)][-1] == others
+        places = starts(log)
+        assert [b if b != lost else spare for b in places[0]] == places[-1], "the others keep their ranks"
+    is_right(run, 6)
+
+
+def test_a_host_is_lost_and_it_goes_on_with_fewer(job: Callable[..., Job]) -> None:
+    run = job("--min", "2")
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    run.agents["b"].kill()
+    assert run.ends("a", "c") == {"a": 0, "c": 0}
+    log = run.log()
+    assert [len(hosts) for hosts in starts(log)] == [3, 2]
+    assert "without b (gone)" in [e.text for e in log if e.kind == "start"][-1]
+    is_right(run, 4)
+
+
+def test_too_few_hosts(job: Callable[..., Job]) -> None:
+    run = job("--give-up", "1")
+    run.start("a")
+    assert run.ends("a") == {"a": 1}
+    assert "1 of 3 hosts came within 1 s; start ckpt-run on more, or lower --min" in run.said("a")
+
+
+def test_a_stopped_agent_that_comes_back(job: Callable[..., Job]) -> None:
+    """Others went on without it. It ends what it still runs, and is a spare."""
+    run = job("--min", "2", steps=150)
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    victim = starts(run.log())[0][-1]
+    ranks = [run.pid(4), run.pid(5)]
+    os.kill(run.agents[victim].pid, signal.SIGSTOP)
+    run.until(lambda log: len(starts(log)) == 2, "gone on")
+    os.kill(run.agents[victim].pid, signal.SIGCONT)
+    assert none_left(ranks)
+    assert set(run.ends(*"abc").values()) == {0}
+    is_right(run, 4)
+
+
+def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
+    """At once, under its name: its ranks are no more, so all start again, with it."""
+    run = job()
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    run.agents["b"].kill()
+    run.agents["b"].wait()
+    run.start("b")
+    assert set(run.ends(*"abc").values()) == {0}
+    log = run.log()
+    assert [e.facts["cause"] for e in log if e.kind == "failure"] == ["lost"]
+    assert starts(log)[0] == starts(log)[1]
+    is_right(run, 6)
+
+
+@pytest.mark.parametrize("written", ["", ".written"])
+@pytest.mark.parametrize("kind", ["start", "failure", "end"])
+def test_the_coordinator_is_killed(job: Callable[..., Job], kind: str, written: str) -> None:
+    """At each point of deciding. Another one goes on from the log, and nothing is done twice."""
+    run = job("--min", "2")
+    run.start("a", failpoints=f"coordinator.{kind}{written}=kill")
+    run.until(lambda log: any(e.kind == "lead" for e in log), "led")
+    for name in "bc":
+        run.start(name)
+    if kind == "failure":
+        run.until_step(12)
+        os.kill(run.pid(3), signal.SIGKILL)
+    run.ends("b", "c")
+    log = run.log()
+    assert [e.facts["name"] for e in log if e.kind == "lead"][:2] in (["a", "b"], ["a", "c"], ["a"])
+    assert log[-1].text == "all ranks have ended well"
+    assert len([e for e in log if e.kind == "start"]) == len({e.attempt for e in log if e.kind == "start"})
+    is_right(run, len(starts(log)[-1]) * 2)
+    run.agents["a"].wait()
+
+
+@pytest.mark.parametrize("point", ["agent.start", "agent.started", "agent.stop"])
+def test_an_agent_is_killed(job: Callable[..., Job], point: str) -> None:
+    run = job("--min", "2")
+    run.start("a")
+    run.until(lambda log: any(e.kind == "lead" for e in log), "led")
+    run.start("b", failpoints=f"{point}=kill")
+    run.start("c")
+    if point == "agent.stop":
+        run.until_step(12)
+        os.kill(run.pid(0), signal.SIGKILL)
+    assert run.ends("a", "c") == {"a": 0, "c": 0}
+    assert starts(run.log())[-1] == ["a", "c"]
+    is_right(run, 4)
+
+
+def test_one_host_is_asked_to_leave(job: Callable[..., Job]) -> None:
+    """All save after the same step, and the others go on from there."""
+    run = job("--min", "2")
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    run.agents["b"].send_signal(signal.SIGTERM)
+    assert run.ends("b") == {"b": 128 + signal.SIGTERM}
+    assert run.ends("a", "c") == {"a": 0, "c": 0}
+    log = run.log()
+    (failure,) = [e for e in log if e.kind == "failure"]
+    assert failure.facts["cause"] == "preempted"
+    assert failure.facts["step"] == failure.facts["committed"], "nothing is done twice"
+    assert sorted(starts(log)[-1]) == ["a", "c"]
+    is_right(run, 4)
+
+
+def test_all_are_asked_to_end(job: Callable[..., Job]) -> None:
+    run = job()
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    for name in "abc":
+        run.agents[name].send_signal(signal.SIGTERM)
+    assert set(run.ends(*"abc").values()) == {128 + signal.SIGTERM}
+    for name in "abc":
+        run.start(name)
+    assert set(run.ends(*"abc").values()) == {0}
+    is_right(run, 6)
+
+
+def test_drain(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    for name in "abc":
+        run.start(name)
+    run.until_step(5)
+    assert run.ask("drain").returncode == 0
+    assert set(run.ends(*"abc").values()) == {0}
+    log = run.log()
+    assert next(e.kind for e in reversed(log) if e.kind in ("start", "stop")) == "stop"
+    assert "have saved and ended, as drain asked" in log[-1].text
+
+
+def test_status_and_plan(job: Callable[..., Job]) -> None:
+    run = job("--min", "2", steps=10_000)
+    for name in "abcd":
+        run.start(name)
+    run.until_step(5)
+    log = run.log()
+    (spare,) = set("abcd") - set(starts(log)[0])
+    status = run.ask("status").stdout
+    assert f"{spare} " in status
+    assert "spare" in status
+    assert "coordinates" in status
+    lost = starts(log)[0][1]
+    planned = run.ask("plan", "--dry-run", "--lose", lost).stdout
+    assert f"without {lost} (gone) with {spare} instead" in planned
+    planned = run.ask("plan", "--dry-run", "--lose", lost, "--lose", spare).stdout
+    assert "4 ranks on" in planned
+    assert "rank 3 was killed by SIGKILL" in run.ask("plan", "--dry-run", "--fail", "3").stdout
+    assert run.ask("plan", "--lose", "nobody").returncode == 1
+    assert [e.kind for e in run.log()] == [e.kind for e in log], "nothing was done"
+
+
+def test_another_command(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    run.start("a")
+    run.until(lambda log: bool(log), "begun")
+    run.start("b", program=("sleep", "1"))
+    assert run.ends("b") == {"b": 1}
+    assert "another run is under way there (3 hosts with 2 ranks each" in run.said("b")
+
+
+def test_nothing_is_left(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    for name in "abc":
+        run.start(name)
+    run.until_step(3)
+    pids = [run.pid(rank) for rank in range(6)]
+    for agent in run.agents.values():
+        agent.kill()
+    assert none_left(pids)
+
+
+@needs_etcd
+def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
+    """The ranks go on; what happens to them meanwhile is dealt with afterwards, and nobody is taken for lost."""
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", steps=400)
+    try:
+        for name in "abc":
+            run.start(name)
+        run.until_step(12)
+        before = max(run.steps_done(0))
+        server.kill()
+        time.sleep(4.5)
+        assert max(run._step(run.folder / f"at-0-{rank}") for rank in range(6)) > before + 20
+        assert all(host.state(run.pid(rank)) for rank in range(6))
+        os.kill(run.pid(2), signal.SIGKILL)
+        server.start()
+        assert set(run.ends(*"abc").values()) == {0}
+        log = run.log()
+        assert [(e.facts["cause"], e.facts["ranks"]) for e in log if e.kind == "failure"] == [("signal", [2])]
+        is_right(run, 6)
+    finally:
+        run.close()
+        server.kill()
+        shutil.rmtree(server.folder, ignore_errors=True)
