@@ -7,6 +7,7 @@ a coordinator that comes after one that died goes on where the log ends.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
 from ckpt.recovery.state import Draft
 
 _LEAD_STEPS = 2
-"""How far ahead of the newest step the last one is, so that each rank hears of it in time."""
+_LEAD_SECONDS = {False: 0.2, True: 2.0}
+"""How far ahead of the newest step the last one is, so that each rank hears of it in time. With several hosts: some times
+what passes until an agent reads the log."""
 
 _FIRST: Sequence[Cause] = ("lost", "out of memory", "signal", "stopped", "hang", "exit")
 """Of failures that come together, which is the cause: ranks whose peer is gone exit with an error."""
@@ -69,7 +72,7 @@ def _begun(view: View) -> list[Draft]:
         return []  # what is left of the attempt before must have ended
     ready = sorted(staying, key=lambda name: (staying[name].joined, name))
     before = [member.name for member in course.members]
-    waited = view.waited_seconds >= spec.patience_seconds
+    waited = view.waited_seconds >= (spec.patience_seconds if before else spec.give_up_seconds)  # at first some come late
     choice = choose(before, ready, suspects(course.failures), spec.hosts, spec.least, waited)
     if choice is None:
         if view.waited_seconds < spec.give_up_seconds:
@@ -133,7 +136,8 @@ def _watched(view: View) -> list[Draft]:
         return []
     if asked or course.requested:
         name = course.requested or _signal_name(max(report.leaving for report in asked))
-        step = max((report.newest for report in reports), default=-1) + _LEAD_STEPS
+        lead = _LEAD_SECONDS[spec.hosts > 1] / max(1e-6, min((r.step_seconds for r in reports), default=1.0))
+        step = max((report.newest for report in reports), default=-1) + _LEAD_STEPS + math.ceil(min(lead, 1e6))
         facts = {"step": step, "signal": max((r.leaving for r in asked), default=0), "leaving": [r.name for r in asked]}
         return [Draft(course.attempt, "stop", name, facts)]
     return []

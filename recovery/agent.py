@@ -246,7 +246,8 @@ class Agent:
             return said
         return replace(
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
-            newest=watch.newest, committed=watch.committed, spent=watch.spent, slowest=watch.slowest(time.monotonic()),
+            newest=watch.newest, committed=watch.committed,
+            step_seconds=here.limits.usual("step"), spent=watch.spent, slowest=watch.slowest(time.monotonic()),
         )  # fmt: skip
 
     def _lead(self) -> bool:

@@ -76,6 +76,8 @@ class Report:
     newest: int = -1
     """The last one that any has done."""
     committed: int = -1
+    step_seconds: float = 1.0
+    """What a step takes."""
     spent: Name = "spawn"
     """What its first rank spends its time on."""
     slowest: Slowest | None = None

@@ -61,7 +61,7 @@ def environment(share: Share, number: int, page: Path) -> Mapping[str, str]:
     }  # fmt: skip
     if share.count > 1 and "OMP_NUM_THREADS" not in os.environ:
         told["OMP_NUM_THREADS"] = "1"
-    return told | share.more
+    return {**told, **share.more}
 
 
 def start(command: Sequence[str], share: Share, pages: Path, logs: Path) -> list[Rank]:

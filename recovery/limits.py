@@ -30,6 +30,10 @@ class Limits:
         """It took so long from one beat to the next."""
         self._seen.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
 
+    def usual(self, phase: str) -> float:
+        """What a phase takes as a rule; one second where nothing is known."""
+        return median(self._seen[phase]) if self._seen.get(phase) else 1.0
+
     def of(self, phase: str) -> float:
         """The limit of a phase."""
         seen = self._seen.get(phase, ())

@@ -49,7 +49,10 @@ class Record(State):
     def entries(self, after: int = 0) -> list[Entry]:
         query = "SELECT number, at, attempt, kind, text, facts FROM entries WHERE number > ? ORDER BY number"
         with self._told():
-            return [Entry(*row[:5], json.loads(row[5])) for row in self._db.execute(query, (after,))]
+            return [
+                Entry(number, at, attempt, kind, text, json.loads(facts))
+                for number, at, attempt, kind, text, facts in self._db.execute(query, (after,))
+            ]
 
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
         now = time.time()

@@ -3,85 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from netns import Hosts, hosts_on_a_wire
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
 
-BRIDGE = f"ckpt{os.getpid() % 100_000}"
-
-
-def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=check)
-
-
-class Hosts:
-    """Hosts on one wire, 10.97.0.1 and so on; this process is 10.97.0.254."""
-
-    def __init__(self, count: int) -> None:
-        ip("link", "add", BRIDGE, "type", "bridge")
-        ip("addr", "add", "10.97.0.254/24", "dev", BRIDGE)
-        ip("link", "set", BRIDGE, "up")
-        self.names = [f"{BRIDGE}-{i}" for i in range(count)]
-        self._running: list[subprocess.Popen[str]] = []
-        for i, name in enumerate(self.names):
-            ip("netns", "add", name)
-            ip("link", "add", f"{BRIDGE}v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"{BRIDGE}v{i}", "master", BRIDGE, "up")
-            ip("-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-
-    def address(self, host: int) -> str:
-        return f"10.97.0.{host + 1}"
-
-    def run(self, host: int, *command: str, **options: Any) -> subprocess.Popen[str]:
-        every = ["ip", "netns", "exec", self.names[host], *command]
-        self._running.append(subprocess.Popen(every, text=True, **options))
-        return self._running[-1]
-
-    def cut(self, one: int, other: int) -> None:
-        """What the two send each other is lost without a word."""
-        ip("-n", self.names[one], "route", "add", "blackhole", f"{self.address(other)}/32")
-        ip("-n", self.names[other], "route", "add", "blackhole", f"{self.address(one)}/32")
-
-    def mend(self, one: int, other: int) -> None:
-        ip("-n", self.names[one], "route", "del", "blackhole", f"{self.address(other)}/32")
-        ip("-n", self.names[other], "route", "del", "blackhole", f"{self.address(one)}/32")
-
-    def close(self) -> None:
-        for process in self._running:
-            with suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-        for name in self.names:
-            ip("netns", "del", name, check=False)
-        ip("link", "del", BRIDGE, check=False)
-
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if shutil.which("ip") is None or ip("netns", "add", f"{BRIDGE}-try", check=False).returncode:
-        pytest.skip("no network namespaces here: they need iproute2 and root")
-    ip("netns", "del", f"{BRIDGE}-try")
-    made: Hosts | None = None
-    try:
-        made = Hosts(6)
-    except subprocess.CalledProcessError as error:
-        ip("link", "del", BRIDGE, check=False)
-        pytest.skip(f"no bridges between network namespaces here: {error.stderr}")
-    yield made
-    made.close()
+    with hosts_on_a_wire(6) as made:
+        yield made
 
 
 CLIENT = """

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_etcd import EtcdProcess, needs_etcd
+from netns import Hosts, hosts_on_a_wire
+from test_etcd import EtcdProcess, needs_etcd, until
 from test_run import none_left
 
+from ckpt.aggregator.etcd import Etcd
 from ckpt.recovery import host
 from ckpt.recovery.state import Entry
+from ckpt.storage.errors import StoreError
 
 PROGRAM = str(Path(__file__).parent / "hosts_program.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
@@ -27,7 +30,7 @@ RUN = [sys.executable, "-m", "ckpt.tools.run"]
 class Job:
     """Some agents of one run, two ranks each."""
 
-    def __init__(self, folder: Path, state: str | None, *options: str, hosts: int = 3, steps: int = 60) -> None:
+    def __init__(self, folder: Path, state: str | None, *options: str, hosts: int = 3, steps: int = 250) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.state = ["--state", state] if state else []
@@ -94,11 +97,14 @@ class Job:
                 agent.wait()
 
 
-@pytest.fixture(params=["file", pytest.param("etcd", marks=needs_etcd)])
+ENGINES = pytest.mark.parametrize("job", ["file", pytest.param("etcd", marks=needs_etcd)], indirect=True)
+
+
+@pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
     server = None
-    if request.param == "etcd":
+    if getattr(request, "param", "file") == "etcd":
         server = EtcdProcess(tmp_path / "etcd")
         server.start()
 
@@ -139,6 +145,7 @@ def test_a_quiet_run(job: Callable[..., Job]) -> None:
     is_right(run, 6)
 
 
+@ENGINES
 def test_a_rank_is_killed(job: Callable[..., Job]) -> None:
     run = job()
     for name in "abc":
@@ -173,6 +180,7 @@ def test_a_host_is_lost_and_a_spare_takes_its_place(job: Callable[..., Job], whi
     is_right(run, 6)
 
 
+@ENGINES
 def test_a_host_is_lost_and_it_goes_on_with_fewer(job: Callable[..., Job]) -> None:
     run = job("--min", "2")
     for name in "abc":
@@ -193,9 +201,10 @@ def test_too_few_hosts(job: Callable[..., Job]) -> None:
     assert "1 of 3 hosts came within 1 s; start ckpt-run on more, or lower --min" in run.said("a")
 
 
+@ENGINES
 def test_a_stopped_agent_that_comes_back(job: Callable[..., Job]) -> None:
     """Others went on without it. It ends what it still runs, and is a spare."""
-    run = job("--min", "2", steps=150)
+    run = job("--min", "2", steps=400)
     for name in "abc":
         run.start(name)
     run.until_step(12)
@@ -225,11 +234,12 @@ def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
     is_right(run, 6)
 
 
+@ENGINES
 @pytest.mark.parametrize("written", ["", ".written"])
 @pytest.mark.parametrize("kind", ["start", "failure", "end"])
 def test_the_coordinator_is_killed(job: Callable[..., Job], kind: str, written: str) -> None:
     """At each point of deciding. Another one goes on from the log, and nothing is done twice."""
-    run = job("--min", "2")
+    run = job("--min", "2", "--give-up", "8")
     run.start("a", failpoints=f"coordinator.{kind}{written}=kill")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
     for name in "bc":
@@ -261,6 +271,7 @@ def test_an_agent_is_killed(job: Callable[..., Job], point: str) -> None:
     is_right(run, 4)
 
 
+@ENGINES
 def test_one_host_is_asked_to_leave(job: Callable[..., Job]) -> None:
     """All save after the same step, and the others go on from there."""
     run = job("--min", "2")
@@ -304,6 +315,7 @@ def test_drain(job: Callable[..., Job]) -> None:
     assert "have saved and ended, as drain asked" in log[-1].text
 
 
+@ENGINES
 def test_status_and_plan(job: Callable[..., Job]) -> None:
     run = job("--min", "2", steps=10_000)
     for name in "abcd":
@@ -370,3 +382,55 @@ def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
         run.close()
         server.kill()
         shutil.rmtree(server.folder, ignore_errors=True)
+
+
+# --- hosts that are cut off --------------------------------------------------------------------------------------
+
+
+@needs_etcd
+def test_a_host_is_cut_off(tmp_path: Path) -> None:
+    """The others notice and go on without it. What its ranks still save counts for nothing; when it is back it is a spare."""
+    with hosts_on_a_wire(4) as hosts:
+        state = f"etcd://{hosts.address(3)}:2379/lab"
+        client, peer = f"http://{hosts.address(3)}:2379", f"http://{hosts.address(3)}:2380"
+        hosts.run(
+            3, "etcd", "--name", "e", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", client,
+            "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+            "--initial-cluster", f"e={peer}", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        until(lambda: answers(client))
+        run = OnHosts(tmp_path / "job", state, "--min", "2", steps=900)
+        run.hosts = hosts
+        for name in "abc":
+            run.start(name)
+        run.until_step(12)
+        victim = starts(run.log())[0][1]
+        hosts.cut("abc".index(victim), 3)
+        run.until(lambda log: len(starts(log)) == 2, "gone on")
+        log = run.log()
+        assert [(e.facts["cause"], e.facts["host"]) for e in log if e.kind == "failure"] == [("lost", victim)]
+        run.until_step(12, attempt=1)
+        hosts.mend("abc".index(victim), 3)
+        assert set(run.ends(*"abc").values()) == {0}
+        is_right(run, 4)
+
+
+def answers(client: str) -> bool:
+    try:
+        return Etcd((client,), 1.0).range("/") == []
+    except StoreError:
+        return False
+
+
+class OnHosts(Job):
+    """Each agent on a host of its own."""
+
+    hosts: Hosts
+
+    def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None) -> None:
+        where = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
+        program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
+        self.agents[name] = self.hosts.run(
+            "abc".index(name), *RUN, *self.options, *where, "--", *program, stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip

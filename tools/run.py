@@ -55,7 +55,8 @@ _state = click.option("--state", metavar="URL", help="The state of a run on seve
     help="Seconds to wait for a host in place of a lost one, before going on with fewer.",
 )
 @click.option(
-    "--give-up", type=click.FloatRange(0), default=600.0, show_default=True, help="Seconds to wait for too few hosts.",
+    "--give-up", type=click.FloatRange(0), default=600.0, show_default=True,
+    help="Seconds to wait for too few hosts, and for all of them at first.",
 )
 @click.option(
     "--hang", type=click.FloatRange(1), default=10.0, show_default=True, help="Least seconds of silence that are a hang.",
@@ -144,9 +145,9 @@ def status(run_dir: Path, state: str | None) -> int:
         ]  # fmt: skip
         common.show_table(("host", "does", ">first rank", ">step", ">committed", ""), rows)
     for report in reports.values():
-        rows = list(_ranks(report.pages, report.attempt))
-        if rows:
-            common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for"), rows)
+        ranks = list(_ranks(report.pages, report.attempt))
+        if ranks:
+            common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for"), ranks)
             emit(f"attempt {report.attempt}; logs in {report.logs}/{report.attempt}")
     return 0
 
