@@ -1,0 +1,296 @@
+"""The decisions of ckpt-run, without processes or clocks: worlds of agents that fail at random, driven to their end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.recovery import course as courses
+from ckpt.recovery.advance import View, advance
+from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Roll, Slowest, Wrong, report
+from ckpt.recovery.course import Course, Spec
+from ckpt.recovery.decide import Failure, choose, decide, suspects
+from ckpt.recovery.dry_run import suppose
+from ckpt.recovery.state import Draft, Entry
+
+CAUSES = ["exit", "signal", "hang", "stopped"]
+
+
+def agent(name: str, joined: float = 0.0, **more: object) -> Report:
+    return Report(name, f"{name}-1", joined, 1, "/p", "/l", name, 1, **more)  # type: ignore[arg-type]
+
+
+@dataclass
+class World:
+    """Agents that do what the log says, and a log that takes an entry only behind the last one."""
+
+    spec: Spec
+    agents: dict[str, Report]
+    log: list[Entry] = field(default_factory=list)
+    clock: float = 0.0
+    at: float = 0.0
+    step: int = 0
+    course: Course = field(default_factory=Course)
+
+    def __post_init__(self) -> None:
+        self.append(0, [courses.run(0, "r", self.spec), Draft(0, "lead", "", {"name": min(self.agents)})])
+
+    def append(self, after: int, drafts: Sequence[Draft]) -> bool:
+        if after != len(self.log) or not drafts:
+            return False
+        self.log += [Entry(after + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+        self.course = self.course.went_on(self.log[after:])
+        self.at = self.clock
+        return True
+
+    def view(self) -> View:
+        return View(self.course, self.agents, self.agents, self.clock - self.at, self.clock - self.at)
+
+    def follow(self) -> None:
+        """Every agent does what the newest entries say."""
+        course, last = self.course, self.course.last
+        assert last is not None
+        for name, said in self.agents.items():
+            mine = any((m.name, m.incarnation) == (name, said.incarnation) for m in course.members)
+            if last.kind in ("start", "stop") and mine:
+                if said.attempt != course.attempt:
+                    assert said.doing == "idle", "what was before has ended"
+                    said = replace(said, attempt=course.attempt, doing="running", wrong=None, heard=True)
+                if last.kind == "stop" and said.wrong is None:
+                    said = replace(said, doing="over")
+            elif said.doing != "idle":
+                said = replace(said, doing="idle", wrong=None)
+            self.agents[name] = replace(said, step=self.step, newest=self.step, committed=self.step // 5 * 5)
+
+    def turn(self) -> None:
+        self.append(len(self.log), advance(self.view()))
+        self.follow()
+
+    def starts(self) -> list[Entry]:
+        return [e for e in self.log if e.kind == "start"]
+
+
+def world(hosts: int = 3, least: int = 3, agents: int = 3, **more: float) -> World:
+    spec = Spec(("train",), 2, hosts, least, **more)  # type: ignore[arg-type]
+    return World(spec, {name: agent(name, i) for i, name in enumerate("abcdefgh"[:agents])})
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2))
+def test_any_failures_come_to_an_end(seed: int, hosts: int, fewer: int, spares: int) -> None:
+    """Attempts have numbers of their own and enough hosts that live, and once nothing fails any more it ends."""
+    rng = random.Random(seed)
+    least = max(1, hosts - fewer)
+    run = world(hosts, least, hosts + spares, give_up_seconds=100.0)
+    for _ in range(60):
+        run.clock += rng.choice([0.1, 1.0, 40.0])
+        run.step += rng.randrange(8)
+        what, name = rng.random(), rng.choice(sorted(run.agents) or ["a"])
+        if name in run.agents and what < 0.2 and run.agents[name].doing == "running":
+            wrong = Wrong(rng.choice(CAUSES), (0,), "failed")  # type: ignore[arg-type]
+            run.agents[name] = replace(run.agents[name], wrong=wrong)
+        elif name in run.agents and what < 0.3:
+            del run.agents[name]
+        elif what < 0.4:
+            run.agents[name] = replace(agent(name, run.clock), incarnation=f"{name}-{run.clock}")
+        before = len(run.log)
+        run.turn()
+        for entry in run.log[before:]:
+            if entry.kind == "start":
+                names = [m["name"] for m in entry.facts["members"]]
+                assert least <= len(set(names)) == len(names) <= hosts
+                assert set(names) <= set(run.agents)
+                assert [m["first"] for m in entry.facts["members"]] == [2 * i for i in range(len(names))]
+    for _ in range(400):
+        run.clock += 5.0
+        run.step += 5
+        run.turn()
+        if run.course.over:
+            break
+        if run.course.last is not None and run.course.last.kind == "start" and rng.random() < 0.3:
+            for name, said in run.agents.items():
+                if said.doing == "running" and said.wrong is None:
+                    run.agents[name] = replace(said, doing="over")
+    assert run.course.over
+    assert run.log[-1].kind == "end"
+    attempts = [e.attempt for e in run.starts()]
+    assert attempts == list(range(len(attempts)))
+    failures = [e for e in run.log if e.kind == "failure"]
+    assert [e.attempt for e in failures] == [e.attempt for e in run.log if e.kind == "decision"]
+    assert all(e.text for e in run.log if e.kind in ("decision", "failure", "end"))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32))
+def test_two_that_lead_write_one_log(seed: int) -> None:
+    """One of them decides by what was; its entries come too late, and are not taken."""
+    rng = random.Random(seed)
+    run = world()
+    stale = run.view()
+    for _ in range(40):
+        run.clock += 1.0
+        run.step += 3
+        if rng.random() < 0.3:
+            stale = run.view()
+        if rng.random() < 0.2 and run.agents["b"].doing == "running":
+            run.agents["b"] = replace(run.agents["b"], wrong=Wrong("exit", (2,), "failed"))
+        drafts = advance(stale) if stale.course.last is not None else []
+        took = run.append(stale.course.number, drafts)
+        assert not (took and drafts and stale.course.number != run.course.number - len(drafts))
+        run.turn()
+    attempts = [e.attempt for e in run.starts()]
+    assert attempts == list(range(len(attempts)))
+
+
+def test_a_failure_without_a_decision() -> None:
+    """Who wrote it died. The next one decides, by the same."""
+    one, other = world(), world()
+    for run in (one, other):
+        run.turn()
+        run.agents["b"] = replace(run.agents["b"], wrong=Wrong("signal", (3,), "was killed by SIGKILL"))
+    one.turn()
+    drafts = advance(other.view())
+    other.append(len(other.log), drafts[:1])
+    assert other.log[-1].kind == "failure"
+    other.follow()
+    other.turn()
+    assert [(e.kind, e.text) for e in other.log] == [(e.kind, e.text) for e in one.log]
+
+
+def test_the_cause_of_what_fails_together() -> None:
+    run = world()
+    run.turn()
+    run.agents["a"] = replace(run.agents["a"], wrong=Wrong("exit", (0,), "exited: connection reset by peer"))
+    run.agents["c"] = replace(run.agents["c"], wrong=Wrong("signal", (5,), "was killed by SIGSEGV"))
+    failure = advance(run.view())[0]
+    assert (failure.facts["cause"], failure.facts["host"], failure.text) == ("signal", "c", "was killed by SIGSEGV")
+
+
+def test_who_hangs_is_who_is_behind() -> None:
+    """Of all hosts, not of the one that noticed first."""
+    run = world()
+    run.turn()
+    run.agents["a"] = replace(run.agents["a"], wrong=Wrong("hang", (1,), "…"), slowest=Slowest(1, 8, 31.0, "step"))
+    run.agents["b"] = replace(run.agents["b"], slowest=Slowest(2, 7, 30.5, "step"))
+    run.agents["c"] = replace(run.agents["c"], slowest=Slowest(5, 8, 30.0, "step"))
+    failure = advance(run.view())[0]
+    assert (tuple(failure.facts["ranks"]), failure.facts["host"]) == ((2,), "b")
+    assert "30.5 s in phase 'step'" in failure.text
+
+
+def test_waiting_for_a_host() -> None:
+    run = world(least=2, patience_seconds=30.0, give_up_seconds=100.0)
+    run.turn()
+    del run.agents["c"]
+    run.turn()
+    assert run.log[-1].kind == "decision"
+    run.clock += 29.0
+    run.turn()
+    assert len(run.starts()) == 1
+    run.clock += 2.0
+    run.turn()
+    assert [m["name"] for m in run.starts()[-1].facts["members"]] == ["a", "b"]
+    del run.agents["b"]
+    run.turn()
+    run.clock += 99.0
+    run.turn()
+    assert len(run.starts()) == 2
+    run.clock += 2.0
+    run.turn()
+    assert run.log[-1].text == "1 of 2 hosts came within 100 s; start ckpt-run on more, or lower --min"
+    assert run.log[-1].facts["status"] == 1
+
+
+def test_a_host_where_it_fails_twice() -> None:
+    """It is replaced where there is another, and is still good enough where there is none."""
+    for spares, expected in ((1, ["a", "d", "c"]), (0, ["a", "b", "c"])):
+        run = world(agents=3 + spares, patience_seconds=0.0)
+        run.turn()
+        for _ in range(2):
+            run.agents["b"] = replace(run.agents["b"], wrong=Wrong("exit", (2,), "exited with status 1"))
+            for _ in range(3):
+                run.clock += 31.0
+                run.turn()
+        assert [m["name"] for m in run.starts()[-1].facts["members"]] == expected
+        if spares:
+            assert "without b (suspected) with d instead" in run.starts()[-1].text
+
+
+def failure(host: str, committed: int = 4, cause: str = "exit", step: int = 5) -> Failure:
+    return Failure(cause, (1,), "exited", step, committed, 10.0, host)  # type: ignore[arg-type]
+
+
+def test_suspects() -> None:
+    assert suspects([failure("a"), failure("a")]) == {"a"}
+    assert suspects([failure("a"), failure("b"), failure("a")]) == set()
+    assert suspects([failure("a", 4), failure("a", 9)]) == set(), "it got on in between"
+    assert suspects([failure("a"), failure("a", cause="asked")]) == set()
+
+
+@given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.integers(1, 4), st.booleans())
+def test_choosing(ready: list[str], suspected: set[str], wanted: int, waited: bool) -> None:
+    least = max(1, wanted - 1)
+    before = list("abcd"[:wanted])
+    choice = choose(before, ready, suspected, wanted, least, waited)
+    if choice is None:
+        assert len(ready) < (least if waited else wanted)
+        return
+    assert least <= len(choice.hosts) <= wanted
+    assert len(set(choice.hosts)) == len(choice.hosts)
+    assert set(choice.hosts) <= set(ready)
+    good = [name for name in ready if name not in suspected]
+    if len(good) >= wanted:
+        assert not set(choice.hosts) & suspected
+        for i, name in enumerate(before):
+            if name in good:
+                assert choice.hosts[i] == name, "who stays keeps its ranks"
+
+
+def test_a_step_that_fails_twice_is_passed_over() -> None:
+    """Then an older one is restored, once, before the job is given up."""
+    failures: list[Failure] = []
+    budget = Course().budget
+    told = []
+    for _ in range(4):
+        failures.append(failure("a", committed=9, step=9))
+        decision = decide(failures, budget)
+        budget = decision.budget
+        told.append((decision.action, decision.before))
+    assert told == [("restart", None), ("restart", None), ("restart", 9), ("halt", None)]
+
+
+def test_who_lives() -> None:
+    """By the clock of who listens: what was said before is no sign of life, and its own absence is nobody's death."""
+    roll = Roll()
+    roll.hear({"a": agent("a", beat=1), "b": agent("b", beat=7)}, 100.0)
+    assert set(roll.perhaps()) == {"a", "b"}
+    assert roll.living() == {}
+    for i in range(1, 8):
+        roll.hear({"a": agent("a", beat=1 + i), "b": agent("b", beat=7)}, 100.0 + i * SAY_SECONDS)
+    assert set(roll.living()) == {"a"}
+    assert set(roll.perhaps()) == {"a"}, f"b is silent for more than {LOST_SECONDS} s"
+    roll.hear({"a": agent("a", beat=8), "b": agent("b", beat=8)}, 160.0)
+    assert set(roll.living()) == {"a", "b"}, "for a minute it was this one that heard nothing"
+
+
+def test_a_report_is_read_as_it_was_written() -> None:
+    said = agent("a", wrong=Wrong("hang", (1, 2), "x", 3.0), slowest=Slowest(1, 2, 3.0, "save"), leaving=15)
+    assert report(said.facts() | {"of a later version": 1}) == said
+
+
+@pytest.mark.parametrize(("lost", "killed", "kinds"), [
+    ((), None, ["failure", "decision", "start"]), (("b",), None, ["failure", "decision", "start"]),
+    (("b", "c"), None, ["failure", "decision", "end"]),
+])  # fmt: skip
+def test_suppose(lost: tuple[str, ...], killed: int | None, kinds: list[str]) -> None:
+    run = world(least=2)
+    run.turn()
+    before = list(run.log)
+    drafts = suppose(run.log, run.agents, lost, killed)
+    assert [draft.kind for draft in drafts] == kinds
+    assert run.log == before
