@@ -92,7 +92,7 @@ def test_orders_stay_what_they_are() -> None:
     assert order(3, 0, 0, shuffle=False).tolist() == [0, 1, 2]
 
 
-ORDER_OF_10 = [0]
+ORDER_OF_10 = [3, 0, 4, 8, 2, 7, 9, 6, 1, 5]
 
 
 def test_seeds_of_samples_differ() -> None:

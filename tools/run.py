@@ -38,10 +38,15 @@ _folder = click.option(
 @click.option(
     "--first-hang", type=click.FloatRange(1), default=900.0, show_default=True, help="As long as nothing is learned.",
 )
+@click.option(
+    "--spike", type=click.FloatRange(0, min_open=True), metavar="FACTOR",
+    help="A loss that is so many times the usual spread above the usual is a failure; 10 is a good value. Off unless given.",
+)
 @click.option("--show", type=click.Choice(["0", "all", "none"]), default="0", show_default=True, help="Whose output to show.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
-    ranks: int, run_dir: Path, restarts: int, grace: float, hang: float, first_hang: float, show: str, command: tuple[str, ...]
+    ranks: int, run_dir: Path, restarts: int, grace: float, hang: float, first_hang: float, spike: float | None,
+    show: str, command: tuple[str, ...],
 ) -> int:
     """Run COMMAND as so many ranks, and start them again from what they saved when one of them fails.
 
@@ -56,6 +61,10 @@ def command(
     """
     from ckpt.recovery.coordinator import Coordinator, Job
     from ckpt.recovery.limits import FIRST_SECONDS, Limits
+    from ckpt.spikes import FACTOR
+
+    if spike is not None:
+        os.environ[FACTOR] = str(spike)  # the ranks inherit it
 
     first = {phase: min(seconds, first_hang) for phase, seconds in FIRST_SECONDS.items()}
     job = Job(command, ranks, run_dir, grace, restarts, Limits(least_seconds=hang, first_seconds=first), show)
