@@ -20,7 +20,7 @@ from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
 from ckpt.interval import daly, told_mean_time
 from ckpt.leaves.base import ArrayLeaf
-from ckpt.losses import Losses
+from ckpt.losses import Losses, as_number
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
@@ -171,7 +171,8 @@ class Checkpointer:
     def _unfit(self, step: int, loss: Any) -> str | None:
         """Why the state is not worth saving; None where it is."""
         if self._losses is None:
-            return None if loss is None or math.isfinite(float(loss)) else f"its loss is {float(loss)}"
+            number = 0.0 if loss is None else as_number(loss)
+            return None if math.isfinite(number) else f"its loss is {number}"
         self._losses.wait()
         if (bad := self._losses.bad) is None:
             return None

@@ -43,7 +43,7 @@ class Losses:
             return
         late = _late(step, self._pulse.batch(), loss)
         if late is None:
-            self._look(step, self._pulse.batch(), float(loss))
+            self._look(step, self._pulse.batch(), as_number(loss))
             return
         self._late.append(late)
         while self._late and (len(self._late) > _MOST_LATE or self._late[0].ready()):
@@ -70,6 +70,11 @@ class Losses:
             self._pulse.bad(self.bad)
 
 
+def as_number(loss: Any) -> float:
+    """Waits for a device. Not float(): torch warns of that for what has a gradient."""
+    return float(loss.item() if hasattr(loss, "item") else loss)
+
+
 def _late(step: int, batch: int, loss: Any) -> _Late | None:
     """How to read a loss that is not on the host; None where it is. `float` of it would wait for all that the device does."""
     if getattr(loss, "is_cuda", False):
@@ -82,12 +87,10 @@ def _late(step: int, batch: int, loss: Any) -> _Late | None:
 
         def value() -> float:
             copied.synchronize()
-            return float(host)
+            return as_number(host)
 
         return _Late(step, batch, copied.query, value)
     if hasattr(loss, "copy_to_host_async") and hasattr(loss, "is_ready"):  # jax
-        if loss.is_ready():
-            return None
         loss.copy_to_host_async()
-        return _Late(step, batch, loss.is_ready, lambda: float(loss))
+        return _Late(step, batch, loss.is_ready, lambda: as_number(loss))
     return None

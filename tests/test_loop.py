@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -295,7 +297,7 @@ def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
         def is_ready(self) -> bool:
             return self.there
 
-        def __float__(self) -> float:
+        def item(self) -> float:
             assert self.there, "it was waited for"
             return self.value
 
@@ -310,9 +312,9 @@ def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
     given[0].there = given[1].there = True
     late = Later(3.0)
     losses.give(3, late)
-    assert losses.bad == page.read().bad
     bad = page.read().bad
     assert bad is not None
+    assert losses.bad is not None
     assert (bad.step, bad.batch) == (1, 11), "the batch of its own step"
     given[2].there = late.there = True
     losses.wait()
@@ -325,10 +327,12 @@ def test_losses_of_the_libraries(tmp_path: Path, library: str) -> None:
     module = pytest.importorskip({"jax": "jax.numpy"}.get(library, library))
     page = Pulse(tmp_path / "p", new=True)
     losses = Losses(page, None)
-    make = module.tensor if library == "torch" else module.asarray
-    losses.give(0, make(1.5))
-    losses.give(1, make(math.inf))
-    losses.wait()
+    make = functools.partial(module.tensor, requires_grad=True) if library == "torch" else module.asarray
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses.give(0, make(1.5))
+        losses.give(1, make(math.inf))
+        losses.wait()
     assert page.read().loss == math.inf
     assert losses.bad == Bad(1, "not finite", math.inf, math.inf, -1)
     page.close()

@@ -373,6 +373,3 @@ def test_a_page(tmp_path: Path) -> None:
     assert (beat.beats, beat.step, beat.phase, beat.committed) == (1, 7, "step", 5)
     assert beat.loss != beat.loss
     assert abs(time.monotonic() - beat.since) < 60
-    assert not mine.should_stop(10**9)
-    theirs.stop_at(9)
-    assert [mine.should_stop(step) for step in (8, 9, 10)] == [False, True, True]
