@@ -447,6 +447,36 @@ def test_a_step_that_may_be_spoiled_is_not_restored(tmp_path: Path, monkeypatch:
     assert ckpt.load(url, group=None)["x"][0] == 5.0
 
 
+def test_a_batch_that_spoils_the_weights_is_passed_over(tmp_path: Path) -> None:
+    """The spoiled weights are saved before a loss shows it. What comes out in the end never saw that batch."""
+    history: list[Bad] = []
+    actions: list[str] = []
+    told: dict[str, str] = {}
+    for attempt in range(6):
+        page = Pulse(tmp_path / f"page-{attempt}", new=True)
+        command = [sys.executable, str(Path(PROGRAM).with_name("spoiled_program.py")), str(tmp_path / "repo"), "20", "13"]
+        told[pulses.VARIABLE] = str(tmp_path / f"page-{attempt}")
+        subprocess.run(command, env=os.environ | told, check=True, timeout=60, stderr=subprocess.DEVNULL)
+        beat = page.read()
+        page.close()
+        if beat.bad is None:
+            break
+        history.append(beat.bad)
+        decision = roll_back(history, parse_ranges(told.get(SKIP, "")))
+        actions.append(decision.action)
+        told |= decision.as_env()
+    assert actions == ["retry", "skip"]
+    assert told[SKIP] == "13-14"
+    assert [(bad.step, bad.batch) for bad in history] == [(14, 14)] * 2
+    batches = [n for n in range(22) if n not in (13, 14)]
+    want = np.zeros(3)
+    for n in batches:
+        want += np.sin([2 * n, 2 * n + 1]).sum()
+    found = ckpt.load(tmp_path / "repo", group=None)
+    assert np.array_equal(found["w"], want)
+    assert ckpt.open(tmp_path / "repo").steps()[-1] == 19
+
+
 # --- how often to save -----------------------------------------------------------------------------------------
 
 
