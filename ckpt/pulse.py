@@ -29,6 +29,7 @@ VARIABLE = "CKPT_PULSE"
 BEFORE = "CKPT_BEFORE"
 """The environment variable by which `ckpt-run` lets a job restore a step below a number, where later ones may be spoiled."""
 PHASES = ("start", "load", "step", "save", "eval", "compile", "end")
+_SAVE = PHASES.index("save")
 STACKS = signal.SIGUSR2
 """Makes a rank write the stacks of all its threads into its log."""
 
@@ -40,9 +41,9 @@ _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
-_AGREE_SECONDS = 10.0
-"""A rank that was asked to stop after a step waits there so long for the word that all have heard. Then it stops all the same:
-whoever asked is dead."""
+_AGREE_SECONDS = 600.0
+"""A rank that was asked to stop after a step waits there so long for the word that all have heard: the others hear at the end
+of a step. Then it stops all the same, for whoever asked is dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class Pulse:
 
     def _stops_after(self, step: int) -> bool:
         fields = self._fields
-        until = time.monotonic() + _AGREE_SECONDS
+        beats = time.monotonic()
+        until = beats + _AGREE_SECONDS
         while True:
             stop = fields[_STOP]
             if fields[_HEARD] != stop:
@@ -151,6 +153,9 @@ class Pulse:
                 return False
             if fields[_AGREED] == stop or time.monotonic() > until:
                 return True
+            if time.monotonic() >= beats:  # it is alive, and waits
+                self.beat(_SAVE)
+                beats = time.monotonic() + 1.0
             time.sleep(0.001)
 
     def attach(self) -> None:
