@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt.storage.errors import InvalidArgument
+
 VARIABLE = "CKPT_PULSE"
 BEFORE = "CKPT_BEFORE"
 """The environment variable by which `ckpt-run` lets a job restore a step below a number, where later ones may be spoiled."""
@@ -226,8 +228,11 @@ def phase(name: str) -> Iterator[None]:
 
 def told_before(environ: Mapping[str, str] = os.environ) -> int | None:
     """The number below which to restore; None where the newest step is wanted."""
-    text = environ.get(BEFORE, "")
-    return int(text) if text.isdecimal() else None
+    if not (text := environ.get(BEFORE)):
+        return None
+    if not text.isdecimal():
+        raise InvalidArgument(f"{BEFORE}={text!r} is no step; unset it, or give the number below which to restore")
+    return int(text)
 
 
 def _after_fork() -> None:

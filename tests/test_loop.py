@@ -443,6 +443,9 @@ def test_a_step_that_may_be_spoiled_is_not_restored(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(BEFORE, "1")
     with ckpt.Checkpointer(url, group=None) as ck:
         assert ck.restore({"x": np.zeros(3)})[1] == 6, "where there is no older one, the newest is better than nothing"
+    monkeypatch.setenv(BEFORE, "x")
+    with pytest.raises(InvalidArgument, match="is no step"), ckpt.Checkpointer(url, group=None) as ck:
+        ck.restore({"x": np.zeros(3)})
     monkeypatch.delenv(BEFORE)
     assert ckpt.load(url, group=None)["x"][0] == 5.0
 
