@@ -23,7 +23,7 @@ from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
-from ckpt.together import Wish, find_together, load_newest_together, settled, together
+from ckpt.together import Wish, find_together, load_newest_together, newest_first, settled, together
 from ckpt.write import Options, take_apart
 from ckpt.write import save as run_save
 
@@ -129,18 +129,21 @@ def load_step(repo: Repository, step: int, wish: Wish) -> Any:
     return load_checkpoint(functools.partial(find_together, repo, step, wish.group), wish)
 
 
-def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] | None:
+def load_newest(repo: Repository, strict: bool, wish: Wish, before: int | None = None) -> tuple[int, Any] | None:
     """The newest step that is whole, and what was loaded of it; None where no step is committed.
+
+    before: the newest below this one, if there is any.
 
     Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
     """
     if wish.group.size > 1:
-        return load_newest_together(repo, strict, wish, load_checkpoint)
+        return load_newest_together(repo, strict, wish, load_checkpoint, before)
     repo.check()
     damage: dict[int, IntegrityError] = {}
     gone: list[int] = []  # never committed, or deleted since they were listed
     found: tuple[int, Any] | None = None
-    for number in reversed(repo.step_numbers()):
+    numbers = newest_first(repo.step_numbers(), before)
+    for number in numbers:
         try:
             found = number, load_checkpoint(functools.partial(find_together, repo, number, wish.group), wish)
             break
@@ -153,8 +156,9 @@ def load_newest(repo: Repository, strict: bool, wish: Wish) -> tuple[int, Any] |
             if strict:
                 raise
             damage[number] = error
-    if gone and _newer(repo, -1 if found is None else found[0], damage):  # another process saves and deletes meanwhile
-        return load_newest(repo, strict, wish)
+    # Another process saves and deletes meanwhile.
+    if gone and _newer(repo, -1 if found is None else found[0], {*numbers} - {*gone}):
+        return load_newest(repo, strict, wish, before)
     return settled(repo, found, damage, 4)
 
 

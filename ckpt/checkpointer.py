@@ -18,13 +18,15 @@ from ckpt.codec import CodecWish
 from ckpt.fill import Rename
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
-from ckpt.interval import daly
+from ckpt.interval import daly, told_mean_time
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.losses import Losses, as_number
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.repository import Repository, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
+from ckpt.spikes import asked_for
 from ckpt.storage.errors import CkptError, InvalidArgument
 from ckpt.together import Wish
 from ckpt.write import Options, leave_out, staging_bytes
@@ -46,8 +48,8 @@ class Checkpointer:
                 loss = train_step(state)
                 ck.step(step, state, loss=loss)
 
-    every: steps, a timedelta, "auto" (the interval that loses the least time, from the measured cost of a save), or
-        None to save only by `save`.
+    every: steps, a timedelta, "auto" (the interval that loses the least time, from the measured cost of a save and the time
+        between failures, which `ckpt-run` measures), or None to save only by `save`.
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
     memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
     codec, digest, group, timeout, verify_replicas: as for `ckpt.save`.
@@ -89,7 +91,9 @@ class Checkpointer:
         self._last_began = time.monotonic()
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
+        self._failure_seconds = told_mean_time()
         self._pulse = pulses.mine()
+        self._losses = None if self._pulse is None else Losses(self._pulse, asked_for())
         self._session: sessions.Session | None = sessions.enter(open_repository(url), ranks)
 
     @property
@@ -106,7 +110,8 @@ class Checkpointer:
         """Fill `state` from the newest whole step (or from `step`) and return it with the number of the next step.
 
         Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with a warning,
-        unless `strict` or named.
+        unless `strict` or named. After a roll-back `ckpt-run` names steps that may be spoiled (CKPT_BEFORE): an older one is
+        taken, if there is any.
         """
         session = self._open()
         session.wait()  # a save under way may delete what is read here
@@ -115,8 +120,12 @@ class Checkpointer:
             if step is not None:
                 start, loaded = check_step(step) + 1, load_step(session.repo, step, wish)
             else:
-                found = load_newest(session.repo, strict, wish)
+                before = pulses.told_before()
+                found = load_newest(session.repo, strict, wish, before)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
+                if before is not None and start <= before:  # nothing may refer to the later ones, or keep them as good
+                    later = [n for n in session.repo.step_numbers() if n >= before]
+                    sessions.distrusted(session.repo).update(later)
         if self._pulse is not None:
             self._pulse.beat(_STEP, start - 1)
             self._pulse.committed(start - 1)
@@ -128,7 +137,10 @@ class Checkpointer:
         """Say that `step` is done; save in the background if a save is due, and return its handle then.
 
         A loss that is not finite stops this save: what diverged is not worth keeping. Under `ckpt-run` this is the
-        heartbeat, too; and where the job is to end, it is saved now, and SystemExit is raised.
+        heartbeat, too; after a loss that is not finite, or that jumps where `--spike` was given, nothing is saved any more
+        until ckpt-run has rolled the job back; and where the job is to end, it is saved now, and SystemExit is raised.
+
+        loss: a number or an array of one element. One on a CUDA device, or of jax, is not waited for but where a save is due.
         """
         if self._pulse is not None:
             self._beat(self._pulse, step, state, loss)
@@ -137,20 +149,35 @@ class Checkpointer:
             self._open().raise_failed()  # else the save does it, and tells the other ranks
             self._prepare(state)
             return None
-        if loss is not None and not math.isfinite(float(loss)):
-            log.warning("step %d is not saved: its loss is %s", step, float(loss))
-            self._leave_out(step, f"its loss is {float(loss)}")
+        if (why := self._unfit(step, loss)) is not None:
+            log.warning("step %d is not saved: %s", step, why)
+            self._leave_out(step, why)
             return None
         return self.save(step, state)
 
     def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
+        if loss is not None and self._losses is not None:
+            self._losses.give(step, loss)
         pulse.beat(_STEP, step)
-        if loss is not None:
-            pulse.loss(float(loss))
         if pulse.should_stop(step):
-            self.save(step, state, blocking=True).result()
-            log.warning("step %d is saved, and the job ends as it was asked to", step)
+            if (why := self._unfit(step, loss)) is not None:
+                self._leave_out(step, why)
+                log.warning("step %d is not saved (%s), and the job ends as it was asked to", step, why)
+            else:
+                self.save(step, state, blocking=True).result()
+                log.warning("step %d is saved, and the job ends as it was asked to", step)
             raise SystemExit(0)
+
+    def _unfit(self, step: int, loss: Any) -> str | None:
+        """Why the state is not worth saving; None where it is."""
+        if self._losses is None:
+            number = 0.0 if loss is None else as_number(loss)
+            return None if math.isfinite(number) else f"its loss is {number}"
+        self._losses.wait()
+        if (bad := self._losses.bad) is None:
+            return None
+        whose = "its loss" if bad.step == step else f"the loss of step {bad.step}"
+        return f"{whose} is {bad.loss}" if bad.kind == "not finite" else f"{whose} jumped to {bad.loss}"
 
     def _leave_out(self, step: int, why: str) -> None:
         """This rank does not save a step that the others may save: they need not wait for it."""
@@ -199,7 +226,9 @@ class Checkpointer:
 
     def _interval(self) -> float:
         """Seconds between two saves."""
-        return self._every.total_seconds() if isinstance(self._every, timedelta) else daly(self._cost_seconds)
+        if isinstance(self._every, timedelta):
+            return self._every.total_seconds()
+        return daly(self._cost_seconds, self._failure_seconds)
 
     # --- lazy staging ------------------------------------------------------------------------------------------
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
+
+from ckpt.storage.errors import InvalidArgument
 
 MEAN_TIME_TO_FAILURE = 3 * 3600.0
 """Seconds between failures where nothing better is known: "every few hours" on a large machine."""
+
+MTBF = "CKPT_MTBF"
+"""The environment variable by which `ckpt-run` tells the ranks how many seconds lie between two failures of this job."""
 
 
 def daly(cost_seconds: float, mean_time_to_failure: float = MEAN_TIME_TO_FAILURE) -> float:
@@ -18,3 +25,24 @@ def daly(cost_seconds: float, mean_time_to_failure: float = MEAN_TIME_TO_FAILURE
         return m
     r = math.sqrt(d / (2 * m))
     return math.sqrt(2 * d * m) * (1 + r / 3 + r * r / 9) - d
+
+
+def mean_time_to_failure(uptime_seconds: float, failures: int, prior_seconds: float = MEAN_TIME_TO_FAILURE) -> float:
+    """Seconds from one failure to the next, from what was seen and what was thought before.
+
+    The mean rate of a Poisson process whose rate was thought to be one failure in `prior_seconds` (a gamma prior of one
+    failure): what was seen outweighs it with the second failure.
+    """
+    return (prior_seconds + uptime_seconds) / (1 + failures)
+
+
+def told_mean_time(environ: Mapping[str, str] = os.environ) -> float:
+    """What the environment says, else MEAN_TIME_TO_FAILURE."""
+    text = environ.get(MTBF, "")
+    try:
+        seconds = float(text) if text else MEAN_TIME_TO_FAILURE
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidArgument(f"{MTBF}={text!r} is no number of seconds between two failures; unset it, or correct it")
+    return seconds

@@ -4,6 +4,12 @@
 in one piece; a beat costs a microsecond and no system call.
 
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
+    8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
+
+All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
+into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
+all have heard, they are told so (`stop_agreed`), and each saves and ends there. Where one was past it already, a later
+step is named; those that wait at the earlier one go on then.
 """
 
 from __future__ import annotations
@@ -13,20 +19,46 @@ import faulthandler
 import mmap
 import os
 import signal
-import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+from ckpt.storage.errors import InvalidArgument
 
 VARIABLE = "CKPT_PULSE"
+BEFORE = "CKPT_BEFORE"
+"""The environment variable by which `ckpt-run` lets a job restore a step below a number, where later ones may be spoiled."""
 PHASES = ("start", "load", "step", "save", "eval", "compile", "end")
+_SAVE = PHASES.index("save")
 STACKS = signal.SIGUSR2
 """Makes a rank write the stacks of all its threads into its log."""
 
+BadKind = Literal["not finite", "spike"]
+_KINDS: tuple[BadKind, ...] = ("not finite", "spike")
+
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
+_HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
 _BYTES = 4096
 _NEVER = -(1 << 62)
+
+_AGREE_SECONDS = 600.0
+"""A rank that was asked to stop after a step waits there so long for the word that all have heard: the others hear at the end
+of a step. Then it stops all the same, for whoever asked is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A loss that shows that training has gone wrong."""
+
+    step: int
+    kind: BadKind
+    loss: float
+    limit: float
+    """What it should have stayed below; infinite where it was not even finite."""
+    batch: int
+    """The global batch that was handed out last (`ckpt.data`); -1 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +75,10 @@ class Beat:
     """Newest step that it knows to be committed; -1 none."""
     loss: float
     pid: int
+    heard: int | None
+    """The step to stop after that it has heard of."""
+    bad: Bad | None
+    """The first bad loss of this process."""
 
 
 class Pulse:
@@ -58,9 +94,12 @@ class Pulse:
         finally:
             os.close(file)
         self._fields = memoryview(self._map).cast("q")
+        self._floats = memoryview(self._map).cast("d")
         if new:
-            self._fields[_STEP] = self._fields[_COMMITTED] = -1
-            self._fields[_STOP] = _NEVER
+            for field in (_STEP, _COMMITTED, _BATCH, _BAD_STEP):
+                self._fields[field] = -1
+            for field in (_STOP, _HEARD, _AGREED):
+                self._fields[field] = _NEVER
             self._fields[_SINCE] = time.monotonic_ns()
 
     # --- the rank ----------------------------------------------------------------------------------------------
@@ -80,12 +119,46 @@ class Pulse:
             self._fields[_COMMITTED] = step
 
     def loss(self, loss: float) -> None:
-        self._fields[_LOSS] = struct.unpack("q", struct.pack("d", loss))[0]
+        self._floats[_LOSS] = loss
+
+    def took(self, batch: int) -> None:
+        """Say that the loop has taken this global batch."""
+        self._fields[_BATCH] = batch
+
+    def batch(self) -> int:
+        """What was taken last; -1 nothing."""
+        return self._fields[_BATCH]
+
+    def bad(self, bad: Bad) -> None:
+        """Say that a loss is bad. Only the first is kept."""
+        fields, floats = self._fields, self._floats
+        if fields[_BAD_STEP] < 0:
+            fields[_BAD_KIND], fields[_BAD_BATCH] = _KINDS.index(bad.kind), bad.batch
+            floats[_BAD_LOSS], floats[_BAD_LIMIT] = bad.loss, bad.limit
+            fields[_BAD_STEP] = bad.step  # last: by it the others are read
 
     def should_stop(self, step: int) -> bool:
-        """Whether the job is to be saved after this step, and to end."""
-        stop = self._fields[_STOP]
-        return stop != _NEVER and step >= stop
+        """Whether the job is to be saved after this step, and to end. Every rank is told so after the same step."""
+        return self._fields[_STOP] != _NEVER and self._stops_after(step)
+
+    def _stops_after(self, step: int) -> bool:
+        fields = self._fields
+        beats = time.monotonic()
+        until = beats + _AGREE_SECONDS
+        while True:
+            stop = fields[_STOP]
+            if fields[_HEARD] != stop:
+                if step > stop:
+                    return False  # too late, as the page shows: another step will be named
+                fields[_HEARD] = stop
+            if step < stop:
+                return False
+            if fields[_AGREED] == stop or time.monotonic() > until:
+                return True
+            if time.monotonic() >= beats:  # it is alive, and waits
+                self.beat(_SAVE)
+                beats = time.monotonic() + 1.0
+            time.sleep(0.001)
 
     def attach(self) -> None:
         """This process is the rank."""
@@ -96,19 +169,27 @@ class Pulse:
     # --- who looks after it ------------------------------------------------------------------------------------
 
     def read(self) -> Beat:
-        fields = self._fields
+        fields, floats = self._fields, self._floats
         phase = fields[_PHASE]
+        bad = None
+        if (step := fields[_BAD_STEP]) >= 0:
+            bad = Bad(step, _KINDS[fields[_BAD_KIND]], floats[_BAD_LOSS], floats[_BAD_LIMIT], fields[_BAD_BATCH])
         return Beat(
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
-            fields[_COMMITTED], struct.unpack("d", struct.pack("q", fields[_LOSS]))[0], fields[_PID],
+            fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
         )  # fmt: skip
 
     def stop_at(self, step: int) -> None:
-        """Let the job be saved after this step, and end."""
+        """Ask the job to be saved after this step, and to end. See recovery/stopping.py for which."""
         self._fields[_STOP] = step
+
+    def stop_agreed(self, step: int) -> None:
+        """Tell that all ranks have heard of this step."""
+        self._fields[_AGREED] = step
 
     def close(self) -> None:
         self._fields.release()
+        self._floats.release()
         self._map.close()
 
 
@@ -143,6 +224,15 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         pulse.beat(PHASES.index(before))
+
+
+def told_before(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The number below which to restore; None where the newest step is wanted."""
+    if not (text := environ.get(BEFORE)):
+        return None
+    if not text.isdecimal():
+        raise InvalidArgument(f"{BEFORE}={text!r} is no step; unset it, or give the number below which to restore")
+    return int(text)
 
 
 def _after_fork() -> None:

@@ -105,8 +105,14 @@ def find_together(repo: Repository, step: int, group: Group) -> Checkpoint:
     return Checkpoint(repo.store, decode_commit(data.encode(), f"{repo.url}/{commit_name(step)}"), group.rank)
 
 
+def newest_first(numbers: list[int], before: int | None) -> list[int]:
+    """In which order to try steps: those below `before` come first. Pure."""
+    return sorted(numbers, key=lambda n: (before is None or n < before, n), reverse=True)
+
+
 def load_newest_together(
-    repo: Repository, strict: bool, wish: Wish, load: Callable[[Callable[[], Checkpoint], Wish], Any]
+    repo: Repository, strict: bool, wish: Wish, load: Callable[[Callable[[], Checkpoint], Wish], Any],
+    before: int | None = None,
 ) -> tuple[int, Any] | None:
     """`load_newest` for a group. Rank 0 says which steps there are."""
     group = wish.group
@@ -119,7 +125,7 @@ def load_newest_together(
     numbers = json.loads(told_by_rank_0(group, listed))
     damage: dict[int, IntegrityError] = {}
     found: tuple[int, Any] | None = None
-    for number in reversed(numbers):
+    for number in newest_first(numbers, before):
         try:
             found = number, load(functools.partial(find_together, repo, number, group), wish)
             break

@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ckpt.recovery.agents import LOST_SECONDS, Report
 from ckpt.recovery.course import Course, Member, failed
 from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
 from ckpt.recovery.state import Draft
+from ckpt.recovery.stopping import Stop, next_stop
 
-_LEAD_STEPS = 2
-_LEAD_SECONDS = {False: 0.2, True: 2.0}
-"""How far ahead of the newest step the last one is, so that each rank hears of it in time. With several hosts: some times
-what passes until an agent reads the log."""
+_AHEAD_SECONDS = 0.5
+"""With several hosts: how far ahead the step to stop after is named first. Some times what passes until agents read it."""
 
-_FIRST: Sequence[Cause] = ("lost", "out of memory", "signal", "stopped", "hang", "exit")
+_FIRST: Sequence[Cause] = ("diverged", "lost", "out of memory", "signal", "stopped", "hang", "exit")
 """Of failures that come together, which is the cause: ranks whose peer is gone exit with an error."""
 
 
@@ -90,7 +89,7 @@ def _begun(view: View) -> list[Draft]:
     facts = {
         "ranks": count, "members": [_as_facts(member) for member in members], "address": first.address, "port": first.port,
         "pages": first.pages, "logs": f"{first.logs}/{attempt}", "pid": first.pid,
-        "before": last.facts.get("before"),
+        "environment": course.environment,
     }  # fmt: skip
     return [Draft(attempt, "start", f"{count} ranks{where}{changed}: {' '.join(spec.command)}", facts)]
 
@@ -123,6 +122,7 @@ def _watched(view: View) -> list[Draft]:
         hurry = any(report.hurry for report in asked)
         late = view.waited_seconds > spec.grace_seconds
         heard = any(report.heard for report in reports)
+        told = _next_stop(Stop(last.facts["step"], last.facts["agreed"], last.facts["ahead"]), reports)
         if ended or hurry or late or not heard:
             why = (
                 f"have saved and ended, as {last.text} asked" if ended
@@ -133,14 +133,27 @@ def _watched(view: View) -> list[Draft]:
             some = spec.hosts > 1 and not course.requested and len(asked) < len(view.living)
             ranks = [rank for member in course.members for rank in range(member.first, member.first + member.count)]
             return _with_decision(view, _failure(view, "preempted" if some else "asked", ranks, why, reports))
-        return []
+        return [Draft(last.attempt, "stop", last.text, asdict(told))] if asdict(told) != last.facts else []
     if asked or course.requested:
         name = course.requested or _signal_name(max(report.leaving for report in asked))
-        lead = _LEAD_SECONDS[spec.hosts > 1] / max(1e-6, min((r.step_seconds for r in reports), default=1.0))
-        step = max((report.newest for report in reports), default=-1) + _LEAD_STEPS + math.ceil(min(lead, 1e6))
-        facts = {"step": step, "signal": max((r.leaving for r in asked), default=0), "leaving": [r.name for r in asked]}
-        return [Draft(course.attempt, "stop", name, facts)]
+        newest = max((report.newest for report in reports), default=-1)
+        step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
+        ahead = 1 if spec.hosts == 1 else 1 + math.ceil(min(_AHEAD_SECONDS / step_seconds, 1e6))
+        return [Draft(course.attempt, "stop", name, asdict(Stop(newest + ahead, False, ahead)))]
     return []
+
+
+def _next_stop(asked: Stop, reports: Sequence[Report]) -> Stop:
+    """From what the agents say of their ranks."""
+    told: list[tuple[int, int | None]] = []
+    for report in reports:
+        if report.doing == "over":
+            continue
+        if report.stop_step != asked.step or report.stop == "ahead":
+            told.append((min(report.newest, asked.step - 1), None))
+        else:
+            told.append((report.newest, asked.step if report.stop == "heard" else None))
+    return next_stop(asked, told)
 
 
 def _is_lost(member: Member, report: Report | None) -> bool:
@@ -164,7 +177,7 @@ def _wrong(view: View, report: Report, reports: Sequence[Report]) -> Failure:
             slowest, host = min(behind, key=lambda each: (each[0].step, -each[0].silent_seconds))
             logs = f"{view.perhaps[host].logs}/{view.course.attempt}"
             return _failure(view, "hang", [slowest.rank], slowest.in_words(logs), reports, host)
-    return _failure(view, wrong.cause, wrong.ranks, wrong.detail, reports, report.name)
+    return replace(_failure(view, wrong.cause, wrong.ranks, wrong.detail, reports, report.name), bad=wrong.bad)
 
 
 def _failure(
@@ -192,8 +205,9 @@ def _decided(view: View) -> list[Draft]:
 
 def _decision(view: View, failures: Sequence[Failure]) -> list[Draft]:
     course = view.course
-    decision = decide(failures, course.budget)
-    facts: dict[str, object] = {"action": decision.action, "wait": decision.wait_seconds, "before": decision.before}
+    decision = decide(failures, course.budget, course.skip)
+    facts: dict[str, object] = {"action": decision.action, "wait": decision.wait_seconds}
+    facts |= {"before": decision.before, "skip": decision.skip, "limit": decision.limit}
     if decision.action == "halt":
         asked = max((r.leaving for r in view.living.values()), default=0)
         facts["status"] = 128 + asked if failures[-1].cause == "asked" and asked else int(failures[-1].cause != "asked")

@@ -76,6 +76,7 @@ class Agent:
         self._status: int | None = None
         self._trouble = ""
         self._said = ""
+        self._told_stop = -1
 
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
@@ -169,7 +170,7 @@ class Agent:
             self._start(course.members[mine], mine, last)
             return True
         if last.kind == "stop" and self._watch is not None:
-            self._watch.stop_at(int(last.facts["step"]))
+            self._watch.stop(int(last.facts["step"]), bool(last.facts["agreed"]))
         return False
 
     def _is_fresh(self) -> bool:
@@ -183,7 +184,8 @@ class Agent:
     def _tell(self, entry: Entry) -> None:
         """What the user should know at once."""
         given_up = entry.kind == "end" and entry.facts["status"] == 1 and entry.text != self._said
-        if entry.kind == "stop":
+        if entry.kind == "stop" and self._told_stop != entry.attempt:
+            self._told_stop = entry.attempt
             self._say(f"{entry.text}: the ranks save and end, within {self._spec.grace_seconds:g} s")
         elif entry.kind == "decision" or given_up or (self._spec.hosts > 1 and entry.kind in ("lead", "start")):
             self._say(entry.text)
@@ -192,10 +194,9 @@ class Agent:
     def _start(self, member: Member, number: int, entry: Entry) -> None:
         self._attempt, self._wrong = entry.attempt, None
         facts, logs = entry.facts, self._here.folder / "logs" / str(entry.attempt)
-        more = {"CKPT_BEFORE": str(facts["before"])} if facts.get("before") is not None else {}
         share = Share(
             self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
-            int(facts["port"]), more,
+            int(facts["port"]), facts["environment"],
         )  # fmt: skip
         failpoint("agent.start")
         try:
@@ -247,6 +248,7 @@ class Agent:
         return replace(
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
             newest=watch.newest, committed=watch.committed,
+            stop=watch.stops, stop_step=watch.stop_step,
             step_seconds=here.limits.usual("step"), spent=watch.spent, slowest=watch.slowest(time.monotonic()),
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from ckpt.pulse import Bad
 from ckpt.recovery.decide import Cause
 from ckpt.recovery.ledger import Name
 
@@ -28,6 +29,8 @@ class Wrong:
     detail: str
     silent_seconds: float = 0.0
     """How long before it was noticed."""
+    bad: Bad | None = None
+    """The loss by which it diverged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,10 @@ class Report:
     committed: int = -1
     step_seconds: float = 1.0
     """What a step takes."""
+    stop: Literal["ahead", "heard", "past"] = "ahead"
+    """Of the step to stop after: its ranks have not all come to hear of it; they have; one is past it and had not."""
+    stop_step: int | None = None
+    """Which step that is."""
     spent: Name = "spawn"
     """What its first rank spends its time on."""
     slowest: Slowest | None = None
@@ -91,8 +98,9 @@ class Report:
 def report(facts: Mapping[str, Any]) -> Report:
     """From its facts. What a later version adds is passed over."""
     known = {f.name: facts[f.name] for f in fields(Report) if f.name in facts}
-    if known.get("wrong") is not None:
-        known["wrong"] = Wrong(**{**known["wrong"], "ranks": tuple(known["wrong"]["ranks"])})
+    if (wrong := known.get("wrong")) is not None:
+        bad = Bad(**wrong["bad"]) if wrong.get("bad") else None
+        known["wrong"] = Wrong(**{**wrong, "ranks": tuple(wrong["ranks"]), "bad": bad})
     if known.get("slowest") is not None:
         known["slowest"] = Slowest(**known["slowest"])
     return Report(**known)

@@ -30,7 +30,7 @@ class Coordinator:
         self._roll = Roll()
         self._listened = 0.0
         self._told: dict[str, Report] = {}
-        self._entry = 0
+        self._entry: tuple[str, int] | None = None
         self._entry_at = time.monotonic()
         self._began_at = time.monotonic()
 
@@ -54,11 +54,12 @@ class Coordinator:
         return self._told
 
     def _note(self, course: Course, now: float) -> None:
-        """When the entries came, by the clock of this host."""
+        """When the entries came, by the clock of this host: of several of one kind, the first."""
         last = course.last
-        if last is not None and last.number != self._entry:
-            self._entry, self._entry_at = last.number, now
-            if last.kind == "start":
+        entry = None if last is None else (last.kind, last.attempt)
+        if entry != self._entry:
+            self._entry, self._entry_at = entry, now
+            if entry is not None and entry[0] == "start":
                 self._began_at = now
 
     def _view(self, course: Course, mine: Report, now: float) -> View:

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ckpt.cursor import Ranges
+from ckpt.interval import MTBF, mean_time_to_failure
+from ckpt.pulse import Bad
 from ckpt.recovery.decide import Budget, Failure
+from ckpt.recovery.rollback import environment
 from ckpt.recovery.state import Draft, Entry
 
 
@@ -58,8 +62,21 @@ class Course:
     """Of this attempt, or of the last one."""
     failures: tuple[Failure, ...] = ()
     budget: Budget = field(default_factory=Budget)
+    skip: Ranges = ()
+    """Batches that are passed over."""
+    before: int | None = None
+    """A step before this one is restored, until it has been made anew."""
+    limit: float | None = None
+    """What loss is too much, until the ranks have seen enough."""
     requested: str = ""
     """Somebody wants the run to end: in words. "" nobody."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the ranks of the next attempt are told of those before."""
+        failed = [failure.ran_seconds for failure in self.failures if failure.cause not in ("asked", "preempted")]
+        ran = sum(failure.ran_seconds for failure in self.failures)
+        return environment(self.skip, self.before, self.limit) | {MTBF: str(mean_time_to_failure(ran, len(failed)))}
 
     @property
     def over(self) -> bool:
@@ -90,10 +107,15 @@ def _after(course: Course, entry: Entry) -> Course:
     if entry.kind == "start":
         return replace(course, attempt=entry.attempt, members=tuple(Member(**m) for m in facts["members"]))
     if entry.kind == "failure":
-        failure = Failure(**{**facts, "ranks": tuple(facts["ranks"])}, detail=entry.text)
-        return replace(course, failures=(*course.failures, failure))
+        bad = Bad(**facts["bad"]) if facts.get("bad") else None
+        failure = Failure(**{**facts, "ranks": tuple(facts["ranks"]), "bad": bad}, detail=entry.text)
+        before = None if course.before is not None and failure.committed >= course.before else course.before
+        return replace(course, failures=(*course.failures, failure), before=before)
     if entry.kind == "decision":
-        return replace(course, budget=course.budget.after(course.failures[-1]))
+        told = {name: facts[name] for name in ("before", "limit") if facts.get(name) is not None}
+        if facts.get("skip") is not None:
+            told["skip"] = tuple((first, last) for first, last in facts["skip"])
+        return replace(course, budget=course.budget.after(course.failures[-1]), **told)
     return course
 
 

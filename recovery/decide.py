@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-Cause = Literal["exit", "signal", "out of memory", "hang", "stopped", "lost", "preempted", "asked"]
+from ckpt.cursor import Ranges
+from ckpt.pulse import Bad
+from ckpt.recovery.rollback import roll_back
+
+Cause = Literal["exit", "signal", "out of memory", "hang", "stopped", "lost", "diverged", "preempted", "asked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,8 @@ class Failure:
     ran_seconds: float
     host: str = ""
     """Whose ranks failed first."""
+    bad: Bad | None = None
+    """The loss by which it diverged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,11 @@ class Decision:
     reason: str
     wait_seconds: float = 0.0
     before: int | None = None
-    """Restore a step before this one: those from it on have failed twice."""
+    """Restore a step before this one: those from it on may be spoiled."""
+    skip: Ranges | None = None
+    """Batches to pass over from now on; None as before."""
+    limit: float | None = None
+    """What loss is too much, until the ranks have seen enough."""
     budget: Budget = Budget()
 
 
@@ -62,19 +72,23 @@ USELESS = 3
 """So many failures in a row at the same place, and it is the program that must be mended."""
 
 
-def decide(failures: Sequence[Failure], budget: Budget) -> Decision:
-    """What to do after the last of these failures. budget: before it."""
+def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = ()) -> Decision:
+    """What to do after the last of these failures. budget: before it. skip: batches that are passed over already."""
     now = budget.after(failures[-1])
-    return replace(_decide(failures, now), budget=now)
+    return replace(_decide(failures, now, skip), budget=now)
 
 
-def _decide(failures: Sequence[Failure], now: Budget) -> Decision:
+def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
     last = failures[-1]
     what = f"{_who(last)} {last.detail} {_at(last)}"
     if last.cause == "asked":
         return Decision("halt", what)
     if last.cause == "preempted":
         return Decision("restart", f"{what}; the others start again from what was saved")
+    if last.bad is not None and now.left >= 0:
+        told = roll_back([failure.bad for failure in failures if failure.bad is not None], skip)
+        action: Literal["restart", "halt"] = "halt" if told.action == "halt" else "restart"
+        return Decision(action, told.reason, before=told.before, skip=told.skip, limit=told.limit)
     alike = [f for f in failures[-USELESS:] if (f.cause, f.step) == (last.cause, last.step)]
     if now.useless >= USELESS and len(alike) >= USELESS:
         return Decision(

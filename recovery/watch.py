@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from ckpt.pulse import STACKS
 from ckpt.recovery import host
@@ -31,6 +32,8 @@ class Watch:
         self.ranks = tuple(ranks)
         self.wrong: Wrong | None = None
         """What went wrong first."""
+        self.stop_step: int | None = None
+        """The step to stop after, where there is one."""
         self._limits = limits
         self._best = best
         self._beats = {rank.number: rank.pulse.read() for rank in ranks}
@@ -86,10 +89,23 @@ class Watch:
         number, beat = min(heard, key=lambda each: (each[1].step, each[1].since))
         return Slowest(number, beat.step, now - beat.since, beat.phase)
 
-    def stop_at(self, step: int) -> None:
-        """Let them save after this step, and end."""
+    def stop(self, step: int, agreed: bool) -> None:
+        """Ask them to save after this step, and to end; agreed: the ranks of all hosts have heard of it."""
+        self.stop_step = step
         for rank in self._running.values():
             rank.pulse.stop_at(step)
+            if agreed:
+                rank.pulse.stop_agreed(step)
+
+    @property
+    def stops(self) -> Literal["ahead", "heard", "past"]:
+        """Of the step to stop after: as in agents.Report."""
+        beats = [self._beats[number] for number in self._running]
+        if self.stop_step is None:
+            return "ahead"
+        if all(beat.heard == self.stop_step for beat in beats):
+            return "heard"
+        return "past" if any(b.step >= self.stop_step and b.heard != self.stop_step for b in beats) else "ahead"
 
     # --- what goes wrong ---------------------------------------------------------------------------------------
 
@@ -101,7 +117,10 @@ class Watch:
         self._listen()
         failed = [rank for rank in ended if rank.process.returncode != 0]
         if self.wrong is None:
-            if failed:
+            bad = self._bad()  # ranks whose loss was good fail, too, where another leaves out a save
+            if bad is not None:
+                self.wrong = bad
+            elif failed:
                 cause = _cause(failed[0], self._kills)
                 self.wrong = Wrong(cause, tuple(rank.number for rank in failed), _end(failed[0]))
             else:
@@ -118,6 +137,16 @@ class Watch:
                     took = (beat.since - before.since) / (beat.beats - before.beats)
                     self._limits.learn(before.phase, took)
                 self._beats[rank.number] = beat
+
+    def _bad(self) -> Wrong | None:
+        """The first loss by which one of them diverged."""
+        found = [(beat.bad, number) for number, beat in self._beats.items() if beat.bad is not None]
+        if not found:
+            return None
+        first = min(bad.step for bad, _ in found)
+        ranks = tuple(number for bad, number in found if bad.step == first)
+        bad = next(bad for bad, _ in found if bad.step == first)
+        return Wrong("diverged", ranks, f"had a loss of {bad.loss:g} in step {bad.step}", bad=bad)
 
     def _silent(self, now: float) -> Wrong | None:
         for rank in self._running.values():

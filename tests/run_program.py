@@ -43,9 +43,17 @@ def main() -> None:
                     threading.Lock().acquire() and threading.Event().wait()
                 if fault == "exit":
                     os._exit(7)
-            ck.step(step, state)
+            once = fault == "nan" and attempt == 0
+            poisoned = (step, rank) == (at, who) and (once or (fault == "poison" and step not in told_to_skip()))
+            ck.step(step, state, loss=float("nan") if poisoned else 1.0)
         ck.wait()
     np.save(folder / f"end-{rank}.npy", state["w"].local)
+
+
+def told_to_skip() -> range:
+    """The batches to pass over; one step takes one."""
+    first, _, last = os.environ.get("CKPT_SKIP", "").partition("-")
+    return range(int(first), int(last) + 1) if first else range(0)
 
 
 if __name__ == "__main__":

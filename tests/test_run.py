@@ -182,6 +182,25 @@ def test_a_rank_fails(start: Callable[..., Run], fault: str, detail: str) -> Non
     assert re.search(detail, run.said)
 
 
+def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:
+    """It may have been the hardware: the same is tried again, and comes out right."""
+    run = start(fault=("nan", 17, 1))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("diverged", [1])]
+    assert "the loss of step 17 was nan; the same batches are tried again" in run.said
+
+
+def test_a_loss_that_is_never_finite(start: Callable[..., Run]) -> None:
+    """At the second time the batch is passed over, and an older step taken."""
+    run = start(fault=("poison", 17, 1))
+    assert run.end() == 0, run.said
+    assert run.failures() == [("diverged", [1])] * 2
+    assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are passed over" in run.said
+    told = [e["facts"]["environment"] for e in run.record() if e["kind"] == "start"]
+    assert [each.get("CKPT_SKIP") for each in told] == [None, None, "16-17"]
+
+
 def test_a_job_that_always_fails(start: Callable[..., Run]) -> None:
     """It is given up, with the reason, and does not go on for ever."""
     run = start(fault=("always", 0, 0))
@@ -373,6 +392,3 @@ def test_a_page(tmp_path: Path) -> None:
     assert (beat.beats, beat.step, beat.phase, beat.committed) == (1, 7, "step", 5)
     assert beat.loss != beat.loss
     assert abs(time.monotonic() - beat.since) < 60
-    assert not mine.should_stop(10**9)
-    theirs.stop_at(9)
-    assert [mine.should_stop(step) for step in (8, 9, 10)] == [False, True, True]

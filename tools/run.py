@@ -64,12 +64,16 @@ _state = click.option("--state", metavar="URL", help="The state of a run on seve
 @click.option(
     "--first-hang", type=click.FloatRange(1), default=900.0, show_default=True, help="As long as nothing is learned.",
 )
+@click.option(
+    "--spike", type=click.FloatRange(0, min_open=True), metavar="FACTOR",
+    help="A loss that is so many times the usual spread above the usual is a failure; 10 is a good value. Off unless given.",
+)
 @click.option("--show", type=click.Choice(["0", "all", "none"]), default="0", show_default=True, help="Whose output to show.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     ranks: int, nnodes: int | None, least: int | None, state: str | None, run_dir: Path, launcher: str, name: str | None,
     address: str | None, restarts: int, grace: float, patience: float, give_up: float, hang: float, first_hang: float,
-    show: str, command: tuple[str, ...],
+    spike: float | None, show: str, command: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Run COMMAND as so many ranks, and start them again from what they saved when one of them fails.
 
@@ -87,6 +91,10 @@ def command(
     from ckpt.recovery.course import Spec
     from ckpt.recovery.limits import FIRST_SECONDS, Limits
     from ckpt.recovery.state import open_state
+    from ckpt.spikes import FACTOR
+
+    if spike is not None:
+        os.environ[FACTOR] = str(spike)  # the ranks inherit it
 
     hosts = nnodes or place.hosts_of(launcher, os.environ) or 1
     if least is not None and least > hosts:

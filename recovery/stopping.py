@@ -1,0 +1,38 @@
+"""After which step a job stops that was asked to end: the same on every rank. Pure; ckpt/pulse.py has the ranks' side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What the ranks are asked."""
+
+    step: int
+    """To be saved after it, and to end."""
+    agreed: bool = False
+    """All ranks have heard of it, and none will go beyond. It does not change any more."""
+    ahead: int = 1
+    """So many steps beyond the fastest rank."""
+
+
+def next_stop(asked: Stop | None, ranks: Iterable[tuple[int, int | None]]) -> Stop:
+    """What to ask now, from what was asked before and from each running rank's step and the stop it has heard of.
+
+    Begins with the step that the fastest rank has under way. Where a rank was past it before it heard, twice as far ahead is
+    tried, until all hear in time. Call it with every look at the pages: write `step` into all pages when it changes
+    (Pulse.stop_at), and when it is agreed that, too (Pulse.stop_agreed).
+    """
+    told = list(ranks)
+    newest = max((step for step, _ in told), default=-1)
+    if asked is None:
+        return Stop(newest + 1)
+    if asked.agreed:
+        return asked
+    if all(heard == asked.step for _, heard in told):
+        return Stop(asked.step, True, asked.ahead)
+    if any(step >= asked.step and heard != asked.step for step, heard in told):
+        return Stop(newest + 2 * asked.ahead, False, 2 * asked.ahead)
+    return asked

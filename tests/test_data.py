@@ -1,0 +1,378 @@
+"""ckpt.data: after any row of restarts, on any number of ranks, the same samples come in the same order, each once an epoch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt import cursor, data
+from ckpt.cursor import Cursor, Plan, format_ranges, order, parse_ranges, share, union
+from ckpt.storage.errors import InvalidArgument
+
+torch = pytest.importorskip("torch")
+
+PROGRAM = str(Path(__file__).parent / "data_program.py")
+
+
+class Numbers:
+    """A dataset whose samples are their own numbers."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Shaken(Numbers):
+    """What a random transform makes of them, from all three libraries."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def loader(size: int = 20, **options: Any) -> data.Loader:
+    given = {"global_batch": 4, "seed": 3, "rank": 0, "world_size": 1, "collate_fn": list} | options
+    dataset = given.pop("dataset", None) or Numbers(size)
+    return data.Loader(dataset, **given)
+
+
+def uninterrupted(size: int, global_batch: int, seed: int, epochs: int, last: str = "short") -> list[list[int]]:
+    """Written anew, as simply as can be."""
+    found = []
+    for epoch in range(epochs):
+        samples = order(size, seed, epoch).tolist()
+        cut = [samples[i : i + global_batch] for i in range(0, size, global_batch)]
+        if len(cut[-1]) < global_batch:
+            if last == "drop":
+                cut.pop()
+            elif last == "pad":
+                fill = itertools.cycle(samples)
+                cut[-1] += [next(fill) for _ in range(global_batch - len(cut[-1]))]
+        found += cut
+    return found
+
+
+# --- the pure part ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_shares_are_a_partition(count: int, world_size: int) -> None:
+    shares = [share(count, rank, world_size) for rank in range(world_size)]
+    assert [i for part in shares for i in part] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 1000))
+def test_an_order_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    assert sorted(order(size, seed, epoch)) == list(range(size))
+    assert order(size, seed, epoch).tolist() == order(size, seed, epoch).tolist()
+
+
+def test_orders_stay_what_they_are() -> None:
+    """A run that goes on with a newer numpy must go on in the same order."""
+    assert order(10, 3, 1).tolist() == ORDER_OF_10
+    assert order(1000, 0, 0).tolist() != order(1000, 0, 1).tolist() != order(1000, 1, 0).tolist()
+    assert order(3, 0, 0, shuffle=False).tolist() == [0, 1, 2]
+
+
+ORDER_OF_10 = [3, 0, 4, 8, 2, 7, 9, 6, 1, 5]
+
+
+def test_seeds_of_samples_differ() -> None:
+    seeds = {cursor.sample_seed(*key) for key in itertools.product(range(20), repeat=3)}
+    assert len(seeds) == 20**3
+    assert all(0 <= seed < 1 << 64 for seed in seeds)
+
+
+_ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)).map(lambda p: (p[0], p[0] + p[1])), max_size=6)
+
+
+@given(_ranges)
+def test_ranges_as_text(ranges: list[tuple[int, int]]) -> None:
+    joined = union(ranges)
+    numbers = {n for first, last in ranges for n in range(first, last + 1)}
+    assert {n for n in range(80) if cursor.contains(joined, n)} == numbers
+    assert parse_ranges(format_ranges(joined)) == joined
+    assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(joined))
+
+
+@pytest.mark.parametrize("text", ["x", "3-", "-3", "5-4", "1;2", "1-2-3"])
+def test_ranges_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="names no batches"):
+        parse_ranges(text)
+
+
+@given(
+    size=st.integers(1, 60), last=st.sampled_from(["short", "drop", "pad"]), seed=st.integers(0, 5),
+    runs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=8), extra=st.integers(0, 9),
+)  # fmt: skip
+@settings(deadline=None)
+def test_any_row_of_restarts(size: int, last: Any, seed: int, runs: list[tuple[int, int]], extra: int) -> None:
+    """Each run has a number of ranks, and ends after some steps. Together they see what one run on one rank sees."""
+    global_batch = max(ranks for ranks, _ in runs) + extra
+    plan = Plan(size, global_batch, last)
+    if last == "drop" and size < global_batch:
+        return
+    steps = sum(count for _, count in runs)
+    at, seen = plan.settled(Cursor()), []
+    for world_size, count in runs:
+        cursors = [at] * world_size
+        for _ in range(count):
+            parts = []
+            for rank in range(world_size):
+                batch = plan.batch(cursors[rank])
+                assert batch.number == len(seen)
+                samples = order(size, seed, batch.epoch)
+                parts.append([int(samples[p % size]) for p in batch.share(rank, world_size)])
+                cursors[rank] = batch.after
+            seen.append([sample for part in parts for sample in part])
+        assert len(set(cursors)) == 1, "all ranks are at the same place"
+        at = cursors[0]
+    want = uninterrupted(size, global_batch, seed, steps + 1, last)
+    assert seen == want[:steps]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(["short", "drop", "pad"]), _ranges)
+@settings(deadline=None)
+def test_batches_that_are_passed_over(size: int, global_batch: int, last: Any, ranges: list[tuple[int, int]]) -> None:
+    if last == "drop" and size < global_batch:
+        return
+    whole, some = Plan(size, global_batch, last), Plan(size, global_batch, last, union(ranges))
+    at, kept = some.settled(Cursor()), []
+    while at.batch < 80:
+        batch = some.batch(at)
+        kept.append((batch.number, batch.epoch, batch.start, batch.stop))
+        at = batch.after
+    at, all_of_them = whole.settled(Cursor()), []
+    while at.batch < 80:
+        batch = whole.batch(at)
+        all_of_them.append((batch.number, batch.epoch, batch.start, batch.stop))
+        at = batch.after
+    assert kept == [b for b in all_of_them if not cursor.contains(union(ranges), b[0])]
+
+
+# --- Loader ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", ["short", "drop", "pad"])
+def test_epochs(last: str) -> None:
+    made = loader(18, last=last)
+    found = []
+    for epoch in range(3):
+        assert made.epoch == epoch
+        of_this = list(made)
+        assert len(of_this) == len(made)
+        found += of_this
+    assert found == uninterrupted(18, 4, 3, 3, last)
+    assert made.batch == len(found) - 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_workers_fetched_ahead_does_not_count(workers: int) -> None:
+    want = uninterrupted(20, 4, 3, 3)
+    first = loader(num_workers=workers)
+    assert list(itertools.islice(first.forever(), 7)) == want[:7]
+    state = first.state_dict()
+    assert (state["epoch"], state["sample"], state["batch"]) == (1, 8, 7)
+    assert all(type(value) is int for value in state.values())
+    again = loader(num_workers=workers, seed=99)  # the saved seed counts
+    again.load_state_dict(state)
+    assert list(itertools.islice(again.forever(), 8)) == want[7:]
+
+
+def test_restored_while_it_is_iterated() -> None:
+    """An iterator that exists already goes on from what is restored."""
+    want = uninterrupted(20, 4, 3, 3)
+    made = loader()
+    batches = made.forever()
+    state = [made.state_dict() for _ in itertools.islice(batches, 8)][-1]
+    next(batches)
+    made.load_state_dict(state)
+    assert [next(batches) for _ in range(4)] == want[8:12]
+
+
+def test_left_and_entered_again() -> None:
+    want = uninterrupted(20, 4, 3, 1)
+    made = loader(num_workers=1, persistent_workers=True)
+    found = []
+    while made.epoch == 0:
+        for batch in made:
+            found.append(batch)
+            if len(found) % 2 == 0:
+                break
+    assert found == want
+
+
+def test_randomness_depends_on_the_sample_alone() -> None:
+    """Not on workers, ranks, or where a run began; and the loop's own generators are as they were."""
+    want = [x for batch in itertools.islice(loader(dataset=Shaken(10)).forever(), 5) for x in batch]
+    assert len({x[1] for x in want}) == len({x[3] for x in want}) == len(want), "the second epoch is shaken anew"
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    free = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(5)]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    many = [loader(dataset=Shaken(10), rank=r, world_size=2, num_workers=r).forever() for r in range(2)]
+    found, drawn = [], []
+    for _ in range(5):
+        found += [x for batches in many for x in next(batches)]
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert found == want
+    assert drawn == free
+
+
+def test_a_dataset_that_gives_several(tmp_path: Path) -> None:
+    class Several(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [(i, random.random()) for i in indices]
+
+    one, other = loader(dataset=Several(20)), loader(dataset=Several(20))
+    first = list(one)
+    assert [[i for i, _ in batch] for batch in first] == uninterrupted(20, 4, 3, 1)
+    next(iter(other))
+    assert list(other) == first[1:]
+
+
+def test_tensors_are_collated() -> None:
+    batch = next(iter(loader(dataset=torch.utils.data.TensorDataset(torch.arange(20.0)), collate_fn=None, shuffle=False)))
+    assert torch.equal(batch[0], torch.arange(4.0))
+
+
+def test_batches_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cursor.SKIP, "1,4-6")
+    want = uninterrupted(20, 4, 3, 2)
+    made = loader()
+    found = [(made.batch, batch) for batch in itertools.islice(made.forever(), 6)]
+    assert found == [(n, want[n]) for n in (0, 2, 3, 7, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 3, "rank": 0, "world_size": 4}, "leaves some of 4 ranks without a sample"),
+        ({"rank": 0, "world_size": 4, "size": 21}, "1 samples for 4 ranks; use last='drop' or 'pad'"),
+        ({"rank": 4, "world_size": 4}, "rank=4 is no rank"),
+        ({"rank": 0, "world_size": None}, "or neither"),
+        ({"sampler": None, "drop_last": True}, "drop_last, sampler: Loader sees to"),
+        ({"last": "drop", "size": 3}, "3 samples make no batch of 4"),
+        ({"last": "some"}, "use 'short', 'drop' or 'pad'"),
+        ({"dataset": iter([1])}, "use ckpt.data.Stream"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        loader(**options)
+
+
+def test_another_dataset() -> None:
+    state = loader(20).state_dict()
+    with pytest.raises(InvalidArgument, match="has 24 samples, and had 20"):
+        loader(24).load_state_dict(state)
+
+
+def test_importing_it_is_light() -> None:
+    code = "import ckpt.data, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- Stream ----------------------------------------------------------------------------------------------------
+
+
+def stream(size: int = 10, rank: int = 0, world_size: int = 1, **options: Any) -> data.Stream:
+    def items(epoch: int) -> Iterator[int]:
+        yield from range(1000 * epoch, 1000 * epoch + size)
+
+    return data.Stream(items, global_batch=4, rank=rank, world_size=world_size, **options)
+
+
+@pytest.mark.parametrize("last", ["short", "drop"])
+@pytest.mark.parametrize("seek", [None, lambda epoch, n: range(1000 * epoch + n, 1000 * epoch + 10)])
+def test_a_stream(last: Any, seek: Any) -> None:
+    tail = [[8, 9]] if last == "short" else []
+    epoch = [[0, 1, 2, 3], [4, 5, 6, 7], *tail]
+    want = [[1000 * e + i for i in batch] for e in range(4) for batch in epoch]
+    for ends in itertools.combinations(range(1, 8), 2):
+        state: Any = None
+        found = []
+        for until in (*ends, 8):
+            ranks = [stream(rank=r, world_size=3, last=last, seek=seek) for r in range(3)]
+            for one in ranks:
+                if state is not None:
+                    one.load_state_dict(state)
+            batches = [one.forever() for one in ranks]
+            while len(found) < until:
+                found.append([item for b in batches for item in next(b)])
+            assert len({str(one.state_dict()) for one in ranks}) == 1
+            state = ranks[0].state_dict()
+        assert found == want[:8]
+
+
+def test_a_stream_passes_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cursor.SKIP, "0,2")
+    assert list(itertools.islice(stream().forever(), 3)) == [[4, 5, 6, 7], [1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]
+
+
+def test_a_stream_restored_while_it_is_iterated() -> None:
+    made = stream()
+    batches = made.forever()
+    next(batches)
+    state = made.state_dict()
+    next(batches)
+    made.load_state_dict(state)
+    assert next(batches) == [4, 5, 6, 7]
+
+
+def test_an_empty_stream() -> None:
+    with pytest.raises(ckpt.CkptError, match="epoch 0 has no batch"):
+        next(stream(0).forever())
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, repo: str, name: str, world_size: int, *fault: object) -> dict[int, int]:
+    """Exit statuses by rank, of a training in processes."""
+    ranks = {}
+    for rank in range(world_size):
+        command = [sys.executable, PROGRAM, str(folder / repo), str(folder / f"{name}-{rank}"), *map(str, fault)]
+        environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": name, "OMP_NUM_THREADS": "1"}
+        ranks[rank] = subprocess.Popen(command, env=os.environ | environ)
+    return {rank: process.wait(timeout=120) for rank, process in ranks.items()}
+
+
+def test_killed_and_restored_it_is_the_run_without_the_kill(tmp_path: Path) -> None:
+    """Weights, samples and what transforms in workers made of them, bit for bit; then with another number of ranks."""
+    assert run(tmp_path, "quiet", "quiet", 2) == {0: 0, 1: 0}
+    killed = run(tmp_path, "repo", "killed", 2, 7)
+    assert killed == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
+    shutil.copytree(tmp_path / "repo", tmp_path / "other")
+    assert run(tmp_path, "repo", "again", 2) == {0: 0, 1: 0}
+    seen = {}
+    for rank in range(2):
+        quiet = np.load(tmp_path / f"quiet-{rank}.npz")
+        again = np.load(tmp_path / f"again-{rank}.npz")
+        assert np.array_equal(quiet["weights"], again["weights"])
+        assert 0 < len(again["seen"]) < len(quiet["seen"])
+        assert np.array_equal(quiet["seen"][-len(again["seen"]) :], again["seen"])
+        seen[rank] = quiet["seen"]
+    assert run(tmp_path, "other", "one", 1) == {0: 0}
+    one = np.load(tmp_path / "one-0.npz")["seen"]
+    steps = len(one) // 4  # of four samples, two a rank before
+    assert np.array_equal(one.reshape(steps, 4, -1)[:, :2].reshape(2 * steps, -1), seen[0][-2 * steps :])
+    assert np.array_equal(one.reshape(steps, 4, -1)[:, 2:].reshape(2 * steps, -1), seen[1][-2 * steps :])
