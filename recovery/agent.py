@@ -52,6 +52,8 @@ class Here:
     limits: Limits = field(default_factory=Limits)
     show: str = "0"
     """Whose output goes to the console: "0", "all" or "none"."""
+    through_mpi: bool = False
+    """mpiexec starts the ranks, for programs that use MPI's own world."""
 
 
 class Agent:
@@ -64,6 +66,7 @@ class Agent:
         self._say = say
         self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))
         self._incarnation = secrets.token_hex(8)
+        self._mark = f"{launch.AGENT}={self._incarnation}"
         self._joined = time.time()
         self._port = launch.free_port(here.address)
         self._course = Course()
@@ -81,7 +84,7 @@ class Agent:
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
         host.adopt_orphans()
-        self._guardian = Guardian()
+        self._guardian = Guardian(self._mark)
         self._ledger = Ledger(self._here.folder)
         self._select = selectors.DefaultSelector()
         try:
@@ -196,11 +199,11 @@ class Agent:
         facts, logs = entry.facts, self._here.folder / "logs" / str(entry.attempt)
         share = Share(
             self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
-            int(facts["port"]), facts["environment"],
+            int(facts["port"]), {**facts["environment"], launch.AGENT: self._incarnation},
         )  # fmt: skip
         failpoint("agent.start")
         try:
-            ranks = launch.start(self._spec.command, share, self._pages, logs)
+            ranks = launch.start(self._spec.command, share, self._pages, logs, self._here.through_mpi)
         except CkptError as error:
             if self._spec.hosts == 1:
                 self._state.append(self._course.number, [Draft(entry.attempt, "end", str(error), {"status": 1})])
@@ -208,7 +211,7 @@ class Agent:
             self._wrong = Wrong("exit", tuple(range(member.first, member.first + member.count)), str(error))
             return
         for rank in ranks:
-            self._guardian.add(rank.pid)
+            self._guardian.add(rank.process.pid)
             self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
         self._watch = Watch(ranks, self._here.limits, self._best)
         failpoint("agent.started")
@@ -222,10 +225,10 @@ class Agent:
         for rank in watch.ranks:
             with contextlib.suppress(KeyError):
                 self._select.unregister(rank.pidfd)
-        launch.stop(watch.ranks)
+        launch.stop(watch.ranks, self._mark)
         watch.show(self._here.show)
         for rank in watch.ranks:
-            self._guardian.remove(rank.pid)
+            self._guardian.remove(rank.process.pid)
         self._port = launch.free_port(self._here.address)
         self._account("stop")
 

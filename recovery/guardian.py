@@ -16,10 +16,10 @@ from ckpt.recovery import host
 
 
 class Guardian:
-    """Its caller's side."""
+    """Its caller's side. mark: what the ranks, and all they start, have in their environment (NAME=value)."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "ckpt.recovery.guardian"]
+    def __init__(self, mark: str = "") -> None:
+        command = [sys.executable, "-m", "ckpt.recovery.guardian", mark]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         host.own(self._process.pid)
 
@@ -43,7 +43,7 @@ class Guardian:
         self._process.wait()
 
 
-def watch(lines: TextIO) -> None:
+def watch(lines: TextIO, mark: str) -> None:
     """The other side."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -53,9 +53,9 @@ def watch(lines: TextIO) -> None:
             sessions.add(int(line[1:]))
         else:
             sessions.discard(int(line[1:]))
-    host.end(sessions)
+    host.end(sessions, mark)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    watch(sys.stdin)
+    watch(sys.stdin, sys.argv[1])

@@ -45,27 +45,29 @@ def _field(pid: int, number: int) -> str:
         return ""
 
 
-def members(sessions: Iterable[int]) -> list[int]:
-    """All living processes of some sessions: a child may have left the group, and seldom leaves the session."""
-    wanted = set(sessions)
-    return [
-        int(name)
-        for name in os.listdir("/proc")
-        if name.isdigit() and session(int(name)) in wanted and state(int(name)) != "Z"
-    ]
+def members(sessions: Iterable[int], mark: str = "") -> list[int]:
+    """All living processes of some sessions, and those that were started with `mark` (NAME=value) in their environment: a child
+    that has left its session has kept that."""
+    wanted, sought = set(sessions), mark.encode()
+    found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in found if (session(pid) in wanted or _has(pid, sought)) and state(pid) != "Z"]
 
 
-def end(sessions: Iterable[int], grace_seconds: float = 0.0) -> None:
-    """End all processes of some sessions: asked first, where there is time, then killed, stopped ones too."""
+def _has(pid: int, mark: bytes) -> bool:
+    if not mark:
+        return False
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def end(sessions: Iterable[int], mark: str = "") -> None:
+    """Kill all processes of some sessions, and those that bear a mark, stopped ones too."""
     wanted = list(sessions)
-    if grace_seconds > 0:
-        for pid in members(wanted):
-            _signal(pid, signal.SIGTERM)
-        until = time.monotonic() + grace_seconds
-        while time.monotonic() < until and members(wanted):
-            time.sleep(0.02)
     for _ in range(200):  # a process that is just being started is found in the next round
-        left = members(wanted)
+        left = members(wanted, mark)
         if not left:
             return
         for pid in left:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt import pulse as pulses
 from ckpt.pulse import Pulse
-from ckpt.recovery import host
+from ckpt.recovery import host, mpi
 from ckpt.storage.errors import CkptError
 
 
@@ -25,9 +25,13 @@ class Rank:
     pulse: Pulse
     log: Path
 
+    shared: bool = False
+    """The process is mpiexec, which has started all of them."""
+
     @property
     def pid(self) -> int:
-        return self.process.pid
+        """0 where it is not known yet."""
+        return self.pulse.read().pid if self.shared else self.process.pid
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,10 @@ class Share:
     """Environment beside."""
 
 
+AGENT = "CKPT_AGENT"
+"""The environment variable by which all that the ranks of an agent start is known."""
+
+
 def environment(share: Share, number: int, page: Path) -> Mapping[str, str]:
     """What a rank is told. OMP_NUM_THREADS is 1 where nothing is said and there are several, as torchrun has it."""
     local = number - share.first
@@ -64,33 +72,49 @@ def environment(share: Share, number: int, page: Path) -> Mapping[str, str]:
     return {**told, **share.more}
 
 
-def start(command: Sequence[str], share: Share, pages: Path, logs: Path) -> list[Rank]:
+def start(command: Sequence[str], share: Share, pages: Path, logs: Path, through_mpi: bool = False) -> list[Rank]:
     """Start the ranks of this host. Raises CkptError where the command can't be started; then none runs."""
     logs.mkdir(parents=True, exist_ok=True)
+    numbers = range(share.first, share.first + share.count)
+    made = [Pulse(_page(pages, share, number), new=True) for number in numbers]
+    files = [logs / f"rank-{number}.log" for number in numbers]
+    for file in files:
+        file.touch()
     ranks: list[Rank] = []
     try:
-        for number in range(share.first, share.first + share.count):
-            page, log = pages / f"{share.attempt}-{number}", logs / f"rank-{number}.log"
-            pulse = Pulse(page, new=True)
-            told = environment(share, number, page)
-            with log.open("ab") as out:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=os.environ | told,
-                    start_new_session=True, preexec_fn=host.die_with_parent,
-                )  # fmt: skip
-            host.own(process.pid)
-            ranks.append(Rank(number, process, os.pidfd_open(process.pid), pulse, log))
+        if through_mpi:
+            told = environment(share, share.first, _page(pages, share, share.first))
+            beside = mpi.environment(share.first, str(pages / f"{share.attempt}-{{}}"), str(logs / "rank-{}.log"))
+            process = _spawn(mpi.command(command, share.count), {**told, **beside}, files[0])
+        for number, pulse, file in zip(numbers, made, files, strict=True):
+            if not through_mpi:
+                process = _spawn(command, environment(share, number, _page(pages, share, number)), file)
+            ranks.append(Rank(number, process, os.pidfd_open(process.pid), pulse, file, through_mpi))
     except OSError as error:
-        stop(ranks)
+        stop(ranks, "")
         raise CkptError(
             f"{command[0]} can't be started: {error.strerror}; give a command that runs by itself"
         ) from error
     return ranks
 
 
-def stop(ranks: Sequence[Rank], grace_seconds: float = 0.0) -> None:
-    """End the ranks and all they have started."""
-    host.end([rank.pid for rank in ranks], grace_seconds)
+def _page(pages: Path, share: Share, number: int) -> Path:
+    return pages / f"{share.attempt}-{number}"
+
+
+def _spawn(command: Sequence[str], told: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **told},
+            start_new_session=True, preexec_fn=host.die_with_parent,
+        )  # fmt: skip
+    host.own(process.pid)
+    return process
+
+
+def stop(ranks: Sequence[Rank], mark: str) -> None:
+    """End the ranks and all that bears the mark of what they have started."""
+    host.end([rank.process.pid for rank in ranks], mark)
     for rank in ranks:
         rank.process.wait()
         os.close(rank.pidfd)

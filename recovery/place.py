@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ckpt.storage.errors import CkptError, InvalidArgument
 
-LAUNCHERS = ("local", "slurm", "torchrun", "k8s")
-"""What has started this agent on its host."""
+LAUNCHERS = ("local", "mpiexec", "slurm", "torchrun", "k8s")
+"""mpiexec starts the ranks of one host; the others have started this agent on each of its hosts."""
 
 
 def name_of(launcher: str, environ: Mapping[str, str]) -> str:

@@ -150,7 +150,7 @@ class Watch:
 
     def _silent(self, now: float) -> Wrong | None:
         for rank in self._running.values():
-            if host.state(rank.pid) != "T":
+            if not rank.pid or host.state(rank.pid) != "T":
                 self._stopped.pop(rank.number, None)
                 continue
             since = self._stopped.setdefault(rank.number, now)

@@ -24,7 +24,7 @@ def main() -> None:
     state = {"w": ckpt.Shard(np.zeros((4, 100)), (4 * size, 100), (4 * rank, 0))}
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if fault == "child" and rank == who:
-        child = subprocess.Popen(["sleep", "1000"], start_new_session=False)
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         (folder / "child").write_text(str(child.pid))
     if fault == "always" and rank == who:
         raise RuntimeError("there is no data")

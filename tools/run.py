@@ -40,7 +40,7 @@ _state = click.option("--state", metavar="URL", help="The state of a run on seve
 @_folder
 @click.option(
     "--launcher", type=click.Choice(place.LAUNCHERS), default="local", show_default=True,
-    help="What starts this command on each host: names and counts of hosts are taken from there.",
+    help="mpiexec: starts the ranks. Others start this command on each host: names and counts of hosts are theirs.",
 )
 @click.option("--name", help="Of this host.  [default: as the launcher or the system calls it]")
 @click.option("--address", help="Where other hosts reach this one.  [default: the one that reaches the state]")
@@ -99,11 +99,13 @@ def command(
     hosts = nnodes or place.hosts_of(launcher, os.environ) or 1
     if least is not None and least > hosts:
         raise InvalidArgument(f"--min {least} is more than the {hosts} hosts of --nnodes")
+    if launcher == "mpiexec" and hosts > 1:
+        raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     name = name or place.name_of(launcher, os.environ)
     lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_name(run_dir, name)
     first = {phase: min(seconds, first_hang) for phase, seconds in FIRST_SECONDS.items()}
     limits = Limits(least_seconds=hang, first_seconds=first)
-    here = Here(name, run_dir, address or place.address_of(state if hosts > 1 else None), limits, show)
+    here = Here(name, run_dir, address or place.address_of(state if hosts > 1 else None), limits, show, launcher == "mpiexec")
     spec = Spec(command, ranks, hosts, least or hosts, restarts, grace, patience, give_up)
     opened = open_state(run_dir, state)
     try:
