@@ -13,6 +13,7 @@ import click
 from ckpt.storage.errors import CkptError
 from ckpt.tools import common
 from ckpt.tools.common import emit
+from ckpt.tools.simulate import command as simulate
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _DEFAULT = "ckpt-run-files"
@@ -128,18 +129,31 @@ def inject(fault: str, rank: int, run_dir: Path) -> int:
 @click.command("ckpt-run report", context_settings=_SETTINGS)
 @_folder
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def report(run_dir: Path, as_json: bool) -> int:
-    """Print where the time of a run went."""
-    from ckpt.recovery.ledger import NAMES, totals
+@click.option("--prometheus", is_flag=True, help="Print it in Prometheus' text format.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw it into this file.")
+def report(run_dir: Path, as_json: bool, prometheus: bool, png: Path | None) -> int:
+    """Print where the time of a run went, or draw it."""
+    from ckpt.recovery.ledger import NAMES, goodput, lines, totals
 
     entries, seconds = _entries(run_dir), totals(run_dir)
-    total = sum(seconds.values()) or 1.0
-    if as_json:
-        common.emit_json({"seconds": dict(seconds), "restarts": sum(e.kind == "failure" for e in entries)})
-        return 0
-    rows = [(name, f"{seconds.get(name, 0.0):.2f} s", f"{100 * seconds.get(name, 0.0) / total:.1f} %") for name in NAMES]
-    common.show_table(("", ">seconds", ">share"), rows)
-    emit(f"{total:.2f} s in all; {common.count(sum(e.kind == 'failure' for e in entries), 'failure')}")
+    failures = sum(entry.kind == "failure" for entry in entries)
+    total = sum(seconds.values())
+    if png is not None:
+        common.optional("matplotlib", "--png", "report")
+        from ckpt.recovery.picture import draw_run
+
+        draw_run(lines(run_dir), entries, png)
+    if prometheus:
+        from ckpt.recovery.metrics import text
+
+        emit(text(entries, seconds).rstrip())
+    elif as_json:
+        common.emit_json({"seconds": dict(seconds), "failures": failures, "goodput": goodput(seconds)})
+    else:
+        spent = [(name, seconds.get(name, 0.0)) for name in NAMES]
+        rows = [(name, f"{part:.2f} s", f"{100 * part / (total or 1.0):.1f} %") for name, part in spent]
+        common.show_table(("", ">seconds", ">share"), rows)
+        emit(f"{total:.2f} s in all; {common.count(failures, 'failure')}")
     return 0
 
 
@@ -158,7 +172,7 @@ def _entries(run_dir: Path) -> list:  # type: ignore[type-arg]
     return entries
 
 
-_OTHERS = {"why": why, "status": status, "report": report, "inject": inject}
+_OTHERS = {"why": why, "status": status, "report": report, "inject": inject, "simulate": simulate}
 
 
 def main() -> None:
