@@ -75,10 +75,8 @@ def draw_sweep(points: Sequence[Point], title: str, file: Path) -> None:
     fig, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2], layout="constrained")
     x = [point.interval_seconds for point in points]
     mean = [100 * point.goodput for point in points]
-    above.fill_between(
-        x, [100 * min(p.goodputs) for p in points], [100 * max(p.goodputs) for p in points], color=COLOURS["useful"], alpha=0.15,
-        linewidth=0, label="all seeds",
-    )  # fmt: skip
+    least, most = ([100 * end(point.goodputs) for point in points] for end in (min, max))
+    above.fill_between(x, least, most, color=COLOURS["useful"], alpha=0.15, linewidth=0, label="all seeds")
     above.plot(x, mean, "o-", color=COLOURS["useful"], markersize=4, label="mean")
     for point in points:
         if point.daly:
@@ -103,7 +101,7 @@ def draw_sweep(points: Sequence[Point], title: str, file: Path) -> None:
     below.set_xlabel("between two saves", color=FAINT, fontsize=9, loc="right")
     above.legend(loc="lower left", frameon=False, fontsize=9)
     handles, labels = below.get_legend_handles_labels()
-    below.legend(handles[::-1], labels[::-1], loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=8)
+    below.legend(handles[::-1], labels[::-1], loc="upper center", frameon=False, fontsize=8)
     for ax in (above, below):
         _plain(ax)
     fig.suptitle(title, fontsize=11, color=TEXT, x=0.01, ha="left")

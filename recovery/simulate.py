@@ -82,7 +82,7 @@ class Policy:
     interval_seconds: float
     """From the end of one save to the next."""
     decide: Callable[[Sequence[Failure], Budget], Decision] = decide
-    budget: Budget = Budget()
+    budget: Budget = field(default_factory=Budget)
 
 
 def daly_policy(world: World) -> Policy:
@@ -337,9 +337,13 @@ class Point:
 
 
 def sweep(world: World, days: float, seeds: int, intervals: Sequence[float] = ()) -> list[Point]:
-    """Goodput by interval, each with the same failures; by default at Daly's interval, and around it."""
+    """Goodput by interval, each with the same failures; by default at Daly's interval, and around it.
+
+    An interval shorter than a save takes comes to the same as one of that length: a save waits for the one before.
+    """
     best = daly_policy(world).interval_seconds
-    wanted = {*(intervals or (best * factor for factor in _FACTORS)), best}
+    around = [best * factor for factor in _FACTORS if best * factor >= world.durable_seconds]
+    wanted = {*(intervals or around), best}
     points = []
     for interval in sorted(wanted):
         outcomes = tuple(simulate(world, Policy(interval), days, seed) for seed in range(seeds))
