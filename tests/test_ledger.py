@@ -140,8 +140,10 @@ def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
     for attempt in range(attempts):
         for name, seconds in (("spawn", 2.0), ("redo", 1.0), ("useful", 30.0), ("stop", 0.1)):
             at += seconds
-            found.append(Line(at, name, seconds, attempt, 30 * attempt if attempts == 3 else -1, 30 * attempt - 1))  # type: ignore[arg-type]
-        entries.append(Entry(attempt, at - 0.05, attempt, "failure", "was killed by SIGKILL", {"ranks": [1], "cause": "signal"}))
+            step = 30 * attempt if attempts == 3 else -1
+            found.append(Line(at, name, seconds, attempt, step, 30 * attempt - 1))  # type: ignore[arg-type]
+        facts = {"ranks": [1], "cause": "signal"}
+        entries.append(Entry(attempt, at - 0.05, attempt, "failure", "was killed by SIGKILL", facts))
     draw_run(found, entries, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
@@ -237,7 +239,8 @@ def test_metrics_of_a_run_under_way() -> None:
         Entry(3, 1.0, 0, "decision", "", {"action": "restart"}),
         Entry(4, 1.0, 1, "start", "", {}),
     ]
-    beats = {0: Beat(5, 7, "step", 90.0, 4, 0.25, 11), 1: Beat(5, 6, "step", 99.5, 3, 0.5, 12), 2: Beat(0, -1, "start", 1, -1, 0, 0)}
+    beats = {0: Beat(5, 7, "step", 90.0, 4, 0.25, 11), 1: Beat(5, 6, "step", 99.5, 3, 0.5, 12)}
+    beats[2] = Beat(0, -1, "start", 1.0, -1, 0.0, 0)
     text = metrics.text(entries, {"useful": 3.0, "redo": 1.0}, beats, now=100.0)
     samples = {
         (s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(text) for s in family.samples
