@@ -24,6 +24,9 @@ MEANING: Mapping[Name, str] = {
 }  # fmt: skip
 TEXT, FAINT, FAILURE = "#343a40", "#868e96", "#c92a2a"
 
+_LEFT = 0.26
+"""Where the bar of shares begins, right of the large figure."""
+
 _ROWS = 12
 """So many attempts get a row each; more of them share one."""
 
@@ -51,7 +54,7 @@ def draw_run(lines: Sequence[Line], entries: Sequence[Entry], file: Path) -> Non
     attempts = sorted({line.attempt for line in lines})
     shared = len(attempts) > _ROWS
     steps = any(line.step >= 0 for line in lines)
-    heights = [1.15, *([2.6] if steps else []), 0.55 + (0.7 if shared else 0.34 * len(attempts))]
+    heights = [1.3, *([2.6] if steps else []), 0.55 + (0.7 if shared else 0.34 * len(attempts))]
     fig, axes = plt.subplots(
         len(heights), 1, figsize=(12, sum(heights) + 1.1), height_ratios=heights, layout="constrained", squeeze=False
     )
@@ -120,18 +123,18 @@ def _draw_shares(ax: Any, seconds: Mapping[str, float], failures: int) -> None:
     ax.set_ylim(-1.5, 1)
     ax.text(0, 0.1, f"{100 * goodput(seconds):.1f} %", fontsize=30, weight="bold", color=COLOURS["useful"], va="center")
     count = f"{failures} failure{'' if failures == 1 else 's'}"
-    ax.text(0, -1.2, f"useful, of {_short(total)} · {count}", fontsize=10, color=TEXT, va="center")
-    left, width = 0.2, 0.8
-    at, column = left, left
-    for name in NAMES:
-        part = width * seconds.get(name, 0.0) / total
-        ax.barh(0.1, part, left=at, height=1.1, color=COLOURS[name], edgecolor="white", linewidth=0.6)
+    ax.text(0, -1.0, f"useful, of {_short(total)} · {count}", fontsize=10, color=TEXT, va="center")
+    at, bars = _LEFT, []
+    for name in (name for name in NAMES if seconds.get(name)):
+        part = (1 - _LEFT) * seconds[name] / total
+        label = f"{name} {_short(seconds[name])}"
+        bars.append(ax.barh(0.1, part, left=at, height=1.1, color=COLOURS[name], label=label))
         at += part
-        if not part:
-            continue
-        ax.plot(column, -1.2, "s", color=COLOURS[name], markersize=7)
-        ax.text(column + 0.009, -1.2, f"{name} {_short(seconds[name])}", fontsize=9, color=TEXT, va="center")
-        column += 0.035 + 0.0085 * len(f"{name} {_short(seconds[name])}")
+    legend = ax.legend(
+        handles=bars, loc="upper left", bbox_to_anchor=(_LEFT, 0.3), ncols=5, frameon=False, borderaxespad=0, borderpad=0,
+        fontsize=9, labelcolor=TEXT, handlelength=0.8, handleheight=0.8, columnspacing=2.5,
+    )  # fmt: skip
+    legend.set_in_layout(False)
 
 
 def _draw_progress(ax: Any, lines: Sequence[Line], starts: Sequence[float], marks: Sequence[_Mark], scale: float) -> None:
@@ -227,8 +230,8 @@ def _marks(lines: Sequence[Line], starts: Sequence[float], entries: Sequence[Ent
 def _cause(entry: Entry) -> str:
     ranks = [str(rank) for rank in entry.facts.get("ranks", ())]
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    text = entry.text if len(entry.text) <= 48 else entry.text[:47] + "…"
-    return f"{who} {text}"
+    text = entry.text.partition(";")[0]
+    return f"{who} {text if len(text) <= 60 else text[:59] + '…'}"
 
 
 def _title(entries: Sequence[Entry]) -> str:
