@@ -44,6 +44,8 @@ def rank() -> None:
 
     signal.signal(BUSY, busy)
     signal.signal(BAD, bad)
+    random.seed(0)  # fsdp.py seeds those of torch only; these are saved, too, and are to be the same in both runs
+    np.random.seed(0)
     folder, sys.argv = Path(sys.argv[2]), [str(HERE / "fsdp.py"), *sys.argv[3:]]
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     runpy.run_path(sys.argv[0], run_name="__main__")
