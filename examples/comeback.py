@@ -60,7 +60,7 @@ class Job:
         self.said: list[str] = []
         folder.mkdir(parents=True)
         command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(args.ranks), "--run-dir", str(folder / "run")]
-        command += ["--hang", "2", "--show", "none", *shlex.split(args.run_options), "--"]
+        command += ["--hang", "3", "--show", "none", *shlex.split(args.run_options), "--"]
         command += [sys.executable, __file__, "rank", str(folder), str(folder / "checkpoints"), "--losses", str(self.log)]
         command += ["--steps", str(args.steps), "--every", str(args.every), *shlex.split(args.model)]
         self._began = time.monotonic()
