@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from demo import Chapter, Loss, console, read_losses
+from rich.markup import escape
 
 import ckpt
 
@@ -128,7 +129,7 @@ def disturbed(chapter: Chapter, job: Job, faults: list[str], seconds: float) -> 
         chapter.event(f"[bold red]{text.format(one)}[/] after step {job.losses()[-1].step}")
         job.until(lambda: len(job.said) > said)  # noqa: B023
         for line in job.said[said:]:
-            chapter.detail(f"ckpt-run: {line}")
+            chapter.detail(f"ckpt-run: {escape(line)}")
         seen = len(job.losses())
         if job.until(lambda: len(job.losses()) > seen):  # noqa: B023
             chapter.event(f"step {job.losses()[seen].step} is done: it is back, {time.monotonic() - at:.1f} s after the fault")

@@ -69,7 +69,7 @@ def _last(entries: Sequence[Entry]) -> list[tuple[_Labels, float]]:
 
 
 def _of_ledger(seconds: Mapping[str, float]) -> list[_Family]:
-    spent = {name: seconds.get(name, 0.0) for name in NAMES}
+    spent: dict[str, float] = {name: seconds.get(name, 0.0) for name in NAMES}
     return [
         _Family("ckpt_run_seconds_total", "counter", "Wall time, by what it was spent on.", _by("name", spent)),
         _Family("ckpt_run_goodput_ratio", "gauge", "The share of the time that was useful.", [({}, goodput(seconds))]),

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ckpt.recovery.ledger import NAMES, Line, Name, goodput
@@ -125,7 +125,7 @@ def _draw_shares(ax: Any, seconds: Mapping[str, float], failures: int) -> None:
     count = f"{failures} failure{'' if failures == 1 else 's'}"
     ax.text(0, -1.0, f"useful, of {_short(total)} · {count}", fontsize=10, color=TEXT, va="center")
     at, bars = _LEFT, []
-    for name in (name for name in NAMES if seconds.get(name)):
+    for name in (name for name in NAMES if seconds.get(name, 0.0) >= 0.005):
         part = (1 - _LEFT) * seconds[name] / total
         label = f"{name} {_short(seconds[name])}"
         bars.append(ax.barh(0.1, part, left=at, height=1.1, color=COLOURS[name], label=label))
@@ -235,7 +235,9 @@ def _cause(entry: Entry) -> str:
 
 
 def _title(entries: Sequence[Entry]) -> str:
-    text = next((entry.text for entry in entries if entry.kind == "start"), "")
+    facts = next((entry.facts for entry in entries if entry.kind == "start"), {})
+    words = [PurePath(word).name if word.startswith("/") else word for word in facts.get("command", ())]
+    text = f"{facts.get('ranks', 0)} ranks: {' '.join(words)}"
     return text if len(text) <= 120 else text[:119] + "…"
 
 

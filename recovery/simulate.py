@@ -95,7 +95,7 @@ class Outcome:
     """What came of it."""
 
     wall_seconds: float = 0.0
-    seconds: dict[Name, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(map(str, NAMES), 0.0))
     """By the names of the ledger; their sum is the wall time."""
     decisions: Counter[str] = field(default_factory=Counter)
     """By action."""
@@ -354,6 +354,6 @@ def sweep(world: World, days: float, seeds: int, intervals: Sequence[float] = ()
 _FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 1.4, 1.4, 2, 4, 8, 16)
 
 
-def totals(outcomes: Sequence[Outcome]) -> Mapping[Name, float]:
+def totals(outcomes: Sequence[Outcome]) -> Mapping[str, float]:
     """Seconds by name, over all."""
     return {name: sum(outcome.seconds[name] for outcome in outcomes) for name in NAMES}

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from ckpt.tools import common
 from ckpt.tools.common import emit
 
+_Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
+
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class Duration(click.ParamType):
-    """Seconds, or with a unit: 250ms, 30s, 5m, 3h, 2d."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]*)", str(value).strip())
-        if not found or found[2] not in _UNITS:
-            self.fail(f"{value}: write seconds, or a time such as 250ms, 30s, 5m, 3h, 2d", param, ctx)
-        return float(found[1]) * _UNITS[found[2]]
+def time(text: str) -> float:
+    """Seconds, from a number or from one with a unit: 250ms, 30s, 5m, 3h, 2d."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]*)", text.strip())
+    if not found or found[2] not in _UNITS:
+        raise click.BadParameter(f"{text}: write seconds, or a time such as 250ms, 30s, 5m, 3h, 2d")
+    return float(found[1]) * _UNITS[found[2]]
 
 
-def _time(flag: str, default: str, text: str) -> Any:
-    return click.option(flag, type=Duration(), default=default, show_default=True, help=text)
+def _time(flag: str, default: str, text: str) -> Callable[[_Command], _Command]:
+    return click.option(flag, type=time, default=default, show_default=True, help=text)
 
 
 @click.command("ckpt-run simulate", context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,7 +40,7 @@ def _time(flag: str, default: str, text: str) -> Any:
 @_time("--restore", "20s", "Reading a checkpoint.")
 @_time("--repair", "4h", "Until a host that was lost is back.")
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Hosts that stand by.")
-@click.option("--every", type=Duration(), multiple=True, help="An interval to try, as often as wanted. Default: around Daly's.")
+@click.option("--every", type=time, multiple=True, help="An interval to try, as often as wanted. Default: around Daly's.")
 @click.option("--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
 @click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="Runs for each interval.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
