@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def with_ckpt(args: argparse.Namespace, state: Any, train_step: Callable[[], Non
     with ckpt.Checkpointer(args.folder / "checkpoints", every=args.every, keep=3) as ck:
         state, start = ck.restore(state)
         note("begin", start)
-        spent, steps = 0.0, 0
+        spent: list[float] = []
         for step in range(start, args.steps):
             train_step()
             if args.long_save and step % 40 == 39:
@@ -112,9 +113,9 @@ def with_ckpt(args: argparse.Namespace, state: Any, train_step: Callable[[], Non
                     time.sleep(args.long_save)
             began = time.perf_counter()
             ck.step(step, state)
-            spent, steps = spent + time.perf_counter() - began, steps + 1
+            spent.append(time.perf_counter() - began)
             note("step", step)
-    (args.folder / f"cost-{os.environ.get('RANK', '0')}").write_text(str(spent / max(1, steps)))
+    (args.folder / f"cost-{os.environ.get('RANK', '0')}").write_text(str(median(spent)))
 
 
 def with_torch(
