@@ -171,10 +171,12 @@ LAUNCHERS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
         sys.executable, "-m", "ckpt.tools.run", "-n", str(args.ranks), "--run-dir", str(folder / "run"), "--show", "none",
         *shlex.split(args.run_options), "--", sys.executable,
     ],
+    # As it is, torchrun 2.13 lets new ranks find the addresses of the old ones in its store, and gloo then fails again and again.
     "torchrun": lambda args, folder: [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "--standalone",
+        "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "--standalone",
         "--max-restarts", "1000",
     ],
+    "bare": lambda args, folder: [sys.executable],
 }  # fmt: skip
 
 FAULTS = {
@@ -318,9 +320,6 @@ def per_step(running: Job) -> float:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-LAUNCHERS["bare"] = lambda args, folder: [sys.executable]
 
 
 def jitter(args: argparse.Namespace, results: Results) -> None:
