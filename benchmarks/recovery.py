@@ -171,10 +171,10 @@ LAUNCHERS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
         sys.executable, "-m", "ckpt.tools.run", "-n", str(args.ranks), "--run-dir", str(folder / "run"), "--show", "none",
         *shlex.split(args.run_options), "--", sys.executable,
     ],
-    # As it is, torchrun 2.13 lets new ranks find the addresses of the old ones in its store, and gloo then fails again and again.
+    # As it is, torchrun 2.13 lets new ranks find the addresses of the old ones in its store, and gloo fails by that.
     "torchrun": lambda args, folder: [
-        "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "--standalone",
-        "--max-restarts", "1000",
+        "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
+        str(args.ranks), "--standalone", "--max-restarts", "1000",
     ],
     "bare": lambda args, folder: [sys.executable],
 }  # fmt: skip

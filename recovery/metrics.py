@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ckpt.pulse import Beat
 from ckpt.recovery.ledger import NAMES, goodput
@@ -27,14 +27,15 @@ class _Family:
 
 
 def text(
-    entries: Sequence[Entry], seconds: Mapping[str, float], beats: Mapping[int, Beat] | None = None, now: float | None = None
+    entries: Sequence[Entry], seconds: Mapping[str, float], up: bool, beats: Mapping[int, Beat] = MappingProxyType({}),
+    now: float = 0.0,
 ) -> str:
     """All metrics of a run. Pure.
 
-    entries: its record, in order. seconds: by name, of its ledger. beats: of the ranks that run, by their number, with
-    `now` by the clock of their `since` (CLOCK_MONOTONIC).
+    entries: its record, in order. seconds: by name, of its ledger. up: it runs. beats: of the ranks that run, by their number,
+    with `now` by the clock of their `since` (CLOCK_MONOTONIC).
     """
-    families = [*_of_record(entries), *_of_ledger(seconds), *_of_ranks(beats or {}, time.monotonic() if now is None else now)]
+    families = [*_of_record(entries, up), *_of_ledger(seconds), *_of_ranks(beats, now)]
     lines = []
     for family in families:
         if family.samples:
@@ -52,12 +53,11 @@ def serve(host: str, port: int, text: Callable[[], str]) -> Web:
     return Web(host, port, pages, "ckpt-run-metrics")
 
 
-def _of_record(entries: Sequence[Entry]) -> list[_Family]:
+def _of_record(entries: Sequence[Entry], up: bool) -> list[_Family]:
     failures = Counter(str(e.facts["cause"]) for e in entries if e.kind == "failure")
     decisions = Counter(str(e.facts["action"]) for e in entries if e.kind == "decision")
-    running = bool(entries) and entries[-1].kind != "end"
     return [
-        _Family("ckpt_run_up", "gauge", "1 until the run has ended.", [({}, int(running))]),
+        _Family("ckpt_run_up", "gauge", "Whether it runs.", [({}, int(up))]),
         _Family("ckpt_run_attempt", "gauge", "The attempt under way, or the last one.", _last(entries)),
         _Family("ckpt_run_failures_total", "counter", "Failures of ranks, by cause.", _by("cause", failures)),
         _Family("ckpt_run_decisions_total", "counter", "What was decided after failures.", _by("action", decisions)),

@@ -85,12 +85,11 @@ def why(run_dir: Path, as_json: bool) -> int:
 def status(run_dir: Path) -> int:
     """Show what the ranks of a run do now. Exit status: 0 it runs, 1 it does not."""
     from ckpt.pulse import Pulse
-    from ckpt.recovery import host
 
     entries = _entries(run_dir)
     start = next(entry for entry in reversed(entries) if entry.kind == "start")
     pages = Path(start.facts["pages"])
-    if entries[-1].kind == "end" or not pages.exists() or not host.state(int(start.facts["pid"])):
+    if not _runs(entries):
         emit(f"it does not run: {entries[-1].text}")
         return 1
     import time
@@ -146,7 +145,7 @@ def report(run_dir: Path, as_json: bool, prometheus: bool, png: Path | None) -> 
     if prometheus:
         from ckpt.recovery.metrics import text
 
-        emit(text(entries, seconds).rstrip())
+        emit(text(entries, seconds, _runs(entries)).rstrip())
     elif as_json:
         common.emit_json({"seconds": dict(seconds), "failures": failures, "goodput": goodput(seconds)})
     else:
@@ -155,6 +154,14 @@ def report(run_dir: Path, as_json: bool, prometheus: bool, png: Path | None) -> 
         common.show_table(("", ">seconds", ">share"), rows)
         emit(f"{total:.2f} s in all; {common.count(failures, 'failure')}")
     return 0
+
+
+def _runs(entries: list) -> bool:  # type: ignore[type-arg]
+    """Whether the run of this record is under way: it has not ended, nor been killed."""
+    from ckpt.recovery import host
+
+    facts = next(entry.facts for entry in reversed(entries) if entry.kind == "start")
+    return entries[-1].kind != "end" and Path(facts["pages"]).exists() and bool(host.state(int(facts["pid"])))
 
 
 def _step(step: int) -> str:
