@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,10 +23,18 @@ from test_run import Run
 from ckpt.pulse import Beat
 from ckpt.recovery import metrics
 from ckpt.recovery.ledger import FILE, NAMES, Ledger, Line, goodput, lines, process_began, totals
+from ckpt.recovery.record import FILE as RECORD
 from ckpt.recovery.record import Entry, Record
 
 ROUNDING = 1e-4
 """Each line is rounded to a microsecond."""
+
+
+class Watched(Run):
+    """A run whose record is read in this process: fast enough to strike between two steps."""
+
+    def record(self) -> list[dict]:  # type: ignore[type-arg]
+        return [asdict(entry) for entry in Record(self.files).entries()] if (self.files / RECORD).exists() else []
 
 
 def assert_no_gap(found: list[Line]) -> None:
@@ -45,7 +54,7 @@ def report(run: Run, *options: str) -> str:
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
     """A run with three failures that has ended well, and its wall time."""
     began = time.monotonic()
-    run = Run(tmp_path_factory.mktemp("run") / "job", steps=45)
+    run = Watched(tmp_path_factory.mktemp("run") / "job", steps=80, seconds=0.05)
     try:
         for attempt, step in enumerate([11, 22, 33]):
             run.until_step(step, attempt)
@@ -66,7 +75,6 @@ def test_every_second_has_a_name(done: tuple[Run, float]) -> None:
     assert found[0].began < entries[0].at, "it begins with the process, not with the first attempt"
     assert found[-1].at > entries[-1].at, "it ends after the last word"
     assert sum(seconds.values()) < wall
-    assert seconds["detect"] >= 0.4, "the rank that was stopped"
     assert {line.attempt for line in found} == {0, 1, 2, 3}
     assert {entry.attempt for entry in entries if entry.kind == "failure"} == {0, 1, 2}
 
@@ -74,7 +82,7 @@ def test_every_second_has_a_name(done: tuple[Run, float]) -> None:
 def test_a_second_run_in_the_same_folder_goes_on(done: tuple[Run, float]) -> None:
     run, _ = done
     before = lines(run.files)
-    again = Run(run.folder, steps=48)
+    again = Run(run.folder, steps=82)
     try:
         assert again.end() == 0, again.said
     finally:
@@ -86,23 +94,19 @@ def test_a_second_run_in_the_same_folder_goes_on(done: tuple[Run, float]) -> Non
 
 
 def test_killed_it_is_right_up_to_a_moment_before(tmp_path: Path) -> None:
-    run = Run(tmp_path / "job", steps=10_000)
+    """What is under way is written again and again, in its place, also where nothing happens."""
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path), "--", "sleep", "1000"]
+    process = subprocess.Popen(command)
     try:
-        run.until_step(5)
-        seen = lines(run.files)[-1].at  # what is under way is written again and again, with nothing that happens
-        until = time.monotonic() + 30
-        while lines(run.files)[-1].at <= seen + 1 and time.monotonic() < until:
+        until = time.monotonic() + 60
+        while sum(totals(tmp_path).values()) < 3 and time.monotonic() < until:
             time.sleep(0.02)
-        last = lines(run.files)[-1]
-        assert last.at > seen + 1
-        assert last.name == "useful"
-        run.process.kill()
-        run.process.wait()
+        assert len(lines(tmp_path)) == 1
     finally:
-        run.close()
-    found = lines(run.files)
-    assert found[-1].at >= last.at
-    assert_no_gap(found)
+        process.kill()
+        process.wait()
+    assert len(lines(tmp_path)) == 1
+    assert totals(tmp_path)["spawn"] >= 3
 
 
 def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
