@@ -101,9 +101,9 @@ def test_mpi(tmp_path: Path) -> None:
 
 
 def test_comeback(tmp_path: Path) -> None:
-    """The demo, small: a rank is killed, another one falls into a busy loop."""
+    """The demo, small: a rank falls into a busy loop."""
     pytest.importorskip("torch")
-    small = ["--ranks", "2", "--steps", "70", "--every", "5", "--faults", "kill", "busy", "--seconds", "0.2"]
+    small = ["--ranks", "2", "--steps", "70", "--every", "5", "--faults", "busy", "--seconds", "0.2"]
     command = [sys.executable, str(EXAMPLES / "comeback.py"), "--dir", str(tmp_path / "run"), *small]
     command += ["--model", "--width 32 --layers 1 --context 16 --batch 4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -111,5 +111,6 @@ def test_comeback(tmp_path: Path) -> None:
     assert "every loss is equal, bit for bit" in done.stdout
     assert "arrays of" in done.stdout
     assert re.search(r"step \d+ is done: it is back", done.stdout)
-    assert done.stdout.count("ckpt-run: rank") == 2
-    assert "2 failures" in done.stdout
+    assert done.stdout.count("ckpt-run: rank") == 1
+    assert "said nothing for" in done.stdout
+    assert "1 failure" in done.stdout
