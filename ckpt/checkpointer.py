@@ -34,7 +34,7 @@ from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
 
-_STEP = pulses.PHASES.index("step")
+_STEP, _END = pulses.PHASES.index("step"), pulses.PHASES.index("end")
 
 Every = int | timedelta | Literal["auto"] | None
 
@@ -270,7 +270,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait for the saves under way; raise SaveFailed if one failed."""
         session = self._open()
-        session.wait()
+        with pulses.phase("save"):
+            session.wait()
         session.raise_failed()
 
     def close(self) -> None:
@@ -278,6 +279,8 @@ class Checkpointer:
         if self._session is None:
             return
         session, self._session = self._session, None
+        if self._pulse is not None:  # what comes now is no step, and may take longer than one
+            self._pulse.beat(_END)
         for hook in self._hooks:
             hook.remove()
         session.wait()

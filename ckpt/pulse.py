@@ -75,9 +75,9 @@ class Beat:
     """Newest step that it knows to be committed; -1 none."""
     loss: float
     pid: int
-    heard: int | None
+    heard: int | None = None
     """The step to stop after that it has heard of."""
-    bad: Bad | None
+    bad: Bad | None = None
     """The first bad loss of this process."""
 
 

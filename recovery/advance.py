@@ -87,8 +87,8 @@ def _begun(view: View) -> list[Draft]:
     where = "" if spec.hosts == 1 else f" on {', '.join(choice.hosts)}"
     changed = f", {choice.reason}" if choice.reason else ""
     facts = {
-        "ranks": count, "members": [_as_facts(member) for member in members], "address": first.address, "port": first.port,
-        "pages": first.pages, "logs": f"{first.logs}/{attempt}", "pid": first.pid,
+        "ranks": count, "command": list(spec.command), "members": [_as_facts(member) for member in members],
+        "address": first.address, "port": first.port, "pages": first.pages, "logs": f"{first.logs}/{attempt}", "pid": first.pid,
         "environment": course.environment,
     }  # fmt: skip
     return [Draft(attempt, "start", f"{count} ranks{where}{changed}: {' '.join(spec.command)}", facts)]

@@ -19,19 +19,20 @@ from pathlib import Path
 from types import FrameType
 
 from ckpt.recovery import course as courses
-from ckpt.recovery import host, launch
+from ckpt.recovery import host, launch, metrics
 from ckpt.recovery.agents import LOST_SECONDS, Report, Wrong
 from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
 from ckpt.recovery.guardian import Guardian
 from ckpt.recovery.launch import Share
-from ckpt.recovery.ledger import Ledger, Name
+from ckpt.recovery.ledger import Ledger, Name, totals
 from ckpt.recovery.limits import Limits
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.recovery.voice import Voice
 from ckpt.recovery.watch import Watch
 from ckpt.storage.errors import CkptError, StoreError
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.web import Web
 
 log = logging.getLogger("ckpt.run")
 
@@ -52,6 +53,8 @@ class Here:
     limits: Limits = field(default_factory=Limits)
     show: str = "0"
     """Whose output goes to the console: "0", "all" or "none"."""
+    metrics: tuple[str, int] | None = None
+    """Where /metrics is served."""
     through_mpi: bool = False
     """mpiexec starts the ranks, for programs that use MPI's own world."""
 
@@ -70,7 +73,9 @@ class Agent:
         self._joined = time.time()
         self._port = launch.free_port(here.address)
         self._course = Course()
+        self._log: list[Entry] = []
         self._watch: Watch | None = None
+        self._ledger: Ledger | None = None
         self._attempt = -1
         self._best = -1
         self._wrong: Wrong | None = None  # of ranks that could not be started
@@ -85,8 +90,8 @@ class Agent:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
         host.adopt_orphans()
         self._guardian = Guardian(self._mark)
-        self._ledger = Ledger(self._here.folder)
         self._select = selectors.DefaultSelector()
+        web = self._serve()
         try:
             with self._signals_heard():
                 self._join()
@@ -98,9 +103,12 @@ class Agent:
                     self._stop_ranks()
                     self._voice.close()
         finally:
+            if web is not None:
+                web.close()
             self._select.close()
             self._guardian.close()
-            self._ledger.close()
+            if self._ledger is not None:
+                self._ledger.close()
             shutil.rmtree(self._pages, ignore_errors=True)
 
     def _until_over(self) -> int:
@@ -145,6 +153,7 @@ class Agent:
         entries = self._state.entries(self._course.number)
         self._read_at = time.monotonic()
         self._course = self._course.went_on(entries)
+        self._log += entries
         return entries
 
     # --- following the log -------------------------------------------------------------------------------------
@@ -169,7 +178,7 @@ class Agent:
             return True
         mine = next((i for i, member in enumerate(course.members) if self._is_me(member)), None)
         if last.kind == "start" and mine is not None and course.attempt != self._attempt:
-            self._account("decide")
+            self._account("spawn" if course.attempt == 0 else "decide")
             self._start(course.members[mine], mine, last)
             return True
         if last.kind == "stop" and self._watch is not None:
@@ -265,22 +274,45 @@ class Agent:
             self._account_turn(before, mine)
         return wrote
 
+    def _serve(self) -> Web | None:
+        if self._here.metrics is None:
+            return None
+        host, port = self._here.metrics
+        try:
+            return metrics.serve(host, port, self._metrics)
+        except OSError as error:
+            raise CkptError(f"{host}:{port} can't be listened on: {error.strerror}; give another --metrics") from error
+
+    def _metrics(self) -> str:
+        watch = self._watch
+        beats = {} if watch is None else watch.beats
+        return metrics.text(list(self._log), totals(self._here.folder), True, beats, time.monotonic())
+
     # --- where the time goes -----------------------------------------------------------------------------------
 
     def _account_turn(self, course: Course, mine: Report) -> None:
-        assert course.last is not None
-        if course.last.kind not in ("start", "stop"):
-            self._account("wait")
+        last = course.last
+        assert last is not None
+        if last.kind not in ("start", "stop"):
+            waits = self._spec.hosts > 1 or last.facts.get("wait", 0) > 0
+            self._account("wait" if waits else "spawn" if last.kind == "run" else "decide")
             return
+        here = [report for report in self._coordinator.reports().values() if report.attempt == course.attempt]
         first = self._coordinator.reports().get(course.members[0].name, mine)
-        self._account(first.spent if first.attempt == course.attempt else "spawn")
-        wrongs = [r.wrong for r in self._coordinator.reports().values() if r.wrong and r.attempt == course.attempt]
-        if wrongs:
+        step, committed = min((r.step for r in here), default=-1), max((r.committed for r in here), default=-1)
+        self._account(first.spent if first in here else "spawn", step, committed)
+        wrongs = [report.wrong for report in here if report.wrong is not None]
+        if wrongs and self._ledger is not None:
             self._ledger.instead("detect", max(wrong.silent_seconds for wrong in wrongs))
 
-    def _account(self, name: Name) -> None:
-        if self._course.leader == self._here.name:
-            self._ledger.now(name, max(0, self._course.attempt))
+    def _account(self, name: Name, step: int = -1, committed: int = -1) -> None:
+        """Of the run: by the agent that leads it, from when it leads."""
+        if self._course.leader != self._here.name:
+            return
+        if self._ledger is None:
+            first = self._course.last is not None and self._course.last.kind == "run"
+            self._ledger = Ledger(self._here.folder, None if first else time.monotonic())
+        self._ledger.now(name, max(0, self._course.attempt), step, committed)
 
     # --- the end -----------------------------------------------------------------------------------------------
 

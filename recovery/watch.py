@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ckpt.pulse import STACKS
+from ckpt.pulse import STACKS, Beat
 from ckpt.recovery import host
 from ckpt.recovery.agents import Slowest, Wrong
 from ckpt.recovery.decide import Cause
@@ -49,6 +49,11 @@ class Watch:
     def over(self) -> bool:
         """Whether all have ended."""
         return not self._running
+
+    @property
+    def beats(self) -> dict[int, Beat]:
+        """What each has said last, by number."""
+        return dict(self._beats)
 
     @property
     def heard(self) -> bool:

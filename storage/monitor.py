@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from ckpt.storage.server import NodeServer
+from ckpt.storage.web import Page, Web
 
 
 class Monitor:
@@ -20,36 +19,17 @@ class Monitor:
         registry = CollectorRegistry()
         registry.register(_Collector(server))
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10
+        def metrics() -> Page:
+            return Page(generate_latest(registry), CONTENT_TYPE_LATEST)
 
-            def do_GET(self) -> None:
-                if self.path == "/metrics":
-                    self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
-                elif self.path == "/healthz":
-                    state = "draining" if server.draining else "serving"
-                    self._answer(503 if server.draining else 200, "text/plain", f"{state}\n".encode())
-                else:
-                    self._answer(404, "text/plain", b"there are /healthz and /metrics\n")
+        def health() -> Page:
+            return Page(b"draining\n", status=503) if server.draining else Page(b"serving\n")
 
-            def _answer(self, status: int, kind: str, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: Any) -> None:
-                """Scrapes are no events."""
-
-        self._http = ThreadingHTTPServer((host, port), Handler)
-        self._http.daemon_threads = True
-        self.port = self._http.server_address[1]
-        threading.Thread(target=self._http.serve_forever, name="ckpt-node-monitor", daemon=True).start()
+        self._web = Web(host, port, {"/metrics": metrics, "/healthz": health}, "ckpt-node-monitor")
+        self.port = self._web.port
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self._web.close()
 
 
 class _Collector:

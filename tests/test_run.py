@@ -276,7 +276,7 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
     assert 0 < sum(seconds.values()) <= wall
     assert seconds["useful"] > 0
     assert seconds["spawn"] > 0
-    assert {"redo", "restore", "stop"} <= set(seconds)
+    assert {"restore", "stop"} <= set(seconds)  # and redo, unless the last step was just saved
     command = [sys.executable, "-m", "ckpt.tools.run", "report", "--run-dir", str(run.files)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "1 failure" in done.stdout

@@ -1,0 +1,409 @@
+"""How fast a job comes back under ckpt-run: what is noticed when, and when the next step is done; torchrun beside it.
+
+    python benchmarks/recovery.py                              everything
+    python benchmarks/recovery.py --only comeback --repeat 50
+    python benchmarks/recovery.py --run-options=--warm         more options for ckpt-run
+
+All processes share the cores of this machine, so that four torch ranks that start on two cores take longer than one: the
+import of torch is measured in the same run, as many at once as there are ranks. Times are from the fault to the moment when
+every rank has done a step again. "noticed" is when the first of the other ranks has been ended for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import ckpt
+
+HERE = Path(__file__).resolve().parent
+PROGRAM = str(HERE / "recovery_program.py")
+STEPS_BEFORE = 25
+"""Between two faults, at least: by these a step's length is learned, and a newer step is saved."""
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+# --- what is found ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Row:
+    """One figure: its samples, and what they are to reach."""
+
+    name: str
+    unit: str
+    samples: list[float] = field(default_factory=list)
+    target: str = ""
+    note: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        if not self.samples:
+            return self.name, self.note or "-", "", "", self.target
+        figures = (show(value, self.unit) for value in (median(self.samples), p99(self.samples)))
+        return self.name, *figures, str(len(self.samples)), self.target
+
+
+@dataclass(slots=True)
+class Results:
+    ranks: int
+    run_options: str
+    rows: list[Row] = field(default_factory=list)
+    beside: dict[str, dict[str, Row]] = field(default_factory=dict)
+    """By fault, then by launcher."""
+
+    def row(self, name: str, unit: str, target: str = "") -> Row:
+        self.rows.append(Row(name, unit, target=target))
+        return self.rows[-1]
+
+
+def p99(samples: list[float]) -> float:
+    return sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
+
+
+def show(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{1e3 * value:.0f} ms" if value < 1 else f"{value:.2f} s"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """The program under a launcher, seen from outside."""
+
+    def __init__(self, launcher: list[str], folder: Path, ranks: int, program: list[str]) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.process = subprocess.Popen(
+            [*launcher, PROGRAM, str(folder), *program], start_new_session=True,
+            stdout=(folder / "stdout").open("ab"), stderr=(folder / "stderr").open("ab"),
+        )  # fmt: skip
+
+    def times(self, rank: int) -> list[tuple[str, int, float]]:
+        """All lines of a rank."""
+        try:
+            text = (self.folder / f"times-{rank}").read_text()
+        except FileNotFoundError:
+            return []
+        lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [(what, int(step), float(at)) for what, step, at in lines]
+
+    def pids(self) -> list[int]:
+        return [int((self.folder / f"pid-{rank}").read_text()) for rank in range(self.ranks)]
+
+    def steps_since(self, moment: float) -> list[tuple[int, list[tuple[int, float]]]]:
+        """Of each rank: the step at which it last began after that moment, and the steps it has done since; -1 not yet."""
+        found = []
+        for rank in range(self.ranks):
+            begun, done = -1, []
+            for what, step, at in self.times(rank):
+                if at <= moment:
+                    continue
+                if what == "begin":
+                    begun, done = step, []
+                elif begun >= 0:
+                    done.append((step, at))
+            found.append((begun, done))
+        return found
+
+    def until_steps(self, count: int, moment: float, patience: float) -> bool:
+        """Until every rank began after that moment and has done so many steps. False where it takes too long."""
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            if all(len(done) >= count for _, done in self.steps_since(moment)):
+                return True
+            if self.process.poll() is not None:
+                raise SystemExit(f"the job has ended: {(self.folder / 'stderr').read_text()[-2000:]}")
+            time.sleep(0.05)
+        return False
+
+    def end(self) -> None:
+        """With all that it has started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+                try:
+                    self.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    continue
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+@contextmanager
+def job(args: argparse.Namespace, launcher: str, *program: str) -> Iterator[Job]:
+    folder = Path(tempfile.mkdtemp(prefix="ckpt-recovery-", dir=args.data))
+    started = Job(LAUNCHERS[launcher](args, folder), folder, args.ranks, list(program))
+    try:
+        yield started
+    finally:
+        started.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+LAUNCHERS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
+    "ckpt-run": lambda args, folder: [
+        sys.executable, "-m", "ckpt.tools.run", "-n", str(args.ranks), "--run-dir", str(folder / "run"), "--show", "none",
+        *shlex.split(args.run_options), "--", sys.executable,
+    ],
+    # As it is, torchrun 2.13 lets new ranks find the addresses of the old ones in its store, and gloo fails by that.
+    "torchrun": lambda args, folder: [
+        "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
+        str(args.ranks), "--standalone", "--max-restarts", "1000",
+    ],
+    "bare": lambda args, folder: [sys.executable],
+}  # fmt: skip
+
+FAULTS = {
+    "kill": ("kill -9 of one rank", signal.SIGKILL),
+    "raise": ("an exception in one rank", signal.SIGALRM),
+    "stop": ("SIGSTOP of one rank", signal.SIGSTOP),
+    "busy": ("a busy loop in one rank", signal.SIGUSR1),
+    "all": ("kill -9 of all ranks", signal.SIGKILL),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comeback:
+    noticed_seconds: float
+    next_step_seconds: float
+    """Infinite where it never came back."""
+    redone_steps: int
+    lost_commits: int
+
+
+def inflict(job: Job, fault: str, patience: float) -> Comeback:
+    """Do it to a job that runs, and wait for the next step of every rank."""
+    pids = job.pids()
+    files = [os.pidfd_open(pid) for pid in pids]
+    try:
+        saved, one = newest(job), random.randrange(len(pids))
+        began = time.monotonic()
+        for pid in pids if fault == "all" else pids[one : one + 1]:
+            os.kill(pid, FAULTS[fault][1])
+        others = [file for number, file in enumerate(files) if number != one]
+        ended, *_ = select.select(others, [], [], patience)
+        noticed = time.monotonic() - began if ended else math.inf
+    finally:
+        for file in files:
+            os.close(file)
+    if not job.until_steps(1, began, patience):
+        return Comeback(noticed, math.inf, 0, 0)
+    found = job.steps_since(began)
+    before = min(
+        max((step for what, step, at in job.times(rank) if what == "step" and at <= began), default=-1)
+        for rank in range(job.ranks)
+    )
+    start = max(begun for begun, _ in found)
+    again = max(done[0][1] for _, done in found) - began
+    return Comeback(noticed, again, before + 1 - start, max(0, saved + 1 - start))
+
+
+def newest(job: Job) -> int:
+    """The newest step that is committed; -1 none."""
+    if (job.folder / "newest").exists():
+        return int((job.folder / "newest").read_text()) - 1
+    try:
+        return max(ckpt.open(job.folder / "checkpoints").steps(), default=-1)
+    except ckpt.CkptError:
+        return -1
+
+
+def series(args: argparse.Namespace, launcher: str, fault: str, *program: str) -> list[Comeback]:
+    """The same fault again and again in one job, until it does not come back."""
+    found: list[Comeback] = []
+    with job(args, launcher, *program) as running:
+        moment = 0.0
+        while len(found) < args.repeat:
+            if not running.until_steps(STEPS_BEFORE, moment, args.patience):
+                raise SystemExit(f"{launcher} {shlex.join(program)} did not start: see {running.folder}/stderr")
+            moment = time.monotonic()
+            found.append(inflict(running, fault, args.patience))
+            if not math.isfinite(found[-1].next_step_seconds):
+                break
+    return found
+
+
+# --- what is measured ------------------------------------------------------------------------------------------
+
+
+def noticed(args: argparse.Namespace, results: Results) -> None:
+    """Ranks that do not wait for each other: only the launcher ends the others."""
+    for fault, target in (("kill", "≤ 50 ms"), ("stop", "≤ 1 s")):
+        row = results.row(f"noticed: {FAULTS[fault][0]}", "s", target)
+        row.samples = [each.noticed_seconds for each in series(args, "ckpt-run", fault) if math.isfinite(each.noticed_seconds)]
+        say(row)
+
+
+def comeback(args: argparse.Namespace, results: Results) -> None:
+    imports = results.row(f"import torch, {args.ranks} at once", "s")
+    imports.samples = [import_seconds(args.ranks) for _ in range(3)]
+    say(imports)
+    lost, redone = results.row("committed steps lost", "", "0"), results.row("steps done again, saved every 10", "")
+    targets = {"numpy": "p99 ≤ 1.5 s", "torch": f"≤ {median(imports.samples) + 2:.2f} s; warm ≤ 2 s"}
+    for kind, target in targets.items():
+        row = results.row(f"kill -9 of 1 of {args.ranks} to the next step, {kind} script", "s", target)
+        found = series(args, "ckpt-run", "kill", "--kind", kind)
+        row.samples = [each.next_step_seconds for each in found]
+        lost.samples += [float(each.lost_commits) for each in found]
+        redone.samples += [float(each.redone_steps) for each in found]
+        say(row)
+
+
+def import_seconds(count: int) -> float:
+    """Until all of so many processes, started at once, have imported torch."""
+    began = time.monotonic()
+    started = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(count)]
+    for process in started:
+        process.wait()
+    return time.monotonic() - began
+
+
+def overhead(args: argparse.Namespace, results: Results) -> None:
+    """Steps of 10 ms without saves, in turns with and without."""
+    cost = results.row("Checkpointer.step when nothing is due", "µs", "≤ 20 µs")
+    share = results.row("that, of a step of 10 ms", "%", "≤ 0.1 %")
+    whole = results.row("a step under ckpt-run with ck.step / alone", "x")
+    cpu = results.row("ckpt-run itself, of one core", "%")
+    alone = argparse.Namespace(**vars(args) | {"ranks": 1})
+    for _ in range(max(3, args.repeat // 3)):
+        bare = step_seconds(alone, "bare", "--save", "none")
+        with job(alone, "ckpt-run", "--seconds", "0.01", "--every", str(10**9), "--steps", "400") as running:
+            running.until_steps(50, 0.0, args.patience)
+            before, at = cpu_seconds(running.process.pid), time.monotonic()
+            running.until_steps(350, 0.0, args.patience)
+            cpu.samples.append(100 * (cpu_seconds(running.process.pid) - before) / (time.monotonic() - at))
+            running.process.wait()
+            whole.samples.append(per_step(running) / bare)
+            cost.samples.append(1e6 * float((running.folder / "cost-0").read_text()))
+            share.samples.append(cost.samples[-1] / 10_000 * 100)
+    for row in (cost, share, whole, cpu):
+        say(row)
+
+
+def step_seconds(args: argparse.Namespace, launcher: str, *program: str) -> float:
+    with job(args, launcher, "--seconds", "0.01", "--steps", "400", *program) as running:
+        running.process.wait()
+        return per_step(running)
+
+
+def per_step(running: Job) -> float:
+    at = [moment for what, _, moment in running.times(0) if what == "step"]
+    return (at[-1] - at[0]) / (len(at) - 1)
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def jitter(args: argparse.Namespace, results: Results) -> None:
+    """Steps of which one takes ten times as long as another, and saves of two seconds now and then; a hang may be 1 s."""
+    row = results.row("false kills: step times that vary tenfold, saves that stall for 2 s", "", "0")
+    steps = 80 * max(1, args.repeat)
+    few = argparse.Namespace(**vars(args) | {"run_options": f"{args.run_options} --hang 1"})
+    program = ["--seconds", "0.02", "--jitter", "10", "--long-save", "2", "--steps", str(steps)]
+    with job(few, "ckpt-run", *program) as running:
+        running.process.wait()
+        command = [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(running.folder / "run")]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    row.samples = [float(sum(json.loads(line)["kind"] == "failure" for line in lines))]
+    row.note = f"{steps} steps on {args.ranks} ranks"
+    say(row)
+
+
+def beside(args: argparse.Namespace, results: Results) -> None:
+    """The same torch script, the same faults; it saves by ckpt, torch.save or torch's distributed checkpoints."""
+    for fault in args.faults:
+        rows = results.beside[FAULTS[fault][0]] = {}
+        for name, launcher, save in RIVALS:
+            row = rows[name] = Row(f"{FAULTS[fault][0]}: {name}", "s")
+            found = series(args, launcher, fault, "--kind", "torch", "--save", save)
+            row.samples = [each.next_step_seconds for each in found if math.isfinite(each.next_step_seconds)]
+            if len(row.samples) < len(found):
+                row.note = f"never (given up after {args.patience:g} s)"
+            say(row)
+
+
+RIVALS = (
+    ("ckpt-run", "ckpt-run", "ckpt"), ("torchrun, torch.save", "torchrun", "torch.save"), ("torchrun, DCP", "torchrun", "dcp"),
+)  # fmt: skip
+TASKS = {"noticed": noticed, "comeback": comeback, "overhead": overhead, "jitter": jitter, "torchrun": beside}
+
+
+# --- tables ----------------------------------------------------------------------------------------------------
+
+
+def say(row: Row) -> None:
+    name, *cells = row.cells
+    console.print(f"{name:72} {cells[0]:>12} {cells[1]:>12}", markup=False, soft_wrap=True)
+
+
+def tables(results: Results) -> Iterator[Table]:
+    if results.rows:
+        table = Table("", box=SIMPLE_HEAD, pad_edge=False, title=f"ckpt-run, {results.ranks} ranks", title_justify="left")
+        for name in ("median", "p99", "of", "to reach"):
+            table.add_column(name, justify="right")
+        for row in results.rows:
+            table.add_row(*row.cells)
+        yield table
+    if results.beside:
+        names = [name for name, *_ in RIVALS]
+        table = Table("fault to the next step", *(f"{name}\nmedian / p99" for name in names), box=SIMPLE_HEAD, pad_edge=False)
+        for fault, rows in results.beside.items():
+            table.add_row(fault, *(beside_cell(rows[name]) for name in names))
+        yield table
+
+
+def beside_cell(row: Row) -> str:
+    return row.note or f"{show(median(row.samples), 's')} / {show(p99(row.samples), 's')}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--repeat", type=int, default=10, help="of each fault (default: 10)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), help="beside torchrun")
+    parser.add_argument("--patience", type=float, default=60, help="seconds, then it never comes back (default: 60)")
+    parser.add_argument("--run-options", default="", help="more options for ckpt-run, as one string")
+    parser.add_argument("--data", type=Path, default=HERE / "out", help="a folder on the disk to work in")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="for results (default: %(default)s)")
+    args = parser.parse_args()
+    args.data.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = Results(args.ranks, args.run_options)
+    for name in args.only:
+        TASKS[name](args, results)
+        (args.out / "recovery.json").write_text(json.dumps(asdict(results), indent=1) + "\n")
+    for table in tables(results):
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

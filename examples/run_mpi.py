@@ -1,0 +1,58 @@
+"""Heat spreads over a plate that is cut into strips, one for each MPI rank.
+
+    ckpt-run -- mpiexec -n 4 python examples/run_mpi.py mpi-run/checkpoints
+
+mpiexec starts the ranks, as MPI needs it, and ends with an error when one of them dies; then ckpt-run starts it again. All that
+concerns checkpoints are the lines marked `# ckpt`. Any number of ranks goes on from what any other number saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+import ckpt  # ckpt
+
+ROWS, COLUMNS = 192, 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="where the checkpoints go: a folder, s3://…")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--every", type=int, default=100, help="steps from one checkpoint to the next")
+    parser.add_argument("--seconds", type=float, default=0.002, help="that a step takes at least")
+    args = parser.parse_args()
+    comm = MPI.COMM_WORLD
+    rank, size = comm.rank, comm.size
+
+    first, end = ROWS * rank // size, ROWS * (rank + 1) // size
+    heat = np.zeros((end - first, COLUMNS))
+    heat[:, 0] = 100.0  # the left edge is hot, and stays so
+    above, below = np.zeros(COLUMNS), np.zeros(COLUMNS)  # the neighbours' rows; cold beyond the plate
+    up, down = (rank - 1 if rank else MPI.PROC_NULL), (rank + 1 if rank + 1 < size else MPI.PROC_NULL)
+
+    def spread() -> None:
+        comm.Sendrecv(heat[0], up, recvbuf=below, source=down)
+        comm.Sendrecv(heat[-1], down, recvbuf=above, source=up)
+        tall = np.vstack([above, heat, below])
+        heat[:, 1:-1] += 0.2 * (tall[:-2, 1:-1] + tall[2:, 1:-1] + heat[:, :-2] + heat[:, 2:] - 4 * heat[:, 1:-1])
+        time.sleep(args.seconds)
+
+    state = {"heat": ckpt.Shard(heat, (ROWS, COLUMNS), (first, 0))}  # ckpt: this rank's rows of the plate
+    with ckpt.Checkpointer(args.url, every=args.every, keep=3) as ck:  # ckpt: all ranks of COMM_WORLD
+        state, start = ck.restore(state)  # ckpt: the newest whole step, the same one on every rank
+        for step in range(start, args.steps):
+            spread()
+            if step % 500 == 0:
+                total = comm.reduce(float(heat.sum()))
+                if rank == 0:
+                    print(f"step {step:5d}  mean {total / ROWS / COLUMNS:.3f} degrees")
+            ck.step(step, state)  # ckpt: says that this rank is alive; saves in the background when it is due
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A few pages over HTTP, each made by a function when it is asked for: health, metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer."""
+
+    body: bytes
+    kind: str = "text/plain"
+    status: int = 200
+
+
+class Web:
+    """Answers at host and port (0: any; `port` says which) until `close`. pages: by path, called from other threads."""
+
+    def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], Page]], thread: str) -> None:
+        other = Page(f"there are {' and '.join(sorted(pages))}\n".encode(), status=404)
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10
+
+            def do_GET(self) -> None:
+                page = pages.get(self.path, lambda: other)()
+                self.send_response(page.status)
+                self.send_header("Content-Type", page.kind)
+                self.send_header("Content-Length", str(len(page.body)))
+                self.end_headers()
+                self.wfile.write(page.body)
+
+            def log_message(self, *args: Any) -> None:
+                """Scrapes are no events."""
+
+        self._http = ThreadingHTTPServer((host, port), Handler)
+        self._http.daemon_threads = True
+        self.port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, name=thread, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()

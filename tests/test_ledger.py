@@ -1,0 +1,300 @@
+"""The ledger of a run: its lines follow each other without a gap, from the start of ckpt-run to its end, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_run import Run
+
+from ckpt.pulse import Beat
+from ckpt.recovery import metrics
+from ckpt.recovery.ledger import FILE, NAMES, Ledger, Line, goodput, lines, process_began, totals
+from ckpt.recovery.record import FILE as RECORD
+from ckpt.recovery.record import Record
+from ckpt.recovery.state import Entry
+
+ROUNDING = 1e-4
+"""Each line is rounded to a microsecond."""
+
+
+class Watched(Run):
+    """A run whose record is read in this process: fast enough to strike between two steps."""
+
+    def record(self) -> list[dict]:  # type: ignore[type-arg]
+        return [asdict(entry) for entry in Record(self.files).entries()] if (self.files / RECORD).exists() else []
+
+
+def assert_no_gap(found: list[Line]) -> None:
+    for one, other in pairwise(found):
+        assert abs(other.began - one.at) < ROUNDING, (one, other)
+
+
+def report(run: Run, *options: str) -> str:
+    command = [sys.executable, "-m", "ckpt.tools.run", "report", "--run-dir", str(run.files), *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+# --- of a real run ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
+    """A run with three failures that has ended well, and its wall time."""
+    began = time.monotonic()
+    run = Watched(tmp_path_factory.mktemp("run") / "job", steps=80, seconds=0.05)
+    try:
+        for attempt, step in enumerate([11, 22, 33]):
+            run.until_step(step, attempt)
+            os.kill(run.pid(attempt), signal.SIGKILL if attempt != 1 else signal.SIGSTOP)
+        assert run.end() == 0, run.said
+    finally:
+        run.close()
+    return run, time.monotonic() - began
+
+
+def test_every_second_has_a_name(done: tuple[Run, float]) -> None:
+    run, wall = done
+    found = lines(run.files)
+    assert_no_gap(found)
+    seconds = totals(run.files)
+    entries = Record(run.files).entries()
+    assert abs(sum(seconds.values()) - (found[-1].at - found[0].began)) < ROUNDING * len(found)
+    assert found[0].began < entries[0].at, "it begins with the process, not with the first attempt"
+    assert found[-1].at > entries[-1].at, "it ends after the last word"
+    assert sum(seconds.values()) < wall
+    assert {line.attempt for line in found} == {0, 1, 2, 3}
+    assert {entry.attempt for entry in entries if entry.kind == "failure"} == {0, 1, 2}
+
+
+def test_a_second_run_in_the_same_folder_goes_on(done: tuple[Run, float]) -> None:
+    run, _ = done
+    before = lines(run.files)
+    again = Run(run.folder, steps=82)
+    try:
+        assert again.end() == 0, again.said
+    finally:
+        again.close()
+    found = lines(run.files)
+    assert found[: len(before)] == before
+    assert_no_gap(found[len(before) :])
+    assert found[len(before)].began > before[-1].at
+
+
+def test_killed_it_is_right_up_to_a_moment_before(tmp_path: Path) -> None:
+    """What is under way is written again and again, in its place, also where nothing happens."""
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path), "--", "sleep", "1000"]
+    process = subprocess.Popen(command)
+    try:
+        until = time.monotonic() + 60
+        while sum(totals(tmp_path).values()) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert len(lines(tmp_path)) == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert len(lines(tmp_path)) == 1
+    assert totals(tmp_path)["spawn"] >= 3
+
+
+def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    run, _ = done
+    families = {family.name: family for family in text_string_to_metric_families(report(run, "--prometheus"))}
+    seconds = {sample.labels["name"]: sample.value for sample in families["ckpt_run_seconds"].samples}
+    assert set(seconds) == set(NAMES)
+    assert seconds == pytest.approx({name: totals(run.files).get(name, 0.0) for name in NAMES})
+    causes = {sample.labels["cause"]: sample.value for sample in families["ckpt_run_failures"].samples}
+    assert causes == {"signal": 2, "stopped": 1}
+    assert families["ckpt_run_goodput_ratio"].samples[0].value == pytest.approx(goodput(seconds))
+    assert families["ckpt_run_up"].samples[0].value == 0
+    assert families["ckpt_run_goodput_ratio"].type == "gauge"
+    assert families["ckpt_run_seconds"].type == "counter"
+
+
+def test_the_report_as_a_picture(done: tuple[Run, float], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run, _ = done
+    file = tmp_path / "run.png"
+    assert "failures" in report(run, "--png", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    json.loads(report(run, "--json"))
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 3, 40])
+def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
+    """None at all, one, some, very many attempts; with steps and without."""
+    pytest.importorskip("matplotlib")
+    from ckpt.recovery.picture import draw_run
+
+    found, entries, at = [], [], 1e9
+    for attempt in range(attempts):
+        for name, seconds in (("spawn", 2.0), ("redo", 1.0), ("useful", 30.0), ("stop", 0.1)):
+            at += seconds
+            step = 30 * attempt if attempts == 3 else -1
+            found.append(Line(at, name, seconds, attempt, step, 30 * attempt - 1))  # type: ignore[arg-type]
+        facts = {"ranks": [1], "cause": "signal"}
+        entries.append(Entry(attempt, at - 0.05, attempt, "failure", "was killed by SIGKILL", facts))
+    draw_run(found, entries, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+# --- by itself -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2), st.floats(0, 0.01), st.booleans()), max_size=20))
+def test_the_sum_is_the_time(tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, float, bool]]) -> None:
+    folder = tmp_path_factory.mktemp("ledger")
+    began = time.monotonic()
+    ledger = Ledger(folder, began)
+    for name, attempt, seconds, instead in calls:
+        if instead:
+            ledger.instead(name, seconds)  # type: ignore[arg-type]
+        else:
+            ledger.now(name, attempt)  # type: ignore[arg-type]
+    before = time.monotonic()
+    ledger.close()
+    found = lines(folder)
+    assert_no_gap(found)
+    assert before - began - ROUNDING <= sum(totals(folder).values()) <= time.monotonic() - began + ROUNDING
+    assert all(line.seconds > 0 for line in found)
+
+
+def test_what_was_noticed_late_changes_its_name(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, time.monotonic() - 10)
+    ledger.now("useful", 0)
+    ledger.instead("detect", 4)
+    ledger.now("stop", 0)
+    ledger.instead("wait", 100)  # no more than the line under way has
+    ledger.close()
+    seconds = totals(tmp_path)
+    assert seconds["useful"] == pytest.approx(6, abs=0.1)
+    assert seconds["detect"] == pytest.approx(4, abs=1e-5)
+    assert "spawn" not in seconds
+
+
+def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, time.monotonic() - 5)
+    ledger.now("useful", 0)
+    ledger.close()
+    whole = lines(tmp_path)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"at": 17, "name": "use')
+    again = Ledger(tmp_path, time.monotonic() - 3)
+    again.now("redo", 1)
+    again.close()
+    assert lines(tmp_path)[: len(whole)] == whole
+    assert [line.name for line in lines(tmp_path)[len(whole) :]] == ["redo"]
+    assert lines(tmp_path / "none") == []
+
+
+def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit on the size of files is what a disk that has no more room looks like, short writes included."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    ledger = Ledger(tmp_path, time.monotonic() - 100)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        for number in range(6):
+            ledger.now("useful" if number % 2 else "stall", 0)
+            ledger.instead("redo", 2.0)
+            time.sleep(0.01)
+            ledger._write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert caplog.text.count("can't be written") <= 2
+    ledger.close()
+    assert sum(totals(tmp_path).values()) == pytest.approx(100, abs=5)
+    assert_no_gap(lines(tmp_path))
+
+
+def test_when_a_process_began() -> None:
+    code = "import time; from ckpt.recovery.ledger import process_began as b; print(b(), time.monotonic())"
+    before = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    began, then = map(float, done.stdout.split())
+    assert before <= began < then <= time.monotonic()
+    assert process_began() <= time.monotonic()
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_a_run_under_way() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    entries = [
+        Entry(1, 0.0, 0, "start", "", {}),
+        Entry(2, 1.0, 0, "failure", "", {"cause": 'a "bad"\nday\\'}),
+        Entry(3, 1.0, 0, "decision", "", {"action": "restart"}),
+        Entry(4, 1.0, 1, "start", "", {}),
+    ]
+    beats = {
+        0: Beat(5, 7, "step", 90.0, 4, 0.25, 11, None, None), 1: Beat(5, 6, "step", 99.5, 3, 0.5, 12, None, None),
+    }  # fmt: skip
+    beats[2] = Beat(0, -1, "start", 1.0, -1, 0.0, 0)
+    text = metrics.text(entries, {"useful": 3.0, "redo": 1.0}, True, beats, now=100.0)
+    samples = {
+        (s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(text) for s in family.samples
+    }
+    assert samples["ckpt_run_up",] == 1
+    assert samples["ckpt_run_attempt",] == 1
+    assert samples["ckpt_run_failures_total", 'a "bad"\nday\\'] == 1
+    assert samples["ckpt_run_decisions_total", "restart"] == 1
+    assert samples["ckpt_run_goodput_ratio",] == 0.75
+    assert samples["ckpt_run_step",] == 6, "the rank that has said nothing yet does not count"
+    assert samples["ckpt_run_committed_step",] == 4
+    assert samples["ckpt_run_loss",] == 0.25
+    assert samples["ckpt_run_rank_silent_seconds", "0"] == 10
+    assert "ckpt_run_up 0\n" in metrics.text([], {}, False)
+
+
+def test_metrics_over_http() -> None:
+    web = metrics.serve("127.0.0.1", 0, lambda: metrics.text([], {"useful": 1.0}, True))
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/metrics", timeout=30) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert re.search(r'^ckpt_run_seconds_total\{name="useful"\} 1.0$', answer.read().decode(), re.MULTILINE)
+        with pytest.raises(OSError):
+            metrics.serve("127.0.0.1", web.port, str)
+    finally:
+        web.close()
+
+
+def test_metrics_are_served(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "ckpt.tools.run", "--metrics", f"127.0.0.1:{port}", "--run-dir", str(tmp_path)]
+        done = subprocess.run([*command, "--", "true"], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert f"127.0.0.1:{port} can't be listened on: Address already in use; give another --metrics" in done.stderr
+    process = subprocess.Popen([*command, "--", "sleep", "1000"])
+    try:
+        until = time.monotonic() + 60
+        text = ""
+        while 'ckpt_run_seconds_total{name="spawn"}' not in text or "ckpt_run_attempt 0" not in text:
+            assert time.monotonic() < until, text
+            time.sleep(0.1)
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+                text = page.read().decode()
+        assert "ckpt_run_up 1" in text
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,213 @@
+"""What one asks a run under ckpt-run, and tells it: why, status, report, plan, drain, inject."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.storage.errors import CkptError
+from ckpt.tools import common
+from ckpt.tools.common import emit
+
+if TYPE_CHECKING:
+    from ckpt.recovery.agents import Report
+    from ckpt.recovery.state import Entry
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+folder_option = click.option(
+    "--run-dir", type=click.Path(path_type=Path), default="ckpt-run-files", show_default=True,
+    help="Where the run keeps its record and logs.",
+)
+state_option = click.option("--state", metavar="URL", help="The state of a run on several hosts: etcd://HOST:PORT,…/NAME.")
+
+
+@click.command("ckpt-run why", context_settings=SETTINGS)
+@folder_option
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line.")
+def why(run_dir: Path, state: str | None, as_json: bool) -> int:
+    """Print what was decided, and why."""
+    from ckpt.recovery.state import as_json as lines
+
+    for entry in _entries(run_dir, state):
+        if as_json:
+            emit(lines(entry))
+        elif entry.kind not in ("run", "failure"):
+            at = datetime.datetime.fromtimestamp(entry.at).strftime("%H:%M:%S")
+            what = f"{entry.facts['action']}: " if entry.kind == "decision" else ""
+            emit(f"{at}  attempt {entry.attempt}  {entry.kind}  {what}{common.printable(entry.text)}")
+    return 0
+
+
+@click.command("ckpt-run status", context_settings=SETTINGS)
+@folder_option
+@state_option
+def status(run_dir: Path, state: str | None) -> int:
+    """Show what a run does now: its hosts, and the ranks of this one. Exit status: 0 it runs, 1 it does not."""
+    from ckpt.recovery.course import Course
+
+    entries = _entries(run_dir, state)
+    course = Course().went_on(entries)
+    reports = _living(run_dir, state)
+    if course.over or not reports:
+        emit(f"it does not run: {entries[-1].text}")
+        return 1
+    first = {member.name: member.first for member in course.members}
+    if len(reports) > 1:
+        rows = [
+            (r.name, r.doing if r.name in first else "spare", str(first.get(r.name, "")), _step(r.step), _step(r.committed),
+             "coordinates" if r.name == course.leader else "")
+            for r in sorted(reports.values(), key=lambda r: (first.get(r.name, 1 << 60), r.joined))
+        ]  # fmt: skip
+        common.show_table(("host", "does", ">first rank", ">step", ">committed", ""), rows)
+    for report in reports.values():
+        ranks = list(_ranks(report.pages, report.attempt))
+        if ranks:
+            common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for"), ranks)
+            emit(f"attempt {report.attempt}; logs in {report.logs}/{report.attempt}")
+    return 0
+
+
+def _ranks(pages: str, attempt: int) -> Iterator[tuple[str, ...]]:
+    """What the ranks of an agent do, where it is on this host."""
+    from ckpt.pulse import Pulse
+
+    for number in sorted(int(p.name.partition("-")[2]) for p in Path(pages).glob(f"{attempt}-*")):
+        beat = Pulse(Path(pages) / f"{attempt}-{number}").read()
+        silent = f"{time.monotonic() - beat.since:.1f} s"
+        yield str(number), str(beat.pid or "?"), beat.phase, _step(beat.step), _step(beat.committed), silent
+
+
+def _living(run_dir: Path, state: str | None) -> dict[str, Report]:
+    """The agents that say something while one listens."""
+    from ckpt.recovery.agents import SAY_SECONDS, Roll, report
+    from ckpt.recovery.state import open_state
+
+    opened, roll = open_state(run_dir, state), Roll()
+    until = time.monotonic() + 3 * SAY_SECONDS
+    while (now := time.monotonic()) < until:
+        told = {name: report(facts) for name, facts in opened.reports().items()}
+        roll.hear(told, now)
+        if len(roll.living()) == len(told):
+            break
+        time.sleep(0.05)
+    opened.close()
+    return roll.living()
+
+
+@click.command("ckpt-run drain", context_settings=SETTINGS)
+@folder_option
+@state_option
+def drain(run_dir: Path, state: str | None) -> int:
+    """Let a run save, and end: all ranks after the same step."""
+    from ckpt.recovery.course import Course
+    from ckpt.recovery.state import Draft, open_state
+
+    opened = open_state(run_dir, state)
+    while True:
+        course = Course().went_on(_entries(run_dir, state))
+        if course.over:
+            raise CkptError(f"it does not run: {course.last.text if course.last else ''}")
+        if opened.append(course.number, [Draft(course.attempt, "request", "drain", {})]):
+            break
+    emit("it saves and ends; see `ckpt-run status`")
+    return 0
+
+
+@click.command("ckpt-run plan", context_settings=SETTINGS)
+@folder_option
+@state_option
+@click.option("--dry-run", is_flag=True, help="Only say what would be done. There is no other way yet to call it.")
+@click.option("--lose", multiple=True, metavar="HOST", help="Suppose that this host is lost.")
+@click.option("--fail", type=click.IntRange(0), metavar="RANK", help="Suppose that this rank is killed.")
+def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...], fail: int | None) -> int:
+    """Say what would be decided if something went wrong now, without doing it."""
+    from ckpt.recovery.dry_run import suppose
+
+    entries, reports = _entries(run_dir, state), _living(run_dir, state)
+    for name in lose:
+        if name not in reports:
+            raise CkptError(f"{name} is no host of this run; there are {', '.join(sorted(reports))}")
+    for draft in suppose(entries, reports, lose, fail):
+        emit(f"{draft.kind}  {common.printable(draft.text)}")
+    return 0
+
+
+@click.command("ckpt-run inject", context_settings=SETTINGS)
+@click.argument("fault", type=click.Choice(["kill", "stop", "term", "abort"]))
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True)
+@folder_option
+@state_option
+def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
+    """Do something bad to a rank of this host, to see what happens: kill it, stop it, end it, let it dump core."""
+    from ckpt.pulse import Pulse
+
+    pages = [Path(report.pages) / f"{report.attempt}-{rank}" for report in _living(run_dir, state).values()]
+    page = next((page for page in pages if page.exists()), None)
+    if page is None:
+        raise CkptError(f"there is no rank {rank} here now: see `ckpt-run status --run-dir {run_dir}`")
+    pid = Pulse(page).read().pid
+    if not pid:
+        raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is not known")
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "abort": signal.SIGABRT}[fault]
+    os.kill(pid, number)
+    emit(f"{number.name} was sent to rank {rank}, process {pid}")
+    return 0
+
+
+@click.command("ckpt-run report", context_settings=SETTINGS)
+@folder_option
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--prometheus", is_flag=True, help="Print it in Prometheus' text format.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw it into this file.")
+def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, png: Path | None) -> int:
+    """Print where the time of a run went, or draw it."""
+    from ckpt.recovery.ledger import NAMES, goodput, lines, totals
+
+    entries, seconds = _entries(run_dir, state), totals(run_dir)
+    failures = sum(entry.kind == "failure" for entry in entries)
+    total = sum(seconds.values())
+    if png is not None:
+        common.optional("matplotlib", "--png", "report")
+        from ckpt.recovery.picture import draw_run
+
+        draw_run(lines(run_dir), entries, png)
+    if prometheus:
+        from ckpt.recovery.metrics import text
+
+        emit(text(entries, seconds, bool(_living(run_dir, state))).rstrip())
+    elif as_json:
+        common.emit_json({"seconds": dict(seconds), "failures": failures, "goodput": goodput(seconds)})
+    else:
+        spent = [(name, seconds.get(name, 0.0)) for name in NAMES]
+        rows = [(name, f"{part:.2f} s", f"{100 * part / (total or 1.0):.1f} %") for name, part in spent]
+        common.show_table(("", ">seconds", ">share"), rows)
+        emit(f"{total:.2f} s in all; {common.count(failures, 'failure')}")
+    return 0
+
+
+def _step(step: int) -> str:
+    return str(step) if step >= 0 else "none"
+
+
+def _entries(run_dir: Path, state: str | None) -> list[Entry]:
+    from ckpt.recovery.record import FILE
+    from ckpt.recovery.state import open_state
+
+    if state is None and not (run_dir / FILE).exists():
+        raise CkptError(f"{run_dir} holds no run; give its folder as --run-dir")
+    opened = open_state(run_dir, state)
+    entries = opened.entries()
+    opened.close()
+    if not entries:
+        raise CkptError(f"the run in {state or run_dir} has not begun")
+    return entries

@@ -1,0 +1,106 @@
+"""ckpt-run simulate: what failures cost, and how often to save, before the machine is booked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ckpt.tools import common
+from ckpt.tools.common import emit
+
+_Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
+
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def time(text: str) -> float:
+    """Seconds, from a number or from one with a unit: 250ms, 30s, 5m, 3h, 2d."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]*)", text.strip())
+    if not found or found[2] not in _UNITS:
+        raise click.BadParameter(f"{text}: write seconds, or a time such as 250ms, 30s, 5m, 3h, 2d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _time(flag: str, default: str, text: str) -> Callable[[_Command], _Command]:
+    return click.option(flag, type=time, default=default, show_default=True, help=text)
+
+
+@click.command("ckpt-run simulate", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--hosts", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="On each host.")
+@_time("--mtbf", "3h", "Mean time between failures, of the whole job.")
+@_time("--step", "1s", "A training step.")
+@_time("--stall", "0.5s", "What a save takes from training.")
+@_time("--durable", "20s", "From the end of that to the commit.")
+@_time("--spawn", "10s", "Until the ranks have imported what they need.")
+@_time("--restore", "20s", "Reading a checkpoint.")
+@_time("--repair", "4h", "Until a host that was lost is back.")
+@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Hosts that stand by.")
+@click.option("--every", type=time, multiple=True, help="An interval to try, as often as wanted. Default: around Daly's.")
+@click.option("--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
+@click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="Runs for each interval.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw goodput by interval into this file.")
+def command(
+    hosts: int, ranks: int, mtbf: float, step: float, stall: float, durable: float, spawn: float, restore: float,
+    repair: float, spares: int, every: tuple[float, ...], days: float, seeds: int, as_json: bool, png: Path | None,
+) -> int:  # fmt: skip
+    """Play out training with failures, by the decisions that ckpt-run takes, for several intervals between saves.
+
+    \b
+      ckpt-run simulate --hosts 512 --mtbf 3h --step 5s --stall 2s
+      ckpt-run simulate --mtbf 40m --spares 2 --every 60s --every 10m --png goodput.png
+    """
+    from ckpt.recovery.ledger import NAMES
+    from ckpt.recovery.simulate import World, sweep
+
+    for name, value in (("--mtbf", mtbf), ("--step", step), *(("--every", value) for value in every)):
+        if value <= 0:
+            raise click.UsageError(f"{name}: give more than 0")
+    if png is not None:
+        common.optional("matplotlib", "--png", "report")
+    world = World(
+        hosts, ranks, mtbf * hosts, step, stall, durable, spawn_seconds=spawn, restore_seconds=restore, spares=spares,
+        repair_seconds=repair,
+    )  # fmt: skip
+    points = sweep(world, days, seeds, every)
+    if png is not None:
+        from ckpt.recovery.picture import draw_sweep
+
+        what = f"{common.count(hosts, 'host')}, a failure every {mtbf / 3600:.3g} h, a save stalls for {stall:g} s"
+        draw_sweep(points, f"{what}; {days:g} days, {common.count(seeds, 'seed')}", png)
+    if as_json:
+        common.emit_json([
+            {
+                "interval_seconds": p.interval_seconds, "daly": p.daly, "goodput": p.goodput, "goodputs": p.goodputs,
+                "seconds": {name: p.mean(name) * sum(o.wall_seconds for o in p.outcomes) / len(p.outcomes) for name in NAMES},
+                "failures": sum(sum(o.failures.values()) for o in p.outcomes) / len(p.outcomes),
+                "redone_steps": sum(o.redone_steps for o in p.outcomes) / len(p.outcomes),
+                "halted": sum(bool(o.halted) for o in p.outcomes),
+            }
+            for p in points
+        ])  # fmt: skip
+        return 0
+    shown = [name for name in NAMES if name != "useful" and any(p.mean(name) >= 5e-5 for p in points)]
+    rows = [
+        (
+            _seconds(p.interval_seconds), *(f"{100 * share:.2f}" for share in (p.goodput, min(p.goodputs), max(p.goodputs))),
+            *(f"{100 * p.mean(name):.2f}" for name in shown), "← Daly" if p.daly else "",
+        )
+        for p in points
+    ]  # fmt: skip
+    common.show_table((">saved every", ">goodput", ">least", ">most", *(f">{name}" for name in shown), ""), rows)
+    outcomes = [outcome for p in points for outcome in p.outcomes]
+    failures = sum(sum(o.failures.values()) for o in outcomes) / len(outcomes)
+    emit(f"shares of the time in %; {failures:.0f} failures in {days:g} days, on average of {common.count(seeds, 'seed')}")
+    if given_up := [outcome for outcome in outcomes if outcome.halted]:
+        emit(f"{len(given_up)} of {len(outcomes)} runs were given up: {given_up[0].halted}")
+    return 0
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 600 else f"{value / 60:.1f} min"
