@@ -34,7 +34,7 @@ from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
 
-_STEP, _END = pulses.PHASES.index("step"), pulses.PHASES.index("end")
+_STEP, _COMPILE, _END = map(pulses.PHASES.index, ("step", "compile", "end"))
 
 Every = int | timedelta | Literal["auto"] | None
 
@@ -127,7 +127,7 @@ class Checkpointer:
                     later = [n for n in session.repo.step_numbers() if n >= before]
                     sessions.distrusted(session.repo).update(later)
         if self._pulse is not None:
-            self._pulse.beat(_STEP, start - 1)
+            self._pulse.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
             self._pulse.committed(start - 1)
         return loaded, start
 

@@ -29,28 +29,28 @@ def adopt_orphans() -> None:
 
 def state(pid: int) -> str:
     """The state of a process as /proc has it: R, S, D, T (stopped), Z …; "" where there is none."""
-    return _field(pid, 0)
+    return (_fields(pid) or [""])[0]
 
 
-def session(pid: int) -> int:
-    """The session of a process; 0 where there is none."""
-    return int(_field(pid, 3) or 0)
-
-
-def _field(pid: int, number: int) -> str:
+def _fields(pid: int) -> list[str]:
+    """What /proc says of a process behind its name: state, parent, group, session …; empty where there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[number]
-    except (OSError, IndexError):
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def members(sessions: Iterable[int], mark: str = "") -> list[int]:
     """All living processes of some sessions, and those that were started with `mark` (NAME=value) in their environment: a child
     that has left its session has kept that."""
-    wanted, sought = set(sessions), mark.encode()
-    found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in found if (session(pid) in wanted or _has(pid, sought)) and state(pid) != "Z"]
+    wanted, sought = {str(session) for session in sessions}, mark.encode()
+    found = []
+    for name in os.listdir("/proc"):
+        fields = _fields(int(name)) if name.isdigit() else []
+        if fields and fields[0] != "Z" and (fields[3] in wanted or _has(int(name), sought)):
+            found.append(int(name))
+    return found
 
 
 def _has(pid: int, mark: bytes) -> bool:
@@ -66,6 +66,9 @@ def _has(pid: int, mark: bytes) -> bool:
 def end(sessions: Iterable[int], mark: str = "") -> None:
     """Kill all processes of some sessions, and those that bear a mark, stopped ones too."""
     wanted = list(sessions)
+    for leader in wanted:  # at once; then those that have left its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
     for _ in range(200):  # a process that is just being started is found in the next round
         left = members(wanted, mark)
         if not left:
