@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from ckpt import arena as arenas
 from ckpt import pulse as pulses
@@ -18,7 +18,7 @@ from ckpt.codec import CodecWish
 from ckpt.fill import Rename
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
-from ckpt.interval import daly
+from ckpt.interval import Every, interval_seconds
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.repository import Repository, open_repository
@@ -26,6 +26,7 @@ from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.storage.errors import CkptError, InvalidArgument
+from ckpt.tiers import Tier, Tiers
 from ckpt.together import Wish
 from ckpt.write import Options, leave_out, staging_bytes
 from ckpt.write import save as run_save
@@ -33,8 +34,6 @@ from ckpt.write import save as run_save
 log = logging.getLogger("ckpt")
 
 _STEP = pulses.PHASES.index("step")
-
-Every = int | timedelta | Literal["auto"] | None
 
 
 class Checkpointer:
@@ -51,6 +50,8 @@ class Checkpointer:
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
     memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
     codec, digest, group, timeout, verify_replicas: as for `ckpt.save`.
+    tiers: nearer places that saves land in first, the nearest first; see `ckpt.Tier`. What comes to `url` is copied there in
+        the background: the steps that `every` names, those of `save`, and the newest one at the end.
 
     Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
@@ -69,11 +70,15 @@ class Checkpointer:
         group: Any = "auto",
         timeout: float = TIMEOUT_SECONDS,
         verify_replicas: bool = False,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         if isinstance(every, int) and every < 1:
             raise InvalidArgument(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
         if in_flight < 1:
             raise InvalidArgument(f"in_flight={in_flight}: at least one save must be allowed")
+        if in_flight > 1 and tiers:
+            raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
+        of_record, every = every, tiers[0].every if tiers else every
         self._every = every
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
@@ -90,12 +95,15 @@ class Checkpointer:
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
         self._pulse = pulses.mine()
-        self._session: sessions.Session | None = sessions.enter(open_repository(url), ranks)
+        self._tiers = Tiers(url, of_record, keep, tiers, ranks) if tiers else None
+        self._session: sessions.Session | None = (
+            self._tiers.nearest if self._tiers else sessions.enter(open_repository(url), ranks)
+        )
 
     @property
     def repository(self) -> Repository:
-        """For looking at what is there."""
-        return self._open().repo
+        """For looking at what is there, in any tier."""
+        return self._open().repo if self._tiers is None else self._tiers.repository
 
     # --- restoring ---------------------------------------------------------------------------------------------
 
@@ -108,15 +116,17 @@ class Checkpointer:
         Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with a warning,
         unless `strict` or named.
         """
-        session = self._open()
-        session.wait()  # a save under way may delete what is read here
+        session, repo = self._open(), self.repository
+        self._settle()  # a save under way may delete what is read here
         wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads)
         with pulses.phase("load"):
             if step is not None:
-                start, loaded = check_step(step) + 1, load_step(session.repo, step, wish)
+                start, loaded = check_step(step) + 1, load_step(repo, step, wish)
             else:
-                found = load_newest(session.repo, strict, wish)
+                found = load_newest(repo, strict, wish)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
+            if self._tiers is not None:
+                self._tiers.restored(start - 1)
         if self._pulse is not None:
             self._pulse.beat(_STEP, start - 1)
             self._pulse.committed(start - 1)
@@ -134,14 +144,14 @@ class Checkpointer:
             self._beat(self._pulse, step, state, loss)
         due = self._is_due(step)
         if not due:
-            self._open().raise_failed()  # else the save does it, and tells the other ranks
+            (self._tiers or self._open()).raise_failed()  # else the save does it, and tells the other ranks
             self._prepare(state)
             return None
         if loss is not None and not math.isfinite(float(loss)):
             log.warning("step %d is not saved: its loss is %s", step, float(loss))
             self._leave_out(step, f"its loss is {float(loss)}")
             return None
-        return self.save(step, state)
+        return self._save(step, state, False, False)
 
     def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
         pulse.beat(_STEP, step)
@@ -155,18 +165,26 @@ class Checkpointer:
     def _leave_out(self, step: int, why: str) -> None:
         """This rank does not save a step that the others may save: they need not wait for it."""
         session = self._open()
-        if session.group.size > 1:
+        if session.group.size > 1 and self._tiers is not None:
+            self._tiers.leave_out(check_step(step), CkptError(why))
+        elif session.group.size > 1:
             leave_out(session, check_step(step), CkptError(why))
         if self._schedule is not None:
             self._schedule.left_out(step)
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
-        """Save now. Replaces the step if it is there: after a roll-back the loop comes by again."""
+        """Save now. Replaces the step if it is there: after a roll-back the loop comes by again. It comes to every tier."""
+        return self._save(step, state, blocking, True)
+
+    def _save(self, step: int, state: Any, blocking: bool, everywhere: bool) -> SaveHandle:
         session = self._open()
         began = time.monotonic()
         self._lazy_memory = self._attached_memory()
         with pulses.phase("save"):
-            handle = run_save(session, state, check_step(step), self._options, blocking)
+            if self._tiers is not None:
+                handle = self._tiers.save(check_step(step), state, self._options, blocking, everywhere)
+            else:
+                handle = run_save(session, state, check_step(step), self._options, blocking)
         if (pulse := self._pulse) is not None:
             handle.when_done(lambda: None if handle.failed() else pulse.committed(step))
         self._last, self._last_began = handle, began
@@ -184,6 +202,9 @@ class Checkpointer:
                 arenas.pool.prepare(nbytes)
 
     def _is_due(self, step: int) -> bool:
+        return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due(step))
+
+    def _is_due_nearest(self, step: int) -> bool:
         every = self._every
         if every is None:
             return False
@@ -199,7 +220,7 @@ class Checkpointer:
 
     def _interval(self) -> float:
         """Seconds between two saves."""
-        return self._every.total_seconds() if isinstance(self._every, timedelta) else daly(self._cost_seconds)
+        return interval_seconds(self._every if isinstance(self._every, timedelta) else "auto", self._cost_seconds)
 
     # --- lazy staging ------------------------------------------------------------------------------------------
 
@@ -221,7 +242,7 @@ class Checkpointer:
 
     def _before_step(self, *_: Any) -> None:
         if self._session is not None:
-            self._session.wait_staged()
+            (self._tiers or self._session).wait_staged()
 
     def _attached_memory(self) -> frozenset[int]:
         found: set[int] = set()
@@ -239,18 +260,34 @@ class Checkpointer:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the saves under way; raise SaveFailed if one failed."""
+        """Wait for the saves under way, and until each tier has what is due there; raise SaveFailed if one failed."""
         session = self._open()
+        if self._tiers is not None:
+            self._tiers.wait()
+            return
         session.wait()
         session.raise_failed()
 
+    def _settle(self) -> None:
+        """Wait for what is under way, whatever comes of it."""
+        (self._tiers.settle if self._tiers is not None else self._open().wait)()
+
     def close(self) -> None:
-        """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed."""
+        """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed.
+
+        With tiers the newest step comes to `url` before.
+        """
+        self._close(True)
+
+    def _close(self, promote: bool) -> None:
         if self._session is None:
             return
         session, self._session = self._session, None
         for hook in self._hooks:
             hook.remove()
+        if self._tiers is not None:
+            self._tiers.close(promote)
+            return
         session.wait()
         try:
             session.raise_failed()
@@ -270,7 +307,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            self.close()
+            self._close(isinstance(error, SystemExit) and not error.code)  # who fails may be restarted, and is waited for
         except CkptError as failed:  # the error under way is what the user must see
             log.error("%s", failed)
 

@@ -1,0 +1,542 @@
+"""Places before the repository of record that are nearer and faster: shared memory, a local disk.
+
+A save lands in the nearest place and is acknowledged there; rank 0 copies committed steps on in the background (promoter.py),
+each place at its own rhythm and with its own keep policy. A load takes each block from the nearest good copy (places.py).
+
+The ranks of a group agree without talking: which steps are due follows from their numbers, and the place of a save from how
+the saves before it ended, which every rank has seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import logging
+import os
+import re
+import stat
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckpt import records
+from ckpt import session as sessions
+from ckpt.claim import Series
+from ckpt.groups.base import Alone, Group
+from ckpt.handle import SaveHandle
+from ckpt.interval import Every, interval_seconds
+from ckpt.places import put_aside
+from ckpt.promote import promote
+from ckpt.promoter import Promoter
+from ckpt.repository import Repository, commit_name, open_repository
+from ckpt.retention import Keep, as_keep
+from ckpt.session import Session
+from ckpt.storage.base import Store
+from ckpt.storage.errors import (
+    CkptError,
+    InvalidArgument,
+    NoSpace,
+    NotFound,
+    RanksMissing,
+    SaveFailed,
+    StepRefused,
+    StoreError,
+)
+from ckpt.storage.local import LocalStore
+from ckpt.storage.memory import MemoryStore
+from ckpt.tiered import TieredRepository
+from ckpt.write import Options, leave_out, planned_bytes
+from ckpt.write import save as run_save
+
+log = logging.getLogger("ckpt")
+
+MEMORY = "memory"
+"""The URL of the memory tier."""
+
+VARIABLE = "CKPT_MEMORY"
+"""Names the memory that `ckpt-run` keeps for the job: it outlives the ranks."""
+
+NOTE = "tier.json"
+"""In a near place: which repository it belongs to."""
+
+_SHARE_OF_MEMORY = 0.5
+_MOST_SKIPPED = 6  # a place that could not take a save is passed over for 1, 2, 4 … 64 saves
+
+Url = str | os.PathLike[str] | Store
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place before the repository of record.
+
+    url: a directory or any URL; "memory" is shared memory, which outlives the process but not the machine.
+    every: which steps come here: a number of steps, a timedelta, "auto", or None for those of `save` alone.
+    keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
+    limit: bytes that may be held here; a step that does not fit goes to the next place. None: what is there, of memory half
+        of what is free at the start.
+    """
+
+    url: Url
+    every: Every = 1
+    keep: int | Keep | None = 2
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        as_keep(self.keep)
+        if isinstance(self.every, int) and self.every < 1:
+            raise InvalidArgument(f"every={self.every}: use a positive number of steps, a timedelta, 'auto' or None")
+        if self.limit is not None and self.limit < 1:
+            raise InvalidArgument(f"limit={self.limit}: use a positive number of bytes, or None")
+
+    def counts(self, step: int) -> bool:
+        """Whether this step comes here by its number."""
+        return isinstance(self.every, int) and (step + 1) % self.every == 0
+
+
+@dataclass(slots=True)
+class _Place:
+    """A tier that is open. The last one is the repository of record."""
+
+    tier: Tier
+    session: Session
+    limit: int | None = None
+    held_bytes: int = 0
+    promoter: Promoter | None = None
+    promoted: float = field(default_factory=time.monotonic)
+    skip: int = 0
+    """Saves that pass this place over."""
+    failures: int = 0
+    """In a row."""
+
+    @property
+    def url(self) -> str:
+        return self.session.repo.url
+
+    def is_due(self, step: int) -> bool:
+        every = self.tier.every
+        if every is None or isinstance(every, int):
+            return self.tier.counts(step)
+        cost = self.promoter.seconds if self.promoter else 0.0
+        return time.monotonic() - self.promoted >= interval_seconds(every, cost)
+
+    def measure(self) -> None:
+        if self.limit is not None:
+            self.held_bytes = _held(self.session.repo)
+
+
+class Tiers:
+    """The places of a Checkpointer. Opening takes the right to write to all of them; every rank of the group must."""
+
+    def __init__(self, url: Url, every: Every, keep: int | Keep | None, tiers: Sequence[Tier], group: Group) -> None:
+        record = open_repository(url)
+        near = [open_repository(_store_of(tier, record.url)) for tier in tiers]
+        repos = [*near, record]
+        if len({repo.url for repo in repos}) < len(repos):
+            raise InvalidArgument(f"tiers and {record.url}: a place is named twice; each must be another one")
+        self._group = group
+        opened: list[Session] = []
+        try:
+            series = Series(repos)
+            for repo in reversed(repos):  # of record first: who is refused there has changed nothing
+                opened.insert(0, sessions.enter(repo, group, series))
+                if repo is record and group.size > 1 and any(map(_is_own_memory, tiers)) and not group.one_host():
+                    raise InvalidArgument(
+                        f'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, or '
+                        f"set {VARIABLE} to a URL that all of them reach"
+                    )
+            _belong_together(repos, group.rank == 0)
+        except BaseException:
+            for session in opened:
+                sessions.leave(session)
+            raise
+        wanted = [*tiers, Tier(url, every, keep)]
+        self._places = [_Place(tier, session) for tier, session in zip(wanted, opened, strict=True)]
+        self.repository = TieredRepository(repos)
+        self._last: SaveHandle | None = None
+        self._step_bytes: int | None = None
+        self._position: int | None = None
+        self._caught_up = False
+        for number, place in enumerate(self._places):
+            if group.rank == 0:
+                place.session.spared = partial(self._needed, number)
+                if number:
+                    source = TieredRepository([r for r in repos if r is not place.session.repo])
+                    place.promoter = Promoter(source, place.session, as_keep(place.tier.keep))
+                place.limit = _limit(place.tier, place.session.repo)
+                place.measure()
+
+    @property
+    def nearest(self) -> Session:
+        """Of the place where saves land."""
+        return self._places[0].session
+
+    @property
+    def _promoters(self) -> list[Promoter]:
+        return [place.promoter for place in self._places if place.promoter is not None]
+
+    def _needed(self, number: int) -> set[int]:
+        """Steps of a place that are still to be copied from it."""
+        further = (place.promoter for place in self._places[number + 1 :] if place.promoter is not None)
+        return set[int]().union(*(promoter.needed() for promoter in further))
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether a further place wants this step by its number."""
+        return any(place.tier.counts(step) for place in self._places[1:])
+
+    def save(self, step: int, state: Any, options: Options, blocking: bool, everywhere: bool) -> SaveHandle:
+        """Save in the nearest place that can take it. everywhere: the step is due in all."""
+        self.catch_up()
+        start = self._choose()
+        due = {n for n, place in enumerate(self._places) if n and (everywhere or place.is_due(step))}
+        for number, place in enumerate(self._places[start:], start):
+            further = [self._places[n] for n in due if n > number]
+            for other in further:
+                if other.promoter is not None:
+                    other.promoter.expect(step)
+            try:
+                handle = self._save_at(place, step, state, options, blocking)
+            except BaseException as error:
+                self._drop(further, step)
+                if number == len(self._places) - 1 or not self._falls_through(error):
+                    raise
+                self._passed_over(number, step, error)
+                if self._group.size > 1 and not blocking:  # the others are told later: they are beyond this step then
+                    return self._given_up(step, error)
+                continue
+            self._last = handle
+            handle.when_done(partial(self._ended, handle, number, further))
+            return handle
+        raise AssertionError("the last place raises")
+
+    def _save_at(self, place: _Place, step: int, state: Any, options: Options, blocking: bool) -> SaveHandle:
+        if place.limit is not None:
+            try:
+                self._require_room(place, state, options)
+            except NoSpace as error:
+                if self._group.size > 1:
+                    leave_out(place.session, step, error)
+                raise
+        return run_save(
+            place.session, state, step, dataclasses.replace(options, keep=as_keep(place.tier.keep)), blocking
+        )
+
+    def _require_room(self, place: _Place, state: Any, options: Options) -> None:
+        if self._step_bytes is None:
+            self._step_bytes = planned_bytes(state, options, self._group) * self._group.size
+        assert place.limit is not None
+        if place.held_bytes + self._step_bytes > place.limit:
+            raise NoSpace(
+                f"{place.url} holds {place.held_bytes / 1e9:.3f} GB of at most {place.limit / 1e9:.3f} GB, and a step has "
+                f"{self._step_bytes / 1e9:.3f} GB: give its Tier a higher limit=, or a lower keep="
+            )
+
+    def leave_out(self, step: int, error: BaseException) -> None:
+        """This rank does not save a step that the others may save."""
+        number = self._choose()
+        place = self._places[number]
+        leave_out(place.session, step, error)
+        if number < len(self._places) - 1:  # the others see this step fail there
+            self._skip(place)
+
+    def _choose(self) -> int:
+        """Where the next save begins, once the one before has ended: the same on all ranks."""
+        if self._last is not None:
+            self._last.wait()
+        for number, place in enumerate(self._places[:-1]):
+            if not place.skip:
+                return number
+            place.skip -= 1
+        return len(self._places) - 1
+
+    def _ended(self, handle: SaveHandle, number: int, further: Sequence[_Place]) -> None:
+        place, error = self._places[number], handle.error()
+        if error is not None:
+            self._drop(further, handle.step)
+            if number < len(self._places) - 1 and self._falls_through(error):
+                handle.take_error()
+                self._passed_over(number, handle.step, error)
+            return
+        place.failures = 0
+        place.promoted = time.monotonic()
+        self._position = handle.step
+        commit = handle.checkpoint().commit
+        self._step_bytes = commit.raw_bytes
+        with suppress(StoreError):
+            place.measure()
+        for other in further:
+            if other.promoter is not None:
+                other.promoted = time.monotonic()
+                other.promoter.offer(handle.step)
+
+    def _falls_through(self, error: BaseException) -> bool:
+        """Whether the next place may do better. In a group only what all ranks see, for they must choose alike."""
+        if self._group.size == 1:
+            return isinstance(error, StoreError)
+        full = isinstance(error, NoSpace) or getattr(error.__cause__, "errno", None) == errno.ENOSPC
+        return full or (isinstance(error, StepRefused) and not isinstance(error, RanksMissing))
+
+    def _passed_over(self, number: int, step: int, error: BaseException) -> None:
+        place = self._places[number]
+        self._skip(place)
+        log.warning(
+            "step %d could not be saved to the tier %s: %s; saves go to %s for the next %d",
+            step, place.url, error, self._places[number + 1].url, place.skip,
+        )  # fmt: skip
+
+    def _skip(self, place: _Place) -> None:
+        place.skip = 1 << min(place.failures, _MOST_SKIPPED)
+        place.failures += 1
+
+    def _drop(self, places: Iterable[_Place], step: int) -> None:
+        for place in places:
+            if place.promoter is not None:
+                place.promoter.drop(step)
+
+    def _given_up(self, step: int, error: BaseException) -> SaveHandle:
+        handle = SaveHandle(step)
+        handle.end(None, error)
+        handle.take_error()
+        self._last = handle
+        return handle
+
+    # --- promoting ---------------------------------------------------------------------------------------------
+
+    def restored(self, step: int) -> None:
+        """A load has ended: with this step, -1 where there was none. Bad copies that it met are put aside."""
+        self._position = step
+        try:
+            for name in put_aside(self.repository.store):
+                message = f"{name} was damaged, and is removed: a further tier has a copy"
+                log.error(message)
+                warnings.warn(message, stacklevel=3)
+        except StoreError as error:
+            log.warning("a damaged copy is still there, and is not used: %s", error)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Once: promote what an earlier job left in near places, and what is due further on; nothing that a load went back
+        behind."""
+        if self._caught_up:
+            return
+        self._caught_up = True
+        for number, place in enumerate(self._places):
+            if place.promoter is None:
+                continue
+            there = _newest(place.session.repo, lambda step: True)
+            every = place.tier.every
+            step = max(
+                _newest(other.session.repo, lambda s, t=place.tier, e=every: not isinstance(e, int) or t.counts(s))
+                for other in self._places[:number]
+            )
+            if step > there and (self._position is None or step <= self._position):
+                place.promoter.offer(step)
+
+    def wait(self) -> None:
+        """Wait for the saves under way, and until what is due further on is there; raise SaveFailed."""
+        for place in self._places:
+            place.session.wait()
+        self.raise_failed()
+        for promoter in self._promoters:
+            promoter.wait()
+
+    def settle(self) -> None:
+        """Wait for what is under way, whatever comes of it."""
+        for place in self._places:
+            place.session.wait()
+        for promoter in self._promoters:
+            with suppress(SaveFailed):
+                promoter.wait()
+
+    def wait_staged(self) -> None:
+        for place in self._places:
+            place.session.wait_staged()
+
+    def raise_failed(self) -> None:
+        """Raise what went wrong in the background and can't be mended by waiting."""
+        for place in self._places:
+            place.session.raise_failed()
+            if place.promoter is not None:
+                place.promoter.raise_fenced()
+
+    def close(self, promote: bool) -> None:
+        """End. promote: bring the newest step to the repository of record, and give the memory free."""
+        for place in self._places:
+            place.session.wait()
+        try:
+            if promote:
+                self._promote_newest()
+            self.raise_failed()
+            if promote:
+                for promoter in self._promoters:
+                    promoter.wait()
+                self._free()
+        finally:
+            for promoter in self._promoters:
+                promoter.close(wait=promote)
+            for place in self._places:
+                sessions.leave(place.session)
+
+    def _promote_newest(self) -> None:
+        self.catch_up()
+        record = self._places[-1]
+        if record.promoter is None:
+            return
+        step = self._position
+        if step is None:
+            step = max(_newest(place.session.repo, lambda step: True) for place in self._places)
+        if step >= 0:
+            record.promoter.offer(step)
+
+    def _free(self) -> None:
+        """Give the memory back: all that matters of it is in the repository of record now."""
+        for place in self._places[:-1]:
+            store = place.session.repo.store
+            if self._group.rank == 0 and place.tier.url == MEMORY and place.session.holders == 1:
+                try:
+                    names = [entry.name for entry in store.list("steps")]
+                    store.delete([name for name in names if name.endswith("/commit.json")])
+                    store.delete(names)
+                    store.sweep_temporaries("")
+                except StoreError as error:
+                    log.warning("the memory at %s is not free yet: %s", place.url, error)
+
+
+def _newest(repo: Repository, wanted: Callable[[int], bool]) -> int:
+    """The newest committed step that is wanted, -1 none."""
+    numbers = (n for n in reversed(repo.step_numbers()) if wanted(n) and repo.store.exists(commit_name(n)))
+    return next(numbers, -1)
+
+
+def _held(repo: Repository) -> int:
+    return sum(entry.nbytes for entry in repo.store.list("steps"))
+
+
+# --- where a tier is --------------------------------------------------------------------------------------------
+
+
+def _is_own_memory(tier: Tier) -> bool:
+    """Whether it is memory that no agent keeps: that of this host."""
+    return tier.url == MEMORY and not os.environ.get(VARIABLE)
+
+
+def _store_of(tier: Tier, record: str) -> Url:
+    if tier.url != MEMORY:
+        return tier.url
+    name = _name_of(record)
+    if kept := os.environ.get(VARIABLE):
+        return _memory_store(_below(kept, name))
+    return MemoryStore(_own_memory() / name)
+
+
+def _memory_store(url: str) -> Url:
+    store = open_repository(url).store
+    return MemoryStore(store.root) if type(store) is LocalStore else store
+
+
+def _name_of(record: str) -> str:
+    """The folder in memory of the repository at a URL: readable, and no other's."""
+    words = re.sub(r"[^A-Za-z0-9_-]+", "-", record.rstrip("/").rpartition("/")[2]).strip("-")[:40]
+    return f"{words or 'run'}-{hashlib.sha256(record.encode()).hexdigest()[:12]}"
+
+
+def _below(url: str, name: str) -> str:
+    path, mark, query = url.partition("?")
+    return f"{path.rstrip('/')}/{name}{mark}{query}"
+
+
+def _own_memory(base: Path = Path("/dev/shm")) -> Path:
+    """A folder in shared memory that is this user's alone."""
+    folder = base / f"ckpt-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StoreError(
+            f'Tier("memory"): {folder} cannot be used: {error.strerror}; mount a tmpfs on {base}, set {VARIABLE} to a folder '
+            "that is in memory, or leave the tier out"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StoreError(f'Tier("memory"): {folder} belongs to another user; remove it, or set {VARIABLE} to a folder of yours')
+    return folder
+
+
+def _limit(tier: Tier, repo: Repository) -> int | None:
+    """The bytes that a tier may hold."""
+    limit = tier.limit
+    if limit is None and tier.url == MEMORY and isinstance(repo.store, LocalStore):
+        found = os.statvfs(repo.store.root)
+        limit = int(_SHARE_OF_MEMORY * (found.f_bavail * found.f_frsize + _held(repo)))
+    if limit is not None:
+        log.info("the tier %s may hold %.3f GB", repo.url, limit / 1e9)
+    return limit
+
+
+# --- what belongs together --------------------------------------------------------------------------------------
+
+
+def _belong_together(repos: Sequence[Repository], write: bool) -> None:
+    """Refuse near places that hold steps of another repository; note in each which one it belongs to."""
+    *near, record = repos
+    identity = record.identity()
+    note = records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
+    for repo in near:
+        known = _note(repo)
+        if known is not None and known["id"] != identity and any(repo.step_numbers()):
+            raise InvalidArgument(
+                f"{repo.url} holds steps of a repository that was at {known['places'][-1]} before, not of the one that is at "
+                f"{record.url}; delete it if they are not wanted any more, or name another place"
+            )
+    if write:
+        for repo in near:
+            repo.store.put(NOTE, note)
+
+
+def _note(repo: Repository) -> dict[str, Any] | None:
+    try:
+        return records.decode("tier", repo.store.get(NOTE), f"{repo.url}/{NOTE}")
+    except NotFound:
+        return None
+
+
+def drain(memory: Url) -> str:
+    """Bring the newest step of every repository in a memory folder (the value of CKPT_MEMORY) to where it belongs, without
+    the program that saved it. Says in words what was done, a line each; what went wrong, too."""
+    store = open_repository(memory).store
+    said = []
+    for name in sorted(store.list_folders("")):
+        repo = open_repository(_below(store.url if isinstance(memory, Store) else os.fspath(memory), name))
+        try:
+            said.append(_drained(repo))
+        except (CkptError, OSError) as error:
+            said.append(f"{repo.url} could not be drained: {error}")
+    return "\n".join(filter(None, said))
+
+
+def _drained(repo: Repository) -> str:
+    note = _note(repo)
+    if note is None:
+        return ""
+    repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]
+    record = repos[-1]
+    if record.identity() != note["id"]:
+        raise InvalidArgument(f"{record.url} is another repository now; copy what is wanted with ckpt-restore")
+    source = TieredRepository([r for r in repos if r is not record])
+    step = max(_newest(r, lambda step: True) for r in source.places)
+    if step < 0:
+        return f"{repo.url} holds no step"
+    series, opened = Series(repos), []
+    try:
+        opened.extend(sessions.enter(each, Alone(), series) for each in reversed(repos))
+        done = promote(source, step, opened[0])
+    finally:
+        for session in opened:
+            sessions.leave(session)
+    return f"step {step} was brought from {repo.url} to {record.url}" if done else f"{record.url} has step {step} already"
