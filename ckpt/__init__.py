@@ -35,7 +35,7 @@ from ckpt.storage.errors import (
     UnknownScheme,
     UnsupportedLeaf,
 )
-from ckpt.tiers import Tier
+from ckpt.tier import Tier
 from ckpt.tree import PerRank
 from ckpt.version import __version__
 

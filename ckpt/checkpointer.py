@@ -26,7 +26,8 @@ from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.storage.errors import CkptError, InvalidArgument
-from ckpt.tiers import Tier, Tiers
+from ckpt.tier import Tier
+from ckpt.tiers import Tiers
 from ckpt.together import Wish
 from ckpt.write import Options, leave_out, staging_bytes
 from ckpt.write import save as run_save

@@ -267,7 +267,8 @@ def enter(repo: Repository, group: Group, series: Series | None = None) -> Sessi
             if session is not None:
                 session.holders += 1
                 return session
-        made = Session(repo, group, None, series)  # not under the lock: the ranks of a group of threads wait for each other here
+        # Not under the lock: the ranks of a group of threads wait for each other here.
+        made = Session(repo, group, series=series)
         with _registry:
             session = _sessions.setdefault(key, made)
             session.holders += 1

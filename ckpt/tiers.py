@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import logging
 import os
-import re
-import stat
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ckpt import records
 from ckpt import session as sessions
 from ckpt.claim import Series
 from ckpt.groups.base import Alone, Group
@@ -42,61 +37,31 @@ from ckpt.storage.errors import (
     CkptError,
     InvalidArgument,
     NoSpace,
-    NotFound,
     RanksMissing,
     SaveFailed,
     StepRefused,
     StoreError,
 )
-from ckpt.storage.local import LocalStore
-from ckpt.storage.memory import MemoryStore
+from ckpt.tier import (
+    MEMORY,
+    VARIABLE,
+    Tier,
+    Url,
+    belong_together,
+    below,
+    held_bytes,
+    is_own_memory,
+    limit_of,
+    note_of,
+    store_of,
+)
 from ckpt.tiered import TieredRepository
 from ckpt.write import Options, leave_out, planned_bytes
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
 
-MEMORY = "memory"
-"""The URL of the memory tier."""
-
-VARIABLE = "CKPT_MEMORY"
-"""Names the memory that `ckpt-run` keeps for the job: it outlives the ranks."""
-
-NOTE = "tier.json"
-"""In a near place: which repository it belongs to."""
-
-_SHARE_OF_MEMORY = 0.5
 _MOST_SKIPPED = 6  # a place that could not take a save is passed over for 1, 2, 4 … 64 saves
-
-Url = str | os.PathLike[str] | Store
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """A place before the repository of record.
-
-    url: a directory or any URL; "memory" is shared memory, which outlives the process but not the machine.
-    every: which steps come here: a number of steps, a timedelta, "auto", or None for those of `save` alone.
-    keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
-    limit: bytes that may be held here; a step that does not fit goes to the next place. None: what is there, of memory half
-        of what is free at the start.
-    """
-
-    url: Url
-    every: Every = 1
-    keep: int | Keep | None = 2
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        as_keep(self.keep)
-        if isinstance(self.every, int) and self.every < 1:
-            raise InvalidArgument(f"every={self.every}: use a positive number of steps, a timedelta, 'auto' or None")
-        if self.limit is not None and self.limit < 1:
-            raise InvalidArgument(f"limit={self.limit}: use a positive number of bytes, or None")
-
-    def counts(self, step: int) -> bool:
-        """Whether this step comes here by its number."""
-        return isinstance(self.every, int) and (step + 1) % self.every == 0
 
 
 @dataclass(slots=True)
@@ -127,7 +92,7 @@ class _Place:
 
     def measure(self) -> None:
         if self.limit is not None:
-            self.held_bytes = _held(self.session.repo)
+            self.held_bytes = held_bytes(self.session.repo)
 
 
 class Tiers:
@@ -135,7 +100,7 @@ class Tiers:
 
     def __init__(self, url: Url, every: Every, keep: int | Keep | None, tiers: Sequence[Tier], group: Group) -> None:
         record = open_repository(url)
-        near = [open_repository(_store_of(tier, record.url)) for tier in tiers]
+        near = [open_repository(store_of(tier, record.url)) for tier in tiers]
         repos = [*near, record]
         if len({repo.url for repo in repos}) < len(repos):
             raise InvalidArgument(f"tiers and {record.url}: a place is named twice; each must be another one")
@@ -145,12 +110,12 @@ class Tiers:
             series = Series(repos)
             for repo in reversed(repos):  # of record first: who is refused there has changed nothing
                 opened.insert(0, sessions.enter(repo, group, series))
-                if repo is record and group.size > 1 and any(map(_is_own_memory, tiers)) and not group.one_host():
+                if repo is record and group.size > 1 and any(map(is_own_memory, tiers)) and not group.one_host():
                     raise InvalidArgument(
                         f'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, or '
                         f"set {VARIABLE} to a URL that all of them reach"
                     )
-            _belong_together(repos, group.rank == 0)
+            belong_together(repos, group.rank == 0)
         except BaseException:
             for session in opened:
                 sessions.leave(session)
@@ -168,7 +133,7 @@ class Tiers:
                 if number:
                     source = TieredRepository([r for r in repos if r is not place.session.repo])
                     place.promoter = Promoter(source, place.session, as_keep(place.tier.keep))
-                place.limit = _limit(place.tier, place.session.repo)
+                place.limit = limit_of(place.tier, place.session.repo)
                 place.measure()
 
     @property
@@ -330,12 +295,9 @@ class Tiers:
         for number, place in enumerate(self._places):
             if place.promoter is None:
                 continue
-            there = _newest(place.session.repo, lambda step: True)
-            every = place.tier.every
-            step = max(
-                _newest(other.session.repo, lambda s, t=place.tier, e=every: not isinstance(e, int) or t.counts(s))
-                for other in self._places[:number]
-            )
+            there = _newest(place.session.repo)
+            wanted = place.tier.counts if isinstance(place.tier.every, int) else _any
+            step = max(_newest(other.session.repo, wanted) for other in self._places[:number])
             if step > there and (self._position is None or step <= self._position):
                 place.promoter.offer(step)
 
@@ -391,7 +353,7 @@ class Tiers:
             return
         step = self._position
         if step is None:
-            step = max(_newest(place.session.repo, lambda step: True) for place in self._places)
+            step = max(_newest(place.session.repo) for place in self._places)
         if step >= 0:
             record.promoter.offer(step)
 
@@ -409,101 +371,14 @@ class Tiers:
                     log.warning("the memory at %s is not free yet: %s", place.url, error)
 
 
-def _newest(repo: Repository, wanted: Callable[[int], bool]) -> int:
+def _any(step: int) -> bool:
+    return True
+
+
+def _newest(repo: Repository, wanted: Callable[[int], bool] = _any) -> int:
     """The newest committed step that is wanted, -1 none."""
     numbers = (n for n in reversed(repo.step_numbers()) if wanted(n) and repo.store.exists(commit_name(n)))
     return next(numbers, -1)
-
-
-def _held(repo: Repository) -> int:
-    return sum(entry.nbytes for entry in repo.store.list("steps"))
-
-
-# --- where a tier is --------------------------------------------------------------------------------------------
-
-
-def _is_own_memory(tier: Tier) -> bool:
-    """Whether it is memory that no agent keeps: that of this host."""
-    return tier.url == MEMORY and not os.environ.get(VARIABLE)
-
-
-def _store_of(tier: Tier, record: str) -> Url:
-    if tier.url != MEMORY:
-        return tier.url
-    name = _name_of(record)
-    if kept := os.environ.get(VARIABLE):
-        return _memory_store(_below(kept, name))
-    return MemoryStore(_own_memory() / name)
-
-
-def _memory_store(url: str) -> Url:
-    store = open_repository(url).store
-    return MemoryStore(store.root) if type(store) is LocalStore else store
-
-
-def _name_of(record: str) -> str:
-    """The folder in memory of the repository at a URL: readable, and no other's."""
-    words = re.sub(r"[^A-Za-z0-9_-]+", "-", record.rstrip("/").rpartition("/")[2]).strip("-")[:40]
-    return f"{words or 'run'}-{hashlib.sha256(record.encode()).hexdigest()[:12]}"
-
-
-def _below(url: str, name: str) -> str:
-    path, mark, query = url.partition("?")
-    return f"{path.rstrip('/')}/{name}{mark}{query}"
-
-
-def _own_memory(base: Path = Path("/dev/shm")) -> Path:
-    """A folder in shared memory that is this user's alone."""
-    folder = base / f"ckpt-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise StoreError(
-            f'Tier("memory"): {folder} cannot be used: {error.strerror}; mount a tmpfs on {base}, set {VARIABLE} to a folder '
-            "that is in memory, or leave the tier out"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise StoreError(f'Tier("memory"): {folder} belongs to another user; remove it, or set {VARIABLE} to a folder of yours')
-    return folder
-
-
-def _limit(tier: Tier, repo: Repository) -> int | None:
-    """The bytes that a tier may hold."""
-    limit = tier.limit
-    if limit is None and tier.url == MEMORY and isinstance(repo.store, LocalStore):
-        found = os.statvfs(repo.store.root)
-        limit = int(_SHARE_OF_MEMORY * (found.f_bavail * found.f_frsize + _held(repo)))
-    if limit is not None:
-        log.info("the tier %s may hold %.3f GB", repo.url, limit / 1e9)
-    return limit
-
-
-# --- what belongs together --------------------------------------------------------------------------------------
-
-
-def _belong_together(repos: Sequence[Repository], write: bool) -> None:
-    """Refuse near places that hold steps of another repository; note in each which one it belongs to."""
-    *near, record = repos
-    identity = record.identity()
-    note = records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
-    for repo in near:
-        known = _note(repo)
-        if known is not None and known["id"] != identity and any(repo.step_numbers()):
-            raise InvalidArgument(
-                f"{repo.url} holds steps of a repository that was at {known['places'][-1]} before, not of the one that is at "
-                f"{record.url}; delete it if they are not wanted any more, or name another place"
-            )
-    if write:
-        for repo in near:
-            repo.store.put(NOTE, note)
-
-
-def _note(repo: Repository) -> dict[str, Any] | None:
-    try:
-        return records.decode("tier", repo.store.get(NOTE), f"{repo.url}/{NOTE}")
-    except NotFound:
-        return None
 
 
 def drain(memory: Url) -> str:
@@ -512,7 +387,7 @@ def drain(memory: Url) -> str:
     store = open_repository(memory).store
     said = []
     for name in sorted(store.list_folders("")):
-        repo = open_repository(_below(store.url if isinstance(memory, Store) else os.fspath(memory), name))
+        repo = open_repository(below(store.url if isinstance(memory, Store) else os.fspath(memory), name))
         try:
             said.append(_drained(repo))
         except (CkptError, OSError) as error:
@@ -521,7 +396,7 @@ def drain(memory: Url) -> str:
 
 
 def _drained(repo: Repository) -> str:
-    note = _note(repo)
+    note = note_of(repo)
     if note is None:
         return ""
     repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]
@@ -529,10 +404,11 @@ def _drained(repo: Repository) -> str:
     if record.identity() != note["id"]:
         raise InvalidArgument(f"{record.url} is another repository now; copy what is wanted with ckpt-restore")
     source = TieredRepository([r for r in repos if r is not record])
-    step = max(_newest(r, lambda step: True) for r in source.places)
+    step = max(_newest(r) for r in source.places)
     if step < 0:
         return f"{repo.url} holds no step"
-    series, opened = Series(repos), []
+    series = Series(repos)
+    opened: list[Session] = []
     try:
         opened.extend(sessions.enter(each, Alone(), series) for each in reversed(repos))
         done = promote(source, step, opened[0])
