@@ -139,7 +139,7 @@ def belong_together(repos: Sequence[Repository], write: bool) -> None:
     note = records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
     for repo in near:
         known = note_of(repo)
-        if known is not None and known["id"] != identity and any(repo.step_numbers()):
+        if known is not None and known["id"] != identity and repo.step_numbers():
             raise InvalidArgument(
                 f"{repo.url} holds steps of a repository that was at {known['places'][-1]} before, not of the one that is at "
                 f"{record.url}; delete it if they are not wanted any more, or name another place"
