@@ -108,7 +108,10 @@ def from_nearest(
     damage: IntegrityError | None = None
     for copy in copies:
         last = copy is copies[-1]
-        if not last and ((copy.url, name) in absent or (name, position) in _bad.get(copy.url, ())):
+        if not last and (copy.url, name) in absent:
+            continue
+        if not last and (name, position) in _bad.get(copy.url, ()):
+            damage = IntegrityError(f"{copy.url}/{name} was found damaged at byte {position} before")
             continue
         try:
             return read(copy)
@@ -156,14 +159,16 @@ def put_aside(store: Store) -> list[str]:
     """Remove the bad copies that are not the last, and say which.
 
     Everything that counts on them in their place is seen to be damaged from then on: nothing refers to it, and no step that
-    needs it counts as a good one. A copy stays, and is not used, where no further place has one of the same length.
+    needs it counts as a good one. A copy stays where no further place has one of the same length
+    that is not known to be bad, too.
     """
     gone = []
     copies = copies_of(store)
     for number, copy in enumerate(copies[:-1]):
         for name in bad_packs(copy.url):
-            here, *further = (_length(other, name) for other in copies[number:])
-            if here is None or here in further:
+            here = _length(copy, name)
+            others = (other for other in copies[number + 1 :] if name not in bad_packs(other.url))
+            if here is None or any(_length(other, name) == here for other in others):
                 copy.delete([name])
                 forgive(copy.url, name)
                 gone.append(f"{copy.url}/{name}")

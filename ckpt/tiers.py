@@ -158,6 +158,8 @@ class Tiers:
 
     def save(self, step: int, state: Any, options: Options, blocking: bool, everywhere: bool) -> SaveHandle:
         """Save in the nearest place that can take it. everywhere: the step is due in all."""
+        for promoter in self._promoters:
+            promoter.raise_fenced()
         self.catch_up()
         start = self._choose()
         due = {n for n, place in enumerate(self._places) if n and (everywhere or place.is_due(step))}
