@@ -6,7 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -79,24 +81,24 @@ class Checkpointer:
             raise InvalidArgument(f"in_flight={in_flight}: at least one save must be allowed")
         if in_flight > 1 and tiers:
             raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
-        of_record, every = every, tiers[0].every if tiers else every
-        self._every = every
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
         ranks = as_group(group)
-        by_time = every is not None and not isinstance(every, int)
-        self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
         self._options = Options(
-            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas,
-            None if self._schedule is None else self._schedule.propose,
-        )  # fmt: skip
+            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas
+        )
         self._lazy_memory: frozenset[int] = frozenset()
         self._last: SaveHandle | None = None
         self._last_began = time.monotonic()
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
         self._pulse = pulses.mine()
-        self._tiers = Tiers(url, of_record, keep, tiers, ranks) if tiers else None
+        self._tiers = Tiers(url, every, keep, tiers, ranks) if tiers else None
+        self._every = every if self._tiers is None else self._tiers.every
+        by_time = self._every is not None and not isinstance(self._every, int)
+        self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
+        if self._schedule is not None:
+            self._options = replace(self._options, propose=self._schedule.propose)
         self._session: sessions.Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url), ranks)
         )
@@ -264,10 +266,15 @@ class Checkpointer:
         """Wait for the saves under way, and until each tier has what is due there; raise SaveFailed if one failed."""
         session = self._open()
         if self._tiers is not None:
-            self._tiers.wait()
+            with pulses.phase("save"):
+                self._tiers.wait(self._progress("save"))
             return
         session.wait()
         session.raise_failed()
+
+    def _progress(self, phase: str) -> Callable[[], None] | None:
+        """Says that a long wait goes on."""
+        return None if self._pulse is None else partial(self._pulse.beat, pulses.PHASES.index(phase))
 
     def _settle(self) -> None:
         """Wait for what is under way, whatever comes of it."""
@@ -287,7 +294,8 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         if self._tiers is not None:
-            self._tiers.close(promote)
+            with pulses.phase("end"):
+                self._tiers.close(promote, self._progress("end"))
             return
         session.wait()
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ckpt.checkpoint import Checkpoint
@@ -33,11 +33,13 @@ PIECE_BYTES = 16 << 20
 
 
 def promote(
-    source: Repository, step: int, target: Session, keep: Keep | None = None, left_over: set[str] | None = None
-) -> bool:
+    source: Repository, step: int, target: Session, keep: Keep | None = None, left_over: set[str] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> bool:  # fmt: skip
     """Make `step` exist in `target` as it is in `source`; whether it was copied. May be called again after any failure.
 
     left_over: the caller's memory of the files that were copied for steps whose copying has failed.
+    progress: called for each piece that was copied.
     False where the target has this save of the step, or a later one. Raises StepNotFound where the source has it no longer,
     IntegrityError where no tier of the source has good bytes, Fenced, StoreError.
     """
@@ -53,7 +55,7 @@ def promote(
     attempt = target.claim.begin(step)
     target.pin(attempt, [*commit.files(), commit_name(step)])
     try:
-        copied = _copy_files(Checkpoint(source.store, commit), target)
+        copied = _copy_files(Checkpoint(source.store, commit), target, progress)
         failpoint("promote.commit")
         target.claim.check()
         _publish(target.repo, commit)
@@ -70,7 +72,7 @@ def promote(
     return True
 
 
-def _copy_files(checkpoint: Checkpoint, target: Session) -> int:
+def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], None]) -> int:
     """Bring what the step needs; return the bytes of packs that were copied."""
     commit, store = checkpoint.commit, target.repo.store
     small = {file.name: checkpoint.verified(file) for file in (*commit.manifests, *commit.trees)}
@@ -82,7 +84,7 @@ def _copy_files(checkpoint: Checkpoint, target: Session) -> int:
         buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # on a page, as O_DIRECT wants it
         for file in missing:
             failpoint("promote.pack")
-            _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer)
+            _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer, progress)
             forgive(store.url, file.name)
     for name, data in small.items():
         failpoint("promote.manifest")
@@ -110,7 +112,10 @@ def _gap(begin: int, end: int) -> Iterator[tuple[int, int, None]]:
         yield at, min(end, at + PIECE_BYTES), None
 
 
-def _copy_pack(checkpoint: Checkpoint, file: FileRecord, blocks: list[Row], store: Store, buffer: memoryview) -> None:
+def _copy_pack(
+    checkpoint: Checkpoint, file: FileRecord, blocks: list[Row], store: Store, buffer: memoryview,
+    progress: Callable[[], None],
+) -> None:  # fmt: skip
     algorithm = checkpoint.manifest().digest_algorithm
     absent: set[tuple[str, str]] = set()
     with _Source(checkpoint.where, file.name) as source, store.create(file.name, file.nbytes) as writer:
@@ -129,6 +134,7 @@ def _copy_pack(checkpoint: Checkpoint, file: FileRecord, blocks: list[Row], stor
             from_nearest(checkpoint.store, read, file.name, begin, absent)
             if writer.append(view) != begin:
                 raise StoreError(f"copying {file.name} to {store.url}: a piece came to another place than byte {begin}")
+            progress()
         if writer.commit() != file.nbytes:
             raise StoreError(f"copying {file.name} to {store.url}: it has not {file.nbytes} bytes there")
 

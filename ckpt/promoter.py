@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from ckpt.promote import promote
 from ckpt.repository import Repository
@@ -14,6 +15,9 @@ from ckpt.storage.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
 from ckpt.write import be_nice
 
 log = logging.getLogger("ckpt")
+
+def _nothing() -> None: ...
+
 
 _RETRY_SECONDS = (1.0, 60.0)
 """After a failure: at first, and at most."""
@@ -37,6 +41,7 @@ class Promoter:
         self._pause = _RETRY_SECONDS[0]
         self._not_before = 0.0
         self._closing = False
+        self._progress: Callable[[], None] = _nothing
         self._left_over: set[str] = set()
         self._thread: threading.Thread | None = None
         self.seconds = 0.0
@@ -75,16 +80,20 @@ class Promoter:
 
     # --- how it goes -------------------------------------------------------------------------------------------
 
-    def wait(self) -> None:
-        """Wait until what was offered is there; raise SaveFailed after a try that failed. It is tried again later."""
+    def wait(self, progress: Callable[[], None] | None = None) -> None:
+        """Wait until what was offered is there; raise SaveFailed after a try that failed. It is tried again later.
+
+        progress: called by the thread that copies, for each piece.
+        """
         with self._changed:
+            self._progress = progress or _nothing
             self._not_before = 0.0
             self._changed.notify_all()
             enough = self._tries + (self._current is not None) + (self._waiting is not None)
             self._changed.wait_for(
                 lambda: (self._waiting is None and self._current is None) or (self._error and self._tries >= enough)
             )
-            error = self._error
+            error, self._progress = self._error, _nothing
         if error is not None:
             raise SaveFailed(f"promoting to {self._target.repo.url} failed: {error}") from error
 
@@ -109,7 +118,7 @@ class Promoter:
             began = time.monotonic()
             error: Exception | None = None
             try:
-                promote(self._source, step, self._target, self._keep, self._left_over)
+                promote(self._source, step, self._target, self._keep, self._left_over, lambda: self._progress())
                 self.seconds = time.monotonic() - began
             except StepNotFound:  # a nearer tier has lost it, or a roll-back has replaced it
                 log.warning("step %d is not promoted to %s: no nearer tier has it any more", step, self._target.repo.url)

@@ -26,6 +26,11 @@ log = logging.getLogger("ckpt")
 MARKER = "ckpt.json"
 
 
+def new_marker() -> bytes:
+    """What marks a new repository."""
+    return records.encode("repository", {"id": uuid.uuid4().hex})
+
+
 def step_folder(step: int) -> str:
     """Where a step lies."""
     return f"steps/{step}"
@@ -84,7 +89,7 @@ class Repository:
                 "name an empty or a new folder"
             )
         try:
-            self.store.put_new(MARKER, records.encode("repository", {"id": uuid.uuid4().hex}))
+            self.store.put_new(MARKER, new_marker())
         except (AlreadyExists, NotFound):  # another one was faster; not found: it has swept our temporary file
             pass
         self.check()

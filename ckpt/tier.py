@@ -8,16 +8,18 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpt import records
+from ckpt.arena import available_memory
 from ckpt.interval import Every
-from ckpt.repository import Repository, open_repository
+from ckpt.repository import MARKER, Repository, new_marker, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.storage.base import Store
-from ckpt.storage.errors import InvalidArgument, NotFound, StoreError
+from ckpt.storage.errors import FormatError, IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
 
@@ -123,7 +125,8 @@ def limit_of(tier: Tier, repo: Repository) -> int | None:
     limit = tier.limit
     if limit is None and tier.url == MEMORY and isinstance(repo.store, LocalStore):
         found = os.statvfs(repo.store.root)
-        limit = int(_SHARE_OF_MEMORY * (found.f_bavail * found.f_frsize + held_bytes(repo)))
+        free = min(found.f_bavail * found.f_frsize, available_memory())
+        limit = int(_SHARE_OF_MEMORY * (free + held_bytes(repo)))
     if limit is not None:
         log.info("the tier %s may hold %.3f GB", repo.url, limit / 1e9)
     return limit
@@ -154,3 +157,18 @@ def note_of(repo: Repository) -> dict[str, Any] | None:
         return records.decode("tier", repo.store.get(NOTE), f"{repo.url}/{NOTE}")
     except NotFound:
         return None
+    except IntegrityError as error:  # it is written again
+        log.warning("%s", error)
+        return None
+
+
+def mend_marker(repo: Repository) -> None:
+    """Write the marker of a near place anew where it is damaged: its steps are verified by themselves."""
+    try:
+        repo.check()
+    except IntegrityError as error:
+        log.warning("%s; it is written anew", error)
+        with suppress(StoreError):
+            repo.store.put(MARKER, new_marker())
+    except (FormatError, StoreError):  # not there yet, or told by what comes next
+        pass

@@ -52,6 +52,7 @@ from ckpt.tier import (
     held_bytes,
     is_own_memory,
     limit_of,
+    mend_marker,
     note_of,
     store_of,
 )
@@ -100,41 +101,64 @@ class Tiers:
 
     def __init__(self, url: Url, every: Every, keep: int | Keep | None, tiers: Sequence[Tier], group: Group) -> None:
         record = open_repository(url)
-        near = [open_repository(store_of(tier, record.url)) for tier in tiers]
-        repos = [*near, record]
+        repos = [*(open_repository(store_of(tier, record.url)) for tier in tiers), record]
         if len({repo.url for repo in repos}) < len(repos):
             raise InvalidArgument(f"tiers and {record.url}: a place is named twice; each must be another one")
         self._group = group
-        opened: list[Session] = []
-        try:
-            series = Series(repos)
-            for repo in reversed(repos):  # of record first: who is refused there has changed nothing
-                opened.insert(0, sessions.enter(repo, group, series))
-                if repo is record and group.size > 1 and any(map(is_own_memory, tiers)) and not group.one_host():
-                    raise InvalidArgument(
-                        f'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, or '
-                        f"set {VARIABLE} to a URL that all of them reach"
-                    )
-            belong_together(repos, group.rank == 0)
-        except BaseException:
-            for session in opened:
-                sessions.leave(session)
-            raise
-        wanted = [*tiers, Tier(url, every, keep)]
-        self._places = [_Place(tier, session) for tier, session in zip(wanted, opened, strict=True)]
-        self.repository = TieredRepository(repos)
+        self._places: list[_Place] = []
         self._last: SaveHandle | None = None
         self._step_bytes: int | None = None
         self._position: int | None = None
         self._caught_up = False
-        for number, place in enumerate(self._places):
+        series = Series(repos)
+        try:
+            # Of record first: who is refused there has changed nothing.
+            self._enter(Tier(url, every, keep), record, series)
+            if group.size > 1 and any(map(is_own_memory, tiers)) and not group.one_host():
+                raise InvalidArgument(
+                    f'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, or set '
+                    f"{VARIABLE} to a URL that all of them reach"
+                )
+            for tier, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
+                try:
+                    self._enter(tier, repo, series)
+                except StoreError as error:  # of a group, every rank is told the same
+                    message = f"the tier {repo.url} is left out, saves go to the next: {error}"
+                    log.error(message)
+                    warnings.warn(message, stacklevel=3)
+            repos = [place.session.repo for place in self._places]
+            belong_together(repos, group.rank == 0)
+            self.repository = TieredRepository(repos)
             if group.rank == 0:
-                place.session.spared = partial(self._needed, number)
-                if number:
-                    source = TieredRepository([r for r in repos if r is not place.session.repo])
-                    place.promoter = Promoter(source, place.session, as_keep(place.tier.keep))
-                place.limit = limit_of(place.tier, place.session.repo)
-                place.measure()
+                self._prepare()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _enter(self, tier: Tier, repo: Repository, series: Series) -> None:
+        if self._places and self._group.rank == 0:
+            mend_marker(repo)
+        self._places.insert(0, _Place(tier, sessions.enter(repo, self._group, series)))
+
+    def _prepare(self) -> None:
+        """What rank 0 does for all."""
+        for number, place in enumerate(self._places):
+            repo = place.session.repo
+            place.session.spared = partial(self._needed, number)
+            if number:
+                source = TieredRepository([other for other in self.repository.places if other is not repo])
+                place.promoter = Promoter(source, place.session, as_keep(place.tier.keep))
+            place.limit = limit_of(place.tier, repo)
+            place.measure()
+
+    def _leave(self) -> None:
+        for place in self._places:
+            sessions.leave(place.session)
+
+    @property
+    def every(self) -> Every:
+        """When a save is due in the nearest place."""
+        return self._places[0].tier.every
 
     @property
     def nearest(self) -> Session:
@@ -303,13 +327,16 @@ class Tiers:
             if step > there and (self._position is None or step <= self._position):
                 place.promoter.offer(step)
 
-    def wait(self) -> None:
-        """Wait for the saves under way, and until what is due further on is there; raise SaveFailed."""
+    def wait(self, progress: Callable[[], None] | None = None) -> None:
+        """Wait for the saves under way, and until what is due further on is there; raise SaveFailed.
+
+        progress: called now and then, as long as the copying goes on.
+        """
         for place in self._places:
             place.session.wait()
         self.raise_failed()
         for promoter in self._promoters:
-            promoter.wait()
+            promoter.wait(progress)
 
     def settle(self) -> None:
         """Wait for what is under way, whatever comes of it."""
@@ -330,23 +357,22 @@ class Tiers:
             if place.promoter is not None:
                 place.promoter.raise_fenced()
 
-    def close(self, promote: bool) -> None:
+    def close(self, promote: bool, progress: Callable[[], None] | None = None) -> None:
         """End. promote: bring the newest step to the repository of record, and give the memory free."""
         for place in self._places:
             place.session.wait()
         try:
             if promote:
                 self._promote_newest()
-            self.raise_failed()
-            if promote:
-                for promoter in self._promoters:
-                    promoter.wait()
+                self.wait(progress)
                 self._free()
+            else:
+                self._tell_what_stays()
+                self.raise_failed()
         finally:
             for promoter in self._promoters:
                 promoter.close(wait=promote)
-            for place in self._places:
-                sessions.leave(place.session)
+            self._leave()
 
     def _promote_newest(self) -> None:
         self.catch_up()
@@ -358,6 +384,15 @@ class Tiers:
             step = max(_newest(place.session.repo) for place in self._places)
         if step >= 0:
             record.promoter.offer(step)
+
+    def _tell_what_stays(self) -> None:
+        """Where a program fails, nobody may have the time to wait for a copy."""
+        record, step = self._places[-1].session.repo, self._position
+        if self._group.rank == 0 and step is not None and step > (there := _newest(record)):
+            log.warning(
+                "step %d is in %s, and %s has step %d: the next job with these tiers goes on from there", step,
+                self._places[0].url, record.url, there,
+            )  # fmt: skip
 
     def _free(self) -> None:
         """Give the memory back: all that matters of it is in the repository of record now."""

@@ -21,7 +21,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FailingStore, assert_all_load, assert_same, fast_folder, files, one_line, python, reachable, state_of
+from support import (
+    FailingStore,
+    assert_all_load,
+    assert_same,
+    fast_folder,
+    files,
+    one_line,
+    python,
+    reachable,
+    state_of,
+)
 from test_ranks import all_well, on_ranks
 from test_two_writers import take_over
 
@@ -291,7 +301,8 @@ def test_an_older_job_cannot_promote_over_a_newer_one(places: Places) -> None:
         with pytest.raises(ckpt.Fenced) as told:
             ck.step(2, state_of(2))
         one_line(told, "process 4711 on elsewhere", "stop it")
-        leave(ck)
+        with pytest.raises(ckpt.Fenced):
+            ck.close()
     assert ckpt.open(places.run).steps() == [0]
 
 
@@ -428,6 +439,24 @@ def test_the_limit_of_a_tier(places: Places, caplog: pytest.LogCaptureFixture) -
     assert_all_load(places.run, 8)
 
 
+def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
+    """A broken disk must not keep a job from training."""
+    places.nvme.write_text("no folder")
+    with pytest.warns(UserWarning, match="the tier .*nvme is left out"):
+        ck = places.open()
+    with ck:
+        train(ck, range(5))
+        ck.wait()
+        assert ckpt.open(places.memory).steps() == [3, 4]
+        assert ckpt.open(places.run).steps() == [3]
+    shutil.rmtree(places.memory)
+    places.memory.write_text("no folder")
+    with pytest.warns(UserWarning, match="is left out"), places.open() as ck:
+        assert ck.restore(state_of(0))[1] == 5
+        train(ck, range(5, 9))
+    assert assert_all_load(places.run, 7) == [4, 7], "its own rhythm holds where nothing is nearer"
+
+
 # --- rot -------------------------------------------------------------------------------------------------------
 
 
@@ -474,6 +503,21 @@ def test_a_flipped_byte_in_a_tier(places: Places, which: str, kind: str, caplog:
         leave(ck)
 
 
+def test_a_flipped_byte_in_the_small_files(places: Places) -> None:
+    """Of a near place: what is in its steps does not depend on them."""
+    saved_everywhere(places)
+    for place in (places.memory, places.nvme):
+        for name in ("ckpt.json", "tier.json", "generations/*.json"):
+            for path in place.glob(name):
+                flip(path, 20)
+    with places.open() as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 8
+        assert_same(state, state_of(7))
+        train(ck, range(8, 10))
+    places.check()
+
+
 def test_rot_at_the_same_place_everywhere_falls_back(places: Places) -> None:
     saved_everywhere(places)
     for place in places.all():
@@ -515,8 +559,7 @@ def test_rot_is_not_promoted(places: Places, caplog: pytest.LogCaptureFixture) -
     assert ckpt.open(places.run).steps() == []
     assert "could not be promoted" in caplog.text
     with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier("memory")], group=None) as ck:
-        state, start = ck.restore(state_of(0))
-        assert start == 2
+        assert ck.restore(state_of(0))[1] == 2
         train(ck, range(2, 4))
     assert_all_load(places.run, 3)
 
