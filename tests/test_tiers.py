@@ -451,7 +451,9 @@ def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
         assert ckpt.open(places.run).steps() == [3]
     shutil.rmtree(places.memory)
     places.memory.write_text("no folder")
-    with pytest.warns(UserWarning, match="is left out"), places.open() as ck:
+    with pytest.warns(UserWarning, match="is left out"):
+        ck = places.open()
+    with ck:
         assert ck.restore(state_of(0))[1] == 5
         train(ck, range(5, 9))
     assert assert_all_load(places.run, 7) == [4, 7], "its own rhythm holds where nothing is nearer"
@@ -613,6 +615,55 @@ def test_ranks_save_near_and_load_into_other_layouts(places: Places) -> None:
 
     all_well(on_ranks(2, reload(2)))
     assert np.array_equal(ckpt.load(places.run, step=6)["w"], np.arange(6400.0).reshape(64, 100) * 7)
+
+
+RANK = """
+import os, sys, ckpt
+from pathlib import Path
+from test_tiers import Places, shard_of
+rank = int(os.environ["RANK"])
+with Places(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
+    state, start = ck.restore(shard_of(rank, 2, 0))
+    assert start == 0 or (state["w"].local == shard_of(rank, 2, start - 1)["w"].local).all()
+    print("start", start, flush=True)
+    for step in range(start, start + int(sys.argv[2])):
+        ck.step(step, shard_of(rank, 2, step)).result()
+        print(step, flush=True)
+"""
+
+
+def test_ranks_that_are_killed_lose_no_step(places: Places) -> None:
+    """Processes that know of each other by the environment alone. Every acknowledged step is found again."""
+    newest = -1
+    for attempt, (steps, victim) in enumerate(((1000, 1), (1000, 0), (5, None))):
+        ranks = [
+            python(
+                RANK, places.base, steps,
+                env={"RANK": str(rank), "WORLD_SIZE": "2", "CKPT_RUN_ID": f"{places.base.name}-{attempt}"},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            lines = [rank.stdout.readline().split() for rank in ranks if rank.stdout]
+            assert lines[0] == lines[1] != [], [rank.communicate()[1] for rank in ranks if rank.poll()]
+            assert int(lines[0][1]) > newest, "an acknowledged step is lost"
+            if victim is None:
+                assert [rank.wait(60) for rank in ranks] == [0, 0]
+                break
+            seen = ranks[1 - victim].stdout
+            assert seen is not None
+            newest = max(int(seen.readline()) for _ in range(5))
+            ranks[victim].kill()
+            ranks[1 - victim].kill()
+            newest = max([newest, *map(int, seen.read().split())])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    found = ckpt.open(places.run).steps()
+    assert found[-1] == int(lines[0][1]) + 4
+    for step in found:
+        assert np.array_equal(ckpt.load(places.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
 
 
 def test_ranks_agree_where_to_save_when_a_tier_is_full(places: Places) -> None:
