@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer
@@ -39,9 +40,10 @@ class Places(Store):
 
     def prefetch(self, name: str, nbytes: int) -> None:
         for store in self.stores:
-            if store.exists(name):
-                store.prefetch(name, nbytes)
-                return
+            with suppress(StoreError):
+                if store.exists(name):
+                    store.prefetch(name, nbytes)
+                    return
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         found: dict[str, Entry] = {}

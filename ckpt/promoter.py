@@ -146,7 +146,7 @@ class Promoter:
             if error is None:
                 self._pause, self._told = _RETRY_SECONDS[0], ""
             elif isinstance(error, Fenced):
-                self._closing = True
+                self._closing, self._waiting = True, None
             elif not isinstance(error, IntegrityError):
                 if self._waiting is None:
                     self._waiting = step

@@ -82,7 +82,7 @@ def is_own_memory(tier: Tier) -> bool:
 def store_of(tier: Tier, record: str) -> Url:
     if tier.url != MEMORY:
         return tier.url
-    name = _name_of(record)
+    name = name_of(record)
     if kept := os.environ.get(VARIABLE):
         return _memory_store(below(kept, name))
     return MemoryStore(_own_memory() / name)
@@ -93,7 +93,7 @@ def _memory_store(url: str) -> Url:
     return MemoryStore(store.root) if type(store) is LocalStore else store
 
 
-def _name_of(record: str) -> str:
+def name_of(record: str) -> str:
     """The folder in memory of the repository at a URL: readable, and no other's."""
     words = re.sub(r"[^A-Za-z0-9_-]+", "-", record.rstrip("/").rpartition("/")[2]).strip("-")[:40]
     return f"{words or 'run'}-{hashlib.sha256(record.encode()).hexdigest()[:12]}"
