@@ -148,8 +148,9 @@ class Tiers:
             if number:
                 source = TieredRepository([other for other in self.repository.places if other is not repo])
                 place.promoter = Promoter(source, place.session, as_keep(place.tier.keep))
-            place.limit = limit_of(place.tier, repo)
-            place.measure()
+            if repo is not self.repository.places[-1]:
+                place.limit = limit_of(place.tier, repo)
+                place.measure()
 
     def _leave(self) -> None:
         for place in self._places:
@@ -334,9 +335,15 @@ class Tiers:
         """
         for place in self._places:
             place.session.wait()
+        errors = []
+        for promoter in reversed(self._promoters):  # of record first; each, whatever becomes of the others
+            try:
+                promoter.wait(progress)
+            except SaveFailed as error:
+                errors.append(error)
         self.raise_failed()
-        for promoter in self._promoters:
-            promoter.wait(progress)
+        if errors:
+            raise errors[0]
 
     def settle(self) -> None:
         """Wait for what is under way, whatever comes of it."""

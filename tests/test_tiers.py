@@ -385,6 +385,15 @@ def test_a_full_repository_of_record(places: Places, caplog: pytest.LogCaptureFi
     assert_all_load(places.run, 8)
 
 
+def test_a_full_tier_between_keeps_nothing_from_the_last(places: Places) -> None:
+    ck = places.open(near=FullStore(LocalStore(places.nvme)))
+    train(ck, range(7))
+    with pytest.raises(ckpt.SaveFailed, match=r"promoting to .*nvme.*the disk is full"):
+        ck.close()
+    assert places.steps()[1:] == [[], [3, 6]]
+    assert_all_load(places.run, 6)
+
+
 @pytest.mark.parametrize("method", ["put", "put_new", "create", "append", "commit", "list"])
 def test_a_promotion_that_fails_once_is_tried_again(places: Places, method: str) -> None:
     store = FailingStore(LocalStore(places.run))
