@@ -408,6 +408,8 @@ class Tiers:
             if self._group.rank == 0 and place.tier.url == MEMORY and place.session.holders == 1:
                 try:
                     names = [entry.name for entry in store.list("steps")]
+                    if self._group.size > 1 and self._position is not None:  # another rank may still wait for this record
+                        names = [name for name in names if name != commit_name(self._position)]
                     store.delete([name for name in names if name.endswith("/commit.json")])
                     store.delete(names)
                     store.sweep_temporaries("")

@@ -331,7 +331,7 @@ def test_an_older_job_cannot_promote_over_a_newer_one(places: Places) -> None:
         with failing("promote.pack=sleep:0.3@*"):  # so that a step waits behind the one that is refused
             for step in (1, 2):
                 ck.save(step, {**state_of(step), "name": "old"}).result()  # in memory
-        with pytest.raises(ckpt.SaveFailed, match="taken over"):
+        with pytest.raises(ckpt.Fenced, match="taken over"):
             ck.wait()
         with pytest.raises(ckpt.Fenced) as told:
             ck.step(3, state_of(3))
