@@ -52,6 +52,7 @@ def promote(
             return False
         retired.update(there.files())
     retired.update(commit.files())
+    target.prepare()
     attempt = target.claim.begin(step)
     target.pin(attempt, [*commit.files(), commit_name(step)])
     try:
