@@ -35,6 +35,7 @@ from ckpt.storage.errors import (
     UnknownScheme,
     UnsupportedLeaf,
 )
+from ckpt.tier import Tier
 from ckpt.tree import PerRank
 from ckpt.version import __version__
 
@@ -67,6 +68,7 @@ __all__ = [
     "StepNotFound",
     "StepRefused",
     "StoreError",
+    "Tier",
     "UnknownScheme",
     "UnsupportedLeaf",
     "__version__",

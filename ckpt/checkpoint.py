@@ -16,6 +16,7 @@ from ckpt.dtypes import numpy_dtype
 from ckpt.fill import Saved
 from ckpt.leaves.host import NumpyLeaf
 from ckpt.manifest import Manifest
+from ckpt.places import from_nearest
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, Target, is_bad_sector, read_leaves, verify_blocks
 from ckpt.records import CommitRecord, FileRecord
@@ -68,7 +69,7 @@ class Checkpoint:
         """All rows, verified against the commit record."""
         if self._manifest is None:
             files = self.commit.manifests
-            parts = [manifests.decode(self._verified(file), f"{self.store.url}/{file.name}") for file in files]
+            parts = [manifests.decode(self.verified(file), f"{self.store.url}/{file.name}") for file in files]
             self._manifest = manifests.joined(parts)
         return self._manifest
 
@@ -76,7 +77,7 @@ class Checkpoint:
         """The description of the state as this rank has it, verified against the commit record."""
         if self._tree is None:
             file = self.commit.trees[0]
-            data = self._verified(file)
+            data = self.verified(file)
             try:
                 with collector_paused():
                     self._tree = json.loads(data)["tree"]
@@ -86,18 +87,22 @@ class Checkpoint:
                 raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
         return self._tree
 
-    def _verified(self, file: FileRecord) -> bytes:
+    def verified(self, file: FileRecord) -> bytes:
+        """A manifest or a tree of this step, verified against the commit record."""
+        return from_nearest(self.store, lambda store: self._verified(store, file), file.name)
+
+    def _verified(self, store: Store, file: FileRecord) -> bytes:
         try:
-            data = self.store.get(file.name)
+            data = store.get(file.name)
         except NotFound as error:
-            raise IntegrityError(f"{self.store.url}/{file.name} of step {self.step} is missing") from error
+            raise IntegrityError(f"{store.url}/{file.name} of step {self.step} is missing") from error
         except StoreError as error:
             if not is_bad_sector(error):
                 raise
-            raise IntegrityError(f"{self.store.url}/{file.name} of step {self.step} cannot be read: {error}") from error
+            raise IntegrityError(f"{store.url}/{file.name} of step {self.step} cannot be read: {error}") from error
         if len(data) != file.nbytes or digest("xxh3-128", data).hex() != file.digest:
             raise IntegrityError(
-                f"{self.store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "
+                f"{store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "
                 "record; restore the file, or load another step"
             )
         return data

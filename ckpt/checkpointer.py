@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,7 +20,7 @@ from ckpt.codec import CodecWish
 from ckpt.fill import Rename
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
-from ckpt.interval import daly, told_mean_time
+from ckpt.interval import Every, interval_seconds, told_mean_time
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.losses import Losses, as_number
 from ckpt.parts import TIMEOUT_SECONDS
@@ -28,6 +30,8 @@ from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.spikes import asked_for
 from ckpt.storage.errors import CkptError, InvalidArgument
+from ckpt.tier import Tier
+from ckpt.tiers import Tiers
 from ckpt.together import Wish
 from ckpt.write import Options, leave_out, staging_bytes
 from ckpt.write import save as run_save
@@ -35,8 +39,6 @@ from ckpt.write import save as run_save
 log = logging.getLogger("ckpt")
 
 _STEP, _COMPILE, _END = map(pulses.PHASES.index, ("step", "compile", "end"))
-
-Every = int | timedelta | Literal["auto"] | None
 
 
 class Checkpointer:
@@ -53,6 +55,8 @@ class Checkpointer:
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
     memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
     codec, digest, group, timeout, verify_replicas: as for `ckpt.save`.
+    tiers: nearer places that saves land in first, the nearest first; see `ckpt.Tier`. What comes to `url` is copied there in
+        the background: the steps that `every` names, those of `save`, and the newest one at the end.
 
     Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
@@ -71,21 +75,20 @@ class Checkpointer:
         group: Any = "auto",
         timeout: float = TIMEOUT_SECONDS,
         verify_replicas: bool = False,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         if isinstance(every, int) and every < 1:
             raise InvalidArgument(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
         if in_flight < 1:
             raise InvalidArgument(f"in_flight={in_flight}: at least one save must be allowed")
-        self._every = every
+        if in_flight > 1 and tiers:
+            raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
         ranks = as_group(group)
-        by_time = every is not None and not isinstance(every, int)
-        self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
         self._options = Options(
-            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas,
-            None if self._schedule is None else self._schedule.propose,
-        )  # fmt: skip
+            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas
+        )
         self._lazy_memory: frozenset[int] = frozenset()
         self._last: SaveHandle | None = None
         self._last_began = time.monotonic()
@@ -94,12 +97,20 @@ class Checkpointer:
         self._failure_seconds = told_mean_time()
         self._pulse = pulses.mine()
         self._losses = None if self._pulse is None else Losses(self._pulse, asked_for())
-        self._session: sessions.Session | None = sessions.enter(open_repository(url), ranks)
+        self._tiers = Tiers(url, every, keep, tiers, ranks) if tiers else None
+        self._every = every if self._tiers is None else self._tiers.every
+        by_time = self._every is not None and not isinstance(self._every, int)
+        self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
+        if self._schedule is not None:
+            self._options = replace(self._options, propose=self._schedule.propose)
+        self._session: sessions.Session | None = (
+            self._tiers.nearest if self._tiers else sessions.enter(open_repository(url), ranks)
+        )
 
     @property
     def repository(self) -> Repository:
-        """For looking at what is there."""
-        return self._open().repo
+        """For looking at what is there, in any tier."""
+        return self._open().repo if self._tiers is None else self._tiers.repository
 
     # --- restoring ---------------------------------------------------------------------------------------------
 
@@ -113,19 +124,21 @@ class Checkpointer:
         unless `strict` or named. After a roll-back `ckpt-run` names steps that may be spoiled (CKPT_BEFORE): an older one is
         taken, if there is any.
         """
-        session = self._open()
-        session.wait()  # a save under way may delete what is read here
+        session, repo = self._open(), self.repository
+        self._settle()  # a save under way may delete what is read here
         wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads)
         with pulses.phase("load"):
             if step is not None:
-                start, loaded = check_step(step) + 1, load_step(session.repo, step, wish)
+                start, loaded = check_step(step) + 1, load_step(repo, step, wish)
             else:
                 before = pulses.told_before()
-                found = load_newest(session.repo, strict, wish, before)
+                found = load_newest(repo, strict, wish, before)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
                 if before is not None and start <= before:  # nothing may refer to the later ones, or keep them as good
-                    later = [n for n in session.repo.step_numbers() if n >= before]
+                    later = [n for n in repo.step_numbers() if n >= before]
                     sessions.distrusted(session.repo).update(later)
+            if self._tiers is not None:
+                self._tiers.restored(start - 1)
         if self._pulse is not None:
             self._pulse.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
             self._pulse.committed(start - 1)
@@ -146,14 +159,14 @@ class Checkpointer:
             self._beat(self._pulse, step, state, loss)
         due = self._is_due(step)
         if not due:
-            self._open().raise_failed()  # else the save does it, and tells the other ranks
+            (self._tiers or self._open()).raise_failed()  # else the save does it, and tells the other ranks
             self._prepare(state)
             return None
         if (why := self._unfit(step, loss)) is not None:
             log.warning("step %d is not saved: %s", step, why)
             self._leave_out(step, why)
             return None
-        return self.save(step, state)
+        return self._save(step, state, False, False)
 
     def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
         if loss is not None and self._losses is not None:
@@ -182,18 +195,26 @@ class Checkpointer:
     def _leave_out(self, step: int, why: str) -> None:
         """This rank does not save a step that the others may save: they need not wait for it."""
         session = self._open()
-        if session.group.size > 1:
+        if session.group.size > 1 and self._tiers is not None:
+            self._tiers.leave_out(check_step(step), CkptError(why))
+        elif session.group.size > 1:
             leave_out(session, check_step(step), CkptError(why))
         if self._schedule is not None:
             self._schedule.left_out(step)
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
-        """Save now. Replaces the step if it is there: after a roll-back the loop comes by again."""
+        """Save now. Replaces the step if it is there: after a roll-back the loop comes by again. It comes to every tier."""
+        return self._save(step, state, blocking, True)
+
+    def _save(self, step: int, state: Any, blocking: bool, everywhere: bool) -> SaveHandle:
         session = self._open()
         began = time.monotonic()
         self._lazy_memory = self._attached_memory()
         with pulses.phase("save"):
-            handle = run_save(session, state, check_step(step), self._options, blocking)
+            if self._tiers is not None:
+                handle = self._tiers.save(check_step(step), state, self._options, blocking, everywhere)
+            else:
+                handle = run_save(session, state, check_step(step), self._options, blocking)
         if (pulse := self._pulse) is not None:
             handle.when_done(lambda: None if handle.failed() else pulse.committed(step))
         self._last, self._last_began = handle, began
@@ -211,6 +232,9 @@ class Checkpointer:
                 arenas.pool.prepare(nbytes)
 
     def _is_due(self, step: int) -> bool:
+        return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due(step))
+
+    def _is_due_nearest(self, step: int) -> bool:
         every = self._every
         if every is None:
             return False
@@ -226,9 +250,8 @@ class Checkpointer:
 
     def _interval(self) -> float:
         """Seconds between two saves."""
-        if isinstance(self._every, timedelta):
-            return self._every.total_seconds()
-        return daly(self._cost_seconds, self._failure_seconds)
+        every: timedelta | Literal["auto"] = self._every if isinstance(self._every, timedelta) else "auto"
+        return interval_seconds(every, self._cost_seconds, self._failure_seconds)
 
     # --- lazy staging ------------------------------------------------------------------------------------------
 
@@ -250,7 +273,7 @@ class Checkpointer:
 
     def _before_step(self, *_: Any) -> None:
         if self._session is not None:
-            self._session.wait_staged()
+            (self._tiers or self._session).wait_staged()
 
     def _attached_memory(self) -> frozenset[int]:
         found: set[int] = set()
@@ -268,14 +291,31 @@ class Checkpointer:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the saves under way; raise SaveFailed if one failed."""
+        """Wait for the saves under way, and until each tier has what is due there; raise SaveFailed if one failed."""
         session = self._open()
         with pulses.phase("save"):
+            if self._tiers is not None:
+                self._tiers.wait(self._progress("save"))
+                return
             session.wait()
         session.raise_failed()
 
+    def _progress(self, phase: str) -> Callable[[], None] | None:
+        """Says that a long wait goes on."""
+        return None if self._pulse is None else partial(self._pulse.beat, pulses.PHASES.index(phase))
+
+    def _settle(self) -> None:
+        """Wait for what is under way, whatever comes of it."""
+        (self._tiers.settle if self._tiers is not None else self._open().wait)()
+
     def close(self) -> None:
-        """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed."""
+        """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed.
+
+        With tiers the newest step comes to `url` before.
+        """
+        self._close(True)
+
+    def _close(self, promote: bool) -> None:
         if self._session is None:
             return
         session, self._session = self._session, None
@@ -283,6 +323,10 @@ class Checkpointer:
             self._pulse.beat(_END)
         for hook in self._hooks:
             hook.remove()
+        if self._tiers is not None:
+            with pulses.phase("end"):
+                self._tiers.close(promote, self._progress("end"))
+            return
         session.wait()
         try:
             session.raise_failed()
@@ -302,7 +346,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            self.close()
+            self._close(isinstance(error, SystemExit) and not error.code)  # who fails may be restarted, and is waited for
         except CkptError as failed:  # the error under way is what the user must see
             log.error("%s", failed)
 

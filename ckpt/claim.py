@@ -8,13 +8,15 @@ owner's life cannot be told; the newcomer takes over, and the earlier writer is 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from ckpt import records
@@ -102,15 +104,31 @@ class Attempt:
         return self.generation, int(self.name.rpartition("-")[2])
 
 
+class Series:
+    """Numbers that the claims of several repositories share: what is copied from one to the other keeps its name, which no
+    other file of any of them may have had."""
+
+    def __init__(self, repos: Sequence[Repository] = ()) -> None:
+        self._repos = repos
+        self.serials = itertools.count()
+
+    @functools.cached_property
+    def above(self) -> int:
+        """No generation of any of them is higher."""
+        return max((max(_generations(repo), default=0) for repo in self._repos), default=0)
+
+
 class Claim:
     """The right to write to a repository, until `release`. Rank 0 of a group holds it, for all of them."""
 
-    def __init__(self, repo: Repository, generation: int, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, repo: Repository, generation: int, rank: int = 0, size: int = 1, series: Series | None = None
+    ) -> None:
         self.repo = repo
         self.generation = generation
         self.rank = rank
         self.size = size
-        self._serial = 0
+        self._serials = (series or Series()).serials
         self._tries: dict[tuple[int, bool], int] = {}
         self._lock = threading.Lock()
         self._active: dict[str, frozenset[str]] = {}
@@ -120,8 +138,7 @@ class Claim:
         with self._lock:
             key = step, size > 1  # apart: rank 0 may save for itself as well
             number = self._tries[key] = self._tries.get(key, -1) + 1
-            name = f"{self.rank}-{self.generation}-{self._serial}"
-            self._serial += 1
+            name = f"{self.rank}-{self.generation}-{next(self._serials)}"
             self._active[name] = frozenset()
             return Attempt(name, self.rank, self.generation, step, number)
 
@@ -182,16 +199,17 @@ class Claim:
             log.warning("%s could not be released: %s", name, error)
 
 
-def claim(repo: Repository, size: int = 1) -> Claim:
+def claim(repo: Repository, size: int = 1, series: Series | None = None) -> Claim:
     """Become the writer of a repository, for a group of `size`; raise RepositoryBusy where a live process is."""
-    return Claim(repo, _take(repo), 0, size)
+    return Claim(repo, _take(repo, series.above if series else 0), 0, size, series)
 
 
-def _take(repo: Repository) -> int:
+def _take(repo: Repository, above: int) -> int:
     me = this_process()
     for _ in range(20):
-        newest = max(_generations(repo), default=0)
-        owner = _owner(repo, newest) if newest else None
+        held = max(_generations(repo), default=0)
+        newest = max(held, above)
+        owner = _owner(repo, held) if held else None
         if owner is not None and owner.pid != me.pid:
             lives = alive(owner, me)
             if lives:

@@ -55,6 +55,15 @@ class SaveHandle:
         """Whether the save has ended badly."""
         return self._error is not None
 
+    def error(self) -> BaseException | None:
+        """The error, which stays unseen. For callbacks of `when_done`."""
+        return self._error
+
+    def checkpoint(self) -> Checkpoint:
+        """What was committed. For callbacks of `when_done`, where the save has ended well."""
+        assert self._checkpoint is not None
+        return self._checkpoint
+
     def unseen(self) -> bool:
         """Whether the save failed and nobody was told yet."""
         return self._error is not None and not self._seen

@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from datetime import timedelta
+from typing import Literal
 
 from ckpt.storage.errors import InvalidArgument
+
+Every = int | timedelta | Literal["auto"] | None
+"""How often to save: a number of steps, a time, the interval that loses the least, or only when asked."""
 
 MEAN_TIME_TO_FAILURE = 3 * 3600.0
 """Seconds between failures where nothing better is known: "every few hours" on a large machine."""
@@ -46,3 +51,10 @@ def told_mean_time(environ: Mapping[str, str] = os.environ) -> float:
     if not 0 < seconds < math.inf:
         raise InvalidArgument(f"{MTBF}={text!r} is no number of seconds between two failures; unset it, or correct it")
     return seconds
+
+
+def interval_seconds(
+    every: timedelta | Literal["auto"], cost_seconds: float, mean_time_to_failure: float = MEAN_TIME_TO_FAILURE
+) -> float:
+    """Seconds between two saves of this cost."""
+    return every.total_seconds() if isinstance(every, timedelta) else daly(cost_seconds, mean_time_to_failure)

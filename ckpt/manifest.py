@@ -294,6 +294,11 @@ class Manifest:
         for a, b in itertools.pairwise([*cuts.tolist(), len(order)]):
             yield _rows(self._take(order[a:b], tables.NAMES))
 
+    def by_block(self) -> list[Row]:
+        """One row of each block, in the order in which they lie."""
+        order, blocks = self._places()
+        return _rows(self._take(order[blocks], tables.NAMES))
+
     def stored_bytes(self) -> int:
         """Bytes of all blocks, each counted once."""
         order, blocks = self._places()

@@ -54,6 +54,13 @@ class CommitRecord:
         """The names of all files that make up the step, but for the record itself."""
         return [f.name for f in (*self.manifests, *self.trees, *self.packs)]
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Grows with each save of a step: generation and serial number, which its files are named by."""
+        attempt = self.manifests[0].name.rpartition("/")[2].partition(".")[0] if self.manifests else ""
+        serial = attempt.rpartition("-")[2]
+        return self.generation, int(serial) if serial.isdecimal() else 0
+
 
 def encode(kind: str, body: dict[str, Any]) -> bytes:
     """The bytes of a record."""

@@ -26,6 +26,11 @@ log = logging.getLogger("ckpt")
 MARKER = "ckpt.json"
 
 
+def new_marker() -> bytes:
+    """What marks a new repository."""
+    return records.encode("repository", {"id": uuid.uuid4().hex})
+
+
 def step_folder(step: int) -> str:
     """Where a step lies."""
     return f"steps/{step}"
@@ -46,6 +51,11 @@ class Repository:
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"
 
+    @property
+    def places(self) -> tuple[Repository, ...]:
+        """The repositories that this one is made of, where it is kept in several tiers."""
+        return (self,)
+
     # --- the marker --------------------------------------------------------------------------------------------
 
     def _is_marked(self) -> bool:
@@ -56,6 +66,10 @@ class Repository:
             return False
         records.decode("repository", data, f"{self.url}/{MARKER}")
         return True
+
+    def identity(self) -> str:
+        """What tells this repository from one that was at the same URL before; NotFound where there is none."""
+        return str(records.decode("repository", self.store.get(MARKER), f"{self.url}/{MARKER}")["id"])
 
     def check(self) -> None:
         """Raise FormatError unless the URL is a repository that this version can read."""
@@ -75,7 +89,7 @@ class Repository:
                 "name an empty or a new folder"
             )
         try:
-            self.store.put_new(MARKER, records.encode("repository", {"id": uuid.uuid4().hex}))
+            self.store.put_new(MARKER, new_marker())
         except (AlreadyExists, NotFound):  # another one was faster; not found: it has swept our temporary file
             pass
         self.check()
@@ -88,23 +102,26 @@ class Repository:
 
     def commit(self, step: int) -> CommitRecord:
         """The commit record of a step; StepNotFound where there is none, IntegrityError where it is damaged."""
-        name = commit_name(step)
         try:
-            data = self.store.get(name)
+            commit = self.record(step)
         except NotFound:
             have = self.steps()
             listed = f"it has {_listed(have)}" if have else "it has no committed step"
             raise StepNotFound(f"{self.url} has no committed step {step}; {listed}") from None
-        commit = records.decode_commit(data, f"{self.url}/{name}")
         if commit.step != step:
-            raise IntegrityError(f"{self.url}/{name} is the record of step {commit.step}")
+            raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}")
         return commit
+
+    def record(self, step: int) -> CommitRecord:
+        """What lies at the name of a commit record; NotFound where nothing does."""
+        name = commit_name(step)
+        return records.decode_commit(self.store.get(name), f"{self.url}/{name}")
 
     def commits(self) -> Iterator[CommitRecord]:
         """The records of all committed steps, ascending; damaged ones are left out with a warning."""
         for step in self.step_numbers():
             try:
-                yield records.decode_commit(self.store.get(commit_name(step)), f"{self.url}/{commit_name(step)}")
+                yield self.record(step)
             except NotFound:
                 continue
             except CkptError as error:

@@ -11,13 +11,14 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.claim import Attempt, Claim, claim
+from ckpt.claim import Attempt, Claim, Series, claim
 from ckpt.groups.base import Group
 from ckpt.pack import lengths
+from ckpt.places import bad_packs
 from ckpt.repository import Repository
 from ckpt.retention import Keep, sweep
 from ckpt.storage import errors
@@ -47,16 +48,20 @@ KnownBlocks = dict[tuple[bytes, int], KnownBlock]
 class Session:
     """Shared by all that save to one repository from this process."""
 
-    def __init__(self, repo: Repository, group: Group, shared: Claim | None = None) -> None:
+    def __init__(
+        self, repo: Repository, group: Group, shared: Claim | None = None, series: Series | None = None
+    ) -> None:
         self.repo = repo
         self.group = group
+        self.spared: Callable[[], Collection[int]] = tuple
+        """Steps that no sweep deletes, for they are still to be copied from here."""
         self.holders = 0
         self._next_step: int | None = None  # agreed by a group, whose ranks see commits at different moments
         if group.size == 1:
             repo.ensure()
-            self.claim = shared or claim(repo)
+            self.claim = shared or claim(repo, series=series)
         else:
-            self.claim, self._next_step = _meet(repo, group)
+            self.claim, self._next_step = _meet(repo, group, series)
         self._lock = threading.Lock()
         self._prepared = False
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
@@ -133,7 +138,7 @@ class Session:
         with self._sweeping:
             self.claim.refer(attempt, packs)
             sizes = lengths(self.repo.store, packs)
-        gone = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes}
+        gone = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes} | bad_packs(self.repo.url)
         if gone:
             blocks = {k: b for k, b in blocks.items() if b.pack not in gone}
         return blocks, packs
@@ -188,7 +193,7 @@ class Session:
             with self._sweeping:
                 recent = self._recent if self.group.size > 1 else []
                 protected = set[str]().union(*(names for _, names in recent))
-                spare = {saved, *(step for step, _ in recent)}
+                spare = {saved, *(step for step, _ in recent), *self.spared()}
                 sweep(self.repo, self.claim, keep, spare, distrusted(self.repo), protected, retired)
         except (CkptError, OSError) as error:
             log.warning("cleaning %s failed, the next save tries again: %s", self.repo.url, error)
@@ -199,7 +204,7 @@ def _after_newest(repo: Repository) -> int:
     return steps[-1] + 1 if steps else 0
 
 
-def _meet(repo: Repository, group: Group) -> tuple[Claim, int]:
+def _meet(repo: Repository, group: Group, series: Series | None) -> tuple[Claim, int]:
     """Begin a session together; the one time that the ranks talk. All raise the same error where rank 0 can't begin."""
     if group.rank:
         group.meet_at(repo.store)
@@ -207,11 +212,11 @@ def _meet(repo: Repository, group: Group) -> tuple[Claim, int]:
         if "error" in told:
             kind = getattr(errors, told["error"], CkptError)
             raise kind(told["message"])
-        return Claim(repo, told["generation"], group.rank, group.size), told["next"]
+        return Claim(repo, told["generation"], group.rank, group.size, series), told["next"]
     mine: Claim | None = None
     try:
         repo.ensure()
-        mine = claim(repo, group.size)
+        mine = claim(repo, group.size, series)
         repo.store.sweep_temporaries("")  # now, while nobody of this generation writes
         told = {"generation": mine.generation, "next": _after_newest(repo)}
     except BaseException as error:
@@ -247,7 +252,13 @@ def distrusted(repo: Repository) -> set[int]:
     return _distrusted.setdefault(repo.url, set())
 
 
-def enter(repo: Repository, group: Group) -> Session:
+def distrust(repo: Repository, steps: Iterable[int]) -> None:
+    """These steps were found damaged, in every tier that has them."""
+    for place in repo.places:
+        distrusted(place).update(steps)
+
+
+def enter(repo: Repository, group: Group, series: Series | None = None) -> Session:
     """Join this process's session for a repository, or begin one: with a group, every rank must."""
     key = _key(repo, group)
     if group.size > 1:
@@ -256,7 +267,8 @@ def enter(repo: Repository, group: Group) -> Session:
             if session is not None:
                 session.holders += 1
                 return session
-        made = Session(repo, group)  # not under the lock: the ranks of a group of threads wait for each other here
+        # Not under the lock: the ranks of a group of threads wait for each other here.
+        made = Session(repo, group, series=series)
         with _registry:
             session = _sessions.setdefault(key, made)
             session.holders += 1
@@ -270,7 +282,7 @@ def enter(repo: Repository, group: Group) -> Session:
                 orphan.raise_failed()
             # Where this process saves for a group as well, it has the claim already.
             ours = [s.claim for s in _sessions.values() if s.repo.url == repo.url and s.claim.rank == 0]
-            session = _sessions[key] = Session(repo, group, ours[0] if ours else None)
+            session = _sessions[key] = Session(repo, group, ours[0] if ours else None, series)
         session.holders += 1
         return session
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ckpt.groups.base import Group
 from ckpt.leaves.base import Bytes
+from ckpt.places import copies_of
 from ckpt.plan import BLOCK_BYTES
 from ckpt.read import READ_THREADS, Progress, Wanted, Worker, read_blocks
 from ckpt.storage.base import Store
@@ -152,7 +153,7 @@ def _is_worth_it(store: Store, group: Group, needs: Sequence[Need]) -> bool:
     if total <= _WORTH * sum(unique.values()):
         return False
     # On one host they share the page cache, which is faster than any message.
-    return not (isinstance(store, LocalStore) and group.one_host())
+    return not (all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host())
 
 
 def _bytes(block: Wanted) -> int:

@@ -143,7 +143,7 @@ def settled(
 
     depth: frames from here up to the user's call, which the warning names.
     """
-    sessions.distrusted(repo).update(damage)
+    sessions.distrust(repo, damage)
     for passed_over in damage.values():
         if found is None:
             raise passed_over

@@ -156,10 +156,15 @@ def give_up(session: Session, attempt: Attempt, error: BaseException) -> None:
 
 def staging_bytes(state: Any, options: Options, group: Group) -> int:
     """The size of the arena that an asynchronous save of `state` will take."""
+    return _budget(planned_bytes(state, options, group), options)
+
+
+def planned_bytes(state: Any, options: Options, group: Group) -> int:
+    """What this rank writes of a state where nothing of it is known yet, before any codec."""
     flat = take_apart(state, group)
     with collector_paused():
         blocks = plan(specs_of(flat, held_by(flat), options.codec, group)).blocks
-    return _budget(sum(round_up(b.nbytes) for b in blocks), options)
+    return sum(round_up(b.nbytes) for b in blocks)
 
 
 def _budget(total: int, options: Options) -> int:
@@ -257,7 +262,7 @@ class _Save:
             raise failed
 
     def _run(self, deferred: list[int], versions: dict[int, tuple[str, ArrayLeaf, int]]) -> None:
-        _be_nice()
+        be_nice()
         try:
             self._go.wait()
             self._prepare()
@@ -636,7 +641,7 @@ class _Shared:
             return next(self._items)
 
 
-def _be_nice() -> None:
+def be_nice() -> None:
     """Let the training step have the processor first: on Linux a thread has a priority of its own, inherited by its
     children."""
     if sys.platform == "linux":

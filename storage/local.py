@@ -101,12 +101,12 @@ class LocalStore(Store):
     def create(self, name: str, size_hint: int = 0) -> Writer:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
-        return _LocalWriter(path, size_hint, self._direct)
+        return LocalWriter(path, size_hint, self._direct)
 
     def _put_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
-        temporary = _temporary(path)
+        temporary = temporary_name(path)
         with _told("writing", path):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -186,11 +186,14 @@ class LocalStore(Store):
             # A folder, or a name below an object, is no object either.
             with _told("deleting", path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 failpoint("local.delete")
-                os.unlink(path)
+                self._remove(path)
                 folders.add(os.path.dirname(path))
         for folder in sorted(folders, key=len, reverse=True):
             if not self._remove_empty(folder):
                 _fsync_folder(folder)
+
+    def _remove(self, path: str) -> None:
+        os.unlink(path)
 
     def sweep_temporaries(self, prefix: str) -> None:
         """Remove the temporary files that a killed writer left below `prefix`. Only for who holds the repository."""
@@ -234,7 +237,8 @@ def is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(_SUFFIX)
 
 
-def _temporary(path: str) -> str:
+def temporary_name(path: str) -> str:
+    """A name beside `path` for a file that is not whole."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{_SUFFIX}")
 
@@ -258,10 +262,14 @@ def _write_all(fd: int, data: memoryview, position: int, path: str) -> None:
             data, position = data[written:], position + written
 
 
-class _LocalWriter(Writer):
-    def __init__(self, path: str, size_hint: int, direct: bool) -> None:
+class LocalWriter(Writer):
+    """reuse: puts a file whose pages may be written over at a path, if it has one."""
+
+    def __init__(
+        self, path: str, size_hint: int, direct: bool, reuse: Callable[[str, int], bool] | None = None
+    ) -> None:
         self._path = path
-        self._temporary = _temporary(path)
+        self._temporary = temporary_name(path)
         self._lock = threading.Lock()
         self._end = 0
         self._length = 0
@@ -269,7 +277,8 @@ class _LocalWriter(Writer):
         self._direct = direct
         self._published = False
         with _told("creating", path):
-            self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            reused = reuse is not None and reuse(self._temporary, size_hint)
+            self._fd = os.open(self._temporary, os.O_WRONLY | (0 if reused else os.O_CREAT | os.O_EXCL), 0o666)
             self._direct_fd = _open_direct(self._temporary) if direct else None
         try:
             if size_hint:

@@ -11,6 +11,7 @@ import pytest
 
 from ckpt.storage.fsspecs import FsspecStore
 from ckpt.storage.local import LocalStore
+from ckpt.storage.memory import MemoryStore
 from ckpt.storage.testing import StoreContract
 from ckpt.storage.urls import open_store
 
@@ -38,6 +39,12 @@ class TestLocalTmpfs(StoreContract):
             pytest.skip("no tmpfs at /dev/shm")
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             yield LocalStore(folder)
+
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> MemoryStore:
+        return MemoryStore(tmp_path / "store")
 
 
 class TestObjectStore(StoreContract):

@@ -1,0 +1,181 @@
+"""Several stores that hold the same files, as one for reading: what is asked for comes from the nearest good copy.
+
+Files are named once and never changed, so that a name means the same bytes everywhere. A store cannot tell whether bytes are
+good: who reads verifies, and asks `from_nearest` for the next copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer
+from ckpt.storage.errors import IntegrityError, NotFound, StoreError
+
+log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+
+class Places(Store):
+    """Stores, the nearest first. The last is the one of record: its URL is that of all, and it takes what is written."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = tuple(stores)
+        self.url = self.stores[-1].url
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> bytes:
+        return self._first(lambda store: store.get(name))
+
+    def open(self, name: str) -> Reader:
+        return self._first(lambda store: store.open(name))
+
+    def exists(self, name: str) -> bool:
+        return any(self._asked(lambda store: store.exists(name)))
+
+    def prefetch(self, name: str, nbytes: int) -> None:
+        for store in self.stores:
+            with suppress(StoreError):
+                if store.exists(name):
+                    store.prefetch(name, nbytes)
+                    return
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        found: dict[str, Entry] = {}
+        for entries in self._asked(lambda store: [*store.list(prefix)]):
+            for entry in entries:
+                found.setdefault(entry.name, entry)
+        yield from found.values()
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        found = self._asked(lambda store: [*store.list_folders(prefix)])
+        yield from dict.fromkeys(name for names in found for name in names)
+
+    def _first(self, ask: Callable[[Store], T]) -> T:
+        for store in self.stores[:-1]:
+            try:
+                return ask(store)
+            except NotFound:
+                continue
+            except StoreError as error:
+                log.warning("%s; the next tier is asked", error)
+        return ask(self.stores[-1])
+
+    def _asked(self, ask: Callable[[Store], T]) -> Iterator[T]:
+        """What each store answers; one that is near and does not answer is left out."""
+        for store in self.stores:
+            try:
+                yield ask(store)
+            except StoreError as error:
+                if store is self.stores[-1]:
+                    raise
+                log.warning("%s; the next tier is asked", error)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: Buffer) -> None:
+        self.stores[-1].put(name, data)
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        self.stores[-1].put_new(name, data)
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        return self.stores[-1].create(name, size_hint)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.stores[-1].delete(names)
+
+
+def copies_of(store: Store) -> tuple[Store, ...]:
+    """The stores that may have a copy of a file, the nearest first."""
+    return store.stores if isinstance(store, Places) else (store,)
+
+
+def from_nearest(
+    store: Store, read: Callable[[Store], T], name: str, position: int = 0, absent: set[tuple[str, str]] | None = None
+) -> T:
+    """What `read` makes of the nearest copy that is there, can be read, and passes its check.
+
+    read: raises IntegrityError where the copy is bad (chained to NotFound where it is missing).
+    name, position: what is read. A copy that was bad there is not used again, but where it is the last.
+    absent: the caller's memory of the copies that are not there, by URL and name.
+    """
+    copies = copies_of(store)
+    absent = set() if absent is None else absent
+    damage: IntegrityError | None = None
+    for copy in copies:
+        last = copy is copies[-1]
+        if not last and (copy.url, name) in absent:
+            continue
+        if not last and (name, position) in _bad.get(copy.url, ()):
+            damage = IntegrityError(f"{copy.url}/{name} was found damaged at byte {position} before")
+            continue
+        try:
+            return read(copy)
+        except IntegrityError as error:
+            if isinstance(error.__cause__, NotFound):
+                absent.add((copy.url, name))
+                damage = damage or error
+            else:
+                _found_bad(copy.url, name, position)
+                damage = error
+                if not last:
+                    log.error("bad copy in the tier %s: %s; the next tier is asked", copy.url, error)
+        except StoreError as error:
+            if last:
+                raise
+            log.warning("%s; the next tier is asked", error)
+    assert damage is not None  # the last copy is always asked
+    raise damage
+
+
+# --- copies that were found bad ----------------------------------------------------------------------------------
+
+_bad: dict[str, set[tuple[str, int]]] = {}
+_lock = threading.Lock()
+
+
+def _found_bad(url: str, name: str, position: int) -> None:
+    with _lock:
+        _bad.setdefault(url, set()).add((name, position))
+
+
+def bad_packs(url: str) -> set[str]:
+    """The files of a store that this process found damaged."""
+    with _lock:
+        return {name for name, _ in _bad.get(url, ())}
+
+
+def forgive(url: str, name: str) -> None:
+    """A file was written anew, or is gone."""
+    with _lock:
+        _bad[url] = {(other, position) for other, position in _bad.get(url, ()) if other != name}
+
+
+def put_aside(store: Store) -> list[str]:
+    """Remove the bad copies that are not the last, and say which.
+
+    Everything that counts on them in their place is seen to be damaged from then on: nothing refers to it, and no step that
+    needs it counts as a good one. A copy stays where no further place has one of the same length
+    that is not known to be bad, too.
+    """
+    gone = []
+    copies = copies_of(store)
+    for number, copy in enumerate(copies[:-1]):
+        for name in bad_packs(copy.url):
+            here = _length(copy, name)
+            others = (other for other in copies[number + 1 :] if name not in bad_packs(other.url))
+            if here is None or any(_length(other, name) == here for other in others):
+                copy.delete([name])
+                forgive(copy.url, name)
+                gone.append(f"{copy.url}/{name}")
+    return gone
+
+
+def _length(store: Store, name: str) -> int | None:
+    return next((e.nbytes for e in store.list(name.rpartition("/")[0]) if e.name == name), None)

@@ -1,0 +1,193 @@
+"""Copying a committed step from nearer tiers to a further one, byte by byte as it lies.
+
+Order, and what a crash between two steps leaves: packs (unreachable, used by the next try or swept) → manifests (the same)
+→ commit record (the step exists). Every block is verified on the way, so that rot is never spread.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from ckpt.checkpoint import Checkpoint
+from ckpt.digest import checksum, digest
+from ckpt.manifest import Row
+from ckpt.pack import lengths
+from ckpt.places import bad_packs, forgive, from_nearest
+from ckpt.read import is_bad_sector
+from ckpt.records import CommitRecord, FileRecord, encode_commit
+from ckpt.repository import Repository, commit_name
+from ckpt.retention import Keep
+from ckpt.session import Session
+from ckpt.storage.base import ALIGNMENT, Reader, Store
+from ckpt.storage.errors import AlreadyExists, Fenced, IntegrityError, NotFound, StoreError
+from ckpt.storage.failpoints import failpoint
+
+log = logging.getLogger("ckpt")
+
+PIECE_BYTES = 16 << 20
+"""What is copied at once: a large block."""
+
+
+def promote(
+    source: Repository, step: int, target: Session, keep: Keep | None = None, left_over: set[str] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> bool:  # fmt: skip
+    """Make `step` exist in `target` as it is in `source`; whether it was copied. May be called again after any failure.
+
+    left_over: the caller's memory of the files that were copied for steps whose copying has failed.
+    progress: called for each piece that was copied.
+    False where the target has this save of the step, or a later one. Raises StepNotFound where the source has it no longer,
+    IntegrityError where no tier of the source has good bytes, Fenced, StoreError.
+    """
+    began = time.monotonic()
+    commit = source.commit(step)
+    retired = set() if left_over is None else left_over
+    with suppress(NotFound, IntegrityError):
+        there = target.repo.record(step)
+        if there.order > commit.order or (there == commit and not _missing(target.repo, commit)):
+            return False
+        retired.update(there.files())
+    retired.update(commit.files())
+    target.prepare()
+    attempt = target.claim.begin(step)
+    target.pin(attempt, [*commit.files(), commit_name(step)])
+    try:
+        copied = _copy_files(Checkpoint(source.store, commit), target, progress)
+        failpoint("promote.commit")
+        target.claim.check()
+        _publish(target.repo, commit)
+        failpoint("promote.committed")
+    finally:
+        target.claim.end(attempt)
+    target.forget()  # what a direct save would refer to
+    log.info(
+        "promoted step %d from %s to %s: %.3f GB copied, %.2f s",
+        step, source.places[0].url, target.repo.url, copied / 1e9, time.monotonic() - began,
+    )  # fmt: skip
+    target.sweep(keep, step, retired)
+    retired.clear()
+    return True
+
+
+def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], None]) -> int:
+    """Bring what the step needs; return the bytes of packs that were copied."""
+    commit, store = checkpoint.commit, target.repo.store
+    small = {file.name: checkpoint.verified(file) for file in (*commit.manifests, *commit.trees)}
+    missing = _missing(target.repo, commit)
+    if missing:
+        blocks: dict[str | None, list[Row]] = {}
+        for row in checkpoint.manifest().by_block():
+            blocks.setdefault(row.pack, []).append(row)
+        buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # on a page, as O_DIRECT wants it
+        for file in missing:
+            failpoint("promote.pack")
+            _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer, progress)
+            forgive(store.url, file.name)
+    for name, data in small.items():
+        failpoint("promote.manifest")
+        store.put(name, data)
+    return sum(file.nbytes for file in missing)
+
+
+def _missing(repo: Repository, commit: CommitRecord) -> list[FileRecord]:
+    have, bad = lengths(repo.store, [file.name for file in commit.packs]), bad_packs(repo.url)
+    return [file for file in commit.packs if have.get(file.name) != file.nbytes or file.name in bad]
+
+
+def _pieces(blocks: list[Row], nbytes: int) -> Iterator[tuple[int, int, Row | None]]:
+    """A whole pack as (begin, end, the block that is there). What lies between blocks no step that is copied refers to."""
+    at = 0
+    for row in blocks:
+        yield from _gap(at, row.position)
+        at = min(nbytes, row.position + -(-row.stored // ALIGNMENT) * ALIGNMENT)
+        yield row.position, at, row
+    yield from _gap(at, nbytes)
+
+
+def _gap(begin: int, end: int) -> Iterator[tuple[int, int, None]]:
+    for at in range(begin, end, PIECE_BYTES):
+        yield at, min(end, at + PIECE_BYTES), None
+
+
+def _copy_pack(
+    checkpoint: Checkpoint, file: FileRecord, blocks: list[Row], store: Store, buffer: memoryview,
+    progress: Callable[[], None],
+) -> None:  # fmt: skip
+    algorithm = checkpoint.manifest().digest_algorithm
+    absent: set[tuple[str, str]] = set()
+    with _Source(checkpoint.where, file.name) as source, store.create(file.name, file.nbytes) as writer:
+        for begin, end, row in _pieces(blocks, file.nbytes):
+            if end - begin > len(buffer):
+                raise IntegrityError(f"{file.name} of {checkpoint.where} has a block of {end - begin} bytes")
+            view = buffer[: end - begin]
+
+            def read(copy: Store, begin: int = begin, row: Row | None = row, view: memoryview = view) -> None:
+                source.read(copy, begin, view)
+                if row is not None and not _is_good(algorithm, row, view[: row.stored]):
+                    raise IntegrityError(
+                        f"leaf {row.leaf} of {checkpoint.where}: {copy.url}/{file.name}, block at byte {begin}, is damaged"
+                    )
+
+            from_nearest(checkpoint.store, read, file.name, begin, absent)
+            if writer.append(view) != begin:
+                raise StoreError(f"copying {file.name} to {store.url}: a piece came to another place than byte {begin}")
+            progress()
+        if writer.commit() != file.nbytes:
+            raise StoreError(f"copying {file.name} to {store.url}: it has not {file.nbytes} bytes there")
+
+
+def _is_good(algorithm: str, row: Row, stored: memoryview) -> bool:
+    if row.checksum is not None:
+        return checksum(stored) == row.checksum
+    return digest(algorithm, stored) == row.digest
+
+
+class _Source:
+    """The open copies of a pack."""
+
+    def __init__(self, where: str, name: str) -> None:
+        self._where = where
+        self._name = name
+        self._readers: dict[str, Reader] = {}
+
+    def read(self, copy: Store, position: int, buffer: memoryview) -> None:
+        """Fill `buffer`; raise IntegrityError where this copy cannot."""
+        told = f"{copy.url}/{self._name} of {self._where}"
+        try:
+            if (reader := self._readers.get(copy.url)) is None:
+                reader = self._readers[copy.url] = copy.open(self._name)
+            count = reader.read_into(position, buffer)
+        except NotFound as error:
+            raise IntegrityError(f"{told} is missing") from error
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            raise IntegrityError(f"{told} cannot be read at byte {position}: {error}") from error
+        if count != len(buffer):
+            raise IntegrityError(f"{told} ends at byte {position + count}, {len(buffer) - count} bytes early")
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+def _publish(repo: Repository, commit: CommitRecord) -> None:
+    """Make the step exist, in the place of an earlier save of it."""
+    name, data = commit_name(commit.step), encode_commit(commit)
+    try:
+        repo.store.put_new(name, data)
+    except AlreadyExists:
+        with suppress(NotFound, IntegrityError):
+            there = repo.record(commit.step)
+            if there.order > commit.order:
+                raise Fenced(
+                    f"step {commit.step} of {repo.url} was saved by a newer job meanwhile; stop this one"
+                ) from None
+        repo.store.put(name, data)

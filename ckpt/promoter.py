@@ -1,0 +1,162 @@
+"""Brings steps to one tier in the background, one at a time. The newest wins: what waits is replaced, and never piles up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ckpt.promote import promote
+from ckpt.repository import Repository
+from ckpt.retention import Keep
+from ckpt.session import Session, distrust
+from ckpt.storage.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
+from ckpt.write import be_nice
+
+log = logging.getLogger("ckpt")
+
+def _nothing() -> None: ...
+
+
+_RETRY_SECONDS = (1.0, 60.0)
+"""After a failure: at first, and at most."""
+
+
+class Promoter:
+    """Copies from `source` to `target`, in a thread that begins with the first step. An error is told once a cause in the
+    log, and by `wait`; the copy is tried again, or that of a newer step."""
+
+    def __init__(self, source: Repository, target: Session, keep: Keep | None) -> None:
+        self._source = source
+        self._target = target
+        self._keep = keep
+        self._changed = threading.Condition()
+        self._expected: set[int] = set()
+        self._waiting: int | None = None
+        self._current: int | None = None
+        self._tries = 0
+        self._error: Exception | None = None
+        self._told = ""
+        self._pause = _RETRY_SECONDS[0]
+        self._not_before = 0.0
+        self._closing = False
+        self._progress: Callable[[], None] = _nothing
+        self._left_over: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self.seconds = 0.0
+        """That the last copy took."""
+
+    # --- what to copy ------------------------------------------------------------------------------------------
+
+    def expect(self, step: int) -> None:
+        """A step is being saved that is to come here: nearer tiers keep it until it is offered or dropped."""
+        with self._changed:
+            self._expected.add(step)
+
+    def drop(self, step: int) -> None:
+        """A step that was expected does not come."""
+        with self._changed:
+            self._expected.discard(step)
+
+    def offer(self, step: int) -> None:
+        """A step that is committed nearer by. The one that waits is left out for it."""
+        with self._changed:
+            self._expected.discard(step)
+            if self._closing:
+                return
+            if self._waiting is not None and self._waiting != step:
+                log.info("step %d is not promoted to %s: step %d is newer", self._waiting, self._target.repo.url, step)
+            self._waiting = step
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ckpt-promote", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def needed(self) -> set[int]:
+        """Steps that nearer tiers must not delete yet."""
+        with self._changed:
+            return self._expected | {step for step in (self._waiting, self._current) if step is not None}
+
+    # --- how it goes -------------------------------------------------------------------------------------------
+
+    def wait(self, progress: Callable[[], None] | None = None) -> None:
+        """Wait until what was offered is there; raise SaveFailed after a try that failed. It is tried again later.
+
+        progress: called by the thread that copies, for each piece.
+        """
+        with self._changed:
+            self._progress = progress or _nothing
+            self._not_before = 0.0
+            self._changed.notify_all()
+            enough = self._tries + (self._current is not None) + (self._waiting is not None)
+            self._changed.wait_for(
+                lambda: (self._waiting is None and self._current is None) or (self._error and self._tries >= enough)
+            )
+            error, self._progress = self._error, _nothing
+        if error is not None:
+            raise SaveFailed(f"promoting to {self._target.repo.url} failed: {error}") from error
+
+    def raise_fenced(self) -> None:
+        """Raise Fenced where a newer job has taken the tier over."""
+        if isinstance(self._error, Fenced):
+            raise self._error
+
+    def close(self, wait: bool) -> None:
+        """End the thread after the copy that is under way. wait: until then; else it ends with the process at the latest."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if wait and self._thread is not None:
+            self._thread.join()
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        be_nice()
+        while (step := self._next()) is not None:
+            began = time.monotonic()
+            error: Exception | None = None
+            try:
+                promote(self._source, step, self._target, self._keep, self._left_over, lambda: self._progress())
+                self.seconds = time.monotonic() - began
+            except StepNotFound:  # a nearer tier has lost it, or a roll-back has replaced it
+                log.warning("step %d is not promoted to %s: no nearer tier has it any more", step, self._target.repo.url)
+            except Exception as failed:
+                error = failed
+            self._ended(step, error)
+
+    def _next(self) -> int | None:
+        with self._changed:
+            while not self._closing:
+                left = self._not_before - time.monotonic()
+                if self._waiting is not None and left <= 0:
+                    self._current, self._waiting = self._waiting, None
+                    return self._current
+                self._changed.wait(None if self._waiting is None else left)
+            return None
+
+    def _ended(self, step: int, error: Exception | None) -> None:
+        if isinstance(error, IntegrityError):
+            distrust(self._source, [step])  # nothing refers to it, so that the next save is whole
+        with self._changed:
+            self._current = None
+            self._tries += 1
+            self._error = error
+            if error is None:
+                self._pause, self._told = _RETRY_SECONDS[0], ""
+            elif isinstance(error, Fenced):
+                self._closing, self._waiting = True, None
+            elif not isinstance(error, IntegrityError):
+                if self._waiting is None:
+                    self._waiting = step
+                self._not_before = time.monotonic() + self._pause
+                self._pause = min(2 * self._pause, _RETRY_SECONDS[1])
+            told = f"{type(error).__name__} {step}" if isinstance(error, IntegrityError) else type(error).__name__
+            loud, self._told = error is not None and told != self._told, told if error is not None else ""
+            self._changed.notify_all()
+        if loud:
+            log.warning(
+                "step %d could not be promoted to %s: %s; it is kept where it is%s", step, self._target.repo.url, error,
+                "" if isinstance(error, (Fenced, IntegrityError)) else ", and the copy is tried again",
+            )  # fmt: skip

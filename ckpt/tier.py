@@ -1,0 +1,174 @@
+"""One place before the repository of record: what a user says of it, where it is, and to which repository it belongs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt import records
+from ckpt.arena import available_memory
+from ckpt.interval import Every
+from ckpt.repository import MARKER, Repository, new_marker, open_repository
+from ckpt.retention import Keep, as_keep
+from ckpt.storage.base import Store
+from ckpt.storage.errors import FormatError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.local import LocalStore
+from ckpt.storage.memory import MemoryStore
+
+log = logging.getLogger("ckpt")
+
+MEMORY = "memory"
+"""The URL of the memory tier."""
+
+VARIABLE = "CKPT_MEMORY"
+"""Names the memory that `ckpt-run` keeps for the job: it outlives the ranks."""
+
+NOTE = "tier.json"
+"""In a near place: which repository it belongs to."""
+
+_SHARE_OF_MEMORY = 0.5
+Url = str | os.PathLike[str] | Store
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place before the repository of record.
+
+    url: a directory or any URL; "memory" is shared memory, which outlives the process but not the machine.
+    every: which steps come here: a number of steps, a timedelta, "auto", or None for those of `save` alone.
+    keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
+    limit: bytes that may be held here; a step that does not fit goes to the next place. None: what is there, of memory half
+        of what is free at the start.
+    """
+
+    url: Url
+    every: Every = 1
+    keep: int | Keep | None = 2
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        as_keep(self.keep)
+        if isinstance(self.every, int) and self.every < 1:
+            raise InvalidArgument(f"every={self.every}: use a positive number of steps, a timedelta, 'auto' or None")
+        if self.limit is not None and self.limit < 1:
+            raise InvalidArgument(f"limit={self.limit}: use a positive number of bytes, or None")
+
+    def counts(self, step: int) -> bool:
+        """Whether this step comes here by its number."""
+        return isinstance(self.every, int) and (step + 1) % self.every == 0
+
+
+def held_bytes(repo: Repository) -> int:
+    """Of all steps."""
+    return sum(entry.nbytes for entry in repo.store.list("steps"))
+
+
+# --- where a tier is --------------------------------------------------------------------------------------------
+
+
+def is_own_memory(tier: Tier) -> bool:
+    """Whether it is memory that no agent keeps: that of this host."""
+    return tier.url == MEMORY and not os.environ.get(VARIABLE)
+
+
+def store_of(tier: Tier, record: str) -> Url:
+    if tier.url != MEMORY:
+        return tier.url
+    name = name_of(record)
+    if kept := os.environ.get(VARIABLE):
+        return _memory_store(below(kept, name))
+    return MemoryStore(_own_memory() / name)
+
+
+def _memory_store(url: str) -> Url:
+    store = open_repository(url).store
+    return MemoryStore(store.root) if type(store) is LocalStore else store
+
+
+def name_of(record: str) -> str:
+    """The folder in memory of the repository at a URL: readable, and no other's."""
+    words = re.sub(r"[^A-Za-z0-9_-]+", "-", record.rstrip("/").rpartition("/")[2]).strip("-")[:40]
+    return f"{words or 'run'}-{hashlib.sha256(record.encode()).hexdigest()[:12]}"
+
+
+def below(url: str, name: str) -> str:
+    path, mark, query = url.partition("?")
+    return f"{path.rstrip('/')}/{name}{mark}{query}"
+
+
+def _own_memory(base: Path = Path("/dev/shm")) -> Path:
+    """A folder in shared memory that is this user's alone."""
+    folder = base / f"ckpt-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StoreError(
+            f'Tier("memory"): {folder} cannot be used: {error.strerror}; mount a tmpfs on {base}, set {VARIABLE} to a folder '
+            "that is in memory, or leave the tier out"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StoreError(f'Tier("memory"): {folder} belongs to another user; remove it, or set {VARIABLE} to a folder of yours')
+    return folder
+
+
+def limit_of(tier: Tier, repo: Repository) -> int | None:
+    """The bytes that a tier may hold."""
+    limit = tier.limit
+    if limit is None and tier.url == MEMORY and isinstance(repo.store, LocalStore):
+        found = os.statvfs(repo.store.root)
+        free = min(found.f_bavail * found.f_frsize, available_memory())
+        limit = int(_SHARE_OF_MEMORY * (free + held_bytes(repo)))
+    if limit is not None:
+        log.info("the tier %s may hold %.3f GB", repo.url, limit / 1e9)
+    return limit
+
+
+# --- what belongs together --------------------------------------------------------------------------------------
+
+
+def belong_together(repos: Sequence[Repository], write: bool) -> None:
+    """Refuse near places that hold steps of another repository; note in each which one it belongs to."""
+    *near, record = repos
+    identity = record.identity()
+    note = records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
+    for repo in near:
+        known = note_of(repo)
+        if known is not None and known["id"] != identity and repo.step_numbers():
+            raise InvalidArgument(
+                f"{repo.url} holds steps of a repository that was at {known['places'][-1]} before, not of the one that is at "
+                f"{record.url}; delete it if they are not wanted any more, or name another place"
+            )
+    if write:
+        for repo in near:
+            repo.store.put(NOTE, note)
+
+
+def note_of(repo: Repository) -> dict[str, Any] | None:
+    try:
+        return records.decode("tier", repo.store.get(NOTE), f"{repo.url}/{NOTE}")
+    except NotFound:
+        return None
+    except IntegrityError as error:  # it is written again
+        log.warning("%s", error)
+        return None
+
+
+def mend_marker(repo: Repository) -> None:
+    """Write the marker of a near place anew where it is damaged: its steps are verified by themselves."""
+    try:
+        repo.check()
+    except IntegrityError as error:
+        log.warning("%s; it is written anew", error)
+        with suppress(StoreError):
+            repo.store.put(MARKER, new_marker())
+    except (FormatError, StoreError):  # not there yet, or told by what comes next
+        pass
