@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt import arena as arenas
+from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt import session as sessions
 from ckpt.api import Url, check_step, load_newest, load_step
@@ -90,6 +91,7 @@ class Checkpointer:
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
         self._pulse = pulses.mine()
+        self._told_imports = False
         self._session: sessions.Session | None = sessions.enter(open_repository(url), ranks)
 
     @property
@@ -145,6 +147,9 @@ class Checkpointer:
 
     def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
         pulse.beat(_STEP, step)
+        if not self._told_imports:
+            self._told_imports = True
+            imports.tell()
         if loss is not None:
             pulse.loss(float(loss))
         if pulse.should_stop(step):

@@ -145,6 +145,12 @@ def phase(name: str) -> Iterator[None]:
         pulse.beat(PHASES.index(before))
 
 
+def look_again() -> None:
+    """This process was forked, and is a rank all the same."""
+    global _mine, _looked
+    _mine, _looked = None, False
+
+
 def _after_fork() -> None:
     """A child is not the rank."""
     global _mine, _looked

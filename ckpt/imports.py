@@ -1,0 +1,43 @@
+"""What a rank has imported, told to whoever starts the next one: a file beside the page of the rank (`ckpt.pulse`).
+
+Rank 0 of a host writes it at its first step, when what is imported late is there too:
+
+    {"modules": {name: where it came from, in the order of import}, "environ": {what the script has set: value, or null}}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from ckpt import pulse
+
+
+def beside(page: str | os.PathLike[str]) -> Path:
+    """The file of the rank with this page. It is there in one piece or not at all."""
+    return Path(f"{os.fspath(page)}.imports")
+
+
+def tell() -> None:
+    """Write the file, where somebody looks after this process."""
+    page = os.environ.get(pulse.VARIABLE)
+    if not page or os.environ.get("LOCAL_RANK") != "0":
+        return
+    modules = {name: getattr(getattr(module, "__spec__", None), "origin", None) for name, module in [*sys.modules.items()]}
+    told = json.dumps({"modules": modules, "environ": _set_since_the_start()}, default=str)
+    path = beside(page)
+    with contextlib.suppress(OSError):  # a job that is over, or no space: the next rank starts cold
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(told)
+        unfinished.replace(path)
+
+
+def _set_since_the_start() -> dict[str, str | None]:
+    """Variables that are not what they were when the process began."""
+    import posix
+
+    before = {os.fsdecode(name): os.fsdecode(value) for name, value in posix.environ.items()}
+    return {name: os.environ.get(name) for name in before | dict(os.environ) if os.environ.get(name) != before.get(name)}
