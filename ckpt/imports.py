@@ -26,8 +26,8 @@ def tell() -> None:
     page = os.environ.get(pulse.VARIABLE)
     if not page or os.environ.get("LOCAL_RANK") != "0":
         return
-    modules = {name: getattr(getattr(module, "__spec__", None), "origin", None) for name, module in [*sys.modules.items()]}
-    told = json.dumps({"modules": modules, "environ": _set_since_the_start()}, default=str)
+    modules = {name: _origin(module) for name, module in [*sys.modules.items()]}
+    told = json.dumps({"modules": modules, "environ": _set_since_the_start()})
     path = beside(page)
     with contextlib.suppress(OSError):  # a job that is over, or no space: the next rank starts cold
         unfinished = path.with_suffix(".unfinished")
@@ -35,9 +35,16 @@ def tell() -> None:
         unfinished.replace(path)
 
 
+def _origin(module: object) -> str | None:
+    origin = getattr(getattr(module, "__spec__", None), "origin", None) or getattr(module, "__file__", None)
+    return origin if isinstance(origin, str) else None
+
+
 def _set_since_the_start() -> dict[str, str | None]:
     """Variables that are not what they were when the process began."""
-    import posix
-
-    before = {os.fsdecode(name): os.fsdecode(value) for name, value in posix.environ.items()}
+    try:
+        lines = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    before = dict(os.fsdecode(line).partition("=")[::2] for line in lines if line)
     return {name: os.environ.get(name) for name in before | dict(os.environ) if os.environ.get(name) != before.get(name)}

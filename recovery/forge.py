@@ -12,7 +12,6 @@ begins when it reads a byte from the pipe; so none runs that nobody knows of.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import ctypes
 import importlib
@@ -31,7 +30,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-START = "import sys; here = {}; exec(compile(open(sys.argv[1]).read(), sys.argv[1], 'exec'), here); here['main']()"
+START = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0); from importlib.machinery import SourceFileLoader; "
+    "here = {}; exec(SourceFileLoader('forge', sys.argv[1]).get_code('forge'), here); here['main']()"
+)
 """What the interpreter runs, with: this file, the socket, the file of `ckpt.imports`, what to leave out, the script."""
 
 PER_RANK = frozenset({
@@ -57,7 +59,7 @@ def main() -> None:
     script = sys.argv[5:]
     command = [*sys.orig_argv[: -len(sys.argv) - 1], *script]  # less "-c", START and what follows
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd() if script[0] == "-m" else os.path.dirname(os.path.realpath(script[0]))
+        sys.path[:0] = [os.getcwd() if script[0] == "-m" else os.path.dirname(os.path.realpath(script[0]))]
     with open(sys.argv[3]) as file:
         told = json.load(file)
     marks = _marks(told["modules"])
@@ -231,6 +233,7 @@ def _aside(work: Callable[[], tuple[str, str] | None], control: socket.socket) -
 def _begin_anew(without: Mapping[str, str], environ: Mapping[str, str]) -> NoReturn:
     for child in _children():
         os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     place = len(sys.orig_argv) - len(sys.argv) + 4
     os.execve(sys.executable, [*sys.orig_argv[:place], json.dumps(without), *sys.orig_argv[place + 1 :]], environ)
 
@@ -342,17 +345,15 @@ def _fork() -> int:
 
 def _become(environ: Mapping[str, str], log: int) -> None:
     """Be as a process that was started with this environment and log."""
-    import posix
-
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     os.environ.clear()
     os.environ.update(environ)
-    posix.environ.clear()
-    posix.environ.update({os.fsencode(name): os.fsencode(value) for name, value in environ.items()})
-    if "numpy.random" in sys.modules:  # as `random` does by itself
+    if "numpy.random" in sys.modules:  # each rank draws numbers of its own; `random` sees to that by itself
         sys.modules["numpy.random"].seed()
+    if "torch.random" in sys.modules:
+        sys.modules["torch.random"].default_generator.seed()
     if "ckpt.pulse" in sys.modules:
         sys.modules["ckpt.pulse"].look_again()
     importlib.invalidate_caches()
@@ -360,9 +361,9 @@ def _become(environ: Mapping[str, str], log: int) -> None:
 
 def _run(script: list[str]) -> None:
     """As `python` runs it: what is raised looks as if this file were not there."""
-    module: Any = types.ModuleType("__main__")
-    module.__builtins__ = builtins
-    sys.modules["__main__"] = module
+    module: Any = sys.modules["__main__"]
+    for name in [name for name in vars(module) if not name.startswith("__")]:
+        delattr(module, name)
     try:
         if script[0] == "-m":
             import runpy
