@@ -47,7 +47,10 @@ GO = b"g"
 _NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_")
 """Read by native code when it is loaded, which can't be watched."""
 _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio", "/dev/neuron")
-_NEVER = {"mpi4py": "it begins MPI when it is imported"}
+_KNOWN_THREADS = {"jemalloc_bg_thd"}
+"""They are handed over a fork by who owns them: pyarrow's allocator does so."""
+_NEVER = {"mpi4py"}
+"""It begins MPI when it is imported."""
 _MOST_LEFT_OUT = 8
 _SET_PDEATHSIG = 1
 
@@ -183,14 +186,20 @@ def _harm() -> str:
     if _children():
         return "it starts a process when it is imported"
     if _threads() > 2:
-        _fork_nothing()  # threads that know of forks, as those of OpenBLAS, end before one
+        if (child := _fork()) == 0:  # threads that know of forks, as those of OpenBLAS, end before one
+            os._exit(0)
+        os.waitpid(child, 0)
         if _threads() > 2:
             return "it starts a thread when it is imported"
     return ""
 
 
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    return sum(name not in _KNOWN_THREADS for name in names)
 
 
 def _children() -> list[int]:
@@ -201,13 +210,10 @@ def _children() -> list[int]:
     return found
 
 
-def _fork_nothing() -> None:
+def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
+        warnings.simplefilter("ignore")  # of threads: what there may be is known
+        return os.fork()
 
 
 def _looked_at(script_sets: Mapping[str, str | None]) -> str:
@@ -287,7 +293,7 @@ def _serve(control: socket.socket, marks: Mapping[str, tuple[int, int, int] | No
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         libc.fflush(None)
-        pid = _fork()
+        pid = _fork_away()
         if pid == 0:
             control.close()
             os.setsid()
@@ -315,17 +321,17 @@ def _exactly(control: socket.socket, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _fork() -> int:
+def _fork_away() -> int:
     """Fork twice, so that the rank becomes a child of whoever adopts orphans: 0 there; -1 where there can be none."""
     hear, tell = os.pipe()
     try:
-        between = os.fork()
+        between = _fork()
     except OSError:
         return -1
     if between == 0:
         os.close(hear)
         try:
-            pid = os.fork()
+            pid = _fork()
         except OSError:
             os._exit(1)
         if pid:

@@ -274,6 +274,24 @@ def test_numbers_in_many_threads(begin: Starter, tmp_path: Path) -> None:
         assert (tmp_path / "log").read_text() == "729000000.0\n"
 
 
+def test_an_allocator_with_a_thread(begin: Starter, tmp_path: Path) -> None:
+    """That of pyarrow, which ckpt itself needs."""
+    text = """
+        import sys
+        there = "pyarrow.parquet" in sys.modules
+        import pyarrow as pa, pyarrow.parquet as pq
+        table = pa.table({"x": range(100_000)})
+        pq.write_table(table, sys.argv[1])
+        print(there, pq.read_table(sys.argv[1]).equals(table))
+    """
+    command = [sys.executable, script(tmp_path, text), str(tmp_path / "table")]
+    forge = begin(command, modules("pyarrow", "pyarrow.parquet"))
+    assert (forge.ready, forge.note) == (True, ""), forge.reason
+    for _ in range(2):
+        assert warm(forge, tmp_path / "log") == 0
+    assert (tmp_path / "log").read_text() == "True True\n" * 2
+
+
 # --- what is imported ahead ------------------------------------------------------------------------------------
 
 
