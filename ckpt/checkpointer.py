@@ -91,7 +91,7 @@ class Checkpointer:
         self._prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
         self._pulse = pulses.mine()
-        self._told_imports = False
+        self._to_tell = 2
         self._session: sessions.Session | None = sessions.enter(open_repository(url), ranks)
 
     @property
@@ -147,8 +147,8 @@ class Checkpointer:
 
     def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
         pulse.beat(_STEP, step)
-        if not self._told_imports:
-            self._told_imports = True
+        if self._to_tell == 2 or (self._to_tell and self._last is not None and self._last.done()):
+            self._to_tell -= 1  # at the first step, and when a save is done: a load needs what that has imported
             imports.tell()
         if loss is not None:
             pulse.loss(float(loss))

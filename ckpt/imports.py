@@ -1,6 +1,6 @@
 """What a rank has imported, told to whoever starts the next one: a file beside the page of the rank (`ckpt.pulse`).
 
-Rank 0 of a host writes it at its first step, when what is imported late is there too:
+Rank 0 of a host writes it at its first step, when what is imported late is there too, and again when its first save is done:
 
     {"modules": {name: where it came from, in the order of import}, "environ": {what the script has set: value, or null}}
 """

@@ -1,7 +1,8 @@
 """Warm starts: ranks that are forked from a process that has imported already what they import (`ckpt.recovery.forge`).
 
 A new interpreter needs seconds to import torch; a fork of one that has done so needs milliseconds. Whatever can't be started so
-is started cold, as without this file: nothing here raises but where a log can't be written, and `reason` says why not.
+is started cold, as without this file: nothing here raises but where a log can't be written, and `reason` says why not. All is
+to be called from the main thread: what is started here ends with the thread that starts it.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Forge:
         try:
             forge._process = subprocess.Popen(
                 [*flags, "-c", *arguments, *script], stdin=subprocess.DEVNULL, stdout=forge._said, stderr=forge._said,
-                env=forge._environ, start_new_session=True, pass_fds=[control],
+                env=forge._environ, start_new_session=True, pass_fds=[control], preexec_fn=host.die_with_parent,
             )  # fmt: skip
             host.own(forge._process.pid)
         except OSError as error:
@@ -228,6 +229,58 @@ class Forge:
         if self._process is not None:
             host.end([self._process.pid])
             self._process.wait()
+
+
+class WarmStarts:
+    """The warm starts of one command, for the life of a run: a forge, and where a rank has imported more, a better one."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._forge: Forge | None = None
+        self._next: Forge | None = None
+        self._told: tuple[Path, int] | None = None
+        self._known: set[str] = set()
+
+    def look(self, environ: Mapping[str, str], imports: Path) -> None:
+        """See whether rank 0 has told what it has imported, and prepare for the next start. To be called often; never waits.
+
+        environ, imports: of that rank, as for `Forge.begin`.
+        """
+        try:
+            told = imports, imports.stat().st_mtime_ns
+            if told != self._told and self._next is None:
+                self._told = told
+                modules = json.loads(imports.read_text())["modules"].keys()
+                if self._forge is None or not self._forge.ready or not modules <= self._known:
+                    self._known = set(modules)
+                    self._next = Forge.begin(self._command, environ, imports)
+        except OSError:
+            pass  # not yet
+        if self._next is not None and (self._next.ready or self._next.reason):
+            better, self._next = self._next, None
+            if better.ready or self._forge is None or not self._forge.ready:
+                better, self._forge = self._forge, better
+            if better is not None:
+                better.close()
+
+    def fork(self, environ: Mapping[str, str], log: Path) -> Forged | None:
+        """As `Forge.fork`."""
+        return None if self._forge is None else self._forge.fork(environ, log)
+
+    @property
+    def said(self) -> str:
+        """In words: whether the next start is a warm one, or why not."""
+        if self._forge is None:
+            return "no warm start yet: " + ("what it needs is being imported" if self._next else "no rank has done a step")
+        if not self._forge.ready:
+            return f"no warm start: {self._forge.reason}"
+        return "the next start is warm" + (f", {self._forge.note}" if self._forge.note else "")
+
+    def close(self) -> None:
+        """End what was begun. The ranks go on."""
+        for forge in (self._forge, self._next):
+            if forge is not None:
+                forge.close()
 
 
 def _common(environ: Mapping[str, str]) -> dict[str, str]:

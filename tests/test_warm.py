@@ -19,7 +19,7 @@ import pytest
 from ckpt import imports
 from ckpt.pulse import Pulse
 from ckpt.recovery import host
-from ckpt.recovery.warm import Cold, Forge, Forged, split
+from ckpt.recovery.warm import Cold, Forge, Forged, WarmStarts, split
 
 if sys.platform != "linux":
     pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
@@ -390,27 +390,39 @@ def test_what_libraries_set_stays_set(begin: Starter, tmp_path: Path) -> None:
 
 
 def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
-    """At the first step, late imports and all; only one of a host does."""
+    """At the first step, late imports and all, and when a save is done; only one of a host does."""
     text = """
-        import os, sys
+        import os, shutil, sys
         import ckpt
+        from ckpt import imports
+        page = os.environ["CKPT_PULSE"]
         os.environ["MINE"] = "1"
-        with ckpt.Checkpointer(sys.argv[1], every=None, group=None) as ck:
-            for step in range(3):
+        with ckpt.Checkpointer(sys.argv[1], every=3, group=None) as ck:
+            for step in range(7):
                 if step == 0: import colorsys
                 if step == 1: import wave
+                if step == 6: import mailbox
                 ck.step(step, {})
+                ck.wait()
+                if step in (1, 3) and os.environ["RANK"] == "0":
+                    shutil.copy(imports.beside(page), f"{page}.{step}")
     """
     command = [sys.executable, script(tmp_path, text)]
     for rank in range(2):
         page, log = tmp_path / f"page-{rank}", tmp_path / "log"
         Pulse(page, new=True)
         assert cold([*command, str(tmp_path / f"repo-{rank}")], log, rank, CKPT_PULSE=str(page)) == 0, log.read_text()
-    told = json.loads(imports.beside(tmp_path / "page-0").read_text())
-    assert told["modules"]["__main__"] == command[1]
-    assert "colorsys" in told["modules"]
-    assert "wave" not in told["modules"]
-    assert told["environ"] == {"MINE": "1"}
+    first, second, last = (
+        json.loads(path.read_text())
+        for path in (tmp_path / "page-0.1", tmp_path / "page-0.3", imports.beside(tmp_path / "page-0"))
+    )
+    assert first["modules"]["__main__"] == command[1]
+    assert first["environ"] == {"MINE": "1"}
+    assert "colorsys" in first["modules"]
+    assert "wave" not in first["modules"]
+    assert "wave" in second["modules"]
+    assert "pyarrow.parquet" in second["modules"]
+    assert "mailbox" not in last["modules"]
     assert not imports.beside(tmp_path / "page-1").exists()
 
 
@@ -498,6 +510,61 @@ def test_another_environment(begin: Starter, tmp_path: Path) -> None:
     forge = begin([sys.executable, script(tmp_path, "")])
     assert forge.fork(surroundings(OMP_NUM_THREADS="2", NEW="1"), tmp_path / "log") is None
     assert forge.reason == "the environment has changed: NEW, OMP_NUM_THREADS"
+
+
+# --- for the life of a run -------------------------------------------------------------------------------------
+
+
+def test_a_run_becomes_warm(begin: Starter, tmp_path: Path) -> None:
+    """Once a rank tells; better when it tells more; cold and then warm again when the script is another."""
+    text = "import sys\nprint(*sorted({'wave', 'colorsys'} & sys.modules.keys()))\n"
+    command, told, log = [sys.executable, script(tmp_path, text)], tmp_path / "told", tmp_path / "log"
+    warm_starts = WarmStarts(command)
+
+    def tell(*names: str) -> None:
+        found = modules(*names)
+        found["modules"]["__main__"] = command[1]  # type: ignore[index]
+        told.write_text(json.dumps(found))
+
+    def until_warm() -> None:
+        until = time.monotonic() + 60
+        while warm_starts._next or warm_starts.said != "the next start is warm":
+            assert time.monotonic() < until, warm_starts.said
+            warm_starts.look(surroundings(), told)
+            time.sleep(0.01)
+
+    def start() -> str | None:
+        log.unlink(missing_ok=True)
+        rank = warm_starts.fork(surroundings(1), log)
+        return None if rank is None else log.read_text() if rank.wait() == 0 else "failed"
+
+    try:
+        warm_starts.look(surroundings(), told)
+        assert warm_starts.said == "no warm start yet: no rank has done a step"
+        assert start() is None
+        tell("colorsys")
+        warm_starts.look(surroundings(), told)
+        until_warm()
+        assert start() == "colorsys\n"
+        tell("colorsys", "wave")
+        warm_starts.look(surroundings(), told)
+        assert start() == "colorsys\n", "the old one serves until the new one is ready"
+        until_warm()
+        assert start() == "colorsys wave\n"
+        tell("wave")
+        warm_starts.look(surroundings(), told)
+        assert warm_starts._next is None, "nothing new"
+        Path(command[1]).write_text("print('new')\n")
+        assert start() is None
+        assert warm_starts.said == f"no warm start: {command[1]} has changed"
+        warm_starts.look(surroundings(), told)
+        assert start() is None, "only what is told after the change is believed"
+        tell("wave")
+        warm_starts.look(surroundings(), told)
+        until_warm()
+        assert start() == "new\n"
+    finally:
+        warm_starts.close()
 
 
 # --- faults ----------------------------------------------------------------------------------------------------
@@ -599,8 +666,8 @@ AGENT = """
 
 @pytest.mark.parametrize("when", ["ranks", "importing"])
 def test_the_agent_is_killed(tmp_path: Path, when: str) -> None:
-    """Nothing goes on: neither the ranks, nor the forge, even while it imports."""
-    site = libraries(tmp_path, slow="import time\ntime.sleep(3600)\n")
+    """Nothing goes on: neither the ranks, nor the forge, not even where an import hangs with the interpreter locked."""
+    site = libraries(tmp_path, slow="import ctypes\nctypes.PyDLL(None).sleep(3600)\n")
     script(tmp_path, SLEEPS)
     told = {"slow": str(site / "slow" / "__init__.py")} if when == "importing" else {}
     (tmp_path / "told.imports").write_text(json.dumps({"modules": told, "environ": {}}))
