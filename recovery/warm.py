@@ -256,12 +256,14 @@ class WarmStarts:
                     self._next = Forge.begin(self._command, environ, imports)
         except OSError:
             pass  # not yet
-        if self._next is not None and (self._next.ready or self._next.reason):
-            better, self._next = self._next, None
-            if better.ready or self._forge is None or not self._forge.ready:
-                better, self._forge = self._forge, better
-            if better is not None:
-                better.close()
+        if self._next is None or not (self._next.ready or self._next.reason):
+            return
+        worse = self._next
+        if self._next.ready or self._forge is None or not self._forge.ready:
+            worse, self._forge = self._forge or self._next, self._next
+        if worse is not self._forge:
+            worse.close()
+        self._next = None
 
     def fork(self, environ: Mapping[str, str], log: Path) -> Forged | None:
         """As `Forge.fork`."""
