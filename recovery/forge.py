@@ -40,7 +40,7 @@ PER_RANK = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "CKPT_RUN", "CKPT_ATTEMPT", "CKPT_PULSE",
 })  # fmt: skip
-"""Variables that differ between ranks or attempts."""
+"""Variables that differ between ranks or attempts: all that a rank is told and that is not the same for all."""
 
 GO = b"g"
 
@@ -113,7 +113,9 @@ class _Finder:
         if name in self._without or name in _NEVER:
             raise _Refused(name)
         for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, None, target)) is not None:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            if (spec := finder.find_spec(name, None, target)) is not None:
                 if not _is_library(name, spec) or self._told.get(name, spec.origin) != spec.origin:
                     raise _Refused(name)
                 return spec

@@ -7,6 +7,7 @@ to be called from the main thread: what is started here ends with the thread tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -147,6 +148,8 @@ class Forge:
             kind, text = self._answer(0.0)
             if kind == "ready":
                 self._ready, self.note = True, text
+        if self._ready and self._process is not None and self._process.poll() is not None:
+            self._give_up(self._last_words())
         return self._ready and not self.reason
 
     def fork(self, environ: Mapping[str, str], log: Path) -> Forged | None:
@@ -173,12 +176,11 @@ class Forge:
             if kind != "pid":
                 return None
             rank = Forged(int(text))
-            os.write(begin, other_side.GO)  # a rank that was killed meanwhile has closed its end: Forged tells of it
-        except BrokenPipeError:
-            pass
+            with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: it says so itself
+                os.write(begin, other_side.GO)
+            return rank
         finally:
             os.close(begin)
-        return rank
 
     def close(self) -> None:
         """End it. The ranks go on."""
@@ -216,6 +218,8 @@ class Forge:
         return kind, text
 
     def _last_words(self) -> str:
+        if self.reason:
+            return self.reason
         said = os.pread(self._said.fileno(), 1 << 20, 0).decode("utf-8", "replace").strip()
         return f"the process has ended ({said.splitlines()[-1][:200] if said else 'it has said nothing'})"
 

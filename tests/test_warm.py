@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt import imports
 from ckpt.pulse import Pulse
@@ -344,6 +346,28 @@ def test_what_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
     assert (tmp_path / "warm").read_text() == "good 1 mine\n"
 
 
+def test_what_begins_mpi_is_left_out(begin: Starter, tmp_path: Path) -> None:
+    names = {"needs": "import mpi4py.MPI\n", "good": "", "mpi4py": "raise RuntimeError('begun')\n"}
+    site = libraries(tmp_path, **names)
+    told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
+    path = script(tmp_path / "here", f"import sys\nprint(*sorted({set(names)} & sys.modules.keys()))\n")
+    forge = begin([sys.executable, path], told, PYTHONPATH=str(site))
+    assert (forge.ready, forge.note) == (True, "without needs: it needs mpi4py, which is left out"), forge.reason
+    assert warm(forge, tmp_path / "log", PYTHONPATH=str(site)) == 0
+    assert (tmp_path / "log").read_text() == "good\n"
+
+
+def test_too_much_is_left_out(begin: Starter, tmp_path: Path) -> None:
+    """It does not begin anew for ever."""
+    names = {f"bad{n}": "raise RuntimeError('not today')\n" for n in range(20)}
+    site = libraries(tmp_path, **names)
+    told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
+    forge = begin([sys.executable, script(tmp_path / "here", "")], told, PYTHONPATH=str(site))
+    assert not forge.ready
+    assert "can't be imported alone (RuntimeError: not today); and as many as 8 other packages" in forge.reason
+    assert gone(forge.pid)
+
+
 def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: Path) -> None:
     """Neither what lies beside the script, nor what the search path names, nor a library of that name."""
     site = libraries(tmp_path, good="", statistics="raise RuntimeError('the wrong one')\n")
@@ -440,6 +464,16 @@ def test_commands_taken_apart(tmp_path: Path) -> None:
     ]:
         for python in ("python", "python3", "/opt/bin/python3.13t"):
             assert split([python, *words]) == ([python, *flags], rest)
+
+
+@given(
+    flags=st.lists(st.sampled_from(["-u", "-B", "-OO", "-sE", "-W ignore", "-Werror", "-X dev", "-bb", "-P"]), max_size=4),
+    rest=st.lists(st.text(max_size=5), max_size=4), as_module=st.booleans(),
+)  # fmt: skip
+def test_nothing_of_a_command_is_lost(flags: list[str], rest: list[str], as_module: bool) -> None:
+    words = [word for flag in flags for word in flag.split()]
+    script = ["-m", "some.module", *rest] if as_module else [__file__, *rest]
+    assert split(["python3", *words, *script]) == (["python3", *words], script)
 
 
 @pytest.mark.parametrize(
@@ -615,7 +649,9 @@ def test_the_forge_is_killed(begin: Starter, tmp_path: Path) -> None:
     assert rank is not None
     assert forge.pid is not None
     os.kill(forge.pid, signal.SIGKILL)
+    assert gone(forge.pid)
     assert says(tmp_path / "log", "here")
+    assert not forge.ready
     assert forge.fork(surroundings(), tmp_path / "other") is None
     assert "the process has ended" in forge.reason
     assert rank.poll() is None
