@@ -671,6 +671,19 @@ def test_the_forge_is_stopped(begin: Starter, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "log").read_text() == ""
 
 
+@pytest.mark.parametrize("word", [b"", b"x"])
+def test_a_rank_begins_only_when_it_is_told_to(
+    begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: bytes
+) -> None:
+    """So none runs whose number was lost on the way."""
+    forge = begin([sys.executable, script(tmp_path, SLEEPS)])
+    monkeypatch.setattr("ckpt.recovery.forge.GO", word)
+    rank = forge.fork(surroundings(), tmp_path / "log")
+    assert rank is not None
+    assert rank.wait() == 1
+    assert (tmp_path / "log").read_text() == ""
+
+
 def test_a_log_that_cannot_be_written(begin: Starter, tmp_path: Path) -> None:
     forge = begin([sys.executable, script(tmp_path, SLEEPS)])
     with pytest.raises(FileNotFoundError):
