@@ -298,7 +298,6 @@ def _serve(control: socket.socket, marks: Mapping[str, tuple[int, int, int] | No
         pid = _fork_away()
         if pid == 0:
             control.close()
-            os.setsid()
             if os.read(go, 1) != GO:
                 os._exit(1)
             libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -324,7 +323,10 @@ def _exactly(control: socket.socket, nbytes: int) -> bytes:
 
 
 def _fork_away() -> int:
-    """Fork twice, so that the rank becomes a child of whoever adopts orphans: 0 there; -1 where there can be none."""
+    """Fork twice, so that the rank becomes a child of whoever adopts orphans, in a session of its own: 0 in the rank.
+
+    -1 where there can be none.
+    """
     hear, tell = os.pipe()
     try:
         between = _fork()
@@ -333,12 +335,12 @@ def _fork_away() -> int:
     if between == 0:
         os.close(hear)
         try:
-            pid = _fork()
+            if _fork():
+                os._exit(0)
         except OSError:
             os._exit(1)
-        if pid:
-            os.write(tell, struct.pack("i", pid))
-            os._exit(0)
+        os.setsid()  # before anybody knows of it: it is ended by its session
+        os.write(tell, struct.pack("i", os.getpid()))
         os.close(tell)
         return 0
     os.close(tell)
