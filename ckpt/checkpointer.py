@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt import arena as arenas
+from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt import session as sessions
 from ckpt.api import Url, check_step, load_newest, load_step
@@ -103,6 +104,7 @@ class Checkpointer:
         self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
         if self._schedule is not None:
             self._options = replace(self._options, propose=self._schedule.propose)
+        self._to_tell = 2
         self._session: sessions.Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url), ranks)
         )
@@ -172,6 +174,9 @@ class Checkpointer:
         if loss is not None and self._losses is not None:
             self._losses.give(step, loss)
         pulse.beat(_STEP, step)
+        if self._to_tell == 2 or (self._to_tell and self._last is not None and self._last.done()):
+            self._to_tell -= 1  # at the first step, and when a save is done: a load needs what that has imported
+            imports.tell()
         if pulse.should_stop(step):
             if (why := self._unfit(step, loss)) is not None:
                 self._leave_out(step, why)

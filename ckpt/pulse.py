@@ -235,6 +235,12 @@ def told_before(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(text)
 
 
+def look_again() -> None:
+    """This process was forked, and is a rank all the same."""
+    global _mine, _looked
+    _mine, _looked = None, False
+
+
 def _after_fork() -> None:
     """A child is not the rank."""
     global _mine, _looked

@@ -29,6 +29,7 @@ from ckpt.recovery.ledger import Ledger, Name, totals
 from ckpt.recovery.limits import Limits
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.recovery.voice import Voice
+from ckpt.recovery.warm import WarmStarts
 from ckpt.recovery.watch import Watch
 from ckpt.storage.errors import CkptError, StoreError
 from ckpt.storage.failpoints import failpoint
@@ -53,6 +54,8 @@ class Here:
     limits: Limits = field(default_factory=Limits)
     show: str = "0"
     """Whose output goes to the console: "0", "all" or "none"."""
+    warm: bool = True
+    """Ranks are forked from a process that has imported what they import, where that can be."""
     metrics: tuple[str, int] | None = None
     """Where /metrics is served."""
     through_mpi: bool = False
@@ -76,6 +79,7 @@ class Agent:
         self._log: list[Entry] = []
         self._watch: Watch | None = None
         self._ledger: Ledger | None = None
+        self._warm = WarmStarts(spec.command) if here.warm and not here.through_mpi else None
         self._attempt = -1
         self._best = -1
         self._wrong: Wrong | None = None  # of ranks that could not be started
@@ -105,6 +109,8 @@ class Agent:
         finally:
             if web is not None:
                 web.close()
+            if self._warm is not None:
+                self._warm.close()
             self._select.close()
             self._guardian.close()
             if self._ledger is not None:
@@ -210,9 +216,10 @@ class Agent:
             self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
             int(facts["port"]), {**facts["environment"], launch.AGENT: self._incarnation},
         )  # fmt: skip
+        self._share = share
         failpoint("agent.start")
         try:
-            ranks = launch.start(self._spec.command, share, self._pages, logs, self._here.through_mpi)
+            ranks = launch.start(self._spec.command, share, self._pages, logs, self._warm, self._here.through_mpi)
         except CkptError as error:
             if self._spec.hosts == 1:
                 self._state.append(self._course.number, [Draft(entry.attempt, "end", str(error), {"status": 1})])
@@ -248,12 +255,15 @@ class Agent:
             for rank in self._watch.look(time.monotonic()):
                 self._select.unregister(rank.pidfd)
             self._watch.show(self._here.show)
+            if self._warm is not None:
+                launch.prepare(self._warm, self._share, self._pages)
 
     def _report(self) -> Report:
         watch, here = self._watch, self._here
         said = Report(
             here.name, self._incarnation, self._joined, os.getpid(), str(self._pages), str(here.folder / "logs"), here.address,
             self._port, self._attempt, wrong=self._wrong, leaving=self._signal, hurry=self._signals > 1,
+            warm="" if self._warm is None else self._warm.said,
         )  # fmt: skip
         if watch is None:
             return said

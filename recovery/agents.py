@@ -88,6 +88,8 @@ class Report:
     spent: Name = "spawn"
     """What its first rank spends its time on."""
     slowest: Slowest | None = None
+    warm: str = ""
+    """Whether its next start is a warm one, in words."""
     beat: int = 0
     """Counts what it has said."""
 

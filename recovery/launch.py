@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt.pulse import Pulse
 from ckpt.recovery import host, mpi
+from ckpt.recovery.warm import Forged, WarmStarts
 from ckpt.storage.errors import CkptError
 
 
@@ -20,13 +22,18 @@ class Rank:
     """A rank that runs."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forged
     pidfd: int
     pulse: Pulse
     log: Path
 
     shared: bool = False
     """The process is mpiexec, which has started all of them."""
+
+    @property
+    def status(self) -> int:
+        """How it has ended: the exit status, or less than 0 for a signal."""
+        return self.process.returncode or 0
 
     @property
     def pid(self) -> int:
@@ -72,8 +79,13 @@ def environment(share: Share, number: int, page: Path) -> Mapping[str, str]:
     return {**told, **share.more}
 
 
-def start(command: Sequence[str], share: Share, pages: Path, logs: Path, through_mpi: bool = False) -> list[Rank]:
-    """Start the ranks of this host. Raises CkptError where the command can't be started; then none runs."""
+def start(
+    command: Sequence[str], share: Share, pages: Path, logs: Path, warm: WarmStarts | None = None, through_mpi: bool = False
+) -> list[Rank]:
+    """Start the ranks of this host. Raises CkptError where the command can't be started; then none runs.
+
+    warm: forks them from a process that has imported what they import, where that can be. through_mpi: mpiexec starts them.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     numbers = range(share.first, share.first + share.count)
     made = [Pulse(_page(pages, share, number), new=True) for number in numbers]
@@ -81,6 +93,7 @@ def start(command: Sequence[str], share: Share, pages: Path, logs: Path, through
     for file in files:
         file.touch()
     ranks: list[Rank] = []
+    process: subprocess.Popen[bytes] | Forged
     try:
         if through_mpi:
             told = environment(share, share.first, _page(pages, share, share.first))
@@ -88,7 +101,9 @@ def start(command: Sequence[str], share: Share, pages: Path, logs: Path, through
             process = _spawn(mpi.command(command, share.count), {**told, **beside}, files[0])
         for number, pulse, file in zip(numbers, made, files, strict=True):
             if not through_mpi:
-                process = _spawn(command, environment(share, number, _page(pages, share, number)), file)
+                told = environment(share, number, _page(pages, share, number))
+                forked = warm and warm.fork({**os.environ, **told}, file)
+                process = forked or _spawn(command, told, file)
             ranks.append(Rank(number, process, os.pidfd_open(process.pid), pulse, file, through_mpi))
     except OSError as error:
         stop(ranks, "")
@@ -96,6 +111,12 @@ def start(command: Sequence[str], share: Share, pages: Path, logs: Path, through
             f"{command[0]} can't be started: {error.strerror}; give a command that runs by itself"
         ) from error
     return ranks
+
+
+def prepare(warm: WarmStarts, share: Share, pages: Path) -> None:
+    """See to it that the next start is a warm one. To be called often; never waits."""
+    page = _page(pages, share, share.first)
+    warm.look({**os.environ, **environment(share, share.first, page)}, imports.beside(page))
 
 
 def _page(pages: Path, share: Share, number: int) -> Path:

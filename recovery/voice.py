@@ -56,4 +56,4 @@ class Voice:
 
 
 def _essence(report: Report) -> Report:
-    return replace(report, step=0, newest=0, committed=0, step_seconds=0.0, spent="useful", slowest=None)
+    return replace(report, step=0, newest=0, committed=0, step_seconds=0.0, spent="useful", slowest=None, warm="")

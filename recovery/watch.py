@@ -120,7 +120,7 @@ class Watch:
         for rank in ended:
             del self._running[rank.number]
         self._listen()
-        failed = [rank for rank in ended if rank.process.returncode != 0]
+        failed = [rank for rank in ended if rank.status != 0]
         if self.wrong is None:
             bad = self._bad()  # ranks whose loss was good fail, too, where another leaves out a save
             if bad is not None:
@@ -212,7 +212,7 @@ def _py_spy() -> str | None:
 
 
 def _cause(rank: Rank, kills: int) -> Cause:
-    code = rank.process.returncode
+    code = rank.status
     if code == -signal.SIGKILL and host.memory_kills() > kills:
         return "out of memory"
     return "signal" if code < 0 else "exit"
@@ -220,7 +220,7 @@ def _cause(rank: Rank, kills: int) -> Cause:
 
 def _end(rank: Rank) -> str:
     """In words, with the last thing that the rank has said."""
-    code = rank.process.returncode
+    code = rank.status
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"

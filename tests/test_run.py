@@ -138,8 +138,23 @@ def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.S
     assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.said)
 
 
+def test_a_warm_start(start: Callable[..., Run]) -> None:
+    """The ranks are forked from a process that has imported what they import."""
+    run = start(steps=600)
+    command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
+    until = time.monotonic() + 60
+    while "the next start is warm" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout:
+        assert time.monotonic() < until
+    os.kill(run.pid(1), signal.SIGKILL)
+    run.until_step(1, attempt=1)
+    assert b"forge.py" in Path(f"/proc/{run.pid(1)}/cmdline").read_bytes()
+    assert run.end() == 0, run.said
+    is_right(run, 600)
+    assert run.failures() == [("signal", [1])]
+
+
 def test_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
-    run = start()
+    run = start(seconds=0.05)
     for attempt, step in enumerate([12, 22]):
         run.until_step(step, attempt)
         for rank in range(RANKS):

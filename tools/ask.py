@@ -72,7 +72,8 @@ def status(run_dir: Path, state: str | None) -> int:
         ranks = list(_ranks(report.pages, report.attempt))
         if ranks:
             common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for"), ranks)
-            emit(f"attempt {report.attempt}; logs in {report.logs}/{report.attempt}")
+            warm = f"; {report.warm}" if report.warm else ""
+            emit(f"attempt {report.attempt}; logs in {report.logs}/{report.attempt}{warm}")
     return 0
 
 

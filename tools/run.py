@@ -53,13 +53,16 @@ if TYPE_CHECKING:
     "--spike", type=click.FloatRange(0, min_open=True), metavar="FACTOR",
     help="A loss that is so many times the usual spread above the usual is a failure; 10 is a good value. Off unless given.",
 )
+@click.option(
+    "--warm/--cold", default=True, show_default=True, help="Keep a process that has imported what ranks import, to fork them.",
+)
 @click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus' metrics there, at /metrics.")
 @click.option("--show", type=click.Choice(["0", "all", "none"]), default="0", show_default=True, help="Whose output to show.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     ranks: int, nnodes: int | None, least: int | None, state: str | None, run_dir: Path, launcher: str, name: str | None,
     address: str | None, restarts: int, grace: float, patience: float, give_up: float, hang: float, first_hang: float,
-    spike: float | None, metrics: str | None, show: str, command: tuple[str, ...],
+    spike: float | None, warm: bool, metrics: str | None, show: str, command: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Run COMMAND as so many ranks, and start them again from what they saved when one of them fails.
 
@@ -92,7 +95,7 @@ def command(
     first = {phase: min(seconds, first_hang) for phase, seconds in FIRST_SECONDS.items()}
     limits = Limits(least_seconds=hang, first_seconds=first)
     address = address or place.address_of(state if hosts > 1 else None)
-    here = Here(name, run_dir, address, limits, show, _listen(metrics), launcher == "mpiexec")
+    here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec")
     spec = Spec(command, ranks, hosts, least or hosts, restarts, grace, patience, give_up)
     opened = open_state(run_dir, state)
     try:
