@@ -85,7 +85,7 @@ def store_of(tier: Tier, record: str) -> Url:
     name = name_of(record)
     if kept := os.environ.get(VARIABLE):
         return _memory_store(below(kept, name))
-    return MemoryStore(_own_memory() / name)
+    return MemoryStore(own_memory() / name)
 
 
 def _memory_store(url: str) -> Url:
@@ -104,7 +104,7 @@ def below(url: str, name: str) -> str:
     return f"{path.rstrip('/')}/{name}{mark}{query}"
 
 
-def _own_memory(base: Path = Path("/dev/shm")) -> Path:
+def own_memory(base: Path = Path("/dev/shm")) -> Path:
     """A folder in shared memory that is this user's alone."""
     folder = base / f"ckpt-{os.getuid()}"
     try:

@@ -44,7 +44,6 @@ from ckpt.storage.errors import (
 )
 from ckpt.tier import (
     MEMORY,
-    VARIABLE,
     Tier,
     Url,
     belong_together,
@@ -116,8 +115,8 @@ class Tiers:
             self._enter(Tier(url, every, keep), record, series)
             if group.size > 1 and any(map(is_own_memory, tiers)) and not group.one_host():
                 raise InvalidArgument(
-                    f'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, or set '
-                    f"{VARIABLE} to a URL that all of them reach"
+                    'Tier("memory"): the ranks are on several hosts, which share no memory; run `ckpt-node --data /dev/shm/…` '
+                    'on each of them, and name those: Tier("ckpt://host1:7070,host2:7070/run?redundancy=2x")'
                 )
             for tier, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
                 try:

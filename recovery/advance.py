@@ -111,8 +111,8 @@ def _watched(view: View) -> list[Draft]:
     reports = [report for report in here.values() if report is not None and report.attempt == course.attempt]
     failures = [_lost(view, member) for member in course.members if _is_lost(member, here[member.name])]
     failures += [_wrong(view, report, reports) for report in reports if report.wrong is not None]
-    if failures and not (stopping and all(f.cause == "exit" for f in failures)):
-        cause = min(failures, key=lambda failure: _FIRST.index(failure.cause))
+    cause = min(failures, key=lambda failure: _FIRST.index(failure.cause), default=None)
+    if cause is not None and not stopping:
         return _with_decision(view, cause)
     ended = len(reports) == len(here) and all(report.doing == "over" for report in reports)
     if ended and not stopping:
@@ -123,6 +123,9 @@ def _watched(view: View) -> list[Draft]:
         late = view.waited_seconds > spec.grace_seconds
         heard = any(report.heard for report in reports)
         told = _next_stop(Stop(last.facts["step"], last.facts["agreed"], last.facts["ahead"]), reports)
+        if cause is not None and cause.cause != "exit":
+            why = f"{cause.detail} before all had saved, as {last.text} asked"
+            return _with_decision(view, replace(cause, cause=_end_of(view, asked), detail=why))
         if ended or hurry or late or not heard:
             why = (
                 f"have saved and ended, as {last.text} asked" if ended
@@ -130,9 +133,8 @@ def _watched(view: View) -> list[Draft]:
                 else f"were ended by {last.text}; they were not waited for" if hurry
                 else f"were ended by {last.text}; they had no time to save"
             )  # fmt: skip
-            some = spec.hosts > 1 and not course.requested and len(asked) < len(view.living)
             ranks = [rank for member in course.members for rank in range(member.first, member.first + member.count)]
-            return _with_decision(view, _failure(view, "preempted" if some else "asked", ranks, why, reports))
+            return _with_decision(view, _failure(view, _end_of(view, asked), ranks, why, reports))
         return [Draft(last.attempt, "stop", last.text, asdict(told))] if asdict(told) != last.facts else []
     if asked or course.requested:
         name = course.requested or _signal_name(max(report.leaving for report in asked))
@@ -141,6 +143,13 @@ def _watched(view: View) -> list[Draft]:
         ahead = 1 if spec.hosts == 1 else 1 + math.ceil(min(_AHEAD_SECONDS / step_seconds, 1e6))
         return [Draft(course.attempt, "stop", name, asdict(Stop(newest + ahead, False, ahead)))]
     return []
+
+
+def _end_of(view: View, asked: Sequence[Report]) -> Cause:
+    """preempted: only some hosts are to leave, and the others go on."""
+    course = view.course
+    several = course.spec is not None and course.spec.hosts > 1
+    return "preempted" if several and not course.requested and len(asked) < len(view.living) else "asked"
 
 
 def _next_stop(asked: Stop, reports: Sequence[Report]) -> Stop:

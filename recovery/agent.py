@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from ckpt import tier
 from ckpt.recovery import course as courses
-from ckpt.recovery import host, launch, metrics
+from ckpt.recovery import host, launch, memory, metrics
 from ckpt.recovery.agents import LOST_SECONDS, Report, Wrong
 from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
@@ -80,6 +81,7 @@ class Agent:
         self._watch: Watch | None = None
         self._ledger: Ledger | None = None
         self._warm = WarmStarts(spec.command) if here.warm and not here.through_mpi else None
+        self._memory = memory.folder_of(here.folder) if spec.hosts == 1 else None
         self._attempt = -1
         self._best = -1
         self._wrong: Wrong | None = None  # of ranks that could not be started
@@ -105,6 +107,8 @@ class Agent:
                     return self._until_over()
                 finally:
                     self._stop_ranks()
+                    if self._status is not None:
+                        self._bring_home()
                     self._voice.close()
         finally:
             if web is not None:
@@ -214,7 +218,7 @@ class Agent:
         facts, logs = entry.facts, self._here.folder / "logs" / str(entry.attempt)
         share = Share(
             self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
-            int(facts["port"]), {**facts["environment"], launch.AGENT: self._incarnation},
+            int(facts["port"]), {**facts["environment"], **self._own_environment()},
         )  # fmt: skip
         self._share = share
         failpoint("agent.start")
@@ -231,6 +235,20 @@ class Agent:
             self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
         self._watch = Watch(ranks, self._here.limits, self._best)
         failpoint("agent.started")
+
+    def _own_environment(self) -> dict[str, str]:
+        """What the ranks of this host are told beside."""
+        told = {launch.AGENT: self._incarnation}
+        return told if self._memory is None else {**told, tier.VARIABLE: str(self._memory)}
+
+    def _bring_home(self) -> None:
+        """What is only in memory comes to where it belongs."""
+        if self._memory is None or not (said := memory.bring_home(self._memory)):
+            return
+        if "has step" not in said:
+            self._say(said)
+        with contextlib.suppress(StoreError):
+            self._state.append(self._course.number, [Draft(max(0, self._course.attempt), "note", said)])
 
     def _stop_ranks(self) -> None:
         watch, self._watch = self._watch, None

@@ -93,6 +93,8 @@ class Course:
 def _after(course: Course, entry: Entry) -> Course:
     facts = entry.facts
     course = replace(course, number=entry.number)
+    if entry.kind == "note":
+        return course
     if entry.kind == "lead":
         return replace(course, leader=str(facts["name"]))
     if entry.kind == "request":

@@ -80,7 +80,7 @@ def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = ()) -> De
 
 def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
     last = failures[-1]
-    what = f"{_who(last)} {last.detail} {_at(last)}"
+    what = f"{_who(last)} {_does(last)} {_at(last)}"
     if last.cause == "asked":
         return Decision("halt", what)
     if last.cause == "preempted":
@@ -169,6 +169,12 @@ def _changes(before: Sequence[str], hosts: Sequence[str], ready: Sequence[str], 
 
 def _at(failure: Failure) -> str:
     return f"after step {failure.step}" if failure.step >= 0 else "before the first step"
+
+
+def _does(failure: Failure) -> str:
+    """Of several, too."""
+    one, _, rest = failure.detail.partition(" ")
+    return f"were {rest}" if one == "was" and len(failure.ranks) > 1 else failure.detail
 
 
 def _who(failure: Failure) -> str:

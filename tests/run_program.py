@@ -28,8 +28,11 @@ def main() -> None:
         (folder / "child").write_text(str(child.pid))
     if fault == "always" and rank == who:
         raise RuntimeError("there is no data")
-    with ckpt.Checkpointer(folder / "repo", every=5, keep=2) as ck:
+    tiers = [ckpt.Tier("memory")] if "CKPT_TEST_TIER" in os.environ else []
+    with ckpt.Checkpointer(folder / "repo", every=5 if not tiers else 1000, keep=2, tiers=tiers) as ck:
         state, start = ck.restore(state)
+        with (folder / "begun").open("a") as file:
+            file.write(f"{start}\n")
         for step in range(start, steps):
             time.sleep(seconds * (10 if fault == "jitter" and step % 7 == rank else 1))
             state["w"].local[...] += np.sin(step * 1.7 + rank)

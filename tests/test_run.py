@@ -17,7 +17,7 @@ import pytest
 
 import ckpt
 from ckpt.pulse import Pulse
-from ckpt.recovery import host
+from ckpt.recovery import host, memory
 from ckpt.recovery.decide import USELESS, Budget, Failure, decide
 from ckpt.recovery.ledger import totals
 from ckpt.recovery.limits import Limits
@@ -340,6 +340,66 @@ def test_plain_commands(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["I am 0 of 2", "I am 1 of 2"]
+
+
+# --- a tier in memory ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TEST_TIER", "1")
+
+
+def in_memory(run: Run) -> Path:
+    found = memory.folder_of(run.files)
+    if found is None:
+        pytest.skip("no shared memory at /dev/shm that can be written to")
+    return found
+
+
+def test_no_step_is_lost_that_is_in_memory(start: Callable[..., Run], tiered: None) -> None:
+    """All ranks are killed; at most the step under way is done again."""
+    run = start(seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    for rank in range(RANKS):
+        os.kill(run.pid(rank), signal.SIGKILL)
+    assert run.end() == 0, run.said
+    is_right(run)
+    (failure,) = [e for e in run.record() if e["kind"] == "failure"]
+    assert failure["facts"]["committed"] >= failure["facts"]["step"] - 1 >= 11
+    assert ckpt.open(run.folder / "repo").steps()[-1] == 39
+    assert not [p for p in in_memory(run).rglob("*") if p.is_file()], "the memory is free again"
+
+
+def test_what_is_only_in_memory_comes_home(start: Callable[..., Run], tiered: None) -> None:
+    """The job is given up while no rank can copy anything."""
+    run = start("--restarts", "0", seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.end() == 1, run.said
+    assert re.search(r"step \d+ was brought from file:///dev/shm/\S+ to file://", run.said), run.said
+    assert ckpt.open(run.folder / "repo").steps()[-1] >= 11
+    assert run.record()[-1]["kind"] == "note"
+    assert not [p for p in in_memory(run).rglob("*") if p.is_file()]
+    again = start()
+    assert again.end() == 0, again.said
+    is_right(again)
+
+
+def test_ckpt_run_is_killed_with_steps_in_memory(start: Callable[..., Run], tiered: None) -> None:
+    run = start(seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    pids = [run.pid(rank) for rank in range(RANKS)]
+    run.process.kill()
+    run.process.wait()
+    assert none_left(pids)
+    again = start()
+    assert again.end() == 0, again.said
+    is_right(again)
+    assert min(int(line) for line in (run.folder / "begun").read_text().split()[RANKS:]) >= 12
 
 
 # --- decisions -------------------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def _ranks(pages: str, attempt: int) -> Iterator[tuple[str, ...]]:
     """What the ranks of an agent do, where it is on this host."""
     from ckpt.pulse import Pulse
 
-    for number in sorted(int(p.name.partition("-")[2]) for p in Path(pages).glob(f"{attempt}-*")):
+    numbers = (page.name.removeprefix(f"{attempt}-") for page in Path(pages).glob(f"{attempt}-*"))
+    for number in sorted(int(number) for number in numbers if number.isdigit()):
         beat = Pulse(Path(pages) / f"{attempt}-{number}").read()
         silent = f"{time.monotonic() - beat.since:.1f} s"
         yield str(number), str(beat.pid or "?"), beat.phase, _step(beat.step), _step(beat.committed), silent
