@@ -162,7 +162,8 @@ class Checkpointer:
         due = self._is_due(step)
         if not due:
             (self._tiers or self._open()).raise_failed()  # else the save does it, and tells the other ranks
-            self._prepare(state)
+            if not self._prepared:
+                self._prepare(state)
             return None
         if (why := self._unfit(step, loss)) is not None:
             log.warning("step %d is not saved: %s", step, why)
@@ -174,7 +175,7 @@ class Checkpointer:
         if loss is not None and self._losses is not None:
             self._losses.give(step, loss)
         pulse.beat(_STEP, step)
-        if self._to_tell == 2 or (self._to_tell and self._last is not None and self._last.done()):
+        if self._to_tell and (self._to_tell == 2 or (self._last is not None and self._last.done())):
             self._to_tell -= 1  # at the first step, and when a save is done: a load needs what that has imported
             imports.tell()
         if pulse.should_stop(step):
@@ -230,11 +231,10 @@ class Checkpointer:
 
     def _prepare(self, state: Any) -> None:
         """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""
-        if not self._prepared:
-            self._prepared = True
-            nbytes = staging_bytes(state, self._options, self._open().group)
-            if nbytes:
-                arenas.pool.prepare(nbytes)
+        self._prepared = True
+        nbytes = staging_bytes(state, self._options, self._open().group)
+        if nbytes:
+            arenas.pool.prepare(nbytes)
 
     def _is_due(self, step: int) -> bool:
         return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due(step))

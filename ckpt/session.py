@@ -96,6 +96,8 @@ class Session:
 
     def raise_failed(self) -> None:
         """Raise SaveFailed for the first save of the background that failed and whose error nobody has seen."""
+        if not self._pending:  # as it is at most steps
+            return
         with self._lock:
             failed = [h for h in self._pending if h.done() and h.unseen()]
             self._pending = [h for h in self._pending if not h.done() or h in failed[1:]]

@@ -39,6 +39,7 @@ from ckpt.storage.web import Web
 log = logging.getLogger("ckpt.run")
 
 _TICK_SECONDS = 0.05
+_TIDY_SECONDS = 0.5
 _READ_SECONDS = 0.1
 """How often the log is read, where others write it."""
 
@@ -86,7 +87,7 @@ class Agent:
         self._best = -1
         self._wrong: Wrong | None = None  # of ranks that could not be started
         self._signal, self._signals, self._signal_at = 0, 0, 0.0
-        self._read_at = 0.0
+        self._read_at = self._tidy_at = 0.0
         self._status: int | None = None
         self._trouble = ""
         self._said = ""
@@ -273,8 +274,11 @@ class Agent:
             for rank in self._watch.look(time.monotonic()):
                 self._select.unregister(rank.pidfd)
             self._watch.show(self._here.show)
-            if self._warm is not None:
-                launch.prepare(self._warm, self._share, self._pages)
+            if time.monotonic() >= self._tidy_at:
+                self._tidy_at = time.monotonic() + _TIDY_SECONDS
+                host.reap()
+                if self._warm is not None:
+                    launch.prepare(self._warm, self._share, self._pages)
 
     def _report(self) -> Report:
         watch, here = self._watch, self._here

@@ -30,6 +30,11 @@ class Limits:
         """It took so long from one beat to the next."""
         self._seen.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
 
+    @property
+    def floor(self) -> float:
+        """No limit is below."""
+        return min(self.least_seconds, *self.first_seconds.values())
+
     def usual(self, phase: str) -> float:
         """What a phase takes as a rule; one second where nothing is known."""
         return median(self._seen[phase]) if self._seen.get(phase) else 1.0

@@ -21,6 +21,8 @@ from ckpt.recovery.launch import Rank
 from ckpt.recovery.ledger import Name
 from ckpt.recovery.limits import Limits
 
+_SILENT_SECONDS = 0.1
+"""Who has said something since is not stopped."""
 _STOPPED_SECONDS = 0.5
 """A process may be stopped for a moment, as by a debugger that attaches."""
 
@@ -130,7 +132,6 @@ class Watch:
                 self.wrong = Wrong(cause, tuple(rank.number for rank in failed), _end(failed[0]))
             else:
                 self.wrong = self._silent(now)
-        host.reap()
         return ended
 
     def _listen(self) -> None:
@@ -155,7 +156,8 @@ class Watch:
 
     def _silent(self, now: float) -> Wrong | None:
         for rank in self._running.values():
-            if not rank.pid or host.state(rank.pid) != "T":
+            beat = self._beats[rank.number]
+            if (beat.pid and now - beat.since < _SILENT_SECONDS) or not rank.pid or host.state(rank.pid) != "T":
                 self._stopped.pop(rank.number, None)
                 continue
             since = self._stopped.setdefault(rank.number, now)
@@ -163,7 +165,9 @@ class Watch:
                 detail = f"was stopped (SIGSTOP) and stayed so for {now - since:.1f} s"
                 return Wrong("stopped", (rank.number,), detail, now - self._beats[rank.number].since)
         beats = [self._beats[number] for number in self._running]
-        if not any(beat.pid and now - beat.since > self._limits.of(beat.phase) for beat in beats):
+        least = self._limits.floor
+        late = [beat for beat in beats if beat.pid and now - beat.since > least]
+        if not any(now - beat.since > self._limits.of(beat.phase) for beat in late):
             return None
         # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
         slow = self.slowest(now)
@@ -197,10 +201,10 @@ class Watch:
             if which == "none" or (which == "0" and rank.number != 0):
                 continue
             done = self._shown.get(rank.number, 0)
-            with rank.log.open("rb") as file:
-                file.seek(done)
-                data = file.read()
-            if data:
+            if rank.log.stat().st_size > done:
+                with rank.log.open("rb") as file:
+                    file.seek(done)
+                    data = file.read()
                 self._shown[rank.number] = done + len(data)
                 sys.stdout.buffer.write(data)
                 sys.stdout.flush()
