@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -105,6 +106,13 @@ def is_right(run: Run, steps: int = 40) -> None:
         assert np.array_equal(np.load(run.folder / f"end-{rank}.npy"), want)
 
 
+def kill_all(run: Run) -> None:
+    """At once, or nearly: ckpt-run may have ended some of them for the first."""
+    for pid in [run.pid(rank) for rank in range(RANKS)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def none_left(pids: list[int]) -> bool:
     until = time.monotonic() + 20
     while any(host.state(pid) not in ("", "Z") for pid in pids):
@@ -157,8 +165,7 @@ def test_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
     run = start(seconds=0.05)
     for attempt, step in enumerate([12, 22]):
         run.until_step(step, attempt)
-        for rank in range(RANKS):
-            os.kill(run.pid(rank), signal.SIGKILL)
+        kill_all(run)
     assert run.end() == 0, run.said
     is_right(run)
     assert len(run.failures()) == 2
@@ -362,8 +369,7 @@ def test_no_step_is_lost_that_is_in_memory(start: Callable[..., Run], tiered: No
     run = start(seconds=0.1)
     in_memory(run)
     run.until_step(12)
-    for rank in range(RANKS):
-        os.kill(run.pid(rank), signal.SIGKILL)
+    kill_all(run)
     assert run.end() == 0, run.said
     is_right(run)
     (failure,) = [e for e in run.record() if e["kind"] == "failure"]
