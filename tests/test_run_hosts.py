@@ -99,6 +99,8 @@ class Job:
 
 ENGINES = pytest.mark.parametrize("job", ["file", pytest.param("etcd", marks=needs_etcd)], indirect=True)
 
+ETCD = pytest.mark.parametrize("job", [pytest.param("etcd", marks=needs_etcd)], indirect=True)
+
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Job]]:
@@ -201,7 +203,7 @@ def test_too_few_hosts(job: Callable[..., Job]) -> None:
     assert "1 of 3 hosts came within 1 s; start ckpt-run on more, or lower --min" in run.said("a")
 
 
-@ENGINES
+@ETCD
 def test_a_stopped_agent_that_comes_back(job: Callable[..., Job]) -> None:
     """Others went on without it. It ends what it still runs, and is a spare."""
     run = job("--min", "2", steps=400)
@@ -234,8 +236,9 @@ def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
     is_right(run, 6)
 
 
-@ENGINES
-@pytest.mark.parametrize("written", ["", ".written"])
+@pytest.mark.parametrize(
+    ("job", "written"), [("file", ""), pytest.param("etcd", ".written", marks=needs_etcd)], indirect=["job"]
+)
 @pytest.mark.parametrize("kind", ["start", "failure", "end"])
 def test_the_coordinator_is_killed(job: Callable[..., Job], kind: str, written: str) -> None:
     """At each point of deciding. Another one goes on from the log, and nothing is done twice."""
@@ -271,7 +274,7 @@ def test_an_agent_is_killed(job: Callable[..., Job], point: str) -> None:
     is_right(run, 4)
 
 
-@ENGINES
+@ETCD
 def test_one_host_is_asked_to_leave(job: Callable[..., Job]) -> None:
     """All save after the same step, and the others go on from there."""
     run = job("--min", "2")
@@ -315,7 +318,6 @@ def test_drain(job: Callable[..., Job]) -> None:
     assert "have saved and ended, as drain asked" in log[-1].text
 
 
-@ENGINES
 def test_status_and_plan(job: Callable[..., Job]) -> None:
     run = job("--min", "2", steps=10_000)
     for name in "abcd":
