@@ -29,6 +29,7 @@ from test_tiers import flip
 import ckpt
 from ckpt.pulse import Beat, Pulse
 from ckpt.recovery import host
+from ckpt.recovery.decide import USELESS, Budget, Failure, decide
 from ckpt.recovery.record import Record
 from ckpt.recovery.state import Entry
 
@@ -103,6 +104,11 @@ class Faulty(Run):
             os.kill(pid, signal.SIGKILL)
         until(lambda: all(host.state(pid) in ("", "Z") for pid in pids), "the ranks are dead")
 
+    def newest(self) -> int:
+        """The newest step that is committed."""
+        steps = (self.folder / "repo").glob("steps/*/commit.json")
+        return max((int(commit.parent.name) for commit in steps), default=-1)
+
     def restored(self) -> list[int]:
         """At which step each rank began, in the last attempt that came to that."""
         return [int(line) for line in (self.folder / "begun").read_text().split()[-RANKS:]]
@@ -171,15 +177,33 @@ def test_a_storage_node_is_killed_while_the_job_restarts(start: Starter, tmp_pat
 
 
 def test_all_storage_nodes_are_away_for_a_while(start: Starter, tmp_path: Path) -> None:
+    """Longer than it takes to fail some times in a row."""
     with nodes(tmp_path, 2) as storage:
         run = start(url=url_of(storage), seconds=0.05)
         run.until_step(12)
         for node in storage:
             node.kill()
-        until(lambda: "failure" in run.kinds(), "a save has failed")
+        until(lambda: run.kinds().count("failure") > USELESS, "a save has failed, and then some restarts")
         for node in storage:
             node.start()
         ends_well(run)
+        assert min(run.restored()) >= 5
+
+
+def test_what_began_before_is_not_given_up_at_once() -> None:
+    """Where it does not come to a step any more it waits, longer and longer, and not for ever."""
+    failures = [Failure("exit", (1,), "exited with status 1", 12, 9, 10.0)]
+    budget = decide(failures, Budget()).budget
+    waited = 0.0
+    for turn in range(100):
+        failures.append(Failure("exit", (1,), "exited with status 1", -1, -1, 1.0))
+        decision = decide(failures, budget)
+        budget, waited = decision.budget, waited + decision.wait_seconds
+        if decision.action == "halt":
+            break
+    assert turn == Budget().most - 1
+    assert waited > 60
+    assert decision.reason.endswith("before the first step; 10 restarts without a newer step: look at the log")
 
 
 def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Starter, tmp_path: Path) -> None:
@@ -199,7 +223,7 @@ def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Start
 
 
 @pytest.mark.parametrize(
-    "point", ["save.append=full@2", "save.append=error@2", "local.fsync=error@3", "save.commit=full@2", "save.stage=error@2"]
+    "point", ["save.append=full@2", "save.append=error@2", "local.fsync=error@3", "save.commit=full@2"]
 )
 def test_a_save_in_the_background_fails(start: Starter, point: str) -> None:
     run = start(fault=f"points:0:{point}")
@@ -233,7 +257,7 @@ def test_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None
 def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Path, where: str) -> None:
     """In each file of the newest step there: it comes from the next place, or is an older one."""
     nvme = str(tmp_path / "nvme")
-    run = start(tiers=("memory", nvme), seconds=0.1)
+    run = start(tiers=("memory", nvme), seconds=0.06, steps=24)
     places = {"memory": in_memory(run), "nvme": Path(nvme), "repo": run.folder / "repo"}
     run.until_step(13)
     run.process.send_signal(signal.SIGSTOP)
@@ -247,7 +271,7 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
                 flipped += 1
     assert flipped >= 2
     run.process.send_signal(signal.SIGCONT)
-    ends_well(run)
+    ends_well(run, 24)
     assert len(run.failures()) == 1
     least = {"memory": 10, "nvme": 12, "repo": 12, "memory nvme": 5}
     assert min(run.restored()) >= least[where]
@@ -264,25 +288,25 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
 )
 def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
     """Alone on its host nobody takes over: started again, it goes on from what was saved."""
-    run = start(failpoints=f"{point}=kill", steps=20)
+    run = start(failpoints=f"{point}=kill", steps=20, seconds=0.03)
+    if "failure" in point or "coordinator.stop" in point:
+        until(lambda: run.newest() >= 4, "something is saved")
     if "failure" in point:
-        run.until_step(8)
         os.kill(run.pid(1), signal.SIGKILL)
     if "coordinator.stop" in point:
-        run.until_step(8)
         run.process.send_signal(signal.SIGTERM)
     assert run.end() == -signal.SIGKILL, run.said
     until(lambda: not host.members([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
+    saved = run.newest()
     again = start(steps=20)
     ends_well(again, 20)
+    assert again.restored() == [saved + 1] * RANKS
     assert again.kinds()[-1] == "end"
-    if any(word in point for word in ("failure", "stop", "end")):
-        assert min(again.restored()) >= (5 if "failure" in point or "coordinator.stop" in point else 20)
 
 
-@pytest.mark.parametrize("point", ["promote.pack", "promote.commit", "promote.committed"])
+@pytest.mark.parametrize("point", ["promote.pack", "promote.committed"])
 def test_ckpt_run_is_killed_while_it_brings_steps_home(start: Starter, point: str) -> None:
-    run = start("--restarts", "0", tiers=("memory",), seconds=0.1, failpoints=f"{point}=kill", quiet_ranks=True)
+    run = start("--restarts", "0", tiers=("memory",), seconds=0.05, failpoints=f"{point}=kill", quiet_ranks=True)
     in_memory(run)
     run.until_step(12)
     run.kill_ranks()
@@ -320,16 +344,18 @@ def test_a_storm_of_sigterm_during_a_save(start: Starter, whom: str) -> None:
         ends_well(run)
         return
     assert run.end() == 128 + signal.SIGTERM, run.said
+    saved = run.newest()
     again = start()
     ends_well(again)
-    assert min(again.restored()) >= 5
+    assert again.restored() == [saved + 1] * RANKS
+    assert saved >= 4
 
 
 def test_a_host_is_lost_together_with_the_coordinator(job: Callable[..., Job]) -> None:
-    run = job("--min", "2", hosts=4)
+    run = job("--min", "2", hosts=4, steps=200)
     for name in "abcd":
         run.start(name)
-    run.until_step(12)
+    until(lambda: all(run._step(run.folder / f"at-0-{rank}") >= 12 for rank in range(8)), "step 12")
     log = run.log()
     leader = next(entry.facts["name"] for entry in log if entry.kind == "lead")
     other = next(name for name in starts(log)[0] if name != leader)
@@ -426,7 +452,6 @@ def test_an_exception_while_others_wait_in_a_collective(tmp_path: Path) -> None:
         ("ckpt://127.0.0.1:1/run", "127.0.0.1:1"),
         ("{}/file/repo", "Not a directory"),
         ("/proc/nowhere", "/proc/nowhere"),
-        ("nosuch://host/run", "nosuch"),
     ],
 )
 def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, words: str) -> None:
