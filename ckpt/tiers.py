@@ -136,7 +136,7 @@ class Tiers:
             raise
 
     def _enter(self, tier: Tier, repo: Repository, series: Series, where: Store) -> None:
-        """All meet at the repository of record: where they can't, none can begin, and elsewhere some might."""
+        """where: the ranks meet at the repository of record, for a tier that can't be written is no place to agree on that."""
         if self._places and self._group.rank == 0:
             mend_marker(repo)
         self._places.insert(0, _Place(tier, sessions.enter(repo, self._group, series, where)))

@@ -222,7 +222,7 @@ def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Start
 
 
 @pytest.mark.parametrize(
-    "point", ["save.append=full@2", "save.append=error@2", "local.fsync=error@3", "save.commit=full@2"]
+    "point", ["save.append=full@2", "local.fsync=error@3", "save.commit=full@2"]
 )
 def test_a_save_in_the_background_fails(start: Starter, point: str) -> None:
     run = start(fault=f"points:0:{point}")
@@ -287,7 +287,7 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
 )
 def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
     """Alone on its host nobody takes over: started again, it goes on from what was saved."""
-    run = start(failpoints=f"{point}=kill", steps=20, seconds=0.03)
+    run = start("--cold", failpoints=f"{point}=kill", steps=20, seconds=0.03)
     if "failure" in point or "coordinator.stop" in point:
         until(lambda: run.newest() >= 4, "something is saved")
     if "failure" in point:
@@ -297,7 +297,7 @@ def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
     assert run.end() == -signal.SIGKILL, run.said
     until(lambda: not host.members([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
     saved = run.newest()
-    again = start(steps=20)
+    again = start("--cold", steps=20)
     ends_well(again, 20)
     assert again.restored() == [saved + 1] * RANKS
     assert again.kinds()[-1] == "end"
@@ -456,7 +456,7 @@ def test_an_exception_while_others_wait_in_a_collective(tmp_path: Path) -> None:
 def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, words: str) -> None:
     """The job is given up, with what the ranks have said of it."""
     (tmp_path / "file").touch()
-    run = start(url=url.format(tmp_path))
+    run = start("--cold", url=url.format(tmp_path))
     assert run.end() == 1
     *_, last = run.said.splitlines()
     assert re.search(rf"ckpt-run: ranks? [012, ]+ exited with status 1 \(.*{words}.*look at the log$", last), run.said
