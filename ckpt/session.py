@@ -22,6 +22,7 @@ from ckpt.places import bad_packs
 from ckpt.repository import Repository
 from ckpt.retention import Keep, sweep
 from ckpt.storage import errors
+from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, SaveFailed
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class Session:
     """Shared by all that save to one repository from this process."""
 
     def __init__(
-        self, repo: Repository, group: Group, shared: Claim | None = None, series: Series | None = None
-    ) -> None:
+        self, repo: Repository, group: Group, shared: Claim | None = None, series: Series | None = None,
+        where: Store | None = None,
+    ) -> None:  # fmt: skip
         self.repo = repo
         self.group = group
         self.spared: Callable[[], Collection[int]] = tuple
@@ -61,7 +63,7 @@ class Session:
             repo.ensure()
             self.claim = shared or claim(repo, series=series)
         else:
-            self.claim, self._next_step = _meet(repo, group, series)
+            self.claim, self._next_step = _meet(repo, group, series, where or repo.store)
         self._lock = threading.Lock()
         self._prepared = False
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
@@ -206,10 +208,10 @@ def _after_newest(repo: Repository) -> int:
     return steps[-1] + 1 if steps else 0
 
 
-def _meet(repo: Repository, group: Group, series: Series | None) -> tuple[Claim, int]:
+def _meet(repo: Repository, group: Group, series: Series | None, where: Store) -> tuple[Claim, int]:
     """Begin a session together; the one time that the ranks talk. All raise the same error where rank 0 can't begin."""
     if group.rank:
-        group.meet_at(repo.store)
+        group.meet_at(where)
         told = json.loads(group.broadcast(None))
         if "error" in told:
             kind = getattr(errors, told["error"], CkptError)
@@ -225,18 +227,18 @@ def _meet(repo: Repository, group: Group, series: Series | None) -> tuple[Claim,
         if mine is not None:
             mine.release()
         kind = type(error).__name__ if isinstance(error, CkptError) else "GroupError"
-        _tell(repo, group, {"error": kind, "message": f"rank 0 could not begin to save: {error}"})
+        _tell(where, group, {"error": kind, "message": f"rank 0 could not begin to save: {error}"})
         raise
     try:
-        _tell(repo, group, told)
+        _tell(where, group, told)
     except BaseException:
         mine.release()
         raise
     return mine, told["next"]
 
 
-def _tell(repo: Repository, group: Group, told: dict[str, object]) -> None:
-    group.meet_at(repo.store)
+def _tell(where: Store, group: Group, told: dict[str, object]) -> None:
+    group.meet_at(where)
     group.broadcast(json.dumps(told).encode())
 
 
@@ -260,8 +262,11 @@ def distrust(repo: Repository, steps: Iterable[int]) -> None:
         distrusted(place).update(steps)
 
 
-def enter(repo: Repository, group: Group, series: Series | None = None) -> Session:
-    """Join this process's session for a repository, or begin one: with a group, every rank must."""
+def enter(repo: Repository, group: Group, series: Series | None = None, where: Store | None = None) -> Session:
+    """Join this process's session for a repository, or begin one: with a group, every rank must.
+
+    where: a place that can be written to, for a group to meet at; else it is the repository.
+    """
     key = _key(repo, group)
     if group.size > 1:
         with _registry:
@@ -270,7 +275,7 @@ def enter(repo: Repository, group: Group, series: Series | None = None) -> Sessi
                 session.holders += 1
                 return session
         # Not under the lock: the ranks of a group of threads wait for each other here.
-        made = Session(repo, group, series=series)
+        made = Session(repo, group, series=series, where=where)
         with _registry:
             session = _sessions.setdefault(key, made)
             session.holders += 1

@@ -19,7 +19,7 @@ from ckpt.interval import Every
 from ckpt.repository import MARKER, Repository, new_marker, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.storage.base import Store
-from ckpt.storage.errors import FormatError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.errors import CkptError, FormatError, IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
 
@@ -150,6 +150,16 @@ def belong_together(repos: Sequence[Repository], write: bool) -> None:
     if write:
         for repo in near:
             repo.store.put(NOTE, note)
+
+
+def holds_steps_of(repo: Repository, record: Repository) -> bool:
+    """Whether steps of the repository of record can be read there, though it may be that none can be written: of two nodes
+    with a copy each one is lost."""
+    try:
+        note = note_of(repo)
+        return note is not None and note["id"] == record.identity() and bool(repo.step_numbers())
+    except CkptError:
+        return False
 
 
 def note_of(repo: Repository) -> dict[str, Any] | None:

@@ -49,6 +49,7 @@ from ckpt.tier import (
     belong_together,
     below,
     held_bytes,
+    holds_steps_of,
     is_own_memory,
     limit_of,
     mend_marker,
@@ -112,7 +113,7 @@ class Tiers:
         series = Series(repos)
         try:
             # Of record first: who is refused there has changed nothing.
-            self._enter(Tier(url, every, keep), record, series)
+            self._enter(Tier(url, every, keep), record, series, record.store)
             if group.size > 1 and any(map(is_own_memory, tiers)) and not group.one_host():
                 raise InvalidArgument(
                     'Tier("memory"): the ranks are on several hosts, which share no memory; run `ckpt-node --data /dev/shm/…` '
@@ -120,24 +121,25 @@ class Tiers:
                 )
             for tier, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
                 try:
-                    self._enter(tier, repo, series)
+                    self._enter(tier, repo, series, record.store)
                 except StoreError as error:  # of a group, every rank is told the same
                     message = f"the tier {repo.url} is left out, saves go to the next: {error}"
                     log.error(message)
                     warnings.warn(message, stacklevel=3)
-            repos = [place.session.repo for place in self._places]
-            belong_together(repos, group.rank == 0)
-            self.repository = TieredRepository(repos)
+            entered = [place.session.repo for place in self._places]
+            belong_together(entered, group.rank == 0)
+            self.repository = TieredRepository([r for r in repos if r in entered or holds_steps_of(r, record)])
             if group.rank == 0:
                 self._prepare()
         except BaseException:
             self._leave()
             raise
 
-    def _enter(self, tier: Tier, repo: Repository, series: Series) -> None:
+    def _enter(self, tier: Tier, repo: Repository, series: Series, where: Store) -> None:
+        """where: the ranks meet at the repository of record, for a tier that can't be written is no place to agree on that."""
         if self._places and self._group.rank == 0:
             mend_marker(repo)
-        self._places.insert(0, _Place(tier, sessions.enter(repo, self._group, series)))
+        self._places.insert(0, _Place(tier, sessions.enter(repo, self._group, series, where)))
 
     def _prepare(self) -> None:
         """What rank 0 does for all."""

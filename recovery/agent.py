@@ -96,7 +96,7 @@ class Agent:
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
         host.adopt_orphans()
-        self._guardian = Guardian(self._mark)
+        self._guardian = Guardian(self._mark, self._pages)
         self._select = selectors.DefaultSelector()
         web = self._serve()
         try:

@@ -90,6 +90,8 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
         action: Literal["restart", "halt"] = "halt" if told.action == "halt" else "restart"
         return Decision(action, told.reason, before=told.before, skip=told.skip, limit=told.limit)
     alike = [f for f in failures[-USELESS:] if (f.cause, f.step) == (last.cause, last.step)]
+    if last.step < 0 and any(f.step >= 0 for f in failures):
+        alike = []  # it has begun before: it is not the program that must be mended, but storage or a network that is away
     if now.useless >= USELESS and len(alike) >= USELESS:
         return Decision(
             "halt", f"{what}; {USELESS} times in a row, at the same place, with no newer step saved: look at the log"

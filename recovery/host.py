@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
@@ -109,10 +109,23 @@ def _signal(pid: int, number: int) -> None:
 
 def memory_kills() -> int:
     """How many processes of this control group the kernel has killed for memory."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+    for path in _memory_counts():
         with contextlib.suppress(OSError), open(path) as file:
             for line in file:
                 key, _, value = line.partition(" ")
                 if key == "oom_kill":
                     return int(value)
     return 0
+
+
+def _memory_counts() -> Iterator[str]:
+    """Where the kernel counts them: for the group itself, or what a container sees as the root."""
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        groups = [line.rstrip("\n").split(":", 2) for line in file]
+        for _, controllers, group in groups:
+            if "memory" in controllers.split(","):
+                yield f"/sys/fs/cgroup/memory{group}/memory.oom_control"
+            elif not controllers:
+                yield f"/sys/fs/cgroup{group}/memory.events"
+    yield "/sys/fs/cgroup/memory.events"
+    yield "/sys/fs/cgroup/memory/memory.oom_control"

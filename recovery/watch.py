@@ -26,6 +26,10 @@ _SILENT_SECONDS = 0.1
 _STOPPED_SECONDS = 0.5
 """A process may be stopped for a moment, as by a debugger that attaches."""
 
+_NO_MEMORY = "was killed by the kernel, as there was no memory left (SIGKILL)"
+_SAID = 1000
+"""Characters of the last line of a log. The names of long folders come first in it, and the reason after them."""
+
 
 class Watch:
     """The ranks of one attempt. Call `look` often."""
@@ -129,7 +133,8 @@ class Watch:
                 self.wrong = bad
             elif failed:
                 cause = _cause(failed[0], self._kills)
-                self.wrong = Wrong(cause, tuple(rank.number for rank in failed), _end(failed[0]))
+                detail = _NO_MEMORY if cause == "out of memory" else _end(failed[0])
+                self.wrong = Wrong(cause, tuple(rank.number for rank in failed), detail)
             else:
                 self.wrong = self._silent(now)
         return ended
@@ -230,7 +235,7 @@ def _end(rank: Rank) -> str:
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
     lines = [line.strip() for line in _tail(rank.log).splitlines() if line.strip()]
-    said = f" ({lines[-1][:200]})" if lines else ""
+    said = f" ({lines[-1][:_SAID]})" if lines else ""
     return f"exited with status {code}{said}"
 
 

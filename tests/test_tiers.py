@@ -503,6 +503,29 @@ def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
     assert assert_all_load(places.run, 7) == [4, 7], "its own rhythm holds where nothing is nearer"
 
 
+def test_a_tier_that_can_only_be_read(places: Places) -> None:
+    """As where it is two nodes, and one of them is lost. What is only there is found."""
+    ck = places.open()
+    train(ck, range(6))
+    ck._open().wait()
+    ck._tiers.settle()  # type: ignore[union-attr]
+    leave(ck)
+    assert [steps[-1] for steps in places.steps()] == [5, 5, 3]
+    shutil.rmtree(places.memory)
+    broken = FailingStore(LocalStore(places.nvme), "put_new", 1)
+    with pytest.warns(UserWarning, match="the tier .*nvme is left out"):
+        ck = places.open(near=broken)
+    with ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 6
+        assert_same(state, state_of(5))
+        train(ck, range(6, 9))
+        ck.wait()
+    assert broken.failed
+    assert assert_all_load(places.run, 8)[-1] == 8
+    places.check()
+
+
 # --- rot -------------------------------------------------------------------------------------------------------
 
 
