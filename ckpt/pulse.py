@@ -89,7 +89,7 @@ class Pulse:
         file = os.open(path, flags, 0o600)
         try:
             if new:
-                os.ftruncate(file, _BYTES)
+                reserve(file, _BYTES)
             self._map = mmap.mmap(file, _BYTES)
         finally:
             os.close(file)
@@ -191,6 +191,14 @@ class Pulse:
         self._fields.release()
         self._floats.release()
         self._map.close()
+
+
+def reserve(file: int, nbytes: int) -> None:
+    """Let a file have so many bytes for certain: a page that can't be had when it is touched kills the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, nbytes)
+    else:
+        os.ftruncate(file, nbytes)
 
 
 _mine: Pulse | None = None

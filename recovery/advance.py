@@ -63,11 +63,11 @@ def _begun(view: View) -> list[Draft]:
     assert last is not None
     asked = max((r.leaving for r in view.living.values()), default=0)
     staying = {name: report for name, report in view.living.items() if not report.leaving}
-    if course.requested or (asked and len(staying) < spec.least):
+    if course.requested or (asked and not staying):
         return [_ended(course, course.requested or "it was asked to end", asked)]
     if view.waited_seconds < float(last.facts.get("wait", 0.0)):
         return []
-    if any(report.doing != "idle" for report in view.perhaps.values() if not report.leaving):
+    if any(report.doing != "idle" for report in view.perhaps.values()):
         return []  # what is left of the attempt before must have ended
     ready = sorted(staying, key=lambda name: (staying[name].joined, name))
     before = [member.name for member in course.members]
@@ -117,19 +117,21 @@ def _watched(view: View) -> list[Draft]:
     ended = len(reports) == len(here) and all(report.doing == "over" for report in reports)
     if ended and not stopping:
         return [Draft(course.attempt, "end", "all ranks have ended well", {"status": 0})]
-    asked = [report for report in view.living.values() if report.leaving]
+    members = {member.name for member in course.members}
+    asked = [report for name, report in view.living.items() if report.leaving and name in members]
     if stopping:
         hurry = any(report.hurry for report in asked)
         late = view.waited_seconds > spec.grace_seconds
         heard = any(report.heard for report in reports)
         told = _next_stop(Stop(last.facts["step"], last.facts["agreed"], last.facts["ahead"]), reports)
-        if cause is not None and cause.cause != "exit":
+        if cause is not None and heard and cause.cause not in ("exit", "hang"):  # these have until the end of the grace
             why = f"{cause.detail} before all had saved, as {last.text} asked"
             return _with_decision(view, replace(cause, cause=_end_of(view, asked), detail=why))
-        if ended or hurry or late or not heard:
+        if ended or hurry or late:
             why = (
-                f"have saved and ended, as {last.text} asked" if ended
-                else f"were ended by {last.text}; they do not use ckpt" if not heard
+                f"were ended by {last.text}; they do not use ckpt" if not heard
+                else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
+                else f"have saved and ended, as {last.text} asked" if ended
                 else f"were ended by {last.text}; they were not waited for" if hurry
                 else f"were ended by {last.text}; they had no time to save"
             )  # fmt: skip

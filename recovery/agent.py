@@ -21,7 +21,8 @@ from types import FrameType
 from ckpt import tier
 from ckpt.recovery import course as courses
 from ckpt.recovery import host, launch, memory, metrics
-from ckpt.recovery.agents import LOST_SECONDS, Report, Wrong
+from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen
+from ckpt.recovery.console import Console
 from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
 from ckpt.recovery.guardian import Guardian
@@ -32,7 +33,7 @@ from ckpt.recovery.state import Draft, Entry, State
 from ckpt.recovery.voice import Voice
 from ckpt.recovery.warm import WarmStarts
 from ckpt.recovery.watch import Watch
-from ckpt.storage.errors import CkptError, StoreError
+from ckpt.storage.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.web import Web
 
@@ -71,10 +72,11 @@ class Agent:
         self._spec = spec
         self._here = here
         self._state = state
-        self._say = say
+        self._out = say
         self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))
         self._incarnation = secrets.token_hex(8)
         self._mark = f"{launch.AGENT}={self._incarnation}"
+        self._run = ""
         self._joined = time.time()
         self._port = launch.free_port(here.address)
         self._course = Course()
@@ -98,6 +100,7 @@ class Agent:
         host.adopt_orphans()
         self._guardian = Guardian(self._mark, self._pages)
         self._select = selectors.DefaultSelector()
+        self._console = Console(self._here.show)
         web = self._serve()
         try:
             with self._signals_heard():
@@ -116,11 +119,16 @@ class Agent:
                 web.close()
             if self._warm is not None:
                 self._warm.close()
+            self._console.close()
             self._select.close()
             self._guardian.close()
             if self._ledger is not None:
                 self._ledger.close()
             shutil.rmtree(self._pages, ignore_errors=True)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, a full disk: the log has it
+            self._out(text)
 
     def _until_over(self) -> int:
         while True:
@@ -140,27 +148,49 @@ class Agent:
     # --- joining -----------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Become part of the run under way, or begin one."""
+        """Become part of the run under way, or begin one. Where the state does not answer, it is asked again for a while."""
+        until = time.monotonic() + self._spec.give_up_seconds
         while True:
-            self._read()
-            course = self._course
-            if self._spec.hosts > 1 and course.last is not None and not course.over:
-                if course.spec != self._spec:
-                    raise CkptError(
-                        f"another run is under way there ({_words(course.spec)}); give the same command and options as on the "
-                        "other hosts, or another --run-dir or --state"
-                    )
-                return
-            drafts = [
-                courses.run(course.attempt + 1, secrets.token_hex(6), self._spec),
-                Draft(course.attempt + 1, "lead", f"{self._here.name} coordinates", {"name": self._here.name}),
-            ]
-            if self._state.append(course.number, drafts):
-                self._read()
-                return
+            try:
+                if self._joins():
+                    return
+            except Unavailable as error:
+                if self._signal or self._spec.hosts == 1 or time.monotonic() > until:
+                    raise
+                self._went_wrong(error)
+                time.sleep(SAY_SECONDS)
+
+    def _joins(self) -> bool:
+        self._read()
+        course, alone = self._course, self._spec.hosts == 1
+        known = self._state.reports()
+        locked = alone and not self._state.remote
+        living = listen(self._state) if known and not locked else {}
+        if self._here.name in living:
+            raise CkptError(f"another host of this run is called {self._here.name}; give this one another --name")
+        goes_on = course.last is not None and not course.over
+        if goes_on and living and (alone or course.spec != self._spec):
+            raise CkptError(
+                f"another run is under way there ({_words(course.spec)}); give the same command and options as on the "
+                "other hosts, or another --run-dir or --state"
+            )
+        if goes_on and not alone and course.spec == self._spec and not course.requested:
+            self._run = course.run
+            return True
+        self._run = secrets.token_hex(6)
+        drafts = [
+            courses.run(course.attempt + 1, self._run, self._spec),
+            Draft(course.attempt + 1, "lead", f"{self._here.name} coordinates", {"name": self._here.name}),
+        ]
+        if not self._state.append(course.number, drafts):
+            return False
+        for name in known.keys() - living.keys():
+            self._state.withdraw(name)
+        self._read()
+        return True
 
     def _read(self) -> list[Entry]:
-        """What was written since; the run that ends is the one of this agent."""
+        """What was written since."""
         entries = self._state.entries(self._course.number)
         self._read_at = time.monotonic()
         self._course = self._course.went_on(entries)
@@ -174,6 +204,8 @@ class Agent:
         if self._is_fresh():
             return False
         for entry in self._read():
+            if entry.kind == "run" and entry.facts["run"] != self._run:
+                raise CkptError("another run was begun there, and this one is over; give each its own --run-dir or --state")
             self._tell(entry)
             if entry.kind == "end":
                 self._status = int(entry.facts["status"])
@@ -226,15 +258,16 @@ class Agent:
         try:
             ranks = launch.start(self._spec.command, share, self._pages, logs, self._warm, self._here.through_mpi)
         except CkptError as error:
-            if self._spec.hosts == 1:
+            self._wrong = Wrong("exit", tuple(range(member.first, member.first + member.count)), f"did not start: {error}")
+            if self._spec.hosts == 1 and not isinstance(error, Unavailable):
                 self._state.append(self._course.number, [Draft(entry.attempt, "end", str(error), {"status": 1})])
                 raise
-            self._wrong = Wrong("exit", tuple(range(member.first, member.first + member.count)), str(error))
             return
         for rank in ranks:
             self._guardian.add(rank.process.pid)
             self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
         self._watch = Watch(ranks, self._here.limits, self._best)
+        self._console.follow(ranks)
         failpoint("agent.started")
 
     def _own_environment(self) -> dict[str, str]:
@@ -261,7 +294,6 @@ class Agent:
             with contextlib.suppress(KeyError):
                 self._select.unregister(rank.pidfd)
         launch.stop(watch.ranks, self._mark)
-        watch.show(self._here.show)
         for rank in watch.ranks:
             self._guardian.remove(rank.process.pid)
         self._port = launch.free_port(self._here.address)
@@ -273,7 +305,6 @@ class Agent:
         if self._watch is not None:
             for rank in self._watch.look(time.monotonic()):
                 self._select.unregister(rank.pidfd)
-            self._watch.show(self._here.show)
             if time.monotonic() >= self._tidy_at:
                 self._tidy_at = time.monotonic() + _TIDY_SECONDS
                 host.reap()
@@ -378,7 +409,8 @@ class Agent:
         self._woken.setblocking(False)
         wake.setblocking(False)
         self._select.register(self._woken, selectors.EVENT_READ, None)
-        heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        all_of_them = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        heard = [number for number in all_of_them if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
         previous = {number: signal.signal(number, self._signalled) for number in heard}
         wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:

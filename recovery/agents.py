@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from ckpt.pulse import Bad
 from ckpt.recovery.decide import Cause
 from ckpt.recovery.ledger import Name
+from ckpt.recovery.state import State
 
 LOST_SECONDS = 3.0
 """An agent that says nothing for so long is lost."""
@@ -128,7 +130,7 @@ class Roll:
         gap, self._now = now - self._now, now
         if gap > _DEAF_SECONDS:  # nobody is lost because it was this host that did not listen, or the state that was away
             for seen in self._seen.values():
-                seen.at += gap
+                seen.at += gap - _DEAF_SECONDS
         for name in self._seen.keys() - told.keys():
             del self._seen[name]
         for name, said in told.items():
@@ -143,3 +145,15 @@ class Roll:
     def perhaps(self) -> dict[str, Report]:
         """Those that live, and those that may: they were not listened to for long enough."""
         return {name: seen.report for name, seen in self._seen.items() if self._now - seen.at <= self.lost_seconds}
+
+
+def listen(state: State, seconds: float = 3 * SAY_SECONDS) -> dict[str, Report]:
+    """The agents that say something new while one listens for so long, or until all that are known have."""
+    roll, until = Roll(), time.monotonic() + seconds
+    while (now := time.monotonic()) < until:
+        told = {name: report(facts) for name, facts in state.reports().items()}
+        roll.hear(told, now)
+        if len(roll.living()) == len(told):
+            break
+        time.sleep(0.05)
+    return roll.living()

@@ -47,8 +47,8 @@ class Budget:
 
     def after(self, failure: Failure) -> Budget:
         """With one attempt more."""
-        if failure.committed > self.best:
-            return replace(self, left=self.most - 1, useless=0, best=failure.committed)
+        if failure.committed > self.best or _ran_long(failure):
+            return replace(self, left=self.most - 1, useless=0, best=max(self.best, failure.committed))
         return replace(self, left=self.left - 1, useless=self.useless + 1)
 
 
@@ -66,6 +66,14 @@ class Decision:
     limit: float | None = None
     """What loss is too much, until the ranks have seen enough."""
     budget: Budget = Budget()
+
+
+LONG_SECONDS = 600.0
+"""Ranks that do not say what they do, and ran for so long, got on."""
+
+
+def _ran_long(failure: Failure) -> bool:
+    return failure.step < 0 and failure.ran_seconds >= LONG_SECONDS
 
 
 USELESS = 3
@@ -89,7 +97,7 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
         told = roll_back([failure.bad for failure in failures if failure.bad is not None], skip)
         action: Literal["restart", "halt"] = "halt" if told.action == "halt" else "restart"
         return Decision(action, told.reason, before=told.before, skip=told.skip, limit=told.limit)
-    alike = [f for f in failures[-USELESS:] if (f.cause, f.step) == (last.cause, last.step)]
+    alike = [f for f in failures[-USELESS:] if (f.cause, f.step) == (last.cause, last.step) and not _ran_long(f)]
     if last.step < 0 and any(f.step >= 0 for f in failures):
         alike = []  # it has begun before: it is not the program that must be mended, but storage or a network that is away
     if now.useless >= USELESS and len(alike) >= USELESS:

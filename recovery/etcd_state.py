@@ -22,6 +22,8 @@ _SECONDS = 1.0
 class EtcdState(State):
     """etcd://HOST:PORT,…/NAME. Raises InvalidArgument where the URL is none."""
 
+    remote = True
+
     def __init__(self, url: str) -> None:
         endpoints, name = parse_url(url)
         self._etcd = Etcd(endpoints, _SECONDS)

@@ -6,6 +6,7 @@ itself. So nothing goes on after `ckpt-run`, even where that is killed; and the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ class Guardian:
 
     def __init__(self, mark: str, pages: Path) -> None:
         command = [sys.executable, "-m", "ckpt.recovery.guardian", mark, str(pages)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         host.own(self._process.pid)
 
     def add(self, session: int) -> None:
@@ -34,11 +35,8 @@ class Guardian:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            pass  # it was killed: then only the caller ends the ranks
+        with contextlib.suppress(OSError):  # it was killed: then only the caller ends the ranks
+            os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from ckpt import pulse as pulses
 from ckpt.pulse import Pulse
 from ckpt.recovery import host, mpi
 from ckpt.recovery.warm import Forged, WarmStarts
-from ckpt.storage.errors import CkptError
+from ckpt.storage.errors import CkptError, Unavailable
 
 
 @dataclass(slots=True)
@@ -60,6 +62,11 @@ class Share:
     """Environment beside."""
 
 
+_FOR_NOW = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
+"""Errors that time may mend."""
+
+_STUCK_SECONDS = 60.0
+
 AGENT = "CKPT_AGENT"
 """The environment variable by which all that the ranks of an agent start is known."""
 
@@ -86,15 +93,15 @@ def start(
 
     warm: forks them from a process that has imported what they import, where that can be. through_mpi: mpiexec starts them.
     """
-    logs.mkdir(parents=True, exist_ok=True)
     numbers = range(share.first, share.first + share.count)
-    made = [Pulse(_page(pages, share, number), new=True) for number in numbers]
     files = [logs / f"rank-{number}.log" for number in numbers]
-    for file in files:
-        file.touch()
     ranks: list[Rank] = []
     process: subprocess.Popen[bytes] | Forged
     try:
+        logs.mkdir(parents=True, exist_ok=True)
+        made = [Pulse(_page(pages, share, number), new=True) for number in numbers]
+        for file in files:
+            file.touch()
         if through_mpi:
             told = environment(share, share.first, _page(pages, share, share.first))
             beside = mpi.environment(share.first, str(pages / f"{share.attempt}-{{}}"), str(logs / "rank-{}.log"))
@@ -107,6 +114,8 @@ def start(
             ranks.append(Rank(number, process, os.pidfd_open(process.pid), pulse, file, through_mpi))
     except OSError as error:
         stop(ranks, "")
+        if error.errno in _FOR_NOW:
+            raise Unavailable(f"the ranks can't be started now: {error.strerror} ({error.filename or command[0]})") from error
         raise CkptError(
             f"{command[0]} can't be started: {error.strerror}; give a command that runs by itself"
         ) from error
@@ -136,8 +145,13 @@ def _spawn(command: Sequence[str], told: Mapping[str, str], log: Path) -> subpro
 def stop(ranks: Sequence[Rank], mark: str) -> None:
     """End the ranks and all that bears the mark of what they have started."""
     host.end([rank.process.pid for rank in ranks], mark)
+    until = time.monotonic() + _STUCK_SECONDS
     for rank in ranks:
-        rank.process.wait()
+        while rank.process.poll() is None:
+            if time.monotonic() > until:
+                what = f"rank {rank.number}, process {rank.process.pid}, can't be ended"
+                raise CkptError(f"{what}: it hangs in the kernel; restart this host")
+            time.sleep(0.001)
         os.close(rank.pidfd)
         rank.pulse.close()
 

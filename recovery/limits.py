@@ -1,16 +1,18 @@
-"""How long a rank may say nothing: learned for each phase from how long it took before. A pure calculation."""
+"""How long a rank may say nothing. Of a step it is learned from how long steps took before; how long a load or a save takes
+depends on where it goes and what is under way there, and says nothing of the next one. A pure calculation."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 
 FIRST_SECONDS: Mapping[str, float] = {
-    "start": 900.0, "load": 1800.0, "step": 900.0, "save": 900.0, "eval": 3600.0, "compile": 3600.0, "end": 900.0,
+    "start": 900.0, "load": 1800.0, "step": 900.0, "save": 1800.0, "eval": 3600.0, "compile": 3600.0, "end": inf,
 }  # fmt: skip
-"""Where nothing was learned yet. A first step may compile."""
+"""Where nothing is learned. A first step may compile; after the last save the program does what it likes."""
 
 _ENOUGH = 8
 _KEPT = 256
@@ -43,6 +45,6 @@ class Limits:
         """The limit of a phase."""
         seen = self._seen.get(phase, ())
         first = self.first_seconds[phase]
-        if len(seen) < (_ENOUGH if phase == "step" else 2):
+        if phase != "step" or len(seen) < _ENOUGH:
             return first
-        return min(first, max(self.least_seconds, self.factor * median(seen), 3 * max(seen)))
+        return max(self.least_seconds, min(first, max(self.factor * median(seen), 3 * max(seen))))

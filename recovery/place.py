@@ -52,11 +52,12 @@ def address_of(state: str | None) -> str:
 
 def lock_run(folder: Path) -> int:
     """Keep other runs out of a folder until this process ends."""
-    return _lock(folder, "lock", f"another ckpt-run works in {folder}; wait for its end, or give another --run-dir")
+    return _lock(folder, "lock", _taken(folder))
 
 
 def lock_name(folder: Path, name: str) -> tuple[int, str]:
     """Keep a name for this agent until it ends; another one where that is taken, as by a second agent on the same host."""
+    _lock(folder, "lock", _taken(folder), fcntl.LOCK_SH)  # beside other agents, and not beside a run on one host
     for number in range(1, 1000):
         tried = name if number == 1 else f"{name}-{number}"
         try:
@@ -70,11 +71,15 @@ class _TakenError(CkptError):
     """By another process."""
 
 
-def _lock(folder: Path, name: str, taken: str) -> int:
+def _taken(folder: Path) -> str:
+    return f"another ckpt-run works in {folder}; wait for its end, or give another --run-dir"
+
+
+def _lock(folder: Path, name: str, taken: str, kind: int = fcntl.LOCK_EX) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
         raise _TakenError(taken) from error

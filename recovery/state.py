@@ -42,6 +42,9 @@ class Entry:
 class State(ABC):
     """An engine. Calls raise Unavailable where it does not answer now; what is written is durable when a call returns."""
 
+    remote = False
+    """Whether it can be reached from other hosts: a lock in the folder of the run keeps nobody off it."""
+
     @abstractmethod
     def entries(self, after: int = 0) -> list[Entry]:
         """Those with a higher number, in order."""

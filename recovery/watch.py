@@ -21,6 +21,8 @@ from ckpt.recovery.launch import Rank
 from ckpt.recovery.ledger import Name
 from ckpt.recovery.limits import Limits
 
+_ABSENT_SECONDS = 1.0
+"""Who has not looked for so long can't say who was silent."""
 _SILENT_SECONDS = 0.1
 """Who has said something since is not stopped."""
 _STOPPED_SECONDS = 0.5
@@ -46,8 +48,10 @@ class Watch:
         self._stopped: dict[int, float] = {}
         self._running = {rank.number: rank for rank in ranks}
         self._kills = host.memory_kills()
-        self._shown: dict[int, int] = {}
         self._has_stacks = False
+        self._told_to_end = False
+        self._looked = time.monotonic()
+        self._forgiven = 0.0
 
     # --- what they do ------------------------------------------------------------------------------------------
 
@@ -103,6 +107,11 @@ class Watch:
     def stop(self, step: int, agreed: bool) -> None:
         """Ask them to save after this step, and to end; agreed: the ranks of all hosts have heard of it."""
         self.stop_step = step
+        if not self.heard and not self._told_to_end:  # they may know what to do with a signal
+            self._told_to_end = True
+            for rank in self._running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signal.SIGTERM)
         for rank in self._running.values():
             rank.pulse.stop_at(step)
             if agreed:
@@ -122,11 +131,15 @@ class Watch:
 
     def look(self, now: float) -> list[Rank]:
         """See how they are; returns those that have ended since. now: by CLOCK_MONOTONIC."""
+        if now - self._looked > _ABSENT_SECONDS:  # it was this process, or the whole host, that stood still
+            self._forgiven = now
+            self._stopped.clear()
+        self._looked = now
         ended = [rank for rank in self._running.values() if rank.process.poll() is not None]
         for rank in ended:
             del self._running[rank.number]
         self._listen()
-        failed = [rank for rank in ended if rank.status != 0]
+        failed = sorted((rank for rank in ended if rank.status != 0), key=lambda rank: rank.status > 0)  # signals first
         if self.wrong is None:
             bad = self._bad()  # ranks whose loss was good fail, too, where another leaves out a save
             if bad is not None:
@@ -162,7 +175,7 @@ class Watch:
     def _silent(self, now: float) -> Wrong | None:
         for rank in self._running.values():
             beat = self._beats[rank.number]
-            if (beat.pid and now - beat.since < _SILENT_SECONDS) or not rank.pid or host.state(rank.pid) != "T":
+            if (beat.pid and self._silence(beat, now) < _SILENT_SECONDS) or not rank.pid or host.state(rank.pid) != "T":
                 self._stopped.pop(rank.number, None)
                 continue
             since = self._stopped.setdefault(rank.number, now)
@@ -171,13 +184,17 @@ class Watch:
                 return Wrong("stopped", (rank.number,), detail, now - self._beats[rank.number].since)
         beats = [self._beats[number] for number in self._running]
         least = self._limits.floor
-        late = [beat for beat in beats if beat.pid and now - beat.since > least]
-        if not any(now - beat.since > self._limits.of(beat.phase) for beat in late):
+        late = [beat for beat in beats if beat.pid and self._silence(beat, now) > least]
+        if not any(self._silence(beat, now) > self._limits.of(beat.phase) for beat in late):
             return None
         # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
         slow = self.slowest(now)
         assert slow is not None
         return Wrong("hang", (slow.rank,), slow.in_words(str(self.ranks[0].log.parent)), slow.silent_seconds)
+
+    def _silence(self, beat: Beat, now: float) -> float:
+        """Seconds, of which this process has seen all."""
+        return now - max(beat.since, self._forgiven)
 
     def keep_stacks(self) -> None:
         """The stacks of all threads of all ranks, beside their logs, before they are killed."""
@@ -197,22 +214,6 @@ class Watch:
                 with contextlib.suppress(OSError):
                     os.kill(rank.pid, STACKS)  # into its own log
                     time.sleep(0.2)
-
-    # --- the console -------------------------------------------------------------------------------------------
-
-    def show(self, which: str) -> None:
-        """What the ranks have written since: of "all", of rank "0", or of "none"."""
-        for rank in self.ranks:
-            if which == "none" or (which == "0" and rank.number != 0):
-                continue
-            done = self._shown.get(rank.number, 0)
-            if rank.log.stat().st_size > done:
-                with rank.log.open("rb") as file:
-                    file.seek(done)
-                    data = file.read()
-                self._shown[rank.number] = done + len(data)
-                sys.stdout.buffer.write(data)
-                sys.stdout.flush()
 
 
 def _py_spy() -> str | None:

@@ -90,19 +90,14 @@ def _ranks(pages: str, attempt: int) -> Iterator[tuple[str, ...]]:
 
 def _living(run_dir: Path, state: str | None) -> dict[str, Report]:
     """The agents that say something while one listens."""
-    from ckpt.recovery.agents import SAY_SECONDS, Roll, report
+    from ckpt.recovery.agents import listen
     from ckpt.recovery.state import open_state
 
-    opened, roll = open_state(run_dir, state), Roll()
-    until = time.monotonic() + 3 * SAY_SECONDS
-    while (now := time.monotonic()) < until:
-        told = {name: report(facts) for name, facts in opened.reports().items()}
-        roll.hear(told, now)
-        if len(roll.living()) == len(told):
-            break
-        time.sleep(0.05)
-    opened.close()
-    return roll.living()
+    opened = open_state(run_dir, state)
+    try:
+        return listen(opened)
+    finally:
+        opened.close()
 
 
 @click.command("ckpt-run drain", context_settings=SETTINGS)
@@ -116,8 +111,8 @@ def drain(run_dir: Path, state: str | None) -> int:
     opened = open_state(run_dir, state)
     while True:
         course = Course().went_on(_entries(run_dir, state))
-        if course.over:
-            raise CkptError(f"it does not run: {course.last.text if course.last else ''}")
+        if course.over or not _living(run_dir, state):
+            raise CkptError(f"it does not run: {course.last.text if course.over and course.last else 'its agents are gone'}")
         if opened.append(course.number, [Draft(course.attempt, "request", "drain", {})]):
             break
     emit("it saves and ends; see `ckpt-run status`")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     "--hang", type=click.FloatRange(1), default=10.0, show_default=True, help="Least seconds of silence that are a hang.",
 )
 @click.option(
-    "--first-hang", type=click.FloatRange(1), default=900.0, show_default=True, help="As long as nothing is learned.",
+    "--first-hang", type=click.FloatRange(1), help="The same as long as nothing is learned.  [default: 900]",
 )
 @click.option(
     "--spike", type=click.FloatRange(0, min_open=True), metavar="FACTOR",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     ranks: int, nnodes: int | None, least: int | None, state: str | None, run_dir: Path, launcher: str, name: str | None,
-    address: str | None, restarts: int, grace: float, patience: float, give_up: float, hang: float, first_hang: float,
+    address: str | None, restarts: int, grace: float, patience: float, give_up: float, hang: float, first_hang: float | None,
     spike: float | None, warm: bool, metrics: str | None, show: str, command: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Run COMMAND as so many ranks, and start them again from what they saved when one of them fails.
@@ -90,9 +90,14 @@ def command(
         raise InvalidArgument(f"--min {least} is more than the {hosts} hosts of --nnodes")
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
+    if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
+        raise InvalidArgument(f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME")
     name = name or place.name_of(launcher, os.environ)
     lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_name(run_dir, name)
-    first = {phase: min(seconds, first_hang) for phase, seconds in FIRST_SECONDS.items()}
+    first = dict(FIRST_SECONDS)
+    if first_hang is not None:
+        first = {phase: max(seconds, first_hang) for phase, seconds in first.items()}
+        first["start"] = first["step"] = first_hang
     limits = Limits(least_seconds=hang, first_seconds=first)
     address = address or place.address_of(state if hosts > 1 else None)
     here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec")
