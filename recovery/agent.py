@@ -98,7 +98,8 @@ class Agent:
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
         host.adopt_orphans()
-        self._guardian = Guardian(self._mark, self._pages)
+        lost_seconds = LOST_SECONDS if self._spec.hosts > 1 else 0.0
+        self._guardian = Guardian(self._mark, self._pages, lost_seconds)
         self._select = selectors.DefaultSelector()
         self._console = Console(self._here.show)
         web = self._serve()
@@ -106,7 +107,7 @@ class Agent:
             with self._signals_heard():
                 self._join()
                 self._coordinator = Coordinator(self._state, self._spec.hosts == 1)
-                self._voice = Voice(self._state, self._report())
+                self._voice = Voice(self._state, self._report(), self._guardian)
                 try:
                     return self._until_over()
                 finally:

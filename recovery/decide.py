@@ -182,9 +182,10 @@ def _at(failure: Failure) -> str:
 
 
 def _does(failure: Failure) -> str:
-    """Of several, too."""
-    one, _, rest = failure.detail.partition(" ")
-    return f"were {rest}" if one == "was" and len(failure.ranks) > 1 else failure.detail
+    """Of one, or of several."""
+    verb, _, rest = failure.detail.partition(" ")
+    forms = {"was": "were", "has": "have"} if len(failure.ranks) > 1 else {"were": "was", "have": "has"}
+    return f"{forms.get(verb, verb)} {rest}"
 
 
 def _who(failure: Failure) -> str:

@@ -1,29 +1,34 @@
 """A process that outlives the one that looks after the ranks, just long enough to end what that has left running.
 
 It reads the sessions of the ranks from a pipe ("+123", "-123"). When the other end closes, it ends those that are left, and
-itself. So nothing goes on after `ckpt-run`, even where that is killed; and the pages of the ranks do not stay in memory.
+itself. So nothing goes on after `ckpt-run`, even where that is killed; and the pages of the ranks do not stay in memory. With
+several hosts it ends the ranks also where their agent has stood still for so long that the others go on without it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import TextIO
 
 from ckpt.recovery import host
+
+_LOOK_SECONDS = 0.5
 
 
 class Guardian:
     """Its caller's side. mark: what the ranks, and all they start, have in their environment (NAME=value).
-    pages: a folder that is of no use without them."""
+    pages: a folder that is of no use without them. lost_seconds: after so long without a `beat` the ranks are ended,
+    too; 0 never."""
 
-    def __init__(self, mark: str, pages: Path) -> None:
-        command = [sys.executable, "-m", "ckpt.recovery.guardian", mark, str(pages)]
+    def __init__(self, mark: str, pages: Path, lost_seconds: float = 0.0) -> None:
+        command = [sys.executable, "-m", "ckpt.recovery.guardian", mark, str(pages), str(lost_seconds)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         host.own(self._process.pid)
 
@@ -32,6 +37,10 @@ class Guardian:
 
     def remove(self, session: int) -> None:
         self._tell(f"-{session}")
+
+    def beat(self) -> None:
+        """The caller is alive."""
+        self._tell(".")
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -44,20 +53,36 @@ class Guardian:
         self._process.wait()
 
 
-def watch(lines: TextIO, mark: str, pages: str) -> None:
+def watch(mark: str, pages: str, lost_seconds: float) -> None:
     """The other side."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
-    for line in lines:
-        if line[0] == "+":
-            sessions.add(int(line[1:]))
-        else:
-            sessions.discard(int(line[1:]))
+    heard = looked = time.monotonic()
+    data = b""
+    while True:
+        ready = select.select([0], [], [], _LOOK_SECONDS)[0]
+        now = time.monotonic()
+        gap, looked = now - looked, now
+        if ready:
+            more = os.read(0, 65536)
+            if not more:
+                break
+            heard = now
+            *lines, data = (data + more).split(b"\n")
+            for line in lines:
+                if line[:1] == b"+":
+                    sessions.add(int(line[1:]))
+                elif line[:1] == b"-":
+                    sessions.discard(int(line[1:]))
+        elif gap > 2 * _LOOK_SECONDS:
+            heard = now  # the whole host stood still
+        elif lost_seconds and now - heard > lost_seconds:
+            host.end(sessions, mark)  # the others take this host for lost, and go on without it
     host.end(sessions, mark)
     shutil.rmtree(pages, ignore_errors=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    watch(sys.stdin, *sys.argv[1:])
+    watch(sys.argv[1], sys.argv[2], float(sys.argv[3]))

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 from ckpt.recovery.agents import SAY_SECONDS, Report
+from ckpt.recovery.guardian import Guardian
 from ckpt.recovery.state import State
 from ckpt.storage.errors import StoreError
 
@@ -15,9 +16,10 @@ log = logging.getLogger("ckpt.run")
 
 
 class Voice:
-    """Repeats the newest report until it is closed."""
+    """Repeats the newest report until it is closed, and says to the guardian of this host that its agent lives."""
 
-    def __init__(self, state: State, report: Report) -> None:
+    def __init__(self, state: State, report: Report, guardian: Guardian) -> None:
+        self._guardian = guardian
         self._state = state
         self._report = report
         self._beat = 0
@@ -36,6 +38,7 @@ class Voice:
     def _run(self) -> None:
         while not self._closed:
             self._beat += 1
+            self._guardian.beat()
             try:
                 self._state.report(self._report.name, replace(self._report, beat=self._beat).facts())
                 self._trouble = False

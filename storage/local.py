@@ -86,7 +86,9 @@ class LocalStore(Store):
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        _fsync_folder(os.path.dirname(path))
+        failpoint("local.put")
+        with suppress(NotFound):  # who waited for it has taken it, and has deleted the folder: nothing is left to be durable
+            _fsync_folder(os.path.dirname(path))
 
     def put_new(self, name: str, data: Buffer) -> None:
         path, temporary = self._put_temporary(name, data)

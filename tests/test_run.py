@@ -262,6 +262,57 @@ def test_it_is_asked_to_end(start: Callable[..., Run], storm: int) -> None:
     assert [e["attempt"] for e in again.record() if e["kind"] == "start"] == [0, 1]
 
 
+def test_it_was_all_that_stood_still(start: Callable[..., Run]) -> None:
+    """A host that is frozen and thawed, ckpt-run and ranks together: nobody has hung."""
+    run = start("--hang", "2", "--cold")
+    run.until_step(12)
+    pids = [run.process.pid, *(run.pid(rank) for rank in range(RANKS))]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    for pid in pids:  # ckpt-run first: it looks before they have said anything
+        os.kill(pid, signal.SIGCONT)
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == []
+
+
+def test_ranks_that_do_not_use_ckpt_are_asked_too(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, signal, sys, time\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((folder / 'saved').write_text('yes'), sys.exit(0)))\n"
+        "(folder / 'ready').touch()\n"
+        "time.sleep(1000)\n"
+    )
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--", sys.executable, str(program)]
+    run = subprocess.Popen([*command, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert (tmp_path / "saved").read_text() == "yes"
+    assert "rank 0 was ended by SIGTERM; they do not use ckpt" in said
+
+
+def test_a_console_that_is_full_and_nohup(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--"]
+    program = ["sh", "-c", "echo much; sleep 1; touch $0", str(tmp_path / "done")]
+    with open("/dev/full", "wb") as full:
+        run = subprocess.Popen([*command, *program], stdout=full, stderr=full)
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("run/logs/0/rank-0.log")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
 def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
     """Not even where ckpt-run itself is killed, and a rank has children of its own."""
     run = start(steps=10_000, fault=("child", 0, 1))

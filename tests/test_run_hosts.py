@@ -38,9 +38,11 @@ class Job:
         self.steps = steps
         self.agents: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None) -> None:
-        files = self.folder / "run" if not self.state else self.folder / f"run-{name}"
-        where = ["--run-dir", str(files), *self.state, "--name", name, "--address", "127.0.0.1"]
+    def start(
+        self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None
+    ) -> None:
+        folder = self.folder / (files or ("run" if not self.state else f"run-{name}"))
+        where = ["--run-dir", str(folder), *self.state, "--name", name, "--address", "127.0.0.1"]
         program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
         self.agents[name] = subprocess.Popen(
             [*RUN, *self.options, *where, "--", *program], text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -348,6 +350,35 @@ def test_another_command(job: Callable[..., Job]) -> None:
     assert "another run is under way there (3 hosts with 2 ranks each" in run.said("b")
 
 
+def test_a_run_on_one_host_in_the_same_place(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    for name in "abc":
+        run.start(name)
+    run.until_step(3)
+    command = [*RUN, "--run-dir", str(run.folder / "run"), "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "another ckpt-run works in" in done.stderr
+    assert all(agent.poll() is None for agent in run.agents.values())
+
+
+@ETCD
+def test_two_hosts_of_one_name(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    run.start("a")
+    run.until(lambda log: bool(log), "begun")
+    time.sleep(1)
+    first = run.agents["a"]
+    run.start("a", files="elsewhere")
+    try:
+        assert run.ends("a") == {"a": 1}
+        assert "another host of this run is called a; give this one another --name" in run.said("a")
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+
+
 def test_nothing_is_left(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     for name in "abc":
@@ -429,7 +460,9 @@ class OnHosts(Job):
 
     hosts: Hosts
 
-    def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None) -> None:
+    def start(
+        self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None
+    ) -> None:
         where = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
         program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
         self.agents[name] = self.hosts.run(
