@@ -47,6 +47,8 @@ class Budget:
 
     def after(self, failure: Failure) -> Budget:
         """With one attempt more."""
+        if failure.cause in ("asked", "preempted"):
+            return self
         if failure.committed > self.best or _ran_long(failure):
             return replace(self, left=self.most - 1, useless=0, best=max(self.best, failure.committed))
         return replace(self, left=self.left - 1, useless=self.useless + 1)
