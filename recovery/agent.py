@@ -41,6 +41,8 @@ log = logging.getLogger("ckpt.run")
 
 _TICK_SECONDS = 0.05
 _TIDY_SECONDS = 0.5
+_JOIN_SECONDS = 10.0
+"""A state that does not answer for so long at the beginning is no pause: the URL is wrong, or it is not there."""
 _READ_SECONDS = 0.1
 """How often the log is read, where others write it."""
 
@@ -150,15 +152,14 @@ class Agent:
 
     def _join(self) -> None:
         """Become part of the run under way, or begin one. Where the state does not answer, it is asked again for a while."""
-        until = time.monotonic() + self._spec.give_up_seconds
+        until = time.monotonic() + _JOIN_SECONDS
         while True:
             try:
                 if self._joins():
                     return
-            except Unavailable as error:
-                if self._signal or self._spec.hosts == 1 or time.monotonic() > until:
+            except Unavailable:
+                if self._signal or time.monotonic() > until:
                     raise
-                self._went_wrong(error)
                 time.sleep(SAY_SECONDS)
 
     def _joins(self) -> bool:

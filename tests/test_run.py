@@ -37,7 +37,8 @@ class Run:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.files = folder / "run"
-        command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(RANKS), "--run-dir", str(self.files), *options, "--"]
+        command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(RANKS), "--run-dir", str(self.files), "--cold"]
+        command += [*options, "--"]
         program = [sys.executable, PROGRAM, str(folder), str(steps), str(seconds), *map(str, fault)]
         self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
@@ -148,7 +149,7 @@ def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.S
 
 def test_a_warm_start(start: Callable[..., Run]) -> None:
     """The ranks are forked from a process that has imported what they import."""
-    run = start(steps=600)
+    run = start("--warm", steps=600)
     command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
     until = time.monotonic() + 60
     while "the next start is warm" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout:
@@ -507,10 +508,13 @@ def test_limits_are_learned() -> None:
     assert limits.of("step") == 2
     limits.learn("step", 10.0)  # a step that took long is no hang the next time
     assert limits.of("step") == 30
-    assert limits.of("save") == 900, "each phase for itself"
-    for _ in range(3):
-        limits.learn("save", 100.0)
-    assert limits.of("save") == 900, "never more than was given"
+    for _ in range(20):
+        limits.learn("step", 400.0)
+    assert limits.of("step") == 900, "never more than was given"
+    for _ in range(20):
+        limits.learn("save", 0.1)
+    assert limits.of("save") == 1800, "what one save took says nothing of the next"
+    assert limits.of("end") == float("inf")
 
 
 def test_a_page(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Job:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.state = ["--state", state] if state else []
-        self.options = ["--nnodes", str(hosts), "-n", "2", "--patience", "0", *options]
+        self.options = ["--nnodes", str(hosts), "-n", "2", "--patience", "0", "--cold", *options]
         self.steps = steps
         self.agents: dict[str, subprocess.Popen[str]] = {}
 
@@ -184,7 +184,6 @@ def test_a_host_is_lost_and_a_spare_takes_its_place(job: Callable[..., Job], whi
     is_right(run, 6)
 
 
-@ENGINES
 def test_a_host_is_lost_and_it_goes_on_with_fewer(job: Callable[..., Job]) -> None:
     run = job("--min", "2")
     for name in "abc":
@@ -240,9 +239,13 @@ def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "written"), [("file", ""), pytest.param("etcd", ".written", marks=needs_etcd)], indirect=["job"]
-)
-@pytest.mark.parametrize("kind", ["start", "failure", "end"])
+    ("job", "kind", "written"),
+    [
+        ("file", "start", ""), ("file", "start", ".written"), pytest.param("etcd", "failure", "", marks=needs_etcd),
+        ("file", "failure", ".written"), ("file", "end", ""), pytest.param("etcd", "end", ".written", marks=needs_etcd),
+    ],
+    indirect=["job"],
+)  # fmt: skip
 def test_the_coordinator_is_killed(job: Callable[..., Job], kind: str, written: str) -> None:
     """At each point of deciding. Another one goes on from the log, and nothing is done twice."""
     run = job("--min", "2", "--give-up", "8")
