@@ -1,1 +1,1 @@
-"""The coordinator that brings a training job back: detect, decide, restart. Empty until tiers exist."""
+"""Brings a training job back: agents that start ranks and notice what goes wrong, a log that says what is done about it."""

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import SOAK
 
 import ckpt
 from ckpt.pulse import Pulse
@@ -134,8 +136,11 @@ def test_a_quiet_run(start: Callable[..., Run]) -> None:
     assert run.said == ""
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+KILLS = list(product(range(RANKS), [signal.SIGKILL, signal.SIGSEGV])) if SOAK else [(0, signal.SIGKILL), (2, signal.SIGSEGV)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("rank", "number"), KILLS)
 def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.Signals) -> None:
     run = start()
     run.until_step(12)

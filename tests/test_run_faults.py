@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Process
-from support import fast_folder
+from support import SOAK, fast_folder
 from test_run import RANKS, Run, in_memory, is_right
 from test_run_hosts import Job, starts
 from test_run_hosts import is_right as rows_are_right
@@ -280,11 +280,14 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
 # --- ckpt-run itself ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "point",
-    [f"coordinator.{kind}{written}" for kind in ("start", "failure", "stop", "end") for written in ("", ".written")]
-    + ["agent.start", "agent.started", "agent.stop"],
-)
+ALL_POINTS = [f"coordinator.{kind}{written}" for kind in ("start", "failure", "stop", "end") for written in ("", ".written")]
+ALL_POINTS += ["agent.start", "agent.started", "agent.stop"]
+SOME_POINTS = ["coordinator.start.written", "coordinator.failure", "coordinator.stop.written", "agent.started"]
+POINTS = ALL_POINTS if SOAK else SOME_POINTS
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", POINTS)
 def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
     """Alone on its host nobody takes over: started again, it goes on from what was saved."""
     run = start("--cold", failpoints=f"{point}=kill", steps=20, seconds=0.03)

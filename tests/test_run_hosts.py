@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from netns import Hosts, hosts_on_a_wire
+from support import SOAK
 from test_etcd import EtcdProcess, needs_etcd, until
 from test_run import none_left
 
@@ -238,14 +239,14 @@ def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
     is_right(run, 6)
 
 
-@pytest.mark.parametrize(
-    ("job", "kind", "written"),
-    [
-        ("file", "start", ""), ("file", "start", ".written"), pytest.param("etcd", "failure", "", marks=needs_etcd),
-        ("file", "failure", ".written"), ("file", "end", ""), pytest.param("etcd", "end", ".written", marks=needs_etcd),
-    ],
-    indirect=["job"],
-)  # fmt: skip
+KILLED_AT = [("start", ".written"), ("failure", ""), ("end", "")]
+if SOAK:
+    KILLED_AT = [(kind, written) for kind in ("start", "failure", "end") for written in ("", ".written")]
+
+
+@pytest.mark.soak
+@ETCD
+@pytest.mark.parametrize(("kind", "written"), KILLED_AT)
 def test_the_coordinator_is_killed(job: Callable[..., Job], kind: str, written: str) -> None:
     """At each point of deciding. Another one goes on from the log, and nothing is done twice."""
     run = job("--min", "2", "--give-up", "8")

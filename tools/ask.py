@@ -122,7 +122,7 @@ def drain(run_dir: Path, state: str | None) -> int:
 @click.command("ckpt-run plan", context_settings=SETTINGS)
 @folder_option
 @state_option
-@click.option("--dry-run", is_flag=True, help="Only say what would be done. There is no other way yet to call it.")
+@click.option("--dry-run", is_flag=True, help="Nothing is done in any case.")
 @click.option("--lose", multiple=True, metavar="HOST", help="Suppose that this host is lost.")
 @click.option("--fail", type=click.IntRange(0), metavar="RANK", help="Suppose that this rank is killed.")
 def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...], fail: int | None) -> int:
