@@ -45,7 +45,7 @@ def advance(view: View) -> list[Draft]:
     last = view.course.last
     assert last is not None
     if last.kind == "failure":
-        return _decided(view)
+        return _decision(view, view.course.failures)
     if last.kind in ("start", "stop"):
         return _watched(view)
     if last.kind == "decision" and last.facts["action"] == "halt":
@@ -87,15 +87,11 @@ def _begun(view: View) -> list[Draft]:
     where = "" if spec.hosts == 1 else f" on {', '.join(choice.hosts)}"
     changed = f", {choice.reason}" if choice.reason else ""
     facts = {
-        "ranks": count, "command": list(spec.command), "members": [_as_facts(member) for member in members],
+        "ranks": count, "command": list(spec.command), "members": [asdict(member) for member in members],
         "address": first.address, "port": first.port, "pages": first.pages, "logs": f"{first.logs}/{attempt}", "pid": first.pid,
         "environment": course.environment,
     }  # fmt: skip
     return [Draft(attempt, "start", f"{count} ranks{where}{changed}: {' '.join(spec.command)}", facts)]
-
-
-def _as_facts(member: Member) -> dict[str, object]:
-    return {"name": member.name, "incarnation": member.incarnation, "first": member.first, "count": member.count}
 
 
 # --- and goes wrong, or well -------------------------------------------------------------------------------------
@@ -106,45 +102,53 @@ def _watched(view: View) -> list[Draft]:
     last, spec = course.last, course.spec
     assert last is not None
     assert spec is not None
-    stopping = last.kind == "stop"
     here = {member.name: view.perhaps.get(member.name) for member in course.members}
     reports = [report for report in here.values() if report is not None and report.attempt == course.attempt]
     failures = [_lost(view, member) for member in course.members if _is_lost(member, here[member.name])]
     failures += [_wrong(view, report, reports) for report in reports if report.wrong is not None]
     cause = min(failures, key=lambda failure: _FIRST.index(failure.cause), default=None)
-    if cause is not None and not stopping:
-        return _with_decision(view, cause)
     ended = len(reports) == len(here) and all(report.doing == "over" for report in reports)
-    if ended and not stopping:
+    asked = [report for name, report in view.living.items() if report.leaving and name in here]
+    if last.kind == "stop":
+        return _stopping(view, reports, asked, cause, ended)
+    if cause is not None:
+        return _with_decision(view, cause)
+    if ended:
         return [Draft(course.attempt, "end", "all ranks have ended well", {"status": 0})]
-    members = {member.name for member in course.members}
-    asked = [report for name, report in view.living.items() if report.leaving and name in members]
-    if stopping:
-        hurry = any(report.hurry for report in asked)
-        late = view.waited_seconds > spec.grace_seconds
-        heard = any(report.heard for report in reports)
-        told = _next_stop(Stop(last.facts["step"], last.facts["agreed"], last.facts["ahead"]), reports)
-        if cause is not None and heard and cause.cause not in ("exit", "hang"):  # these have until the end of the grace
-            why = f"{cause.detail} before all had saved, as {last.text} asked"
-            return _with_decision(view, replace(cause, cause=_end_of(view, asked), detail=why))
-        if ended or hurry or late:
-            why = (
-                f"were ended by {last.text}; they do not use ckpt" if not heard
-                else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
-                else f"have saved and ended, as {last.text} asked" if ended
-                else f"were ended by {last.text}; they were not waited for" if hurry
-                else f"were ended by {last.text}; they had no time to save"
-            )  # fmt: skip
-            ranks = [rank for member in course.members for rank in range(member.first, member.first + member.count)]
-            return _with_decision(view, _failure(view, _end_of(view, asked), ranks, why, reports))
-        return [Draft(last.attempt, "stop", last.text, asdict(told))] if asdict(told) != last.facts else []
     if asked or course.requested:
-        name = course.requested or _signal_name(max(report.leaving for report in asked))
+        name = course.requested or signal.Signals(max(report.leaving for report in asked)).name
         newest = max((report.newest for report in reports), default=-1)
         step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
         ahead = 1 if spec.hosts == 1 else 1 + math.ceil(min(_AHEAD_SECONDS / step_seconds, 1e6))
         return [Draft(course.attempt, "stop", name, asdict(Stop(newest + ahead, False, ahead)))]
     return []
+
+
+def _stopping(
+    view: View, reports: Sequence[Report], asked: Sequence[Report], cause: Failure | None, ended: bool
+) -> list[Draft]:
+    """They were asked to save and to end. What fails by an exit, or hangs, has until the end of the grace all the same."""
+    course = view.course
+    last, spec = course.last, course.spec
+    assert last is not None
+    assert spec is not None
+    hurry = any(report.hurry for report in asked)
+    heard = any(report.heard for report in reports)
+    if cause is not None and heard and cause.cause not in ("exit", "hang"):
+        why = f"{cause.detail} before all had saved, as {last.text} asked"
+        return _with_decision(view, replace(cause, cause=_end_of(view, asked), detail=why))
+    if ended or hurry or view.waited_seconds > spec.grace_seconds:
+        why = (
+            f"were ended by {last.text}; they do not use ckpt" if not heard
+            else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
+            else f"have saved and ended, as {last.text} asked" if ended
+            else f"were ended by {last.text}; they were not waited for" if hurry
+            else f"were ended by {last.text}; they had no time to save"
+        )  # fmt: skip
+        ranks = [rank for member in course.members for rank in range(member.first, member.first + member.count)]
+        return _with_decision(view, _failure(view, _end_of(view, asked), ranks, why, reports))
+    told = asdict(_next_stop(Stop(**last.facts), reports))
+    return [Draft(last.attempt, "stop", last.text, told)] if told != last.facts else []
 
 
 def _end_of(view: View, asked: Sequence[Report]) -> Cause:
@@ -206,12 +210,7 @@ def _failure(
 def _with_decision(view: View, failure: Failure) -> list[Draft]:
     """Both at once; where only the failure came to be written, the next coordinator decides."""
     course = view.course
-    drafts = [failed(course.attempt, failure)]
-    return [*drafts, *_decision(view, [*course.failures, failure])]
-
-
-def _decided(view: View) -> list[Draft]:
-    return _decision(view, view.course.failures)
+    return [failed(course.attempt, failure), *_decision(view, [*course.failures, failure])]
 
 
 def _decision(view: View, failures: Sequence[Failure]) -> list[Draft]:
@@ -228,6 +227,3 @@ def _decision(view: View, failures: Sequence[Failure]) -> list[Draft]:
 def _ended(course: Course, text: str, asked: int) -> Draft:
     return Draft(course.attempt, "end", text, {"status": 128 + asked if asked else int(not course.requested)})
 
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name

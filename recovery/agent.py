@@ -324,9 +324,8 @@ class Agent:
             return said
         return replace(
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
-            newest=watch.newest, committed=watch.committed,
-            stop=watch.stops, stop_step=watch.stop_step,
-            step_seconds=here.limits.usual("step"), spent=watch.spent, slowest=watch.slowest(time.monotonic()),
+            newest=watch.newest, committed=watch.committed, stop=watch.stops, stop_step=watch.stop_step,
+            step_seconds=here.limits.usual_step(), spent=watch.spent, slowest=watch.slowest(time.monotonic()),
         )  # fmt: skip
 
     def _lead(self) -> bool:

@@ -26,25 +26,25 @@ class Limits:
     """Times what is usual; three times the longest that was seen in any case."""
     least_seconds: float = 10.0
     first_seconds: Mapping[str, float] = field(default_factory=lambda: FIRST_SECONDS)
-    _seen: dict[str, deque[float]] = field(default_factory=dict)
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def learn(self, phase: str, seconds: float) -> None:
         """It took so long from one beat to the next."""
-        self._seen.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
+        if phase == "step":
+            self._steps.append(seconds)
 
     @property
     def floor(self) -> float:
         """No limit is below."""
         return min(self.least_seconds, *self.first_seconds.values())
 
-    def usual(self, phase: str) -> float:
-        """What a phase takes as a rule; one second where nothing is known."""
-        return median(self._seen[phase]) if self._seen.get(phase) else 1.0
+    def usual_step(self) -> float:
+        """What a step takes as a rule; one second where nothing is known."""
+        return median(self._steps) if self._steps else 1.0
 
     def of(self, phase: str) -> float:
         """The limit of a phase."""
-        seen = self._seen.get(phase, ())
         first = self.first_seconds[phase]
-        if phase != "step" or len(seen) < _ENOUGH:
+        if phase != "step" or len(self._steps) < _ENOUGH:
             return first
-        return max(self.least_seconds, min(first, max(self.factor * median(seen), 3 * max(seen))))
+        return max(self.least_seconds, min(first, max(self.factor * median(self._steps), 3 * max(self._steps))))
