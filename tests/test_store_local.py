@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from mmap import mmap
 from pathlib import Path
@@ -329,3 +332,26 @@ def test_delete_removes_empty_folders_up_to_the_root(store: LocalStore) -> None:
     assert sorted(os.listdir(store.root)) == ["a"]
     store.delete(["a/kept"])
     assert os.listdir(store.root) == []
+
+
+def test_what_was_put_is_taken_at_once(store: LocalStore, failpoints: Callable[[str], None]) -> None:
+    """Who waited for it has read it, and has deleted it with its folder, before the put is over: it was put."""
+    failpoints("local.put=sleep:1")
+    thread = threading.Thread(target=lambda: failed.extend(raised(lambda: store.put("part/1", b"one"))))
+    failed: list[BaseException] = []
+    thread.start()
+    path = Path(store.root) / "part" / "1"
+    while thread.is_alive() and not path.exists():
+        time.sleep(0.001)
+    assert store.get("part/1") == b"one"
+    shutil.rmtree(path.parent)
+    thread.join()
+    assert failed == []
+
+
+def raised(do: Callable[[], None]) -> list[BaseException]:
+    try:
+        do()
+    except StoreError as error:
+        return [error]
+    return []
