@@ -31,11 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt import manifest
+from ckpt.arrow import list_column
 from ckpt.digest import CELL_BYTES, digest
 from ckpt.merge import merge
 from ckpt.plan import BLOCK_BYTES, LeafSpec, plan
 from ckpt.shard import Box, Replica
-from ckpt.table import NAMES, list_column, read_part, write_part
+from ckpt.table import NAMES, read_part, write_part
 
 METADATA = {"format": "1", "digest": "xxh3-128", "step": "1000"}
 STATES = {"model": ("bfloat16", 2), "master": ("float32", 4), "exp_avg": ("float32", 4), "exp_avg_sq": ("float32", 4)}

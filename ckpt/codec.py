@@ -32,6 +32,10 @@ _CANDIDATES: tuple[dict[str, Any], ...] = (
 )
 _SAMPLE_BYTES = 1 << 20
 _FREE = 4.0  # a codec this many times as fast as the store costs the training next to nothing
+_KNOWN_SECONDS = 2.0
+"""So long has been written before a codec is thought of. A fast store is done by then, without an import of numcodecs, which
+would cost each rank a tenth of a second."""
+
 _WORTH = 0.95  # stored fraction above which decoding on every load is not worth it
 
 
@@ -160,7 +164,7 @@ class Tuner:
     def store_speed(self) -> float | None:
         """Bytes a second that the store takes, None before enough was written to tell."""
         with self._lock:
-            if self._bytes < 16 << 20 and self._seconds < 0.5:
+            if self._seconds < _KNOWN_SECONDS:
                 return None
             return self._bytes / max(self._seconds, 1e-9)
 

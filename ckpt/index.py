@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt import table as tables
+from ckpt import arrow
 
 
 class Index(NamedTuple):
@@ -40,7 +40,7 @@ def indexed(leaf_columns: Iterable[Any]) -> Index:
     known: dict[str, int] = {}
     parts = []
     for column in leaf_columns:
-        codes, names = tables.codes_of(column)
+        codes, names = arrow.codes_of(column)
         if known:
             codes = np.array([known.setdefault(name, len(known)) for name in names], np.int64)[codes]
         else:

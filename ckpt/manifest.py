@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt import arrow
 from ckpt import table as tables
+from ckpt.arrow import lists_of
 from ckpt.digest import CELL_BYTES
 from ckpt.index import Index, indexed
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
-from ckpt.table import RowGroup, lists_of, read_table, write_table
+from ckpt.table import RowGroup, read_table, write_table
 
 __all__ = ["Layout", "Manifest", "Row", "Saved", "StoredBlock", "decode", "encode", "read_table", "write_table"]
 
@@ -84,19 +86,17 @@ class Layout:
     _cells: list[tuple[int, int, int]] = field(default_factory=list)
 
     def columns(self) -> dict[str, Any]:
-        """As Arrow arrays; `block` is the index of each piece's block."""
-        import pyarrow as pa
-
+        """As Arrow arrays; `block` is the index of each piece's block, counted from 1."""
         if not self._columns:
             self._columns = {
-                "leaf": pa.array(self.leaf, pa.string()),
-                "dtype": _text(pa.array(self.dtype, pa.string())),
+                "leaf": arrow.texts(self.leaf),
+                "dtype": _text(arrow.texts(self.dtype)),
                 "global_shape": lists_of(self.global_shape),
                 "offset": lists_of([b[0] for b in self.box]),
                 "shape": lists_of([b[1] for b in self.box]),
-                "start": pa.array(self.start, pa.int64()),
-                "nbytes": pa.array(self.nbytes, pa.int64()),
-                "block": pa.array(self.block, pa.int32()),
+                "start": arrow.numbers(self.start),
+                "nbytes": arrow.numbers(self.nbytes),
+                "block": arrow.numbers([0 if i is None else i + 1 for i in self.block]),
             }
         return self._columns
 
@@ -133,23 +133,23 @@ def made_table(layout: Layout, blocks: Sequence[StoredBlock]) -> Any:
     of_block = known["block"]
     shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
 
-    def spread(column: int, kind: Any) -> Any:
-        """A column of the blocks as one of the pieces, null where there is no block."""
-        return pa.array(shared[column], kind).take(of_block)
+    def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
+        """A column of the blocks as one of the pieces; missing: for those that have no block."""
+        return kind([missing, *shared[column]]).take(of_block)
 
     def numbers(column: int) -> Any:
-        return spread(column, pa.int64()).fill_null(0)
+        return spread(column, arrow.numbers, 0)
 
     columns = {
         **known,
-        "pack": _text(spread(0, pa.string())),
+        "pack": _text(spread(0, arrow.texts)),
         "position": numbers(1),
         "stored": numbers(2),
         "raw": numbers(3),
-        "codec": _text(spread(4, pa.string())),
-        "digest": spread(5, pa.binary()).fill_null(b""),
-        "checksum": spread(6, pa.uint64()),
-        "cells": pa.array(layout.cells(shared[7]), pa.binary()),
+        "codec": _text(spread(4, arrow.texts)),
+        "digest": spread(5, arrow.blobs, b""),
+        "checksum": spread(6, lambda values: arrow.numbers(values, "uint64")),
+        "cells": arrow.blobs(layout.cells(shared[7])),
     }
     return pa.table({name: columns[name] for name in tables.NAMES})
 
@@ -221,7 +221,7 @@ class Manifest:
         if self._leaves is None:
             index = self._index()
             first = self._take(index.first_rows(), ("dtype", "global_shape"))
-            columns = (tables.values_of(first.column(name)) for name in ("dtype", "global_shape"))
+            columns = (arrow.values_of(first.column(name)) for name in ("dtype", "global_shape"))
             self._leaves = dict(zip(index.numbers, map(Saved._make, zip(*columns, strict=True)), strict=True))
         return self._leaves
 
@@ -231,7 +231,7 @@ class Manifest:
         """Of each leaf, in the order in which they were saved."""
         index = self._index()
         table = self._take(index.order, ("stored", "raw", "nbytes"))
-        stored, raw, nbytes = (tables.one_chunk(table.column(n)).to_numpy() for n in ("stored", "raw", "nbytes"))
+        stored, raw, nbytes = (arrow.array_of(table.column(n)) for n in ("stored", "raw", "nbytes"))
         share = stored * (nbytes / np.maximum(raw, 1))
         sums = (np.add.reduceat(values, index.starts[:-1]).tolist() if len(raw) else [] for values in (nbytes, share))
         first = _rows(self._take(index.first_rows(), tables.NAMES))
@@ -282,8 +282,8 @@ class Manifest:
         for number in range(len(self.groups)):
             mine = _of_rank(self._read(number, ("pack",)).column("pack"), rank)
             if len(mine):
-                table = self._read(number, names).select(names).take(mine)
-                columns = [tables.values_of(table.column(name)) for name in names]
+                table = arrow.taken(self._read(number, names).select(names), mine)
+                columns = [arrow.values_of(table.column(name)) for name in names]
                 found.update(zip(zip(*columns[:2], strict=True), zip(*columns[2:], strict=True), strict=True))
         return found
 
@@ -302,18 +302,16 @@ class Manifest:
     def stored_bytes(self) -> int:
         """Bytes of all blocks, each counted once."""
         order, blocks = self._places()
-        return int(np.sum(tables.one_chunk(self._take(order[blocks], ("stored",)).column("stored")).to_numpy()))
+        return int(np.sum(arrow.array_of(self._take(order[blocks], ("stored",)).column("stored"))))
 
     def _places(self) -> tuple[Any, Any]:
         """The rows that have bytes in the order in which these lie, and where in it each block begins."""
-        import pyarrow.compute as pc
-
         table = self._take(None, ("pack", "position"))
-        pack = tables.one_chunk(table.column("pack"))
-        rows = np.flatnonzero(pc.is_valid(pack).to_numpy(zero_copy_only=False))
-        codes, names = tables.codes_of(pack.take(rows))
+        pack = arrow.one_chunk(table.column("pack"))
+        rows = arrow.valid_rows(pack)
+        codes, names = arrow.codes_of(arrow.taken(pack, rows))
         rank = np.argsort(np.argsort(np.array(names, object), kind="stable")) if names else np.zeros(0, np.int64)
-        pack, position = rank[codes], tables.one_chunk(table.column("position")).to_numpy()[rows]
+        pack, position = rank[codes], arrow.array_of(table.column("position"))[rows]
         order = np.lexsort((position, pack))
         pack, position = pack[order], position[order]
         new = (pack[1:] != pack[:-1]) | (position[1:] != position[:-1])
@@ -355,14 +353,14 @@ class Manifest:
         numbers, begins = np.unique(groups, return_index=True)
         cuts = [*begins.tolist(), len(rows)]
         taken = [
-            self._read(number, names).select(names).take(rows[a:b] - self._starts[number])
+            arrow.taken(self._read(number, names).select(names), rows[a:b] - self._starts[number])
             for number, (a, b) in zip(numbers.tolist(), itertools.pairwise(cuts), strict=True)
         ]
         table = pa.concat_tables(taken or [tables.no_rows(names)])
         if order is not None:
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
-            table = table.take(back)
+            table = arrow.taken(table, back)
         return table
 
     def _touching(self, which: Any, rows: Any, boxes: list[Box | None]) -> tuple[Any, Any]:
@@ -370,7 +368,7 @@ class Manifest:
         axes = np.array([-1 if box is None else len(box.shape) for box in boxes])[which]
         keep = axes < 0
         table = self._take(rows, ("offset", "shape"))
-        (offset, begins), (shape, begins_shape) = (tables.numbers_of(table.column(name)) for name in ("offset", "shape"))
+        (offset, begins), (shape, begins_shape) = (arrow.numbers_of(table.column(name)) for name in ("offset", "shape"))
         for count in np.unique(axes[~keep]).tolist():
             at = np.flatnonzero(axes == count)
             if np.any(np.diff(begins)[at] != count) or np.any(np.diff(begins_shape)[at] != count):
@@ -384,7 +382,7 @@ class Manifest:
 
     def _check(self, table: Any) -> None:
         """Raise IntegrityError where a row is not a box of its array."""
-        (whole, at), (offset, at_offset), (shape, at_shape) = (tables.numbers_of(table.column(n)) for n in tables.LISTS)
+        (whole, at), (offset, at_offset), (shape, at_shape) = (arrow.numbers_of(table.column(n)) for n in tables.LISTS)
         if not (np.array_equal(at, at_offset) and np.array_equal(at, at_shape)):
             raise IntegrityError(f"{self.where}: a piece has another number of axes than its array")
         if np.any(offset < 0) or np.any(shape < 0) or np.any(shape > whole - offset):
@@ -402,7 +400,7 @@ def _is_range(rows: Any) -> bool:
 
 def _rows(table: Any) -> list[Row]:
     """The rows of a table with all columns, as Python objects."""
-    columns = {name: tables.values_of(table.column(name)) for name in tables.NAMES}
+    columns = {name: arrow.values_of(table.column(name)) for name in tables.NAMES}
     boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
     ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
     return list(map(Row._make, zip(*ordered, strict=True)))
@@ -410,12 +408,10 @@ def _rows(table: Any) -> list[Row]:
 
 def _of_rank(pack: Any, rank: int | None) -> Any:
     """Which rows lie in packs that `rank` wrote (None: in any)."""
-    import pyarrow.compute as pc
-
-    pack = tables.one_chunk(pack)
-    rows = np.flatnonzero(pc.is_valid(pack).to_numpy(zero_copy_only=False))
+    pack = arrow.one_chunk(pack)
+    rows = arrow.valid_rows(pack)
     if rank is None or not len(rows):
         return rows
-    codes, names = tables.codes_of(pack.take(rows))
+    codes, names = arrow.codes_of(arrow.taken(pack, rows))
     prefix = f"{rank}-"
     return rows[np.array([name.rpartition("/")[2].startswith(prefix) for name in names])[codes]]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpt import arrow
 from ckpt import table as tables
 from ckpt.cover import Flags, Ints, overlap, tiled, uncovered
 from ckpt.index import Index, indexed
@@ -40,7 +41,7 @@ def merge(parts: Sequence[tuple[int, pa.Table]]) -> pa.Table:
     if index.order is not None:
         keep = index.order[keep]
     if len(keep) < len(table) or index.order is not None:
-        table = pa.table({name: tables.one_chunk(table.column(name)).take(keep) for name in table.column_names})
+        table = pa.table({name: arrow.taken(arrow.one_chunk(table.column(name)), keep) for name in table.column_names})
     return table.replace_schema_metadata(parts[0][1].schema.metadata if parts else None)
 
 
@@ -73,16 +74,17 @@ class _Rows:
         order = index.order
 
         def sort(column: Any) -> Any:
-            return tables.one_chunk(column) if order is None else tables.one_chunk(column).take(order)
+            column = arrow.one_chunk(column)
+            return column if order is None else arrow.taken(column, order)
 
         self.names = list(index.numbers)
         self.starts: Ints = np.asarray(index.starts, np.int64)
         self.first = self.starts[:-1]
         self.leaf = np.repeat(np.arange(len(self.names)), np.diff(self.starts))
         self.ranks = ranks if order is None else ranks[order]
-        self.dtype, self.dtypes = tables.codes_of(sort(table.column("dtype")))
+        self.dtype, self.dtypes = arrow.codes_of(sort(table.column("dtype")))
         (self.whole, self.at), (self.offset, self.at_offset), (self.shape, self.at_shape) = (
-            tables.numbers_of(sort(table.column(name))) for name in tables.LISTS
+            arrow.numbers_of(sort(table.column(name))) for name in tables.LISTS
         )
         self.bytes = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
 
@@ -193,7 +195,7 @@ class _Rows:
 
         equal = np.ones(len(a), bool)
         for column in self.bytes:
-            equal &= pc.equal(column.take(a), column.take(b)).to_numpy(zero_copy_only=False)
+            equal &= pc.equal(arrow.taken(column, a), arrow.taken(column, b)).to_numpy(zero_copy_only=False)
         return equal
 
     def _diagnosed(self, leaf: int, keep: Flags) -> StepRefused:

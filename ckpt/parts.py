@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckpt import records
+import numpy as np
+
+from ckpt import arrow, records
 from ckpt.claim import Attempt, Claim
 from ckpt.copies import Copies, compare
 from ckpt.digest import digest
@@ -236,9 +238,7 @@ def _require_one(what: str, told: dict[str, int], step: int) -> None:
 
 def totals(table: pa.Table) -> tuple[int, int]:
     """The number of leaves of a merged table, and their bytes."""
-    import pyarrow.compute as pc
-
-    return len(table["leaf"].unique()), pc.sum(table["nbytes"]).as_py() or 0
+    return len(table["leaf"].unique()), int(np.sum(arrow.array_of(table["nbytes"])))
 
 
 def require_whole(data: bytes, tree: Node, step: int, where: str) -> int:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from ckpt.storage.errors import IntegrityError
 
@@ -178,90 +175,3 @@ def _specified(name: str) -> Any:
     if name in BINARY:
         return pa.binary()
     return pa.uint64() if name == "checksum" else pa.int64()
-
-
-# --- between Arrow and Python ------------------------------------------------------------------------------------
-
-
-def one_chunk(column: Any) -> Any:
-    """A column of a table as one Arrow array."""
-    import pyarrow as pa
-
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-
-
-def lists_of(values: Sequence[Sequence[int]]) -> Any:
-    """A list column. Built from flat numbers: pyarrow takes nested Python lists one by one, ten times as slowly."""
-    lengths = [len(v) for v in values]
-    return list_column(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
-
-
-def list_column(flat: Any, lengths: Any) -> Any:
-    """A list column of these numbers, so many to each row."""
-    import pyarrow as pa
-
-    ends = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=ends[1:])
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), type=pa.list_(pa.int64()))
-
-
-def numbers_of(column: Any) -> tuple[Any, Any]:
-    """A list column as flat numbers, and where each row's begin: one more than there are rows."""
-    column = one_chunk(column)
-    ends = column.offsets.to_numpy()
-    return column.values.to_numpy()[ends[0] : ends[-1]], ends - ends[0]
-
-
-def codes_of(column: Any) -> tuple[Any, list[str]]:
-    """A text column without nulls as numbers, and the texts that they mean; some of them may mean nothing here."""
-    import pyarrow as pa
-
-    column = _decoded_if_short(one_chunk(column))
-    if not pa.types.is_dictionary(column.type):
-        column = column.dictionary_encode()
-    return column.indices.to_numpy(), column.dictionary.to_pylist()
-
-
-def _decoded_if_short(column: Any) -> Any:
-    """The column itself, as text where it has fewer rows than its dictionary has entries."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(column.type) and len(column) < len(column.dictionary):
-        return column.dictionary_decode()
-    return column
-
-
-def values_of(column: Any) -> Iterable[Any]:
-    """A column as Python objects. numpy makes them ten times as fast as pyarrow does, where there are no nulls."""
-    import pyarrow as pa
-
-    column = _decoded_if_short(one_chunk(column))
-    kind = column.type
-    if pa.types.is_list(kind):
-        return _tuples(*numbers_of(column))
-    if pa.types.is_dictionary(kind):
-        known = [*column.dictionary.to_pylist(), None]
-        codes = column.indices.fill_null(len(known) - 1).to_numpy(zero_copy_only=False).tolist()
-        return [known[code] for code in codes]
-    if pa.types.is_integer(kind):
-        if column.null_count == len(column):
-            return [None] * len(column)
-        if not column.null_count:
-            return column.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
-    return column.to_pylist()  # type: ignore[no-any-return]
-
-
-def _tuples(flat: Any, begins: Any) -> list[tuple[int, ...]]:
-    """Rows of numbers as tuples. Those of one length are made together, four times as fast as one by one."""
-    lengths = np.diff(begins)
-    made = np.empty(len(lengths), object)
-    for length in np.unique(lengths).tolist():
-        rows = np.flatnonzero(lengths == length)
-        numbers = iter(flat[begins[rows][:, None] + np.arange(length)].reshape(-1).tolist())
-        tuples: Iterable[tuple[int, ...]] = zip(*[numbers] * length, strict=False) if length else [()] * len(rows)
-        made[rows] = np.fromiter(tuples, object, len(rows))
-    return made.tolist()  # type: ignore[no-any-return]

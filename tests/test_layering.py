@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,3 +102,23 @@ def test_import_ckpt_is_light():
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "ckpt" in loaded
     assert not {"torch", "jax", "pyarrow", "numcodecs", "obstore", "fsspec", "mpi4py", "h5py", "zarr"} & set(loaded)
+
+
+def test_saving_and_loading_import_only_what_they_need(tmp_path: Path):
+    """Arrow imports pandas for many of its calls, where it is installed."""
+    code = """
+import sys, ckpt, numpy as np
+state = {"weight": np.arange(1 << 22), "flags": [np.zeros(3), None], "empty": np.zeros((0, 4)), "step": 3}
+for step in range(2):
+    ckpt.save(state, sys.argv[1], step=step)
+    state["weight"][:9] += 1
+loaded = ckpt.load(sys.argv[1], only="weight")
+ckpt.load(sys.argv[1], state)
+assert state["weight"][0] == loaded["weight"][0] == 1
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "r"], check=True, capture_output=True, text=True)
+    loaded = ran.stdout.split()
+    assert {"ckpt", "pyarrow"} <= set(loaded)
+    assert all(map(importlib.util.find_spec, ("pandas", "numcodecs")))
+    assert not {"pandas", "numcodecs", "torch", "jax"} & set(loaded)
