@@ -21,8 +21,9 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
 
+# Most tests wait for processes, disks and clocks: two files at a time take half as long as one.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 cluster: $(VENV)/.cluster
 	@$(BIN)/python examples/nodes.py
