@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,6 +106,8 @@ class Checkpointer:
         if self._schedule is not None:
             self._options = replace(self._options, propose=self._schedule.propose)
         self._to_tell = 2
+        self._calm: tuple[pulses.Pulse, int, int, int] | None = None
+        """Nothing is to be done but to beat: after which step, until which step, until which moment."""
         self._session: sessions.Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url), ranks)
         )
@@ -127,6 +130,7 @@ class Checkpointer:
         taken, if there is any.
         """
         session, repo = self._open(), self.repository
+        self._calm = None
         self._settle()  # a save under way may delete what is read here
         wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads)
         with pulses.phase("load"):
@@ -157,6 +161,10 @@ class Checkpointer:
 
         loss: a number or an array of one element. One on a CUDA device, or of jax, is not waited for but where a save is due.
         """
+        if (calm := self._calm) is not None:
+            if step > calm[1] and calm[0].passes(step, loss, calm[2], calm[3]):
+                return None
+            self._calm = None
         if self._pulse is not None:
             self._beat(self._pulse, step, state, loss)
         due = self._is_due(step)
@@ -164,12 +172,32 @@ class Checkpointer:
             (self._tiers or self._open()).raise_failed()  # else the save does it, and tells the other ranks
             if not self._prepared:
                 self._prepare(state)
+            if self._pulse is not None:
+                self._calm = self._calm_after(step, self._pulse)
             return None
         if (why := self._unfit(step, loss)) is not None:
             log.warning("step %d is not saved: %s", step, why)
             self._leave_out(step, why)
             return None
         return self._save(step, state, False, False)
+
+    def _calm_after(self, step: int, pulse: pulses.Pulse) -> tuple[pulses.Pulse, int, int, int] | None:
+        """Until when steps need no more than a beat: no save is under way, and none is due. None where that is not known."""
+        under_way = self._last is not None and not self._last.done()
+        if under_way or self._to_tell == 2 or self._tiers is not None or self._losses is None or not self._losses.calm:
+            return None
+        if self._last is not None and self._to_tell:
+            return None
+        every, until_step, until = self._every, sys.maxsize, sys.maxsize
+        if isinstance(every, int):
+            until_step = step + every - (step + 1) % every
+        elif self._schedule is not None:
+            if (due := self._schedule.calm_until()) is None:
+                return None
+            until_step = due
+        elif every is not None:
+            until = int(1e9 * (self._last_began + self._interval()))
+        return pulse, step, until_step, until
 
     def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
         if loss is not None and self._losses is not None:
@@ -214,7 +242,7 @@ class Checkpointer:
 
     def _save(self, step: int, state: Any, blocking: bool, everywhere: bool) -> SaveHandle:
         session = self._open()
-        began = time.monotonic()
+        began, self._calm = time.monotonic(), None
         self._lazy_memory = self._attached_memory()
         with pulses.phase("save"):
             if self._tiers is not None:
@@ -323,7 +351,7 @@ class Checkpointer:
     def _close(self, promote: bool) -> None:
         if self._session is None:
             return
-        session, self._session = self._session, None
+        session, self._session, self._calm = self._session, None, None
         if self._pulse is not None:  # what comes now is no step, and may take longer than one
             self._pulse.beat(_END)
         for hook in self._hooks:

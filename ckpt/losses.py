@@ -36,6 +36,11 @@ class Losses:
         self.bad: Bad | None = None
         """The first bad one: nothing is worth saving from there on."""
 
+    @property
+    def calm(self) -> bool:
+        """Whether a finite loss on the host needs no look."""
+        return self._spikes is None and not self._late
+
     def give(self, step: int, loss: Any) -> None:
         """The loss of a step: a number, or an array of one element."""
         if type(loss) is float:

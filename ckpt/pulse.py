@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ckpt.storage.errors import InvalidArgument
 
@@ -31,7 +31,7 @@ VARIABLE = "CKPT_PULSE"
 BEFORE = "CKPT_BEFORE"
 """The environment variable by which `ckpt-run` lets a job restore a step below a number, where later ones may be spoiled."""
 PHASES = ("start", "load", "step", "save", "eval", "compile", "end")
-_SAVE = PHASES.index("save")
+_STEPPING, _SAVE = map(PHASES.index, ("step", "save"))
 STACKS = signal.SIGUSR2
 """Makes a rank write the stacks of all its threads into its log."""
 
@@ -112,6 +112,26 @@ class Pulse:
         fields[_PHASE] = phase
         fields[_SINCE] = time.monotonic_ns()
         fields[_BEATS] += 1
+
+    def passes(self, step: int, loss: Any, until_step: int, until: int) -> bool:
+        """The beat of a step at which nothing else is to be done; False, and nothing said, where something may be.
+
+        until_step: the next one at which something is. until: the moment of that, in ns of CLOCK_MONOTONIC. In one piece, as
+        a training step leaves nothing in the caches: each function that is called costs microseconds.
+        """
+        fields = self._fields
+        now = time.monotonic_ns()
+        if step >= until_step or now >= until or fields[_STOP] != _NEVER:
+            return False
+        if loss is not None:
+            if type(loss) is not float or loss - loss != 0.0:  # on a device, or not finite
+                return False
+            self._floats[_LOSS] = loss
+        fields[_STEP] = step
+        fields[_PHASE] = _STEPPING
+        fields[_SINCE] = now
+        fields[_BEATS] += 1
+        return True
 
     def committed(self, step: int) -> None:
         """Say that a step is committed."""

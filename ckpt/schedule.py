@@ -41,15 +41,19 @@ class Schedule:
     _steps: int = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether to save this step. Call it once a step."""
+        """Whether to save this step. Call it at each step but those before `calm_until`."""
         if self._steps == 0:
-            self._began = time.monotonic()
-        self._now, self._steps = step, self._steps + 1
+            self._began, self._now = time.monotonic(), step - 1
+        self._now, self._steps = step, self._steps + max(1, step - self._now)  # those at which nothing is due pass unseen
         if self._last is None:
             return True
         if self._saving is not None and self._saving.done():
             self._learn(self._saving)
         return self._due is not None and step == self._due
+
+    def calm_until(self) -> int | None:
+        """The next step that is due; None where that is not known yet."""
+        return None if self._saving is not None else self._due
 
     def missed(self) -> int | None:
         """A step that was due, and that this rank heard of too late; it must tell the others. None again after that."""

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,76 @@ def test_ranks_and_whoever_asks_in_any_order(data: st.DataObject, lockstep: bool
             rank.turn()
     assert [rank.does for rank in ranks] == ["ends"] * len(ranks)
     assert len({rank.step for rank in ranks}) == 1
+
+
+# --- steps at which nothing is due -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pulse]:
+    """That of this process."""
+    page = Pulse(tmp_path / "page", new=True)
+    monkeypatch.setenv(pulses.VARIABLE, str(tmp_path / "page"))
+    pulses.look_again()
+    yield page
+    monkeypatch.undo()
+    pulses.look_again()
+
+
+def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: Pulse) -> None:
+    state, beats = {"x": np.zeros(3)}, 0
+    with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:
+        for step in range(60):
+            assert (ck.step(step, state, loss=step / 2) is not None) == (step % 7 == 6)
+            beat = page.read()
+            assert (beat.step, beat.loss, beat.phase) == (step, step / 2, "step")
+            assert beat.beats > beats
+            beats = beat.beats
+            if step % 7 == 6:
+                ck.wait()
+        assert ck._calm is not None, "nothing was left out"
+        page.stop_at(60)
+        page.stop_agreed(60)
+        with pytest.raises(SystemExit):
+            ck.step(60, state, loss=0.0)
+    assert ckpt.open(tmp_path / "repo").steps() == [*range(6, 60, 7), 60]
+
+
+def test_what_is_seen_between_two_saves(tmp_path: Path, page: Pulse) -> None:
+    state = {"x": np.zeros(3)}
+    with ckpt.Checkpointer(tmp_path / "repo", every=100, group=None) as ck:
+        for step in (0, 1, 2):
+            ck.step(step, state, loss=1.0)
+        assert ck._calm is not None
+        ck.step(1, state, loss=2.0)  # a step before: the loop went back
+        assert page.read().step == 1
+        for step in (2, 3):
+            ck.step(step, state)
+        assert ck._calm is not None
+        ck.save(3, state)  # without waiting
+        assert ck._calm is None
+        ck.wait()
+        for step in (4, 5, 6):
+            ck.step(step, state, loss=1.0)
+        assert ck._calm is not None
+        ck.step(7, state, loss=math.inf)
+        bad = page.read().bad
+        assert bad is not None
+        assert (bad.step, bad.loss) == (7, math.inf)
+        assert ck.step(99, state, loss=1.0) is None
+    assert ckpt.open(tmp_path / "repo").steps() == [3]
+    with pytest.raises(ckpt.CkptError, match="closed"):
+        ck.step(8, state)
+
+
+def test_a_save_that_is_due_by_time(tmp_path: Path, page: Pulse) -> None:
+    step, began = 0, time.monotonic()
+    with ckpt.Checkpointer(tmp_path / "repo", every=timedelta(seconds=0.2), group=None) as ck:
+        while ck.step(step, {"x": np.zeros(3)}) is None:
+            step += 1
+            assert time.monotonic() - began < 60
+    assert time.monotonic() - began >= 0.2
+    assert ckpt.open(tmp_path / "repo").steps() == [step]
 
 
 # --- losses ----------------------------------------------------------------------------------------------------
