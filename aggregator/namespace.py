@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
@@ -145,12 +146,12 @@ class Namespace:
         return 0 if place is None else shared(self.config.near, place.member.spot.domain)
 
     def take_scratch(self, nbytes: int) -> np.ndarray:
-        """Memory for parity, used again and again."""
+        """Memory for fragments, used again and again: on pages, as O_DIRECT wants it."""
         with suppress(IndexError):
             found = self.scratch.pop()
             if len(found) == nbytes:
                 return found
-        return np.empty(nbytes, np.uint8)
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
     # --- records -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from ckpt.aggregator.fanout import in_order
 from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, share_bytes
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.writing import Gone, new_version, object_name
-from ckpt.storage.base import Writer
+from ckpt.storage.base import ALIGNMENT, Writer
 from ckpt.storage.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.sums import bad_cells, cells
@@ -63,7 +63,11 @@ def _restore_once(
         piece = layout.pieces[index]
         missing = [i for i, f in enumerate(piece.fragments) if f is None]
         failpoint("repair.piece")
-        shares = _rebuilt(namespace, path, layout, piece, missing, before, index)
+        count = layout.redundancy.data + len(missing)
+        pages = max(1, -(-share_bytes(piece.nbytes, layout.redundancy) // ALIGNMENT))
+        scratch = namespace.take_scratch(count * pages * ALIGNMENT)
+        memory = list(scratch.reshape(count, -1))
+        shares = _rebuilt(namespace, path, layout, piece, missing, before, index, memory)
         used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
         fragments = list(piece.fragments)
         targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid, leave)
@@ -72,6 +76,7 @@ def _restore_once(
             fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
             progress(len(shares[i]))
         pieces[index] = replace(piece, fragments=tuple(fragments))
+        namespace.scratch.append(scratch)
 
     broken = [index for index, piece in enumerate(layout.pieces) if None in piece.fragments]
     try:
@@ -174,24 +179,26 @@ def _targets(
     raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
 
 
-def _fragment(namespace: Namespace, holder: Holder, fragment: Fragment, length: int) -> np.ndarray:
-    """A fragment, verified. Raises StoreError, IntegrityError."""
-    data = np.empty(length, np.uint8)
+def _fragment(namespace: Namespace, holder: Holder, fragment: Fragment, data: np.ndarray) -> None:
+    """Read a fragment, verified. Raises StoreError, IntegrityError."""
     place = namespace.places.get(holder.member)
     if place is None:
         raise Unavailable("no member any more")
     with place.store.open(holder.name) as reader:
-        if reader.read_into(fragment.position, data.data) < length:
+        if reader.read_into(fragment.position, data.data) < len(data):
             raise IntegrityError(f"{holder.name} is cut")
     if bad_cells(data.data, fragment.cells):
         raise IntegrityError(f"{holder.name} is damaged")
-    return data
 
 
 def _rebuilt(
-    namespace: Namespace, path: str, layout: Layout, piece: Piece, missing: list[int], before: Layout, index: int
-) -> dict[int, np.ndarray]:
-    """The missing fragments: from where they were, if they are only to move, else from the others."""
+    namespace: Namespace, path: str, layout: Layout, piece: Piece, missing: list[int], before: Layout, index: int,
+    memory: list[np.ndarray],
+) -> dict[int, np.ndarray]:  # fmt: skip
+    """The missing fragments: from where they were, if they are only to move, else from the others.
+
+    memory: for those that are missing and for as many as a piece needs.
+    """
     redundancy = layout.redundancy
     length = share_bytes(piece.nbytes, redundancy)
     moved: dict[int, np.ndarray] = {}
@@ -199,7 +206,8 @@ def _rebuilt(
         was = before.pieces[index].fragments[i]
         if was is not None:
             with suppress(StoreError, IntegrityError):
-                moved[i] = _fragment(namespace, before.holders[was.holder], was, length)
+                _fragment(namespace, before.holders[was.holder], was, memory[-1][:length])
+                moved[i] = memory.pop()[:length]
     missing = [i for i in missing if i not in moved]
     if not missing:
         return moved
@@ -210,7 +218,8 @@ def _rebuilt(
             continue
         holder = layout.holders[fragment.holder]
         try:
-            good[i] = _fragment(namespace, holder, fragment, length)
+            _fragment(namespace, holder, fragment, memory[-1][:length])
+            good[i] = memory.pop()[:length]
         except (StoreError, IntegrityError) as error:
             reasons.append(f"{holder.member}: {error}")
     if len(good) < redundancy.data:
@@ -222,7 +231,7 @@ def _rebuilt(
     if redundancy.data == 1:
         only = next(iter(good.values()))
         return moved | dict.fromkeys(missing, only)
-    into = {i: np.empty(length, np.uint8) for i in missing}
+    into = {i: memory.pop()[:length] for i in missing}
     erasure.code(redundancy.data, redundancy.parity).rebuild(good, into)
     return moved | into
 
