@@ -66,7 +66,7 @@ class DescriptorReader(Reader):
         done = 0
         with told("reading", self._where):
             while done < len(into):
-                count = os.preadv(self._fd, [into[done:]], position + done)
+                count = os.preadv(self._fd, [into[done:].data], position + done)
                 if not count:
                     break
                 done += count
@@ -88,6 +88,7 @@ class GrowingFile:
         self.fd = fd
         self.direct_fd = direct_fd
         self.length = 0
+        """The end of what was appended whole."""
         self._where = where
         self._changed = threading.Condition()
         self._end = 0
@@ -104,10 +105,11 @@ class GrowingFile:
                 raise StoreError(f"{self._where} is finished already; create it anew to write it again")
             position = self._end
             self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            self.length = max(self.length, position + nbytes)
             self._under_way += 1
         try:
             yield position
+            with self._changed:
+                self.length = max(self.length, position + nbytes)
         finally:
             with self._changed:
                 self._under_way -= 1

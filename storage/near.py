@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
@@ -65,7 +66,12 @@ def ask(door: Door, verb: str, argument: str, seconds: float) -> list[int]:
         peer.settimeout(seconds)
         peer.connect(f"\0{door.name}")
         peer.send(_code(door.secret, b"client", asked) + asked)
-        packet, found, _, _ = socket.recv_fds(peer, _PACKET_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        found = array("i")
+        space = socket.CMSG_LEN(_DESCRIPTORS * found.itemsize)
+        packet, beside, _, _ = peer.recvmsg(_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)  # socket.recv_fds drops the flag
+        for level, kind, data in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
     code, answer = packet[:_CODE_BYTES], packet[_CODE_BYTES:]
     try:
         if not hmac.compare_digest(code, _code(door.secret, b"node", asked[:_NONCE_BYTES] + answer)):

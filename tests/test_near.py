@@ -59,9 +59,10 @@ def node(tmp_path: Path) -> Iterator[Process]:
     made.close()
 
 
-def moved(node: Process, host: str = "127.0.0.1", port: int | None = None) -> dict[str, float]:
+def moved(node: Process | str) -> dict[str, float]:
     """Bytes of objects that a node counted, by the way they went."""
-    with urllib.request.urlopen(f"http://{host}:{port or node.monitor}/metrics") as answer:
+    monitor = node if isinstance(node, str) else f"127.0.0.1:{node.monitor}"
+    with urllib.request.urlopen(f"http://{monitor}/metrics") as answer:
         text = answer.read().decode()
     found = re.findall(r'^ckpt_node_bytes_(\w+)_total\{verb="\w+"\} (\S+)$', text, re.MULTILINE)
     return {what: float(value) for what, value in found}
@@ -137,30 +138,30 @@ def test_another_network_namespace(tmp_path: Path) -> None:
         store = NodeStore(address, Access(deadline_seconds=20))
         write(store, "a", DATA)
         assert store.get("a") == read(store, "a", 0, len(DATA)) == DATA
-        with urllib.request.urlopen(f"http://{hosts.address(0)}:7071/metrics") as answer:
-            text = answer.read().decode()
-        assert "bytes_received" in text
-        assert "bytes_near_total" not in text
+        counted = moved(f"{hosts.address(0)}:7071")
+        assert counted["received"] == len(DATA)
+        assert "near" not in counted
         store.close()
 
 
 def test_a_namespace_on_one_host(tmp_path: Path) -> None:
-    """Checkpoints as copies and as shares: near, and equal when two nodes are gone."""
+    """Checkpoints as shares and as copies: near, and equal when two nodes are gone."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(6)]
     state = {"w": np.arange(5 << 20, dtype=np.uint32), "b": np.arange(1000.0)}
     try:
         names = ",".join(node.address for node in nodes)
-        for step, redundancy in enumerate(("2x", "4+2")):
-            ckpt.save(state, f"ckpt://{names}/run?redundancy={redundancy}", step=step)
+        for redundancy in ("4+2", "2x"):
+            url = f"ckpt://{names}/run-{redundancy}?redundancy={redundancy}"
+            ckpt.save(state, url, step=1, codec="none")
+            found = ckpt.load(url)
+            assert all(np.array_equal(found[key], value) for key, value in state.items())
         counted = [moved(node) for node in nodes]
         # Manifests and records are small enough for a message.
         assert sum(c.get("near", 0) for c in counted) > 3.4 * (20 << 20)
         assert sum(c.get("received", 0) + c.get("sent", 0) for c in counted) == 0
-        nodes[0].kill()
-        nodes[1].signal(signal.SIGSTOP)
-        with pytest.raises(Unavailable):
-            NodeStore(nodes[1].address, Access(deadline_seconds=1)).get("a")
-        found = ckpt.load(f"ckpt://{names}/run?redundancy=4+2", step=1)
+        for node in nodes[:2]:
+            node.kill()
+        found = ckpt.load(f"ckpt://{names}/run-4+2?redundancy=4+2")
         assert all(np.array_equal(found[key], value) for key, value in state.items())
     finally:
         for node in nodes:
@@ -210,7 +211,13 @@ def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
         writer.commit()
     writer.abort()
     assert [path.name for path in files(node.folder)] == ["kept"]
-    write(store, "torn", DATA)
+    until = time.monotonic() + 60
+    while True:
+        try:
+            write(store, "torn", DATA)
+            break
+        except Unavailable:  # a connection that tries again only after a while
+            assert time.monotonic() < until
     assert store.get("torn") == DATA
     assert moved(node) == {"near": len(DATA)}, "and it is near again"
     assert not opened()
@@ -245,6 +252,7 @@ def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
     nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
+        namespace.put("first", b"all are there once")
         for i in range(4):
             namespace.put(f"f{i}", DATA)
         for i in range(4):
