@@ -255,7 +255,7 @@ class FileReader(Reader):
 
 def _take_back(view: memoryview, asked: Mapping[Future[None], tuple[int, memoryview]]) -> None:
     """Make sure that a slow thread writes no more into the caller's memory. It writes what came from a node, piece by piece,
-    through this very view."""
+    through this very view; where it reads a file by itself it holds the view meanwhile."""
     try:
         view.release()  # its next write fails
     except BufferError:  # a system call is writing there: that ends

@@ -17,6 +17,7 @@ import hmac
 import logging
 import os
 import secrets
+import selectors
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from ckpt.storage import wire
 from ckpt.storage.errors import CkptError, StoreError
@@ -36,6 +38,7 @@ _NONCE_BYTES = 16
 _PACKET_BYTES = 16 << 10
 _DESCRIPTORS = 4  # more than any answer has
 _THREADS = 4
+_SILENT = 256
 _BACKLOG = 256
 _PATIENCE_SECONDS = 1.0
 """How long a client may take to say what it wants."""
@@ -102,18 +105,43 @@ class NearServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.door.name}")
         self._listener.listen(_BACKLOG)
-        for i in range(_THREADS):
-            threading.Thread(target=self._serve, name=f"ckpt-node-near-{i}", daemon=True).start()
+        self._asking: SimpleQueue[socket.socket | None] = SimpleQueue()
+        for work in (self._accept, *[self._serve] * _THREADS):
+            threading.Thread(target=work, name="ckpt-node-near", daemon=True).start()
+
+    def _accept(self) -> None:
+        """Let those in who say something: who is silent keeps no thread from others."""
+        silent: dict[socket.socket, float] = {}
+        with self._listener, selectors.DefaultSelector() as selector:
+
+            def leave(peer: socket.socket) -> socket.socket:
+                del silent[peer]
+                selector.unregister(peer)
+                return peer
+
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closed:
+                ready = {key.fileobj for key, _ in selector.select(_PATIENCE_SECONDS)}
+                for peer in [p for p in silent if p in ready]:
+                    self._asking.put(leave(peer))
+                late = time.monotonic() - _PATIENCE_SECONDS
+                for peer in [p for p, came in silent.items() if came < late or len(silent) > _SILENT]:
+                    leave(peer).close()
+                if self._listener in ready:
+                    try:
+                        peer, _ = self._listener.accept()
+                    except OSError:  # closed; or this process has too many files open
+                        time.sleep(0.1)
+                        continue
+                    silent[peer] = time.monotonic()
+                    selector.register(peer, selectors.EVENT_READ)
+        for peer in silent:
+            peer.close()
+        for _ in range(_THREADS):
+            self._asking.put(None)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.1)  # this process has too many files open
-                continue
+        while (peer := self._asking.get()) is not None:
             with peer, suppress(OSError):  # who does not wait for the answer goes without
                 self._answer(peer)
 
@@ -141,7 +169,6 @@ class NearServer:
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits
-        self._listener.close()
 
 
 def listen(
