@@ -20,6 +20,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Here, Process, nodes_config, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from netns import hosts_on_a_wire
 
 import ckpt
@@ -365,6 +367,40 @@ def test_promises(tmp_path: Path) -> None:
     assert uploads.create("c", 6 << 20)
     with pytest.raises(NotFound, match="write the object anew"):
         uploads.reserve(a, 1, 1)
+
+
+VERBS = st.sampled_from(["create", "reserve", "reserve", "abort", "commit"])
+STEPS = st.lists(st.tuples(VERBS, st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)), max_size=30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS)
+def test_no_more_is_promised_than_there_is(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, int]]
+) -> None:
+    limit, used = 50, 0
+    uploads = Uploads(LocalStore(tmp_path_factory.mktemp("store")), lambda promised: limit - used - promised, 60.0)
+    keys: dict[int, tuple[str, int]] = {}
+    for what, number, needed, more in steps:
+        try:
+            if what == "create" and number not in keys:
+                keys[number] = uploads.create(f"f{number}", needed), needed
+            elif number in keys and what == "reserve":
+                key, had = keys[number]
+                found = uploads.reserve(key, needed, needed + more)
+                assert found >= max(had, needed)
+                assert found <= max(had, needed + more)
+                keys[number] = key, found
+            elif number in keys and what in ("abort", "commit"):
+                key, had = keys.pop(number)
+                if what == "commit":
+                    assert uploads.commit(key, had) == had
+                    used += had
+                else:
+                    uploads.abort(key)
+        except NoSpace:
+            assert needed + used + sum(had for n, (_, had) in keys.items() if n != number) > limit
+        assert used + sum(had for _, had in keys.values()) <= limit
 
 
 def test_a_limited_node(tmp_path: Path) -> None:
