@@ -76,7 +76,7 @@ def _restore_once(
             fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
             progress(len(shares[i]))
         pieces[index] = replace(piece, fragments=tuple(fragments))
-        namespace.scratch.append(scratch)
+        namespace.give_scratch(scratch)
 
     broken = [index for index, piece in enumerate(layout.pieces) if None in piece.fragments]
     try:
