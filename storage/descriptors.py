@@ -7,8 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-
-import numpy as np
+from pickle import PickleBuffer
 
 from ckpt.storage.base import ALIGNMENT, Reader
 from ckpt.storage.errors import AlreadyExists, NoSpace, NotFound, StoreError
@@ -59,17 +58,19 @@ class DescriptorReader(Reader):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, position: int, buffer: memoryview) -> int:
-        if not len(buffer):
-            return 0
-        # The array keeps the caller's view from being released while the kernel writes there; a slice of it would not.
-        into = np.frombuffer(buffer, np.uint8)
+        # So that nobody releases the caller's view while the kernel writes there: a slice of it would not prevent that.
+        held = PickleBuffer(buffer)
         done = 0
-        with told("reading", self._where):
-            while done < len(into):
-                count = os.preadv(self._fd, [into[done:].data], position + done)
-                if not count:
-                    break
-                done += count
+        try:
+            with told("reading", self._where):
+                failpoint("local.read")
+                while done < len(buffer):
+                    count = os.preadv(self._fd, [buffer[done:]], position + done)
+                    if not count:
+                        break
+                    done += count
+        finally:
+            held.release()
         return done
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from netns import hosts_on_a_wire
 
 import ckpt
 from ckpt.aggregator import repair as repairs
-from ckpt.storage import near, wire
+from ckpt.storage import failpoints, near, wire
 from ckpt.storage.access import Access
 from ckpt.storage.client import NodeStore
 from ckpt.storage.descriptors import GrowingFile
@@ -475,6 +475,46 @@ def test_an_object_is_deleted_under_a_reader(node: Process) -> None:
     with pytest.raises(NotFound):
         store.get("a")
     assert not opened()
+
+
+def test_the_memory_of_a_read_under_way(node: Process) -> None:
+    """Who has waited for long enough can tell whether the kernel may still write into his memory."""
+    store = NodeStore(node.address)
+    write(store, "a", DATA)
+    memory = bytearray(len(DATA))
+    view = memoryview(memory)
+    set_failpoints("local.read=sleep:0.5@1")
+    try:
+        with store.open("a") as reader:
+            thread = threading.Thread(target=reader.read_into, args=(0, view))
+            thread.start()
+            while not failpoints._passes.get("local.read"):
+                time.sleep(0.001)
+            with pytest.raises(BufferError):
+                view.release()
+            thread.join()
+            view.release()
+        assert memory == DATA
+    finally:
+        set_failpoints("")
+
+
+def test_a_disk_that_can_not_be_read(tmp_path: Path) -> None:
+    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("a", DATA)
+        set_failpoints("local.read=error@1")
+        assert namespace.get("a") == DATA
+        assert failpoints._passes["local.read"] > 1, "another copy was read"
+        set_failpoints("local.read=error@*")
+        with pytest.raises(StoreError, match="check the disk"):
+            namespace.get("a")
+    finally:
+        set_failpoints("")
+        namespace.close()
+        for node in nodes:
+            node.close()
 
 
 def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
