@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +37,8 @@ Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
 
 PATH_BYTES = 1024
 _PIECE_BYTES = 8 << 20
+_SCRATCH_BYTES = 128 << 20
+_SCRATCH_LEAST = 256 << 10  # less than this is not worth keeping
 
 
 def check_path(path: str) -> str:
@@ -72,7 +74,8 @@ class Namespace:
         health = Health(probe=lambda name: self.places[name].info())
         self.fan_out = FanOut(health)
         self.reads = FanOut(health)
-        self.scratch: list[np.ndarray] = []
+        self._scratch: list[np.ndarray] = []
+        self._scratch_lock = threading.Lock()
         self._registers = {name: place.registers for name, place in self.places.items()}
         self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds, self.renew)
         self._ring: rings.Ring | None = None
@@ -145,12 +148,23 @@ class Namespace:
         return 0 if place is None else shared(self.config.near, place.member.spot.domain)
 
     def take_scratch(self, nbytes: int) -> np.ndarray:
-        """Memory for parity, used again and again."""
-        with suppress(IndexError):
-            found = self.scratch.pop()
-            if len(found) == nbytes:
-                return found
-        return np.empty(nbytes, np.uint8)
+        """Memory for fragments, used again and again: on pages, as O_DIRECT wants it."""
+        if nbytes < _SCRATCH_LEAST:
+            return np.empty(nbytes, np.uint8)
+        with self._scratch_lock:
+            for i, found in enumerate(self._scratch):
+                if len(found) == nbytes:
+                    return self._scratch.pop(i)
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+    def give_scratch(self, found: np.ndarray) -> None:
+        """Let memory be used again, which nobody uses any more."""
+        if len(found) < _SCRATCH_LEAST:
+            return
+        with self._scratch_lock:
+            self._scratch.append(found)
+            while sum(map(len, self._scratch)) > _SCRATCH_BYTES:
+                del self._scratch[0]
 
     # --- records -----------------------------------------------------------------------------------------------
 

@@ -88,25 +88,32 @@ class FileReader(Reader):
             wanted[share] = (begin - share * length, end - share * length, out[begin - first : end - first])
         got, failed = self._shares(layout, piece, {s: (b, e) for s, (b, e, _) in wanted.items()}, length, True)
         for share, data in got.items():
-            wanted[share][2][:] = data
+            np.copyto(np.frombuffer(wanted[share][2], np.uint8), data)
         if failed:
-            self._rebuild(layout, piece, length, {s: wanted[s] for s in failed}, failed)
+            known = {share: (wanted[share][0], data) for share, data in got.items()}
+            self._rebuild(layout, piece, length, {s: wanted[s] for s in failed}, known, failed)
+        for data in got.values():
+            self._namespace.give_scratch(data)
 
     def _shares(
         self, layout: Layout, piece: Piece, ranges: Mapping[int, tuple[int, int]], length: int, hasty: bool
-    ) -> tuple[dict[int, memoryview], dict[int, StoreError]]:
+    ) -> tuple[dict[int, np.ndarray], dict[int, StoreError]]:
         """Ranges of several shares, at once, each into memory of its own: who is late may write there for ever.
 
         hasty: not to wait for long, since others can stand in.
         """
-        into = {s: memoryview(bytearray(e - b)) for s, (b, e) in ranges.items()}
         by_member = {self._member(layout, piece, s) or f"share {s}": s for s in ranges}
-        calls = {
-            m: functools.partial(self._share, layout, piece, s, *ranges[s], into[s], length) for m, s in by_member.items()
-        }
+
+        def read(share: int) -> np.ndarray:
+            begin, end = ranges[share]
+            into = self._namespace.take_scratch(end - begin)
+            self._share(layout, piece, share, begin, end, into.data, length)
+            return into
+
+        calls = {m: functools.partial(read, s) for m, s in by_member.items()}
         seconds = self._namespace.hedge_seconds if hasty else self._namespace.read_seconds
         answers, errors = self._namespace.reads.ask(calls, seconds, spare=hasty, blame=not hasty)
-        return {by_member[m]: into[by_member[m]] for m in answers}, {by_member[m]: e for m, e in errors.items()}
+        return {by_member[m]: data for m, data in answers.items()}, {by_member[m]: e for m, e in errors.items()}
 
     def _any_copy(self, layout: Layout, piece: Piece, first: int, last: int, out: memoryview) -> None:
         """One of the copies; the next one where that fails, and beside it where that is slow."""
@@ -157,26 +164,40 @@ class FileReader(Reader):
 
     def _rebuild(
         self, layout: Layout, piece: Piece, length: int, wanted: dict[int, tuple[int, int, memoryview]],
-        failed: dict[int, StoreError],
+        known: Mapping[int, tuple[int, np.ndarray]], failed: dict[int, StoreError],
     ) -> None:  # fmt: skip
-        """Missing shares from any k others: the same range of each is enough."""
+        """Missing shares from any k others: the same range of each is enough.
+
+        known: what was read of others, and from where on.
+        """
         k = layout.redundancy.data
         begin = min(b for b, _, _ in wanted.values()) // CELL_BYTES * CELL_BYTES
         end = min(length, -(-max(e for _, e, _ in wanted.values()) // CELL_BYTES) * CELL_BYTES)
-        good: dict[int, np.ndarray] = {}
+        good = {s: data[begin - b : end - b] for s, (b, data) in known.items() if b <= begin and b + len(data) >= end}
+        scratch: list[np.ndarray] = []
         late = [i for i in failed if isinstance(failed[i], Unavailable)]  # asked again, if there is no other way
-        left = [i for i in self._in_order(layout, piece) if i not in failed] + late
+        left = [i for i in self._in_order(layout, piece) if i not in failed and i not in good] + late
         while len(good) < k:
             batch, left = left[: k - len(good)], left[k - len(good) :]
             if not batch:
                 raise self._lost(layout, piece, failed)
             got, errors = self._shares(layout, piece, dict.fromkeys(batch, (begin, end)), length, bool(left))
-            good.update({i: np.frombuffer(data, np.uint8) for i, data in got.items()})
+            good.update(got)
+            scratch += got.values()
             failed.update(errors)
-        into = {share: np.empty(end - begin, np.uint8) for share in wanted}
+        into: dict[int, np.ndarray] = {}
+        for share, (b, e, target) in wanted.items():
+            if (b, e) == (begin, end):
+                into[share] = np.frombuffer(target, np.uint8)
+            else:
+                into[share] = self._namespace.take_scratch(end - begin)
+                scratch.append(into[share])
         erasure.code(k, layout.redundancy.parity).rebuild(good, into)
         for share, (b, e, target) in wanted.items():
-            target[:] = into[share].data[b - begin : e - begin]
+            if (b, e) != (begin, end):
+                np.copyto(np.frombuffer(target, np.uint8), into[share][b - begin : e - begin])
+        for data in scratch:
+            self._namespace.give_scratch(data)
 
     # --- one fragment ------------------------------------------------------------------------------------------
 
@@ -255,7 +276,7 @@ class FileReader(Reader):
 
 def _take_back(view: memoryview, asked: Mapping[Future[None], tuple[int, memoryview]]) -> None:
     """Make sure that a slow thread writes no more into the caller's memory. It writes what came from a node, piece by piece,
-    through this very view."""
+    through this very view; where it reads a file by itself it holds the view meanwhile."""
     try:
         view.release()  # its next write fails
     except BufferError:  # a system call is writing there: that ends

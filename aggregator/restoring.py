@@ -16,7 +16,7 @@ from ckpt.aggregator.fanout import in_order
 from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, share_bytes
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.writing import Gone, new_version, object_name
-from ckpt.storage.base import Writer
+from ckpt.storage.base import ALIGNMENT, Reader, Writer
 from ckpt.storage.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.sums import bad_cells, cells
@@ -56,14 +56,20 @@ def _restore_once(
     progress: Progress,
 ) -> tuple[Layout, set[str]]:  # fmt: skip
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
-    objects = _Objects(namespace, path, layout)
+    lost = sum(share_bytes(p.nbytes, layout.redundancy) * p.fragments.count(None) for p in layout.pieces)
+    objects = _Objects(namespace, path, layout, lost // len(namespace.spots) // ALIGNMENT * ALIGNMENT)
+    sources = _Sources(namespace)
     pieces = list(layout.pieces)
 
     def mend(index: int) -> None:
         piece = layout.pieces[index]
         missing = [i for i, f in enumerate(piece.fragments) if f is None]
         failpoint("repair.piece")
-        shares = _rebuilt(namespace, path, layout, piece, missing, before, index)
+        count = layout.redundancy.data + len(missing)
+        pages = max(1, -(-share_bytes(piece.nbytes, layout.redundancy) // ALIGNMENT))
+        scratch = namespace.take_scratch(count * pages * ALIGNMENT)
+        memory = list(scratch.reshape(count, -1))
+        shares = _rebuilt(sources, path, layout, piece, missing, before, index, memory)
         used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
         fragments = list(piece.fragments)
         targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid, leave)
@@ -72,6 +78,7 @@ def _restore_once(
             fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
             progress(len(shares[i]))
         pieces[index] = replace(piece, fragments=tuple(fragments))
+        namespace.give_scratch(scratch)
 
     broken = [index for index, piece in enumerate(layout.pieces) if None in piece.fragments]
     try:
@@ -81,17 +88,22 @@ def _restore_once(
     except BaseException:
         objects.abort()
         raise
+    finally:
+        sources.close()
     return Layout(layout.redundancy, tuple(objects.holders), tuple(pieces)), objects.failed
 
 
 class _Objects:
-    """New objects on the members that take what is restored, one on each. Safe to use from many threads."""
+    """New objects on the members that take what is restored, one on each, of about `size_hint` bytes. Safe to use from many
+    threads."""
 
-    def __init__(self, namespace: Namespace, path: str, layout: Layout) -> None:
+    def __init__(self, namespace: Namespace, path: str, layout: Layout, size_hint: int) -> None:
         self._namespace = namespace
+        self._size_hint = size_hint
         self._path = path
         self._lock = threading.Lock()
         self._writers: dict[str, tuple[int, Writer]] = {}
+        self._opening: dict[str, threading.Lock] = {}
         self.holders = list(layout.holders)
         self.failed: set[str] = set()
         """Names of those that did not take everything."""
@@ -107,15 +119,19 @@ class _Objects:
 
     def _begun(self, member: str) -> tuple[int, Writer]:
         with self._lock:
+            opening = self._opening.setdefault(member, threading.Lock())
+        with opening:  # others go on with theirs
             if member not in self._writers:
                 name = object_name(new_version())
-                self.holders.append(Holder(member, name))
+                with self._lock:
+                    self.holders.append(Holder(member, name))
+                    holder = len(self.holders) - 1
                 writer: Writer = _Failed()
                 try:
-                    writer = self._namespace.places[member].store.create(name)
+                    writer = self._namespace.places[member].store.create(name, self._size_hint)
                 except StoreError as error:
-                    self._fail(member, len(self.holders) - 1, error)
-                self._writers[member] = len(self.holders) - 1, writer
+                    self._fail(member, holder, error)
+                self._writers[member] = holder, writer
             return self._writers[member]
 
     def _fail(self, member: str, holder: int, error: StoreError) -> None:
@@ -174,24 +190,41 @@ def _targets(
     raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
 
 
-def _fragment(namespace: Namespace, holder: Holder, fragment: Fragment, length: int) -> np.ndarray:
-    """A fragment, verified. Raises StoreError, IntegrityError."""
-    data = np.empty(length, np.uint8)
-    place = namespace.places.get(holder.member)
-    if place is None:
-        raise Unavailable("no member any more")
-    with place.store.open(holder.name) as reader:
-        if reader.read_into(fragment.position, data.data) < length:
+class _Sources:
+    """The objects that are read from, each opened once. Safe to use from many threads."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._readers: dict[Holder, Reader] = {}
+
+    def read(self, holder: Holder, fragment: Fragment, data: np.ndarray) -> None:
+        """Fill `data` with a fragment, verified. Raises StoreError, IntegrityError."""
+        place = self._namespace.places.get(holder.member)
+        if place is None:
+            raise Unavailable("no member any more")
+        with self._lock:
+            reader = self._readers.get(holder)
+            if reader is None:
+                reader = self._readers[holder] = place.store.open(holder.name)
+        if reader.read_into(fragment.position, data.data) < len(data):
             raise IntegrityError(f"{holder.name} is cut")
-    if bad_cells(data.data, fragment.cells):
-        raise IntegrityError(f"{holder.name} is damaged")
-    return data
+        if bad_cells(data.data, fragment.cells):
+            raise IntegrityError(f"{holder.name} is damaged")
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
 
 
 def _rebuilt(
-    namespace: Namespace, path: str, layout: Layout, piece: Piece, missing: list[int], before: Layout, index: int
-) -> dict[int, np.ndarray]:
-    """The missing fragments: from where they were, if they are only to move, else from the others."""
+    sources: _Sources, path: str, layout: Layout, piece: Piece, missing: list[int], before: Layout, index: int,
+    memory: list[np.ndarray],
+) -> dict[int, np.ndarray]:  # fmt: skip
+    """The missing fragments: from where they were, if they are only to move, else from the others.
+
+    memory: for those that are missing and for as many as a piece needs.
+    """
     redundancy = layout.redundancy
     length = share_bytes(piece.nbytes, redundancy)
     moved: dict[int, np.ndarray] = {}
@@ -199,7 +232,8 @@ def _rebuilt(
         was = before.pieces[index].fragments[i]
         if was is not None:
             with suppress(StoreError, IntegrityError):
-                moved[i] = _fragment(namespace, before.holders[was.holder], was, length)
+                sources.read(before.holders[was.holder], was, memory[-1][:length])
+                moved[i] = memory.pop()[:length]
     missing = [i for i in missing if i not in moved]
     if not missing:
         return moved
@@ -210,7 +244,8 @@ def _rebuilt(
             continue
         holder = layout.holders[fragment.holder]
         try:
-            good[i] = _fragment(namespace, holder, fragment, length)
+            sources.read(holder, fragment, memory[-1][:length])
+            good[i] = memory.pop()[:length]
         except (StoreError, IntegrityError) as error:
             reasons.append(f"{holder.member}: {error}")
     if len(good) < redundancy.data:
@@ -222,7 +257,7 @@ def _rebuilt(
     if redundancy.data == 1:
         only = next(iter(good.values()))
         return moved | dict.fromkeys(missing, only)
-    into = {i: np.empty(length, np.uint8) for i in missing}
+    into = {i: memory.pop()[:length] for i in missing}
     erasure.code(redundancy.data, redundancy.parity).rebuild(good, into)
     return moved | into
 

@@ -150,7 +150,7 @@ class FileWriter(Writer):
                 used = [self._holders[f.holder].member for f in fragments if f is not None]
                 left = dict(zip(left, self._members(index, len(left), used), strict=True))
         if scratch is not None and not self._avoided:  # else a thread may still be reading it
-            self._namespace.scratch.append(scratch)
+            self._namespace.give_scratch(scratch)
         self._pieces[index] = Piece(start, len(data), tuple(fragments), len(data))
 
     def _shares(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:

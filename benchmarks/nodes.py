@@ -4,7 +4,8 @@
     python benchmarks/nodes.py --only code small
 
 Nodes and client share the cores and, where it says so, one disk: figures are ratios within the run. Nodes are processes, on
-tmpfs (/dev/shm) and on disk (--data). "wire" counts what the nodes received.
+tmpfs (/dev/shm) and on disk (--data). Client and nodes are on one host, so bytes go by descriptors; "wire" rows are of nodes
+with --no-near, where they go through Arrow Flight.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class Node:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         listen = ["--listen", "127.0.0.1:0", "--monitor", "127.0.0.1:0"]
-        command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *listen]
+        command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *listen, *options]
         self.folder = folder
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
@@ -60,15 +61,16 @@ class Node:
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
 
     def received(self) -> float:
+        """Bytes of objects, over the wire and near."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.monitor}/metrics") as answer:
-            found = re.search(r'ckpt_node_bytes_received_total\{verb="put"\} (\S+)', answer.read().decode())
-        return float(found[1]) if found else 0.0
+            found = re.findall(r'ckpt_node_bytes_(?:received|near)_total\{verb="put"\} (\S+)', answer.read().decode())
+        return sum(map(float, found))
 
 
 @contextmanager
-def nodes(count: int, where: Path) -> Iterator[list[Node]]:
+def nodes(count: int, where: Path, *options: str) -> Iterator[list[Node]]:
     folder = Path(tempfile.mkdtemp(prefix="ckpt-nodes-", dir=where))
-    made = [Node(folder / str(i)) for i in range(count)]
+    made = [Node(folder / str(i), *options) for i in range(count)]
     try:
         yield made
     finally:
@@ -141,42 +143,46 @@ def bare(streams: int, files: int, *store: str) -> tuple[float, float]:
 
 
 def one_node(args: argparse.Namespace) -> None:
-    """64 MiB files through one node on tmpfs, two at a time, beside bare Flight with two streams."""
+    """64 MiB files through one node on tmpfs, two at a time, near and over the wire, beside bare Flight with two streams."""
     from ckpt.storage.client import NodeStore
 
     files, streams = 16, 2
     data = memoryview(np.random.default_rng(0).integers(0, 255, FILE_BYTES, np.uint8))
     buffers = [memoryview(bytearray(FILE_BYTES)) for _ in range(streams)]
-    with nodes(1, args.memory) as (node,):
-        store = NodeStore(node.address)
 
-        def put(i: int) -> None:
-            with store.create(f"f{i}", FILE_BYTES) as writer:
-                for start in range(0, FILE_BYTES, PIECE_BYTES):
-                    writer.append(data[start : start + PIECE_BYTES])
-                writer.commit()
+    def put(store: NodeStore, i: int) -> None:
+        with store.create(f"f{i}", FILE_BYTES) as writer:
+            for start in range(0, FILE_BYTES, PIECE_BYTES):
+                writer.append(data[start : start + PIECE_BYTES])
+            writer.commit()
 
-        def get(i: int) -> None:
-            with store.open(f"f{i}") as reader:
-                reader.read_into(0, buffers[i % streams])
+    def get(store: NodeStore, i: int) -> None:
+        with store.open(f"f{i}") as reader:
+            reader.read_into(0, buffers[i % streams])
 
-        puts, gets, bare_puts, bare_gets, storing = [], [], [], [], []
-        with ThreadPoolExecutor(streams) as pool:
-            for _ in range(3):
-                bare_put, bare_get = bare(streams, files)
-                bare_puts.append(bare_put)
-                bare_gets.append(bare_get)
-                storing.append(bare(1, files // 2, str(args.memory / "ckpt-bare"))[0])
-                (args.memory / "ckpt-bare").unlink()
-                puts.append(files * FILE_BYTES / 1e9 / timed(lambda: list(pool.map(put, range(files)))))
-                gets.append(files * FILE_BYTES / 1e9 / timed(lambda: list(pool.map(get, range(files)))))
-    say("bare Flight, put of 64 MiB, 2 streams", median(bare_puts), "GB/s")
-    say("bare Flight, get", median(bare_gets), "GB/s")
-    say("bare Flight that writes into a file on tmpfs, put, 1 stream", median(storing), "GB/s")
-    say("one node on tmpfs, put of 64 MiB files, 2 at a time", median(puts), "GB/s")
-    say("one node on tmpfs, get", median(gets), "GB/s")
-    say("put / bare Flight (to reach 0.8)", median(puts) / median(bare_puts), "x")
-    say("get / bare Flight (to reach 0.8)", median(gets) / median(bare_gets), "x")
+    found: dict[str, list[float]] = {}
+    with nodes(1, args.memory) as (beside,), nodes(1, args.memory, "--no-near") as (far,), ThreadPoolExecutor(streams) as pool:
+        for _ in range(3):
+            rates = dict(zip(("bare put", "bare get"), bare(streams, files), strict=True))
+            rates["storing"] = bare(1, files // 2, str(args.memory / "ckpt-bare"))[0]
+            (args.memory / "ckpt-bare").unlink()
+            for way, node in (("near", beside), ("wire", far)):
+                store = NodeStore(node.address)
+                for what in (put, get):
+                    seconds = timed(lambda w=what, s=store: list(pool.map(lambda i: w(s, i), range(files))))
+                    rates[f"{way} {what.__name__}"] = files * FILE_BYTES / 1e9 / seconds
+            for name, rate in rates.items():
+                found.setdefault(name, []).append(rate)
+    rates = {name: median(each) for name, each in found.items()}
+    say("bare Flight, put of 64 MiB, 2 streams", rates["bare put"], "GB/s")
+    say("bare Flight, get", rates["bare get"], "GB/s")
+    say("bare Flight that writes into a file on tmpfs, put, 1 stream", rates["storing"], "GB/s")
+    for way, told in (("near", "one node on tmpfs"), ("wire", "over the wire, one node on tmpfs")):
+        say(f"{told}, put of 64 MiB files, 2 at a time", rates[f"{way} put"], "GB/s")
+        say(f"{told}, get", rates[f"{way} get"], "GB/s")
+        goal = " (to reach 0.8)" if way == "near" else ", over the wire"
+        say(f"put / bare Flight{goal}", rates[f"{way} put"] / rates["bare put"], "x")
+        say(f"get / bare Flight{goal}", rates[f"{way} get"] / rates["bare get"], "x")
 
 
 def save_rate(made: list[Node], redundancy: str, nbytes: int) -> float:
@@ -201,24 +207,28 @@ def scaling(args: argparse.Namespace) -> None:
     say("four nodes / one node (to reach 1.5, until cores are full)", four_rate / single, "x")
 
 
-def one_disk(args: argparse.Namespace) -> None:
+def write_limit(folder: Path, source: np.ndarray) -> float:
+    """GB/s of O_DIRECT writes by one thread."""
     import limits
 
-    source = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
     found: dict[str, list[float]] = {}
 
     def record(name: str, moved: int, task: Callable[[], None], before: Callable[[], None] = lambda: None) -> None:
         found.setdefault(name, []).extend(moved / 1e9 / limits.seconds(task, before) for _ in range(3))
 
-    limits.write_limits(record, source, args.data / "limit.bin")
-    (args.data / "limit.bin").unlink()
-    limit = say("O_DIRECT write, 1 thread", median(found[limits.WRITE_1]), "GB/s")
+    limits.write_limits(record, source, folder / "limit.bin")
+    (folder / "limit.bin").unlink()
+    return say("O_DIRECT write, 1 thread", median(found[limits.WRITE_1]), "GB/s")
+
+
+def one_disk(args: argparse.Namespace) -> None:
+    limit = write_limit(args.data, np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8))
     with nodes(4, args.data) as made:
         before = sum(n.received() for n in made)
         rate = say("save of 1 GiB, four nodes on one disk, 2x", save_rate(made, "2x", 1 << 30), "GB/s")
-        wire = sum(n.received() for n in made) - before
+        moved = sum(n.received() for n in made) - before
     say("2x on one disk / O_DIRECT limit (to reach 0.45)", rate / limit, "x")
-    say("bytes on the wire / (2 x payload) (at most 1.02)", wire / (4 * 2 * (1 << 30)), "x")
+    say("bytes that the nodes got / (2 x payload) (at most 1.02)", moved / (4 * 2 * (1 << 30)), "x")
 
 
 def code(args: argparse.Namespace) -> None:
@@ -280,9 +290,10 @@ def small(args: argparse.Namespace) -> None:
 def mending(args: argparse.Namespace) -> None:
     from ckpt.aggregator import repair
 
+    data = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
+    limit = write_limit(args.data, data)
     with nodes(4, args.data) as made:
         space = namespace(made, "2x")
-        data = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
         for i in range(8):
             space.put(f"f{i}", memoryview(data)[i << 27 : (i + 1) << 27])
         for path in (made[0].folder / "objects").rglob("*"):
@@ -291,7 +302,8 @@ def mending(args: argparse.Namespace) -> None:
         found = repair.survey(space)
         began = time.perf_counter()
         done = repair.repair(space, found)
-        say("repair of a lost disk, four nodes on one disk", done.nbytes / 1e9 / (time.perf_counter() - began), "GB/s")
+        rate = say("repair of a lost disk, four nodes on one disk", done.nbytes / 1e9 / (time.perf_counter() - began), "GB/s")
+        say("repair / O_DIRECT limit (to reach 0.5)", rate / limit, "x")
         assert not done.failed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,8 +14,10 @@ import pyarrow.flight as flight
 from ckpt.storage import wire
 from ckpt.storage.access import Access
 from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name
+from ckpt.storage.descriptors import DescriptorReader, told
 from ckpt.storage.device import Info
 from ckpt.storage.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable
+from ckpt.storage.neighbour import Neighbour
 from ckpt.storage.registers import Answer, Ballot, Change, Registers, Value
 from ckpt.storage.sums import digest
 
@@ -45,6 +48,7 @@ class NodeStore(Store):
         self._turn = 0
         self._lock = threading.Lock()
         self.registers = NodeRegisters(self)
+        self._neighbour = Neighbour(self, self._access.deadline_seconds)
 
     def info(self, seconds: float | None = None) -> Info:
         """Ask the node who it is and how it is."""
@@ -76,6 +80,10 @@ class NodeStore(Store):
             writer.commit()
 
     def get(self, name: str) -> bytes:
+        fd = self.descriptor(name)
+        if fd is not None:
+            with os.fdopen(fd, "rb") as file, told("reading", f"{self.url}/{name}"):
+                return file.read()
         parts = []
         position = 0
         while True:
@@ -89,7 +97,13 @@ class NodeStore(Store):
         return _NodeReader(self, check_name(name))
 
     def create(self, name: str, size_hint: int = 0) -> Writer:
-        return _NodeWriter(self, self.call("create", check_name(name), size_hint))
+        key = self.call("create", check_name(name), size_hint)
+        return self._neighbour.create(key, size_hint, f"{self.url}/{name}") or _NodeWriter(self, key)
+
+    def descriptor(self, name: str) -> int | None:
+        """An object of a node on this host, open for reading, which the caller closes; None where it goes over the wire."""
+        found = self._neighbour.descriptors("open", check_name(name))
+        return None if found is None else found[0]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         if prefix:
@@ -224,8 +238,14 @@ class _NodeReader(Reader):
     def __init__(self, store: NodeStore, name: str) -> None:
         self._store = store
         self._name = name
+        self._lock = threading.Lock()
+        self._file: DescriptorReader | None = None
+        self._closed = False
 
     def read_into(self, position: int, buffer: memoryview) -> int:
+        file = self._file or self._opened()
+        if file is not None:
+            return file.read_into(position, buffer)
         done = 0
         while done < len(buffer):
             want = min(_READ_BYTES, len(buffer) - done)
@@ -239,6 +259,25 @@ class _NodeReader(Reader):
             if got < want:
                 break
         return done
+
+    def _opened(self) -> DescriptorReader | None:
+        """The file itself, where the node is on this host."""
+        fd = self._store.descriptor(self._name)
+        if fd is None:
+            return None
+        file = DescriptorReader(fd, f"{self._store.url}/{self._name}")
+        with self._lock:
+            if self._file is None and not self._closed:
+                self._file = file
+        if self._file is not file:  # another thread was faster, or has closed this
+            file.close()
+        return self._file
+
+    def close(self) -> None:
+        with self._lock:
+            file, self._file, self._closed = self._file, None, True
+        if file is not None:
+            file.close()
 
 
 class _NodeWriter(Writer):

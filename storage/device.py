@@ -88,6 +88,11 @@ class Device:
         self._capacity = capacity
         self._lock: int | None = None
 
+    @property
+    def limited(self) -> bool:
+        """Whether it may take less than the disk has."""
+        return self._capacity is not None
+
     def identity(self) -> str:
         """Of this device, for ever: a new disk in the same place has another."""
         folder = LocalStore(self.path)

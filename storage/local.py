@@ -14,51 +14,25 @@ import functools
 import os
 import secrets
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.errors import AlreadyExists, NoSpace, NotFound, StoreError
+from ckpt.storage.descriptors import DescriptorReader, GrowingFile, told, write_all
+from ckpt.storage.errors import NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
-_ADVICE = {
-    errno.ENOSPC: "the disk is full: free space or keep fewer steps",
-    errno.EDQUOT: "the disk quota is used up: free space or keep fewer steps",
-    errno.EACCES: "permission denied: check the owner and mode of the directory",
-    errno.EPERM: "not permitted: check the owner and mode of the directory",
-    errno.EROFS: "the file system is read-only",
-    errno.EIO: "the device reported an I/O error: check the disk",
-    errno.ENAMETOOLONG: "the path is too long for this file system",
-}
-
-
-@contextmanager
-def _told(doing: str, path: str) -> Iterator[None]:
-    """Turn an OSError into a StoreError that says what was being done and where."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise NotFound(f"{doing} {path}: no such file") from error
-    except FileExistsError as error:
-        raise AlreadyExists(f"{doing} {path}: it exists already") from error
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "see the cause")
-        kind = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-        raise kind(f"{doing} {path} failed: {error.strerror or error}; {advice}") from error
-
-
 def _fsync(fd: int, path: str) -> None:
-    with _told("making durable", path):
+    with told("making durable", path):
         failpoint("local.fsync")
         os.fsync(fd)
 
 
 def _fsync_folder(path: str) -> None:
-    with _told("making durable", path):
+    with told("making durable", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _fsync(fd, path)
@@ -80,7 +54,7 @@ class LocalStore(Store):
     def put(self, name: str, data: Buffer) -> None:
         path, temporary = self._put_temporary(name, data)
         try:
-            with _told("publishing", path):
+            with told("publishing", path):
                 os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
@@ -93,14 +67,14 @@ class LocalStore(Store):
     def put_new(self, name: str, data: Buffer) -> None:
         path, temporary = self._put_temporary(name, data)
         try:
-            with _told("publishing", path):
+            with told("publishing", path):
                 _link_new(temporary, path)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
         _fsync_folder(os.path.dirname(path))
 
-    def create(self, name: str, size_hint: int = 0) -> Writer:
+    def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
         return LocalWriter(path, size_hint, self._direct)
@@ -109,10 +83,10 @@ class LocalStore(Store):
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
         temporary = temporary_name(path)
-        with _told("writing", path):
+        with told("writing", path):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            _write_all(fd, memoryview(data).cast("B"), 0, path)
+            write_all(fd, memoryview(data).cast("B"), 0, path)
             _fsync(fd, path)
         except BaseException:
             with suppress(OSError):
@@ -132,7 +106,7 @@ class LocalStore(Store):
             missing.append(parent)
             parent = os.path.dirname(parent)
         for folder in reversed(missing):
-            with _told("making the directory", folder), suppress(FileExistsError):
+            with told("making the directory", folder), suppress(FileExistsError):
                 os.mkdir(folder)
             _fsync_folder(os.path.dirname(folder))
         self._folders.add(path)
@@ -142,11 +116,16 @@ class LocalStore(Store):
     def get(self, name: str) -> bytes:
         path = self._path(name)
         fd = _open_to_read(path)
-        with os.fdopen(fd, "rb") as file, _told("reading", path):
+        with os.fdopen(fd, "rb") as file, told("reading", path):
             return file.read()
 
     def open(self, name: str) -> Reader:
-        return _LocalReader(self._path(name))
+        path = self._path(name)
+        return DescriptorReader(_open_to_read(path), path)
+
+    def descriptor(self, name: str) -> int:
+        """An object, open for reading. The caller closes it."""
+        return _open_to_read(self._path(name))
 
     def prefetch(self, name: str, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -161,7 +140,7 @@ class LocalStore(Store):
         yield from self._walk(self._folder(prefix), f"{prefix}/" if prefix else "")
 
     def _walk(self, path: str, prefix: str) -> Iterator[Entry]:
-        with _told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        with told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
                 if not is_name(entry.name):  # temporary, or not ours
                     continue
@@ -173,7 +152,7 @@ class LocalStore(Store):
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         path = self._folder(prefix)
-        with _told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        with told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False) and is_name(entry.name):
                     yield entry.name
@@ -186,7 +165,7 @@ class LocalStore(Store):
         for name in names:
             path = self._path(name)
             # A folder, or a name below an object, is no object either.
-            with _told("deleting", path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            with told("deleting", path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 failpoint("local.delete")
                 self._remove(path)
                 folders.add(os.path.dirname(path))
@@ -202,7 +181,7 @@ class LocalStore(Store):
         for base, _, files in os.walk(self._folder(prefix), topdown=False):
             for name in files:
                 if is_temporary(name):
-                    with suppress(NotFound), _told("deleting", os.path.join(base, name)):
+                    with suppress(NotFound), told("deleting", os.path.join(base, name)):
                         os.unlink(os.path.join(base, name))
             self._remove_empty(base)
 
@@ -257,13 +236,6 @@ def _link_new(temporary: str, path: str) -> None:
         os.replace(temporary, path)
 
 
-def _write_all(fd: int, data: memoryview, position: int, path: str) -> None:
-    with _told("writing", path):
-        while data:
-            written = os.pwrite(fd, data, position)
-            data, position = data[written:], position + written
-
-
 class LocalWriter(Writer):
     """reuse: puts a file whose pages may be written over at a path, if it has one."""
 
@@ -272,67 +244,61 @@ class LocalWriter(Writer):
     ) -> None:
         self._path = path
         self._temporary = temporary_name(path)
-        self._lock = threading.Lock()
-        self._end = 0
-        self._length = 0
-        self._direct_fd: int | None = None
-        self._direct = direct
+        self._reserved = 0
         self._published = False
-        with _told("creating", path):
+        with told("creating", path):
             reused = reuse is not None and reuse(self._temporary, size_hint)
-            self._fd = os.open(self._temporary, os.O_WRONLY | (0 if reused else os.O_CREAT | os.O_EXCL), 0o666)
-            self._direct_fd = _open_direct(self._temporary) if direct else None
+            fd = os.open(self._temporary, os.O_WRONLY | (0 if reused else os.O_CREAT | os.O_EXCL), 0o666)
+        self._file = GrowingFile(fd, _open_direct(self._temporary) if direct else None, path)
         try:
-            if size_hint:
-                # Reserved now: a full disk is found before the first byte, and parallel O_DIRECT writes into
-                # unwritten extents need no exclusive inode lock, as writes that extend the file do on ext4.
-                with _told("reserving space for", path):
-                    _reserve(self._fd, size_hint)
+            self.reserve(size_hint)
         except BaseException:
             self.abort()
             raise
 
+    def reserve(self, nbytes: int) -> None:
+        """Take so many bytes of the disk, for all of the object. Raises NoSpace."""
+        # A full disk is found before the first byte, and parallel O_DIRECT writes into unwritten extents need no
+        # exclusive inode lock, as writes that extend the file do on ext4.
+        if nbytes > self._reserved:
+            with told("reserving space for", self._path):
+                _reserve(self._file.fd, self._reserved, nbytes - self._reserved)
+            self._reserved = nbytes
+
+    def descriptors(self) -> list[int]:
+        """For another process to write the object through, which then says to `commit` how long it is: one for buffered
+        writes and, where there is that, one for O_DIRECT."""
+        return [fd for fd in (self._file.fd, self._file.direct_fd) if fd is not None]
+
     def append(self, data: memoryview) -> int:
-        padded = -(-len(data) // ALIGNMENT) * ALIGNMENT
-        with self._lock:
-            position = self._end
-            self._end += padded
-            self._length = max(self._length, position + len(data))
-        with _told("writing", self._path):
-            failpoint("local.append")
-        if self._direct and self._direct_fd is not None and padded == len(data):
-            if _try_direct(self._direct_fd, data, position, self._path):
-                return position
-            # This memory or file system refuses O_DIRECT: buffered from now on. The descriptor stays open until the
-            # end, for another thread may be writing through it: closed here, its number could be another file's.
-            self._direct = False
-        _write_all(self._fd, data, position, self._path)
+        with self._file.place(len(data)) as position:
+            self._file.write(data, position)
         return position
 
-    def commit(self) -> int:
-        with _told("cutting to length", self._path):
-            os.ftruncate(self._fd, self._length)
-        _fsync(self._fd, self._path)
-        self._close()
-        with _told("publishing", self._path):
+    def commit(self, length: int | None = None) -> int:
+        """length: of what was written through the descriptors."""
+        if length is None:
+            length = self._file.length
+        elif (there := os.fstat(self._file.fd).st_size) <= length - ALIGNMENT:  # less is what an empty append adds
+            raise StoreError(f"{self._path} has {there} bytes, {length} were to be written; write it anew")
+        with told("cutting to length", self._path):
+            os.ftruncate(self._file.fd, length)
+        _fsync(self._file.fd, self._path)
+        self._file.close()
+        with told("publishing", self._path):
             failpoint("local.rename")
             os.replace(self._temporary, self._path)
         self._published = True
         _fsync_folder(os.path.dirname(self._path))
-        return self._length
+        return length
 
     def abort(self) -> None:
-        self._close()
         if not self._published:
+            with suppress(OSError):  # another process may keep it open for long: its bytes go now
+                os.ftruncate(self._file.fd, 0)
             with suppress(OSError):
                 os.unlink(self._temporary)
-
-    def _close(self) -> None:
-        fd, direct_fd, self._fd, self._direct_fd = self._fd, self._direct_fd, -1, None
-        if fd >= 0:
-            os.close(fd)
-        if direct_fd is not None:
-            os.close(direct_fd)
+        self._file.close()
 
 
 def _open_direct(path: str) -> int | None:
@@ -342,24 +308,9 @@ def _open_direct(path: str) -> int | None:
         return None
 
 
-def _try_direct(fd: int, data: memoryview, position: int, path: str) -> bool:
-    """Write all of `data` through O_DIRECT; False where memory or file system do not allow it."""
-    try:
-        written = os.pwrite(fd, data, position)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        with _told("writing", path):
-            raise
-    if written < len(data):
-        # A short direct write ends where the device stopped, most often for lack of space: the next call tells.
-        _write_all(fd, data[written:], position + written, path)
-    return True
-
-
-def _reserve(fd: int, nbytes: int) -> None:
+def _reserve(fd: int, start: int, nbytes: int) -> None:
     fallocate = _fallocate()
-    if fallocate is not None and fallocate(fd, 0, 0, nbytes):
+    if fallocate is not None and fallocate(fd, 0, start, nbytes):
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
@@ -378,7 +329,7 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 def _open_to_read(path: str) -> int:
     """Open an object; a folder, and a name below an object, are none: NotFound, as in an object store."""
-    with _told("opening", path):
+    with told("opening", path):
         try:
             fd = os.open(path, os.O_RDONLY)
         except NotADirectoryError as error:
@@ -387,27 +338,3 @@ def _open_to_read(path: str) -> int:
             os.close(fd)
             raise FileNotFoundError(errno.ENOENT, "a folder", path)
         return fd
-
-
-class _LocalReader(Reader):
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._fd = _open_to_read(path)
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # twice the read-ahead: packs are mostly read in order
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-    def read_into(self, position: int, buffer: memoryview) -> int:
-        done = 0
-        with _told("reading", self._path):
-            while done < len(buffer):
-                count = os.preadv(self._fd, [buffer[done:]], position + done)
-                if not count:
-                    break
-                done += count
-        return done
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)

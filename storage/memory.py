@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from ckpt.storage.base import Writer
 from ckpt.storage.local import LocalStore, LocalWriter, temporary_name
 
 REUSED_SUFFIX = ".pack"
@@ -24,7 +23,7 @@ class MemoryStore(LocalStore):
         super().__init__(path, direct=False)
         self._spare = os.path.join(self.root, ".spare")
 
-    def create(self, name: str, size_hint: int = 0) -> Writer:
+    def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
         return LocalWriter(path, size_hint, direct=False, reuse=self.take if name.endswith(REUSED_SUFFIX) else None)

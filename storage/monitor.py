@@ -54,6 +54,7 @@ class _Collector:
             "seconds": "Seconds spent in calls.",
             "bytes_received": "Bytes of objects received.",
             "bytes_sent": "Bytes of objects sent.",
+            "bytes_near": "Bytes of objects that clients of this host wrote by themselves.",
         }
         known = dict(server.counters)
         for what, text in help_of.items():

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from ckpt.storage import wire
+from ckpt.storage import near, wire
 from ckpt.storage.base import check_name
 from ckpt.storage.buffers import Buffers
 from ckpt.storage.device import Device
@@ -51,6 +53,8 @@ class NodeOptions:
     """How long an append waits for a buffer."""
     lease_seconds: float = 60.0
     """How long an upload lives without a word from its client."""
+    near: bool = True
+    """Let clients on this host read and write the files by themselves; see near.py."""
 
 
 class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -77,7 +81,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._usage_known = (0.0, 0, 0)
         self._usage_lock = threading.Lock()
         self.identity = device.identity()
-        self.uploads = Uploads(device.store, lambda: self.usage()[1], options.lease_seconds)
+        self.uploads = Uploads(device.store, self._left, options.lease_seconds)
         self.counters: dict[tuple[str, str], float] = {}
         self._counting = threading.Lock()
         self.draining = False
@@ -85,6 +89,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._verbs: dict[str, Callable[..., Any]] = {v.replace("_", "."): getattr(self, f"_verb_{v}") for v in verbs}
         device.lock()
         device.store.sweep_temporaries("")  # of a node that was killed; nobody else writes here
+        self._near = near.listen(self._descriptors, options.lease_seconds) if options.near else None
         super().__init__(
             f"{scheme}://{host}:{port}",
             tls_certificates=[options.certificate] if options.certificate else None,
@@ -107,6 +112,10 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
                 self._usage_known = (time.monotonic(), used, free)
             return used, free
 
+    def _left(self, promised: int) -> int:
+        """Bytes that are free beside those promised to uploads, which are on the disk already, but in no listing."""
+        return self.usage()[1] - (promised if self._device.limited else 0)
+
     def count(self, what: str, verb: str, by: float = 1) -> None:
         """Add to a metric."""
         with self._counting:
@@ -117,6 +126,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self.draining = True
         left = self.uploads.drain(seconds)
         self._stop.set()
+        if self._near is not None:
+            self._near.close()
         return left
 
     def _expire(self) -> None:
@@ -238,11 +249,17 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._may_write()
         return self.uploads.create(check_name(name), size_hint)
 
-    def _verb_commit(self, key: str) -> int:
+    def _verb_reserve(self, key: str, needed: int, wanted: int) -> int:
+        return self.uploads.reserve(key, needed, wanted)
+
+    def _verb_commit(self, key: str, length: int | None = None) -> int:
+        """length: of what a client of this host wrote by itself."""
         failpoint("node.commit")
-        length = self.uploads.commit(key)
+        committed = self.uploads.commit(key, length)
+        if length is not None:
+            self.count("bytes_near", "put", length)
         failpoint("node.committed")
-        return length
+        return committed
 
     def _verb_abort(self, key: str) -> None:
         self.uploads.abort(key)
@@ -285,11 +302,36 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._may_write()
         self._device.quarantine(name)
 
+    def _verb_near(self) -> list[Any] | None:
+        """Where clients of this host get descriptors; nothing where there are none."""
+        if self._near is None:
+            return None
+        door = self._near.door
+        return [door.name, door.secret, door.lease_seconds]
+
     def _verb_info(self) -> list[Any]:
         used, free = self.usage()
         state = "draining" if self.draining else "read-only" if self._options.read_only else "serving"
         labels = [list(label) for label in self._options.labels]
         return [wire.VERSION, self.identity, used, free, state, labels, len(self.uploads)]
+
+    @contextmanager
+    def _descriptors(self, verb: str, argument: str) -> Iterator[list[int]]:
+        """What a client of this host reads an object by, or writes an upload by."""
+        self.count("calls", f"near.{verb}")
+        if verb == "open":
+            failpoint("node.get")
+            fd = self._device.store.descriptor(argument)
+            try:
+                yield [fd]
+            finally:
+                os.close(fd)
+        elif verb == "append":
+            failpoint("node.append")
+            with self.uploads.descriptors(argument) as found:
+                yield found
+        else:
+            raise InvalidArgument(f"this node gives no descriptors to {verb!r}")
 
     # --- registers ---------------------------------------------------------------------------------------------
 

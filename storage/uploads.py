@@ -5,27 +5,32 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from ckpt.storage.base import Store, Writer
 from ckpt.storage.errors import NoSpace, NotFound, Unavailable
+from ckpt.storage.local import LocalStore, LocalWriter
 
 
 class Upload:
     """One object on its way."""
 
-    def __init__(self, name: str, writer: Writer, reserved: int) -> None:
+    def __init__(self, name: str, writer: LocalWriter, reserved: int) -> None:
         self.name = name
         self.writer = writer
         self.reserved = reserved
+        self.growing = threading.Lock()
         self.touched = time.monotonic()
         self.busy = 0  # calls that use the writer now
 
 
 class Uploads:
-    """All objects on their way into one store, and the space that is promised to them."""
+    """All objects on their way into one store, and the space that is promised to them.
 
-    def __init__(self, store: Store, free: Callable[[], int], lease_seconds: float) -> None:
+    free: bytes that may still be promised where so many are.
+    """
+
+    def __init__(self, store: LocalStore, free: Callable[[int], int], lease_seconds: float) -> None:
         self._store = store
         self._free = free
         self._lease_seconds = lease_seconds
@@ -38,9 +43,9 @@ class Uploads:
         with self._lock:
             if self._closed:
                 raise Unavailable("this node is shutting down and takes nothing new")
-            free = self._free() - sum(u.reserved for u in self._uploads.values())
+            free = self._left()
             if size_hint > free:
-                raise NoSpace(f"{name} of {size_hint} bytes does not fit: {max(0, free)} bytes are free on this node")
+                raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node")
         upload = Upload(name, self._store.create(name, size_hint), size_hint)
         key = secrets.token_hex(16)
         with self._lock:
@@ -58,11 +63,56 @@ class Uploads:
         finally:
             self._unuse(upload)
 
-    def commit(self, key: str) -> int:
-        """Make the object durable and visible; its length."""
+    @contextmanager
+    def descriptors(self, key: str) -> Iterator[list[int]]:
+        """The open files of an object, for its client to write through, and for nobody else then."""
+        upload = self._use(key)
+        try:
+            yield upload.writer.descriptors()
+        finally:
+            self._unuse(upload)
+
+    def reserve(self, key: str, needed: int, wanted: int) -> int:
+        """Promise space for `wanted` bytes of an object in all, or for fewer, but for no less than `needed`; for how many.
+
+        Raises NoSpace.
+        """
+        upload = self._use(key)
+        try:
+            with upload.growing:
+                before = upload.reserved
+                if needed <= before:
+                    return before
+                with self._lock:
+                    free = self._left()
+                    upload.reserved = max(needed, min(wanted, before + free))
+                try:
+                    if needed > before + free:
+                        raise NoSpace(f"{needed - before} more bytes of {upload.name} do not fit: {free} are free on this node")
+                    return self._grow(upload, needed)
+                except BaseException:
+                    upload.reserved = before
+                    raise
+        finally:
+            self._unuse(upload)
+
+    def _grow(self, upload: Upload, needed: int) -> int:
+        try:
+            upload.writer.reserve(upload.reserved)
+        except NoSpace:
+            upload.reserved = needed
+            upload.writer.reserve(needed)
+        return upload.reserved
+
+    def _left(self) -> int:
+        """Bytes that may still be promised. Under the lock."""
+        return max(0, self._free(sum(u.reserved for u in self._uploads.values())))
+
+    def commit(self, key: str, length: int | None = None) -> int:
+        """Make the object durable and visible; its length, which its client says where it has written by itself."""
         upload = self._take(key)
         try:
-            return upload.writer.commit()
+            return upload.writer.commit(length)
         finally:
             upload.writer.abort()
 

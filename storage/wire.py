@@ -4,7 +4,8 @@
     get     [name, position, nbytes]               the bytes of an object, in batches of one column of uint8
     put     [upload, nbytes, digest]               one append of an upload; the answer is its position
 
-An error travels as its kind and its message, and is raised again on the other side.
+Where both are on one host, bytes go another way: near.py. An error travels as its kind and its message, and is raised again
+on the other side.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from ckpt.aggregator import repair as repairs
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import AlreadyExists, NoSpace, StoreError, Unavailable
+from ckpt.storage.server import NodeOptions
 from ckpt.storage.testing import pattern
 
 SOAK = bool(os.environ.get("CKPT_SOAK"))
@@ -196,8 +197,8 @@ def test_two_of_six_at_random_moments(tmp_path: Path, number: int) -> None:
 
 @pytest.fixture
 def linked(tmp_path: Path) -> Iterator[tuple[list[Here], list[list[Link]]]]:
-    """Three nodes, and for each of two clients a wire of its own to each."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    """Three nodes, and for each of two clients a wire of its own to each, which all bytes take."""
+    nodes = [Here(tmp_path / f"n{i}", NodeOptions(near=False)) for i in range(3)]
     links = [[Link(node.address) for node in nodes] for _ in range(2)]
     yield nodes, links
     for link in itertools.chain(*links):

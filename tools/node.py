@@ -72,6 +72,7 @@ SIGTERM ends it once the writes under way are done.""",
 @click.option("--tls-ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Ask clients for one of this CA.")
 @click.option("--insecure", is_flag=True, help="Listen beyond this host without token or TLS.")
 @click.option("--read-only", is_flag=True, help="Take no writes.")
+@click.option("--no-near", is_flag=True, help="Let clients on this host, too, send every byte over the wire.")
 @click.option("--etcd", metavar="URL,…", help="Announce this node in etcd while it serves: http://host:2379,http://…")
 @click.option("--cluster", metavar="NAME", help="The cluster to announce it in. Goes with --etcd.")
 @click.option("--advertise", metavar="HOST:PORT", help="Where clients reach it; its name. Default: --listen. Goes with --etcd.")
@@ -83,7 +84,7 @@ SIGTERM ends it once the writes under way are done.""",
 def command(
     context: click.Context, data: Path | None, listen: str, monitor: str | None, domain: str, capacity: int | None,
     token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
-    read_only: bool, etcd: str | None, cluster: str | None, advertise: str | None, repairing: str | None,
+    read_only: bool, no_near: bool, etcd: str | None, cluster: str | None, advertise: str | None, repairing: str | None,
     repair_every: float, drain_seconds: float,
 ) -> int:  # fmt: skip
     """Serve the folder --data as one node, or (admin) look after a namespace of nodes."""
@@ -110,6 +111,7 @@ def command(
         client_ca=None if tls_ca is None else tls_ca.read_bytes(),
         read_only=read_only,
         labels=_labels(domain),
+        near=not no_near,
     )
     at = _address(monitor, "--monitor") if monitor else (host, port + 1 if port else 0)
     care = (repairing, repair_every) if repairing else None

@@ -1,0 +1,161 @@
+"""Reading and writing through open descriptors, whoever opened them: a directory, or a node for a client of its host."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pickle import PickleBuffer
+
+from ckpt.storage.base import ALIGNMENT, Reader
+from ckpt.storage.errors import AlreadyExists, NoSpace, NotFound, StoreError
+from ckpt.storage.failpoints import failpoint
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space or keep fewer steps",
+    errno.EDQUOT: "the disk quota is used up: free space or keep fewer steps",
+    errno.EACCES: "permission denied: check the owner and mode of the directory",
+    errno.EPERM: "not permitted: check the owner and mode of the directory",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the device reported an I/O error: check the disk",
+    errno.ENAMETOOLONG: "the path is too long for this file system",
+}
+
+
+@contextmanager
+def told(doing: str, where: str) -> Iterator[None]:
+    """Turn an OSError into a StoreError that says what was being done and where."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"{doing} {where}: no such file") from error
+    except FileExistsError as error:
+        raise AlreadyExists(f"{doing} {where}: it exists already") from error
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "see the cause")
+        kind = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(f"{doing} {where} failed: {error.strerror or error}; {advice}") from error
+
+
+def write_all(fd: int, data: memoryview, position: int, where: str) -> None:
+    """Write `data` at `position`, through the page cache."""
+    with told("writing", where):
+        while data:
+            written = os.pwrite(fd, data, position)
+            data, position = data[written:], position + written
+
+
+class DescriptorReader(Reader):
+    """A file that is open for reading, and closed with this. `where` names it in messages."""
+
+    def __init__(self, fd: int, where: str) -> None:
+        self._fd = fd
+        self._where = where
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # twice the read-ahead: packs are mostly read in order
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        # So that nobody releases the caller's view while the kernel writes there: a slice of it would not prevent that.
+        held = PickleBuffer(buffer)
+        done = 0
+        try:
+            with told("reading", self._where):
+                failpoint("local.read")
+                while done < len(buffer):
+                    count = os.preadv(self._fd, [buffer[done:]], position + done)
+                    if not count:
+                        break
+                    done += count
+        finally:
+            held.release()
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class GrowingFile:
+    """A file that is open for writing, in which each append gets a place of its own. Safe to use from many threads.
+
+    direct_fd: the same file, opened with O_DIRECT, where there is that.
+    """
+
+    def __init__(self, fd: int, direct_fd: int | None, where: str) -> None:
+        self.fd = fd
+        self.direct_fd = direct_fd
+        self.length = 0
+        """The end of what was appended whole."""
+        self._where = where
+        self._changed = threading.Condition()
+        self._end = 0
+        self._direct = direct_fd is not None
+        self._under_way = 0
+        self._closed = False
+
+    @contextmanager
+    def place(self, nbytes: int) -> Iterator[int]:
+        """The position for so many bytes. The descriptors stay open until the context is left: a number that were closed
+        meanwhile could be another file's."""
+        with self._changed:
+            if self._closed:
+                raise StoreError(f"{self._where} is finished already; create it anew to write it again")
+            position = self._end
+            self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            self._under_way += 1
+        try:
+            yield position
+            with self._changed:
+                self.length = max(self.length, position + nbytes)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+                if self._closed:
+                    self._close_unused()
+
+    def write(self, data: memoryview, position: int) -> None:
+        """Write at a place, through O_DIRECT where memory, length and file system allow it."""
+        with told("writing", self._where):
+            failpoint("local.append")
+        if self._direct and self.direct_fd is not None and not len(data) % ALIGNMENT:
+            if _try_direct(self.direct_fd, data, position, self._where):
+                return
+            self._direct = False  # this memory or file system refuses: buffered from now on
+        write_all(self.fd, data, position, self._where)
+
+    def close(self, seconds: float = 0.0) -> bool:
+        """Take no more appends; whether all under way ended within `seconds`. With the last of them the descriptors go."""
+        with self._changed:
+            self._closed = True
+            ended = self._changed.wait_for(lambda: not self._under_way, seconds)
+            self._close_unused()
+            return ended
+
+    def _close_unused(self) -> None:
+        if self._under_way:
+            return
+        fd, direct_fd, self.fd, self.direct_fd = self.fd, self.direct_fd, -1, None
+        if fd >= 0:
+            os.close(fd)
+        if direct_fd is not None:
+            os.close(direct_fd)
+
+
+def _try_direct(fd: int, data: memoryview, position: int, where: str) -> bool:
+    """Write all of `data` through O_DIRECT; False where memory or file system do not allow it."""
+    try:
+        written = os.pwrite(fd, data, position)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        with told("writing", where):
+            raise
+    if written < len(data):
+        # A short direct write ends where the device stopped, most often for lack of space: the next call tells.
+        write_all(fd, data[written:], position + written, where)
+    return True

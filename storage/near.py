@@ -1,0 +1,184 @@
+"""Descriptors of a node's files for clients on the same host, so that bytes need no wire between them.
+
+A node listens on an AF_UNIX socket of an abstract name, which nothing on another host or in another network namespace
+reaches. A client learns name and secret over the wire, behind token and TLS. It connects for one packet each way:
+
+    request  code, 16 random bytes, [verb, argument]     verb "open": an object's name; "append": an upload's key
+    answer   code, [number, error]                       with so many descriptors beside it (SCM_RIGHTS, see unix(7))
+
+A code is the HMAC-SHA256 of what follows it, in an answer of the request's random bytes, too. So each side knows the other,
+and whoever takes the name of a node that has ended learns nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from ckpt.storage import wire
+from ckpt.storage.errors import CkptError, StoreError
+
+log = logging.getLogger("ckpt.node")
+
+_CODE_BYTES = 32
+_NONCE_BYTES = 16
+_PACKET_BYTES = 16 << 10
+_DESCRIPTORS = 4  # more than any answer has
+_THREADS = 4
+_SILENT = 256
+_BACKLOG = 256
+_PATIENCE_SECONDS = 1.0
+"""How long a client may take to say what it wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a node hands out descriptors."""
+
+    name: str
+    secret: bytes
+    lease_seconds: float
+    """How long an upload lives without a word from its client."""
+
+
+def _code(secret: bytes, side: bytes, what: bytes) -> bytes:
+    return hmac.digest(secret, side + what, "sha256")
+
+
+def ask(door: Door, verb: str, argument: str, seconds: float) -> list[int]:
+    """Descriptors of the node behind a door; the caller closes them.
+
+    Raises what the node says; ConnectionError where nobody who knows the secret is there, TimeoutError where no answer comes
+    within `seconds`, another OSError where descriptors don't pass.
+    """
+    asked = secrets.token_bytes(_NONCE_BYTES) + wire.pack([verb, argument])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(seconds)
+        peer.connect(f"\0{door.name}")
+        peer.send(_code(door.secret, b"client", asked) + asked)
+        found = array("i")
+        space = socket.CMSG_LEN(_DESCRIPTORS * found.itemsize)
+        packet, beside, _, _ = peer.recvmsg(_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)  # socket.recv_fds drops the flag
+        for level, kind, data in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    code, answer = packet[:_CODE_BYTES], packet[_CODE_BYTES:]
+    try:
+        if not hmac.compare_digest(code, _code(door.secret, b"node", asked[:_NONCE_BYTES] + answer)):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "who answers does not know the secret")
+        count, told = wire.unpack(answer)
+        if told:
+            raise wire.decode_error(told) or StoreError(f"it can't {verb} {argument}")
+        if len(found) != count:  # this process has too many open, or they may not pass
+            raise OSError(errno.EMFILE, f"{len(found)} of {count} descriptors came")
+    except BaseException:
+        for fd in found:
+            os.close(fd)
+        raise
+    return list(found)
+
+
+class NearServer:
+    """Hands out descriptors until `close`.
+
+    give: what a verb and its argument name, open for as long as the context lasts. Raises OSError where there are no such
+    sockets.
+    """
+
+    def __init__(self, give: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float) -> None:
+        self.door = Door(f"ckpt-node-{secrets.token_hex(16)}", secrets.token_bytes(32), lease_seconds)
+        self._give = give
+        self._closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self.door.name}")
+        self._listener.listen(_BACKLOG)
+        self._asking: SimpleQueue[socket.socket | None] = SimpleQueue()
+        for work in (self._accept, *[self._serve] * _THREADS):
+            threading.Thread(target=work, name="ckpt-node-near", daemon=True).start()
+
+    def _accept(self) -> None:
+        """Let those in who say something: who is silent keeps no thread from others."""
+        silent: dict[socket.socket, float] = {}
+        with self._listener, selectors.DefaultSelector() as selector:
+
+            def leave(peer: socket.socket) -> socket.socket:
+                del silent[peer]
+                selector.unregister(peer)
+                return peer
+
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closed:
+                ready = {key.fileobj for key, _ in selector.select(_PATIENCE_SECONDS)}
+                for peer in [p for p in silent if p in ready]:
+                    self._asking.put(leave(peer))
+                late = time.monotonic() - _PATIENCE_SECONDS
+                for peer in [p for p, came in silent.items() if came < late or len(silent) > _SILENT]:
+                    leave(peer).close()
+                if self._listener in ready:
+                    try:
+                        peer, _ = self._listener.accept()
+                    except OSError:  # closed; or this process has too many files open
+                        time.sleep(0.1)
+                        continue
+                    silent[peer] = time.monotonic()
+                    selector.register(peer, selectors.EVENT_READ)
+        for peer in silent:
+            peer.close()
+        for _ in range(_THREADS):
+            self._asking.put(None)
+
+    def _serve(self) -> None:
+        while (peer := self._asking.get()) is not None:
+            with peer, suppress(OSError):  # who does not wait for the answer goes without
+                self._answer(peer)
+
+    def _answer(self, peer: socket.socket) -> None:
+        peer.settimeout(_PATIENCE_SECONDS)
+        packet = peer.recv(_PACKET_BYTES)
+        code, asked = packet[:_CODE_BYTES], packet[_CODE_BYTES:]
+        if not hmac.compare_digest(code, _code(self.door.secret, b"client", asked)):
+            return
+        with ExitStack() as held:
+            found: Sequence[int] = ()
+            told = b""
+            try:
+                verb, argument = wire.unpack(asked[_NONCE_BYTES:])
+                found = held.enter_context(self._give(verb, argument))
+            except CkptError as error:
+                told = wire.encode_error(error)
+            except Exception as error:
+                log.exception("%s failed", asked[_NONCE_BYTES:])
+                told = wire.encode_error(StoreError(f"the node failed: {error}; see its log"))
+            answer = wire.pack([len(found), told])
+            socket.send_fds(peer, [_code(self.door.secret, b"node", asked[:_NONCE_BYTES] + answer) + answer], found)
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits
+
+
+def listen(
+    give: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float
+) -> NearServer | None:
+    """Hand out descriptors; None where this system has no such sockets."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return NearServer(give, lease_seconds)
+    except OSError as error:
+        log.info("clients of this host go over the wire: %s", error)
+        return None

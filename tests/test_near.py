@@ -1,0 +1,642 @@
+"""A client on the host of a node: bytes go through descriptors, with all that the wire promises, and over it if they can't."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import Here, Process, nodes_config, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from netns import hosts_on_a_wire
+
+import ckpt
+from ckpt.aggregator import repair as repairs
+from ckpt.storage import failpoints, near, wire
+from ckpt.storage.access import Access
+from ckpt.storage.client import NodeStore
+from ckpt.storage.descriptors import GrowingFile
+from ckpt.storage.errors import NoSpace, NotFound, StoreError, Unavailable
+from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.local import LocalStore
+from ckpt.storage.server import NodeOptions
+from ckpt.storage.testing import StoreContract, pattern, read, write
+from ckpt.storage.uploads import Uploads
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
+
+DATA = pattern(3 << 20)
+
+
+class TestOverTheWire(StoreContract):
+    """The contract with near off; tests/test_nodes.py has it with near on."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[NodeStore]:
+        made = Here(tmp_path / "node", NodeOptions(near=False))
+        store = NodeStore(made.address, Access(deadline_seconds=20))
+        yield store
+        store.close()
+        made.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Process]:
+    made = Process(tmp_path / "data")
+    yield made
+    made.close()
+
+
+def moved(node: Process | str) -> dict[str, float]:
+    """Bytes of objects that a node counted, by the way they went."""
+    monitor = node if isinstance(node, str) else f"127.0.0.1:{node.monitor}"
+    with urllib.request.urlopen(f"http://{monitor}/metrics") as answer:
+        text = answer.read().decode()
+    found = re.findall(r'^ckpt_node_bytes_(\w+)_total\{verb="\w+"\} (\S+)$', text, re.MULTILINE)
+    return {what: float(value) for what, value in found}
+
+
+def opened() -> set[str]:
+    """What this process has open below any folder."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the listing itself
+            continue
+        if "/objects/" in target:
+            found.add(target)
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    return [p for p in (folder / "objects").rglob("*") if p.is_file()]
+
+
+# --- which way bytes go ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("--no-near",)])
+def test_the_way_of_the_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
+    node = Process(tmp_path / "data", *options)
+    try:
+        store = NodeStore(node.address)
+        assert write(store, "a/b", DATA) == len(DATA)
+        assert store.get("a/b") == DATA
+        assert read(store, "a/b", 1000, 5000) == DATA[1000:6000]
+        with pytest.raises(NotFound, match="a/none"):
+            read(store, "a/none", 0, 10)
+        counted = moved(node)
+        if options:
+            assert counted["received"] == len(DATA)
+            assert counted["sent"] > len(DATA)
+            assert "near" not in counted
+        else:
+            assert counted == {"near": len(DATA)}
+        assert not opened()
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("near_by", [True, False])
+def test_an_append_that_no_message_holds(tmp_path: Path, near_by: bool) -> None:
+    node = Here(tmp_path / "data", NodeOptions(near=near_by))
+    data = memoryview(bytearray(wire.MESSAGE_BYTES + 1))
+    try:
+        with NodeStore(node.address).create("a") as writer:
+            if near_by:
+                writer.append(data)
+                assert writer.commit() == len(data)
+            else:
+                with pytest.raises(StoreError, match="a node takes"):
+                    writer.append(data)
+    finally:
+        node.close()
+
+
+def test_another_network_namespace(tmp_path: Path) -> None:
+    with hosts_on_a_wire(1) as hosts:
+        address = f"{hosts.address(0)}:7070"
+        process = hosts.run(
+            0, sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "data"), "--listen", address, "--insecure",
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stderr is not None
+        assert any("serving" in line for line in process.stderr)
+        store = NodeStore(address, Access(deadline_seconds=20))
+        write(store, "a", DATA)
+        assert store.get("a") == read(store, "a", 0, len(DATA)) == DATA
+        counted = moved(f"{hosts.address(0)}:7071")
+        assert counted["received"] == len(DATA)
+        assert "near" not in counted
+        store.close()
+
+
+def test_a_namespace_on_one_host(tmp_path: Path) -> None:
+    """Checkpoints as shares and as copies: near, and equal when two nodes are gone."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(6)]
+    state = {"w": np.arange(5 << 20, dtype=np.uint32), "b": np.arange(1000.0)}
+    try:
+        names = ",".join(node.address for node in nodes)
+        for redundancy in ("4+2", "2x"):
+            url = f"ckpt://{names}/run-{redundancy}?redundancy={redundancy}"
+            ckpt.save(state, url, step=1, codec="none")
+            found = ckpt.load(url)
+            assert all(np.array_equal(found[key], value) for key, value in state.items())
+        counted = [moved(node) for node in nodes]
+        # Manifests and records are small enough for a message.
+        assert sum(c.get("near", 0) for c in counted) > 3.4 * (20 << 20)
+        assert sum(c.get("received", 0) + c.get("sent", 0) for c in counted) == 0
+        for node in nodes[:2]:
+            node.kill()
+        found = ckpt.load(f"ckpt://{names}/run-4+2?redundancy=4+2")
+        assert all(np.array_equal(found[key], value) for key, value in state.items())
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_rot(tmp_path: Path) -> None:
+    """A byte that flipped on the disk is found by who reads the file by itself, too."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("a", DATA)
+        victim = next(path for node in nodes for path in files(node.folder))
+        with open(victim, "r+b") as file:
+            file.seek(100_000)
+            byte = file.read(1)
+            file.seek(100_000)
+            file.write(bytes([byte[0] ^ 1]))
+        for _ in range(2):
+            assert namespace.get("a") == DATA
+        found = repairs.survey(namespace, verify=True)
+        assert [health.path for health in found.damaged] == ["a"]
+        assert not repairs.repair(namespace, found).failed
+        assert repairs.survey(namespace, verify=True).whole
+    finally:
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+# --- nodes that end, and that stand still ----------------------------------------------------------------------
+
+
+def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
+    store = NodeStore(node.address, Access(deadline_seconds=5))
+    store.put("kept", b"1")
+    writer = store.create("torn", 2 * len(DATA))
+    writer.append(memoryview(DATA))
+    node.kill()
+    writer.append(memoryview(DATA))  # the file is still there for those who have it open
+    with pytest.raises(Unavailable):
+        writer.commit()
+    with pytest.raises(Unavailable):
+        store.open("kept").read_into(0, memoryview(bytearray(1)))
+    node.start()
+    with pytest.raises(NotFound, match="write the object anew"):
+        writer.commit()
+    writer.abort()
+    assert [path.name for path in files(node.folder)] == ["kept"]
+    until = time.monotonic() + 60
+    while True:
+        try:
+            write(store, "torn", DATA)
+            break
+        except Unavailable:  # a connection that tries again only after a while
+            assert time.monotonic() < until
+    assert store.get("torn") == DATA
+    assert moved(node) == {"near": len(DATA)}, "and it is near again"
+    assert not opened()
+
+
+def test_a_node_stands_still(node: Process) -> None:
+    store = NodeStore(node.address, Access(deadline_seconds=1))
+    write(store, "a", DATA)
+    reader, buffer = store.open("a"), memoryview(bytearray(len(DATA)))
+    assert reader.read_into(0, buffer[:10]) == 10
+    writer = store.create("b", len(DATA))
+    node.signal(signal.SIGSTOP)
+    with pytest.raises(Unavailable, match="within 1 s"):
+        store.get("a")
+    with pytest.raises(Unavailable):
+        store.create("c")
+    assert reader.read_into(0, buffer) == len(DATA), "what is open needs no node"
+    assert buffer == DATA
+    writer.append(memoryview(DATA))
+    with pytest.raises(Unavailable):
+        writer.commit()
+    node.signal(signal.SIGCONT)
+    assert store.get("a") == DATA
+    reader.close()
+    writer.abort()
+    assert not opened()
+
+
+@pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=kill@1", "node.get=error@*"])
+def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
+    """In a namespace others stand in."""
+    nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("first", b"all are there once")
+        for i in range(4):
+            namespace.put(f"f{i}", DATA)
+        for i in range(4):
+            assert namespace.get(f"f{i}") == DATA
+    finally:
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+# --- clients that end, and that stand still --------------------------------------------------------------------
+
+WRITER = """
+import sys, time
+from ckpt.storage.client import NodeStore
+writer = NodeStore(sys.argv[1]).create("a", 8_000_000)
+writer.append(memoryview(bytes(4_000_000)))
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_client_vanishes(tmp_path: Path, number: int) -> None:
+    """Its space is free again after the lease, also where it still has the file open."""
+    node = Here(tmp_path / "data", NodeOptions(lease_seconds=1.0), capacity=10_000_000)
+    client = subprocess.Popen([sys.executable, "-c", WRITER, node.address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "written\n"
+        client.send_signal(number)
+        held = []
+        if number == signal.SIGSTOP:
+            held = [fd for fd in Path(f"/proc/{client.pid}/fd").iterdir() if "/objects/" in os.readlink(fd)]
+            assert held
+        store = NodeStore(node.address)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                writer = store.create("b", 8_000_000)
+                break
+            except NoSpace:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        assert all(os.stat(fd).st_blocks == 0 for fd in held), "who holds a deleted file holds no space"
+        writer.append(memoryview(DATA))
+        assert writer.commit() == len(DATA)
+        assert [path.name for path in files(node.folder)] == ["b"]
+    finally:
+        client.kill()
+        client.wait()
+        node.close()
+
+
+def test_a_client_comes_back_too_late(tmp_path: Path) -> None:
+    node = Here(tmp_path / "data", NodeOptions(lease_seconds=0.2))
+    try:
+        store = NodeStore(node.address)
+        late, later = store.create("a"), store.create("b")
+        for writer in (late, later):
+            writer.append(memoryview(DATA))
+        until = time.monotonic() + 30
+        while len(node.server.uploads) and time.monotonic() < until:
+            time.sleep(0.05)
+        with pytest.raises(NotFound, match="write the object anew"):
+            late.append(memoryview(DATA))
+        with pytest.raises(NotFound, match="write the object anew"):
+            later.commit()
+        for writer in (late, later):
+            writer.abort()
+        assert not files(node.folder)
+        assert not opened()
+    finally:
+        node.close()
+
+
+def test_the_lease_lives_while_a_client_writes(tmp_path: Path) -> None:
+    node = Here(tmp_path / "data")
+    try:
+        store = NodeStore(node.address)
+        with store.create("a", 10 * len(DATA)) as writer:
+            (upload,) = node.server.uploads._uploads.values()
+            writer._heard -= 100.0  # as after a long time
+            upload.touched -= 50.0
+            before = upload.touched
+            writer.append(memoryview(DATA))
+            assert upload.touched > before + 40.0
+    finally:
+        node.close()
+
+
+# --- space -----------------------------------------------------------------------------------------------------
+
+
+def test_promises(tmp_path: Path) -> None:
+    """Two that grow share what there is, to the last byte, and no more."""
+    limit = 10 << 20
+    uploads = Uploads(LocalStore(tmp_path), lambda promised: limit - promised, 60.0)
+    a, b = uploads.create("a", 1 << 20), uploads.create("b", 0)
+    assert uploads.reserve(a, 2 << 20, 64 << 20) == 10 << 20
+    with pytest.raises(NoSpace, match="do not fit: 0 are free"):
+        uploads.reserve(b, 1, 64 << 20)
+    assert uploads.reserve(a, 3 << 20, 64 << 20) == 10 << 20, "as promised"
+    with pytest.raises(NoSpace, match="do not fit"):
+        uploads.reserve(a, (10 << 20) + 1, 64 << 20)
+    uploads.abort(a)
+    assert uploads.reserve(b, 1, 4 << 20) == 4 << 20
+    with pytest.raises(NoSpace):
+        uploads.create("c", 7 << 20)
+    assert uploads.create("c", 6 << 20)
+    with pytest.raises(NotFound, match="write the object anew"):
+        uploads.reserve(a, 1, 1)
+
+
+VERBS = st.sampled_from(["create", "reserve", "reserve", "abort", "commit"])
+STEPS = st.lists(st.tuples(VERBS, st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)), max_size=30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS)
+def test_no_more_is_promised_than_there_is(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, int]]
+) -> None:
+    limit, used = 50, 0
+    uploads = Uploads(LocalStore(tmp_path_factory.mktemp("store")), lambda promised: limit - used - promised, 60.0)
+    keys: dict[int, tuple[str, int]] = {}
+    for what, number, needed, more in steps:
+        try:
+            if what == "create" and number not in keys:
+                keys[number] = uploads.create(f"f{number}", needed), needed
+            elif number in keys and what == "reserve":
+                key, had = keys[number]
+                found = uploads.reserve(key, needed, needed + more)
+                assert found >= max(had, needed)
+                assert found <= max(had, needed + more)
+                keys[number] = key, found
+            elif number in keys and what in ("abort", "commit"):
+                key, had = keys.pop(number)
+                if what == "commit":
+                    assert uploads.commit(key, had) == had
+                    used += had
+                else:
+                    uploads.abort(key)
+        except NoSpace:
+            assert needed + used + sum(had for n, (_, had) in keys.items() if n != number) > limit
+        assert used + sum(had for _, had in keys.values()) <= limit
+
+
+def test_a_limited_node(tmp_path: Path) -> None:
+    node = Process(tmp_path / "data", "--capacity", "8MB")
+    try:
+        store = NodeStore(node.address)
+        with store.create("a") as writer:
+            for _ in range(2):
+                writer.append(memoryview(DATA))
+            with pytest.raises(NoSpace, match="more bytes of a do not fit"):
+                writer.append(memoryview(DATA))
+            assert writer.commit() == 2 * len(DATA)
+        assert store.get("a") == 2 * DATA
+    finally:
+        node.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path / "data")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    node = Process(tmp_path / "data")
+    try:
+        store = NodeStore(node.address)
+        with store.create("a") as writer:
+            for _ in range(4):
+                writer.append(memoryview(DATA))
+            with pytest.raises(NoSpace):
+                for _ in range(4):
+                    writer.append(memoryview(DATA))
+        with store.create("b") as writer:  # all is free again
+            for _ in range(4):
+                writer.append(memoryview(DATA))
+            assert writer.commit() == 4 * len(DATA)
+        assert store.get("b") == 4 * DATA
+        assert moved(node) == {"near": 4 * len(DATA)}
+    finally:
+        node.close()
+        subprocess.run(["umount", "-l", str(tmp_path / "data")], check=True)
+
+
+@pytest.mark.parametrize(("point", "kind"), [("full", NoSpace), ("error", StoreError)])
+def test_the_disk_fails_under_a_client(node: Process, point: str, kind: type[StoreError]) -> None:
+    """With the errors of a directory."""
+    store = NodeStore(node.address)
+    set_failpoints(f"local.append={point}@2")
+    try:
+        with store.create("a") as writer:
+            writer.append(memoryview(DATA))
+            with pytest.raises(kind, match="writing node://.*/a failed"):
+                writer.append(memoryview(DATA))
+    finally:
+        set_failpoints("")
+    assert not files(node.folder)
+    assert not opened()
+
+
+# --- files that are open ---------------------------------------------------------------------------------------
+
+
+def test_an_object_is_deleted_under_a_reader(node: Process) -> None:
+    store = NodeStore(node.address)
+    write(store, "a", DATA)
+    with store.open("a") as reader:
+        buffer = memoryview(bytearray(len(DATA)))
+        assert reader.read_into(0, buffer[:100]) == 100
+        store.delete(["a"])
+        assert reader.read_into(0, buffer) == len(DATA)
+        assert buffer == DATA
+    with pytest.raises(NotFound):
+        store.get("a")
+    assert not opened()
+
+
+def test_the_memory_of_a_read_under_way(node: Process) -> None:
+    """Who has waited for long enough can tell whether the kernel may still write into his memory."""
+    store = NodeStore(node.address)
+    write(store, "a", DATA)
+    memory = bytearray(len(DATA))
+    view = memoryview(memory)
+    set_failpoints("local.read=sleep:0.5@1")
+    try:
+        with store.open("a") as reader:
+            thread = threading.Thread(target=reader.read_into, args=(0, view))
+            thread.start()
+            while not failpoints._passes.get("local.read"):
+                time.sleep(0.001)
+            with pytest.raises(BufferError):
+                view.release()
+            thread.join()
+            view.release()
+        assert memory == DATA
+    finally:
+        set_failpoints("")
+
+
+def test_a_disk_that_can_not_be_read(tmp_path: Path) -> None:
+    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("a", DATA)
+        set_failpoints("local.read=error@1")
+        assert namespace.get("a") == DATA
+        assert failpoints._passes["local.read"] > 1, "another copy was read"
+        set_failpoints("local.read=error@*")
+        with pytest.raises(StoreError, match="check the disk"):
+            namespace.get("a")
+    finally:
+        set_failpoints("")
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT)
+    file = GrowingFile(fd, None, "a")
+    with file.place(5) as position:
+        assert not file.close(), "one is under way"
+        with pytest.raises(StoreError, match="finished already"), file.place(5):
+            pass
+        file.write(memoryview(b"hello"), position)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert file.close()
+    assert (tmp_path / "a").read_bytes() == b"hello"
+
+
+def test_a_commit_waits_for_appends(node: Process) -> None:
+    """What is committed is not written to any more."""
+    store = NodeStore(node.address)
+    writer = store.create("a")
+    held, go = threading.Event(), threading.Event()
+
+    def append() -> None:
+        with writer._file.place(len(DATA)) as position:
+            held.set()
+            go.wait(60)
+            writer._file.write(memoryview(DATA), position)
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    held.wait(60)
+    writer._seconds = 0.05
+    with pytest.raises(Unavailable, match="see whether the disk works"):
+        writer.commit()
+    go.set()
+    thread.join()
+    assert writer.commit() == len(DATA)
+    assert store.get("a") == DATA
+
+
+def test_a_length_that_was_never_written(node: Process) -> None:
+    store = NodeStore(node.address)
+    writer = store.create("a")
+    writer.append(memoryview(DATA))
+    with pytest.raises(StoreError, match="were to be written; write it anew"):
+        store.call("commit", writer._key, 1 << 40)
+    writer.abort()
+    assert not files(node.folder)
+
+
+# --- strangers -------------------------------------------------------------------------------------------------
+
+
+def test_strangers(tmp_path: Path) -> None:
+    """Who has the name, which all of the host can see, but not the secret, gets nothing, and keeps nobody."""
+    node = Here(tmp_path / "data")
+    try:
+        store = NodeStore(node.address, Access(deadline_seconds=20))
+        write(store, "a", DATA)
+        assert store.get("a") == DATA
+        door = store._neighbour._door
+        assert door is not None
+        with pytest.raises(ConnectionError):
+            near.ask(replace(door, secret=secrets.token_bytes(32)), "open", "a", 5.0)
+        for packet in (b"", b"x", secrets.token_bytes(100), door.secret, secrets.token_bytes(10_000)):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+                peer.settimeout(20)
+                peer.connect(f"\0{door.name}")
+                peer.send(packet)
+                assert socket.recv_fds(peer, 1000, 4)[:2] == (b"", [])
+        for verb, argument in (("open", "../device.json"), ("open", "none"), ("append", "none"), ("other", "a")):
+            with pytest.raises((StoreError, ValueError)):
+                near.ask(door, verb, argument, 20.0)
+        with ExitStack() as silent:
+            for _ in range(20):
+                peer = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                peer.connect(f"\0{door.name}")
+            assert store.get("a") == DATA
+        assert not opened()
+    finally:
+        node.close()
+
+
+def test_somebody_takes_the_name(tmp_path: Path) -> None:
+    """Of a node that has ended: no bytes of his are taken, and none given to him."""
+    node = Here(tmp_path / "data")
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "false").write_bytes(b"false")
+    try:
+        store = NodeStore(node.address)
+        write(store, "a", DATA)
+        door = store._neighbour._door
+        assert door is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            name = f"ckpt-test-{secrets.token_hex(8)}"
+            listener.bind(f"\0{name}")
+            listener.listen()
+            asked = []
+
+            def answer() -> None:
+                peer, _ = listener.accept()
+                with peer, open(tmp_path / "objects" / "false", "r+b") as false:
+                    asked.append(peer.recv(1000))
+                    socket.send_fds(peer, [asked[0][:32] + b"\x92\x01\xc4\x00"], [false.fileno()])
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            store._neighbour._door = replace(door, name=name)
+            assert store.get("a") == DATA
+            thread.join()
+            assert door.secret not in asked[0]
+        assert not opened()
+    finally:
+        node.close()
+
+
+def test_descriptors_are_not_inherited(node: Process) -> None:
+    store = NodeStore(node.address)
+    write(store, "a", DATA)
+    fd = store.descriptor("a")
+    assert fd is not None
+    assert not os.get_inheritable(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(fd, b"x")
+    os.close(fd)
