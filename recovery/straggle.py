@@ -99,6 +99,8 @@ class Measure:
 
     rank: int
     window_seconds: float
+    pace: Pace | None = None
+    """None as long as too little was seen."""
     _whole: deque[_Quarter] = field(default_factory=lambda: deque(maxlen=_QUARTERS))
     _now: _Quarter | None = None
 
@@ -120,17 +122,17 @@ class Measure:
         if now.is_whole and beat.since - now.began >= self.window_seconds / _QUARTERS:
             self._whole.append(now)
             self._now = _Quarter(beat.since)
+            if len(self._whole) == _QUARTERS:
+                self.pace = _pace(self.rank, self._whole)
 
-    def pace(self) -> Pace | None:
-        """None as long as too little was seen."""
-        seen = self._whole
-        if len(seen) < _QUARTERS:
-            return None
-        marked = all(quarter.compute_seconds > 0 for quarter in seen)
-        step = sum(quarter.timed_seconds for quarter in seen) / sum(quarter.timed_steps for quarter in seen)
-        computed = sum(quarter.compute_seconds for quarter in seen) / sum(quarter.steps for quarter in seen)
-        least = min(quarter.fast(marked) for quarter in seen)
-        return Pace(self.rank, computed if marked else step, least, step, marked)
+
+def _pace(rank: int, quarters: Iterable[_Quarter]) -> Pace:
+    seen = list(quarters)
+    marked = all(quarter.compute_seconds > 0 for quarter in seen)
+    step = sum(quarter.timed_seconds for quarter in seen) / sum(quarter.timed_steps for quarter in seen)
+    computed = sum(quarter.compute_seconds for quarter in seen) / sum(quarter.steps for quarter in seen)
+    least = min(quarter.fast(marked) for quarter in seen)
+    return Pace(rank, computed if marked else step, least, step, marked)
 
 
 def stragglers(paces: Iterable[Pace], factor: float) -> list[Straggler]:

@@ -113,7 +113,7 @@ class Watch:
     @property
     def paces(self) -> tuple[Pace, ...]:
         """Of those that run, where enough was seen."""
-        found = (self._measures[number].pace() for number in self._running)
+        found = (self._measures[number].pace for number in self._running)
         return tuple(pace for pace in found if pace is not None)
 
     def stop(self, step: int, agreed: bool) -> None:

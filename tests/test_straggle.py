@@ -46,7 +46,7 @@ def measured(steps: Sequence[float], computes: Sequence[float] | None = None, ra
         beat = replace(before, beats=number + 1, step=number, since=at, compute_seconds=computed)
         measure.learn(before, beat)
         before = beat
-    return measure.pace()
+    return measure.pace
 
 
 def found(*ranks: Sequence[float] | tuple[Sequence[float], Sequence[float]], factor: float = FACTOR) -> list[int]:
@@ -134,7 +134,7 @@ def test_a_save_is_no_step() -> None:
             at += 5.0 if phase == "step" else 0.0
             before, beat = beat, replace(beat, phase=phase, since=at)
             measure.learn(before, beat)
-    pace = measure.pace()
+    pace = measure.pace
     assert pace is not None
     assert pace.seconds == pytest.approx(0.1)
 
