@@ -88,7 +88,8 @@ def main() -> None:
         folder, every, loss = options.rank
         one_rank(Path(folder), every, loss, options.calls)
         return
-    print(f"{'':14} {'loss':6} {'under ckpt-run':18} {'ranks':>5} {'µs a call':>10} {'slowest':>8} {'of 10 ms':>9} {'a mark':>8}")
+    columns = f"{'ranks':>5} {'µs a call':>10} {'slowest':>8} {'of 10 ms':>9} {'a mark':>8}"
+    print(f"{'':14} {'loss':6} {'under ckpt-run':18} {columns}")
     for ranks in (1, 4):
         for every in EVERY:
             for under, pulse, spikes in (("no", False, False), ("yes", True, False), ("yes, --spike", True, True)):
