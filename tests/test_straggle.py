@@ -35,6 +35,10 @@ RUN = [sys.executable, "-m", "ckpt.tools.run"]
 # --- who is one --------------------------------------------------------------------------------------------------
 
 
+def pace(rank: int, seconds: float = 0.1) -> Pace:
+    return Pace(rank, seconds, seconds, seconds, False)
+
+
 def measured(steps: Sequence[float], computes: Sequence[float] | None = None, rank: int = 0) -> Pace | None:
     """The pace of a rank whose steps took so long, over ten seconds."""
     measure, at, computed = Measure(rank, 10.0), 0.0, 0.0
@@ -58,21 +62,16 @@ def found(*ranks: Sequence[float] | tuple[Sequence[float], Sequence[float]], fac
     return [one.rank for one in stragglers([pace for pace in paces if pace is not None], factor)]
 
 
-@given(
-    st.lists(st.floats(0.01, 10.0), min_size=2, max_size=12), st.floats(1.2, 8.0), st.floats(1.05, 3.0), st.randoms(),
-)  # fmt: skip
-def test_one_of_many(usual: list[float], factor: float, more: float, rng: random.Random) -> None:
-    """However fast the job is. Ranks differ by less than the factor, and one by more."""
-    base = usual[0]
-    ranks = [[base * rng.uniform(1.0, min(factor, 1.5) ** 0.5)] * 4000 for _ in usual]
-    slow = rng.randrange(len(ranks))
-    ranks[slow] = [2 * base * factor * more] * 4000
-    quiet = [steps for number, steps in enumerate(ranks) if number != slow]
-    assert found(*ranks, factor=factor) == [slow]
-    assert found(*quiet, factor=factor) == []
+@given(st.floats(0.01, 100.0), st.integers(1, 20), st.floats(1.2, 8.0), st.floats(1.05, 3.0), st.randoms())
+def test_one_of_many(base: float, others: int, factor: float, more: float, rng: random.Random) -> None:
+    """However fast the job is. The others differ by less than the factor."""
+    quick = [pace(rank, base * rng.uniform(1.0, 0.99 * min(factor, 1.5))) for rank in range(others)]
+    one = pace(others, base * min(factor, 1.5) * factor * more)
+    assert stragglers(quick, factor) == []
+    assert [each.rank for each in stragglers([*quick, one], factor)] == [others]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32), st.integers(2, 8), st.sampled_from(["even", "two", "rare", "heavy"]))
 def test_steps_of_very_different_length(seed: int, ranks: int, kind: str) -> None:
     """Jitter of ten times and more, of each rank by itself."""
@@ -84,7 +83,7 @@ def test_steps_of_very_different_length(seed: int, ranks: int, kind: str) -> Non
     assert found(*([draw() for _ in range(300)] for _ in range(ranks))) == []
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 200), st.floats(1.0, 30.0), st.integers(1, 6))
 def test_a_pause_is_none(at: int, seconds: float, count: int) -> None:
     """A rank stood still now and then, or was slow for less than the time that is looked at."""
@@ -95,6 +94,7 @@ def test_a_pause_is_none(at: int, seconds: float, count: int) -> None:
     assert found([0.1] * 340 + [0.4] * 15, *[[0.1] * 400] * 3) == []
 
 
+@settings(deadline=None, max_examples=10)
 @given(st.floats(1.0, 10.0))
 def test_what_slows_all_is_none(factor: float) -> None:
     assert found(*[[0.1] * 200 + [0.1 * factor] * 200] * 4) == []
@@ -155,6 +155,7 @@ def test_marks_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     page.close()
 
 
+@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no CUDA device")
 def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device needs counts, and it is not waited for."""
     torch = pytest.importorskip("torch")
@@ -191,10 +192,6 @@ def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # --- what is done ------------------------------------------------------------------------------------------------
-
-
-def pace(rank: int, seconds: float = 0.1) -> Pace:
-    return Pace(rank, seconds, seconds, seconds, False)
 
 
 def slow(run: World, name: str, seconds: float = 0.3) -> None:
@@ -339,7 +336,7 @@ def test_a_slow_host_is_left_out(job: Callable[..., Job], monkeypatch: pytest.Mo
     run.start("a")
     monkeypatch.setenv("CKPT_TEST_SLOW", "6")  # b alone
     run.start("b")
-    run.until_step(1)
+    run.until(lambda log: bool(starts(log)), "begun")
     monkeypatch.delenv("CKPT_TEST_SLOW")
     run.start("c")
     assert run.ends(*"abc") == {"a": 0, "b": 0, "c": 0}
