@@ -151,6 +151,7 @@ class Pulse:
     def unusable(self) -> None:
         """Say that what this rank was given can't be used."""
         self._fields[_UNUSABLE] = 1
+        self.beat(self._fields[_PHASE])
 
     def should_stop(self, step: int) -> bool:
         """Whether the job is to be saved after this step, and to end. Every rank is told so after the same step."""
