@@ -101,7 +101,7 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
     if last.cause == "preempted":
         return Decision("restart", f"{what}; the others start again from what was saved")
     if last.cause == "straggler":
-        return Decision("restart", f"{what}; they start again from there, without {last.host}")
+        return Decision("restart", f"{what}; all start again from what was saved, and leave {last.host} out")
     if last.cause == "unusable" and all(failure.step < 0 for failure in failures):
         return Decision("halt", f"{what}; another start would not change that")
     if last.bad is not None and now.left >= 0:

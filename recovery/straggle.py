@@ -62,7 +62,7 @@ class Straggler:
         what = "a step, without what it waits for" if self.marked else "a step"
         return (
             f"rank {self.rank}{where} takes {self.times:.1f} times as long as the median ({_short(self.seconds)} beside "
-            f"{_short(self.usual_seconds)} {what}) for {window_seconds:g} s"
+            f"{_short(self.usual_seconds)} {what}) for {window_seconds:g} s or longer"
         )
 
 

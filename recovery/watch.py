@@ -223,9 +223,10 @@ class Watch:
         if self._has_stacks:
             return
         self._has_stacks = True
+        spy = _py_spy()
         with ThreadPoolExecutor(_SPIES) as pool:
             for rank in self._running.values():
-                pool.submit(self._keep_stack, rank, _py_spy())
+                pool.submit(self._keep_stack, rank, spy)
 
     def _keep_stack(self, rank: Rank, spy: str | None) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

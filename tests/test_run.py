@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -29,6 +30,7 @@ from ckpt.recovery.launch import stop as stop_ranks
 from ckpt.recovery.ledger import totals
 from ckpt.recovery.limits import Limits
 from ckpt.recovery.place import address_of
+from ckpt.storage.web import Page, Web
 
 PROGRAM = str(Path(__file__).parent / "run_program.py")
 
@@ -441,6 +443,18 @@ def test_addresses_of_version_6() -> None:
     assert address_of("etcd://[::1]:2379/lab") == "::1"
     with socket.socket(socket.AF_INET6) as free:
         free.bind(("::1", free_port("::1")))
+    web = Web("::1", 0, {"/": lambda: Page(b"here")}, "test")
+    try:
+        assert urllib.request.urlopen(f"http://[::1]:{web.port}/").read() == b"here"
+    finally:
+        web.close()
+
+
+def test_spares_are_among_the_hosts_of_a_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--spares", "1"]
+    environ = os.environ | {"SLURM_STEP_NUM_NODES": "3"}
+    done = subprocess.run([*command, "--launcher", "slurm", "true"], capture_output=True, text=True, timeout=60, check=False, env=environ)
+    assert "2 hosts share no file that could hold the state of the run" in done.stderr
 
 
 def test_two_in_one_folder(start: Callable[..., Run]) -> None:
