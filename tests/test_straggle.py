@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -348,12 +347,3 @@ def test_a_slow_host_is_left_out(job: Callable[..., Job], monkeypatch: pytest.Mo
     assert failure.facts["step"] == failure.facts["committed"], "nothing is done twice"
     assert "b is left out, as rank" in run.said("a")
     is_right(run, 4)
-
-
-def test_jitter_of_ten_times(tmp_path: Path) -> None:
-    files = tmp_path / "run"
-    program = [sys.executable, str(Path(PROGRAM).with_name("run_program.py")), str(tmp_path), "90", "0.01", "jitter", "0", "0"]
-    command = [*RUN, "-n", "3", "--run-dir", str(files), "--straggler-after", "0.4", "--cold", "--", *program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert noted(files) == []
