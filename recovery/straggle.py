@@ -20,7 +20,7 @@ FACTOR = 2.0
 """Who takes so many times as long as the median is a straggler, where nothing else is asked for."""
 
 _QUARTERS = 4
-_STEPS = 5
+_STEPS = 8
 """In each quarter, at least."""
 _SHARE = 0.1
 """Who holds up a step by less than this part of it is not worth a word."""

@@ -106,8 +106,8 @@ def test_halves_and_too_few() -> None:
     assert found(slow, slow, slow, quick) == [], "it is the others that are quick"
     assert found(slow) == []
     assert measured([0.1] * 50) is None, "half of ten seconds"
-    assert measured([20.0] * 15) is None, "fewer steps than one can tell by"
-    assert measured([20.0] * 20) is not None
+    assert measured([20.0] * 31) is None, "fewer steps than one can tell by"
+    assert measured([20.0] * 32) is not None
 
 
 def test_what_is_marked() -> None:
