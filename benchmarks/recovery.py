@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -209,8 +209,9 @@ def inflict(job: Job, fault: str, patience: float) -> Comeback:
     try:
         saved, one = newest(job), random.randrange(len(pids))
         began = time.monotonic()
-        for pid in pids if fault == "all" else pids[one : one + 1]:
-            os.kill(pid, FAULTS[fault][1])
+        for file in files if fault == "all" else files[one : one + 1]:
+            with suppress(ProcessLookupError):  # the launcher has ended it already, as the first is dead
+                signal.pidfd_send_signal(file, FAULTS[fault][1])
         others = [file for number, file in enumerate(files) if number != one]
         ended, *_ = select.select(others, [], [], patience)
         noticed = time.monotonic() - began if ended else math.inf

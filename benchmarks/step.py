@@ -2,7 +2,8 @@
 
     python benchmarks/step.py [--calls 20000]
 
-Microseconds a call (median of rounds, and the slowest round), and the share of a 10 ms step.
+Microseconds a call (median of rounds, and the slowest round), and the share of a 10 ms step. Beside it what it costs to mark
+a part of the step by `with ckpt.pulse.compute():`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROUNDS = 20
 
 
 def one_rank(folder: Path, every: str, loss_kind: str, calls: int) -> None:
-    """In a process of its own: prints two numbers if it is rank 0."""
+    """In a process of its own: prints three numbers if it is rank 0."""
     loss: object = 1.5
     if loss_kind == "torch":
         import torch
@@ -45,12 +46,17 @@ def one_rank(folder: Path, every: str, loss_kind: str, calls: int) -> None:
             for step in range(200 + turn * count, 200 + (turn + 1) * count):
                 ck.step(step, state, loss=loss)
             rounds.append((time.perf_counter() - began) / count * 1e6)
+        began = time.perf_counter()
+        for _ in range(calls):
+            with pulses.compute():
+                pass
+        marking = (time.perf_counter() - began) / calls * 1e6
     if os.environ.get("RANK", "0") == "0":
-        print(statistics.median(rounds), max(rounds))
+        print(statistics.median(rounds), max(rounds), marking)
 
 
-def measure(every: str, loss: str, pulse: bool, ranks: int, spikes: bool, calls: int) -> tuple[float, float]:
-    """Microseconds a call on rank 0: median and slowest round. The other ranks are processes that do the same."""
+def measure(every: str, loss: str, pulse: bool, ranks: int, spikes: bool, calls: int) -> list[float]:
+    """Microseconds a call on rank 0: median, slowest round, and of a mark. The other ranks are processes that do the same."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = []
@@ -70,8 +76,7 @@ def measure(every: str, loss: str, pulse: bool, ranks: int, spikes: bool, calls:
         outputs = [process.communicate()[0] for process in processes]
         if any(process.returncode for process in processes):
             raise SystemExit(f"a rank has failed: {every}, {loss}")
-        median, slowest = outputs[0].split()
-        return float(median), float(slowest)
+        return [float(each) for each in outputs[0].split()]
 
 
 def main() -> None:
@@ -83,13 +88,15 @@ def main() -> None:
         folder, every, loss = options.rank
         one_rank(Path(folder), every, loss, options.calls)
         return
-    print(f"{'':14} {'loss':6} {'under ckpt-run':18} {'ranks':>5} {'µs a call':>10} {'slowest':>8} {'of 10 ms':>9}")
+    columns = f"{'ranks':>5} {'µs a call':>10} {'slowest':>8} {'of 10 ms':>9} {'a mark':>8}"
+    print(f"{'':14} {'loss':6} {'under ckpt-run':18} {columns}")
     for ranks in (1, 4):
         for every in EVERY:
             for under, pulse, spikes in (("no", False, False), ("yes", True, False), ("yes, --spike", True, True)):
                 for loss in ("float", "torch"):
-                    median, slowest = measure(every, loss, pulse, ranks, spikes, options.calls)
-                    print(f"{every:14} {loss:6} {under:18} {ranks:5} {median:10.2f} {slowest:8.2f} {median / 100:8.3f} %")
+                    median, slowest, mark = measure(every, loss, pulse, ranks, spikes, options.calls)
+                    share = f"{median / 100:8.3f} %"
+                    print(f"{every:14} {loss:6} {under:18} {ranks:5} {median:10.2f} {slowest:8.2f} {share:>9} {mark:8.2f}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 from collections.abc import Callable, Container
 from typing import Any, Literal, overload
 
@@ -17,38 +16,36 @@ from ckpt.handle import SaveHandle
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, Wanted, wanted_blocks
-from ckpt.repository import Repository, commit_name, open_repository
+from ckpt.repository import Repository, Url, commit_name, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
-from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
 from ckpt.together import Wish, find_together, load_newest_together, newest_first, settled, together
 from ckpt.write import Options, take_apart
 from ckpt.write import save as run_save
 
-Url = str | os.PathLike[str] | Store
-
 
 @overload
 def save(
-    state: Any, url: Url, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
+    state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
-    state: Any, url: Url, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
+    state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
-    state: Any, url: Url, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
+    state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, which is made if it is not there.
 
+    url: here as everywhere, without it: the one that `ckpt-run --dir` or the environment (CKPT_DIR) names.
     state: any nesting of dict, list, tuple, namedtuple and dataclass over numpy, torch and jax arrays, plain values,
         and objects with state_dict() and load_state_dict().
     step: its number; None takes the one after the newest.
@@ -71,7 +68,7 @@ def save(
     """
     options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout, verify_replicas=verify_replicas)
     number = None if step is None else check_step(step)
-    repo = open_repository(url)
+    repo = open_repository(named(url))
     ranks = as_group(group)
     # A group first meets: where one rank has a leaf that can't be stored, it can then tell the others.
     ready = take_apart(state, ranks) if ranks.size == 1 else state
@@ -89,7 +86,7 @@ def save(
 
 
 def load(
-    url: Url, like: Any = None, *, step: int | None = None, only: Patterns | None = None, strict: bool = False,
+    url: Url | None = None, like: Any = None, *, step: int | None = None, only: Patterns | None = None, strict: bool = False,
     rename: Rename | None = None, progress: Progress | None = None, group: Any = "auto", share_reads: ShareReads = "auto",
 ) -> Any:  # fmt: skip
     """Load a step, by default the newest that is whole, and return the state.
@@ -111,7 +108,7 @@ def load(
     Raises StepNotFound, LeafNotFound and LeafMismatch before anything is changed, and IntegrityError, after which the
     arrays of `like` may hold a mixture.
     """
-    repo = open_repository(url)
+    repo = open_repository(named(url))
     ranks = as_group(group)
     wish = Wish(like, only, progress, rename, ranks, share_reads)
     if step is not None:
@@ -201,9 +198,9 @@ def _prepare(checkpoint: Checkpoint, wish: Wish) -> tuple[list[Wanted], Finish]:
     return wanted_blocks(checkpoint.manifest(), filler.reading(), checkpoint.where), finish
 
 
-def open(url: Url) -> Repository:
+def open(url: Url | None = None) -> Repository:
     """Open the repository at `url` for reading; raise FormatError where there is none."""
-    repo = open_repository(url)
+    repo = open_repository(named(url))
     repo.check()
     return repo
 

@@ -17,7 +17,7 @@ from ckpt import arena as arenas
 from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt import session as sessions
-from ckpt.api import Url, check_step, load_newest, load_step
+from ckpt.api import check_step, load_newest, load_step
 from ckpt.codec import CodecWish
 from ckpt.fill import Rename
 from ckpt.groups import as_group
@@ -26,12 +26,12 @@ from ckpt.interval import Every, interval_seconds, told_mean_time
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.losses import Losses, as_number
 from ckpt.parts import TIMEOUT_SECONDS
-from ckpt.repository import Repository, open_repository
+from ckpt.repository import Repository, Url, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.spikes import asked_for
-from ckpt.storage.errors import CkptError, InvalidArgument
+from ckpt.storage.errors import CkptError, FormatError, InvalidArgument, InvalidName, UnknownScheme
 from ckpt.tier import Tier
 from ckpt.tiers import Tiers
 from ckpt.together import Wish
@@ -52,6 +52,7 @@ class Checkpointer:
                 loss = train_step(state)
                 ck.step(step, state, loss=loss)
 
+    url: the repository; without it the one that `ckpt-run --dir` or the environment (CKPT_DIR) names.
     every: steps, a timedelta, "auto" (the interval that loses the least time, from the measured cost of a save and the time
         between failures, which `ckpt-run` measures), or None to save only by `save`.
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
@@ -64,9 +65,10 @@ class Checkpointer:
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
     """
 
+    @pulses.unusable(InvalidArgument, InvalidName, UnknownScheme, FormatError)
     def __init__(
         self,
-        url: Url,
+        url: Url | None = None,
         *,
         every: Every = "auto",
         keep: int | Keep | None = None,
@@ -87,7 +89,7 @@ class Checkpointer:
             raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
-        ranks = as_group(group)
+        url, ranks = named(url), as_group(group)
         self._options = Options(
             codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas
         )

@@ -5,6 +5,7 @@ in one piece; a beat costs a microsecond and no system call.
 
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
     8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
+    16 computed (ns, sum)   17 unusable
 
 All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
 into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ckpt import stopwatch
 from ckpt.storage.errors import InvalidArgument
 
 VARIABLE = "CKPT_PULSE"
@@ -40,6 +42,7 @@ _KINDS: tuple[BadKind, ...] = ("not finite", "spike")
 
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
 _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
+_COMPUTED, _UNUSABLE = range(16, 18)
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -79,6 +82,10 @@ class Beat:
     """The step to stop after that it has heard of."""
     bad: Bad | None = None
     """The first bad loss of this process."""
+    compute_seconds: float = 0.0
+    """In all that was marked by `compute`."""
+    unusable: bool = False
+    """What it was given, such as the URL, can't be used: a restart changes nothing."""
 
 
 class Pulse:
@@ -157,6 +164,15 @@ class Pulse:
             floats[_BAD_LOSS], floats[_BAD_LIMIT] = bad.loss, bad.limit
             fields[_BAD_STEP] = bad.step  # last: by it the others are read
 
+    def computed(self, nanoseconds: int) -> None:
+        """Say that this rank has worked so long by itself."""
+        self._fields[_COMPUTED] += nanoseconds
+
+    def unusable(self) -> None:
+        """Say that what this rank was given can't be used."""
+        self._fields[_UNUSABLE] = 1
+        self.beat(self._fields[_PHASE])
+
     def should_stop(self, step: int) -> bool:
         """Whether the job is to be saved after this step, and to end. Every rank is told so after the same step."""
         return self._fields[_STOP] != _NEVER and self._stops_after(step)
@@ -197,6 +213,7 @@ class Pulse:
         return Beat(
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
             fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
+            fields[_COMPUTED] / 1e9, bool(fields[_UNUSABLE]),
         )  # fmt: skip
 
     def stop_at(self, step: int) -> None:
@@ -252,6 +269,38 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         pulse.beat(PHASES.index(before))
+
+
+@contextlib.contextmanager
+def compute() -> Iterator[None]:
+    """Mark what a rank does in a step without waiting for other ranks: load a batch, forward, backward but for its collectives.
+
+    Where the steps of all ranks end together, this shows `ckpt-run` for which rank the others wait. Several in a step add up.
+    Where torch uses a CUDA device, it is the time on its current stream, which is not waited for. With jax wait for the result.
+    """
+    pulse = mine()
+    if pulse is None:
+        yield
+        return
+    began, device = time.monotonic_ns(), stopwatch.begin()
+    try:
+        yield
+    finally:
+        if device is None:
+            pulse.computed(time.monotonic_ns() - began)
+        else:
+            pulse.computed(stopwatch.end(device))
+
+
+@contextlib.contextmanager
+def unusable(*kinds: type[Exception]) -> Iterator[None]:
+    """Say of these errors that another start would meet them, too."""
+    try:
+        yield
+    except kinds:
+        if (pulse := mine()) is not None:
+            pulse.unusable()
+        raise
 
 
 def told_before(environ: Mapping[str, str] = os.environ) -> int | None:

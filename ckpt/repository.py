@@ -18,12 +18,25 @@ from ckpt import records
 from ckpt.checkpoint import Checkpoint
 from ckpt.records import CommitRecord
 from ckpt.storage.base import Store
-from ckpt.storage.errors import AlreadyExists, CkptError, FormatError, IntegrityError, NotFound, StepNotFound
+from ckpt.storage.errors import (
+    AlreadyExists,
+    CkptError,
+    FormatError,
+    IntegrityError,
+    InvalidArgument,
+    NotFound,
+    StepNotFound,
+)
 from ckpt.storage.urls import open_store
 
 log = logging.getLogger("ckpt")
 
 MARKER = "ckpt.json"
+
+DIRECTORY = "CKPT_DIR"
+"""The environment variable that names the repository where the program names none. `ckpt-run --dir` sets it."""
+
+Url = str | os.PathLike[str] | Store
 
 
 def new_marker() -> bytes:
@@ -162,9 +175,18 @@ class Repository:
         return step in self.steps()
 
 
-def open_repository(url: str | os.PathLike[str] | Store) -> Repository:
+def open_repository(url: Url) -> Repository:
     """The repository at a URL (or on a store), unchecked."""
     return Repository(url if isinstance(url, Store) else _store(url))
+
+
+def named(url: Url | None) -> Url:
+    """What the program names, or else the environment."""
+    if url is not None:
+        return url
+    if not (told := os.environ.get(DIRECTORY)):
+        raise InvalidArgument(f"no repository is named: give its URL, or start this by `ckpt-run --dir URL` ({DIRECTORY})")
+    return told
 
 
 def _store(url: str | os.PathLike[str]) -> Store:

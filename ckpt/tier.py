@@ -16,9 +16,8 @@ from typing import Any
 from ckpt import records
 from ckpt.arena import available_memory
 from ckpt.interval import Every
-from ckpt.repository import MARKER, Repository, new_marker, open_repository
+from ckpt.repository import MARKER, Repository, Url, new_marker, open_repository
 from ckpt.retention import Keep, as_keep
-from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, FormatError, IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
@@ -35,8 +34,6 @@ NOTE = "tier.json"
 """In a near place: which repository it belongs to."""
 
 _SHARE_OF_MEMORY = 0.5
-Url = str | os.PathLike[str] | Store
-
 
 @dataclass(frozen=True, slots=True)
 class Tier:

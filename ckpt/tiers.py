@@ -29,7 +29,7 @@ from ckpt.interval import Every, interval_seconds
 from ckpt.places import put_aside
 from ckpt.promote import promote
 from ckpt.promoter import Promoter
-from ckpt.repository import Repository, commit_name, open_repository
+from ckpt.repository import Repository, Url, commit_name, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.session import Session
 from ckpt.storage.base import Store
@@ -45,7 +45,6 @@ from ckpt.storage.errors import (
 from ckpt.tier import (
     MEMORY,
     Tier,
-    Url,
     belong_together,
     below,
     held_bytes,

@@ -17,11 +17,12 @@ from ckpt.recovery.course import Course, Member, failed
 from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
 from ckpt.recovery.state import Draft
 from ckpt.recovery.stopping import Stop, next_stop
+from ckpt.recovery.straggle import FACTOR, stragglers
 
 _AHEAD_SECONDS = 0.5
 """With several hosts: how far ahead the step to stop after is named first. Some times what passes until agents read it."""
 
-_FIRST: Sequence[Cause] = ("diverged", "lost", "out of memory", "signal", "stopped", "hang", "exit")
+_FIRST: Sequence[Cause] = ("diverged", "lost", "out of memory", "signal", "stopped", "hang", "unusable", "exit")
 """Of failures that come together, which is the cause: ranks whose peer is gone exit with an error."""
 
 
@@ -49,7 +50,8 @@ def advance(view: View) -> list[Draft]:
     if last.kind in ("start", "stop"):
         return _watched(view)
     if last.kind == "decision" and last.facts["action"] == "halt":
-        return [Draft(last.attempt, "end", last.text, {"status": last.facts["status"]})]
+        final = view.course.failures[-1].cause != "asked"
+        return [Draft(last.attempt, "end", last.text, {"status": last.facts["status"], "final": final})]
     return _begun(view) if last.kind in ("run", "decision") else []
 
 
@@ -114,14 +116,70 @@ def _watched(view: View) -> list[Draft]:
     if cause is not None:
         return _with_decision(view, cause)
     if ended:
-        return [Draft(course.attempt, "end", "all ranks have ended well", {"status": 0})]
+        return [Draft(course.attempt, "end", "all ranks have ended well", {"status": 0, "final": True})]
     if asked or course.requested:
         name = course.requested or signal.Signals(max(report.leaving for report in asked)).name
-        newest = max((report.newest for report in reports), default=-1)
-        step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
-        ahead = 1 if spec.hosts == 1 else 1 + math.ceil(min(_AHEAD_SECONDS / step_seconds, 1e6))
-        return [Draft(course.attempt, "stop", name, asdict(Stop(newest + ahead, False, ahead)))]
-    return []
+        return [_stop(course, reports, name)]
+    return [*_spares(view), *_stragglers(view, reports)]
+
+
+def _stop(course: Course, reports: Sequence[Report], text: str) -> Draft:
+    """All are to save after the same step, and to end."""
+    several = course.spec is not None and course.spec.hosts > 1
+    newest = max((report.newest for report in reports), default=-1)
+    step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
+    ahead = 1 + math.ceil(min(_AHEAD_SECONDS / step_seconds, 1e6)) if several else 1
+    return Draft(course.attempt, "stop", text, asdict(Stop(newest + ahead, False, ahead)))
+
+
+def _spares(view: View) -> list[Draft]:
+    """Fewer hosts wait than were expected to, or as many again."""
+    course = view.course
+    assert course.spec is not None
+    expected = course.spec.spares
+    there = min(expected, len(_waiting(view)))
+    said = expected if course.spares is None else course.spares
+    if there == said or view.ran_seconds < course.spec.patience_seconds:
+        return []
+    more = "start the same command on more" if there < expected else "as many as were asked for"
+    return [Draft(course.attempt, "note", f"{there} of {expected} spare hosts wait; {more}", {"spares": there})]
+
+
+def _waiting(view: View) -> list[str]:
+    """Hosts that could take the place of another."""
+    taken = {member.name for member in view.course.members}
+    return sorted(name for name, report in view.perhaps.items() if name not in taken and not report.leaving)
+
+
+def _stragglers(view: View, reports: Sequence[Report]) -> list[Draft]:
+    """Each is named once in an attempt. Where that is asked for, and another host waits, the host of the slowest is left out.
+
+    A host is left out once: then it is suspected, and no longer counts among those that wait.
+    """
+    course = view.course
+    spec = course.spec
+    assert spec is not None
+    found = stragglers((pace for report in reports for pace in report.paces), spec.straggler or FACTOR)
+    hosts = {rank: member.name for member in course.members for rank in range(member.first, member.first + member.count)}
+    spares = [name for name in _waiting(view) if name in view.living and name not in suspects(course.failures)]
+    leave_out = bool(found and spec.straggler and spares)
+    then = (
+        "" if leave_out
+        else "no other host waits" if spec.straggler and spec.hosts > 1
+        else "look for what slows it there, or use another host" if spec.hosts == 1
+        else "--straggler 2 starts the job again without it, where a spare waits"
+    )  # fmt: skip
+    drafts = []
+    for one in found:
+        if one.rank not in course.slow:
+            text = one.in_words("" if spec.hosts == 1 else hosts[one.rank], spec.straggler_seconds)
+            facts = {"straggler": one.rank, "host": hosts[one.rank], "times": one.times, "seconds": one.seconds}
+            drafts.append(Draft(course.attempt, "note", f"{text}; {then}" if then else text, facts))
+    if leave_out:
+        host = hosts[found[0].rank]
+        text = f"{host} is left out, as rank {found[0].rank} there is slow, and {spares[0]} waits"
+        drafts += [Draft(course.attempt, "note", text, {"left_out": host}), _stop(course, reports, "--straggler")]
+    return drafts
 
 
 def _stopping(
@@ -135,6 +193,8 @@ def _stopping(
     hurry = any(report.hurry for report in asked)
     heard = any(report.heard for report in reports)
     if cause is not None and heard and cause.cause not in ("exit", "hang"):
+        if course.left_out:  # it was no more than a wish
+            return _with_decision(view, cause)
         why = f"{cause.detail} before all had saved, as {last.text} asked"
         return _with_decision(view, replace(cause, cause=_end_of(view, asked), detail=why))
     if ended or hurry or view.waited_seconds > spec.grace_seconds:
@@ -146,7 +206,7 @@ def _stopping(
             else f"were ended by {last.text}; they had no time to save"
         )  # fmt: skip
         ranks = [rank for member in course.members for rank in range(member.first, member.first + member.count)]
-        return _with_decision(view, _failure(view, _end_of(view, asked), ranks, why, reports))
+        return _with_decision(view, _failure(view, _end_of(view, asked), ranks, why, reports, course.left_out))
     told = asdict(_next_stop(Stop(**last.facts), reports))
     return [Draft(last.attempt, "stop", last.text, told)] if told != last.facts else []
 
@@ -155,7 +215,9 @@ def _end_of(view: View, asked: Sequence[Report]) -> Cause:
     """preempted: only some hosts are to leave, and the others go on."""
     course = view.course
     several = course.spec is not None and course.spec.hosts > 1
-    return "preempted" if several and not course.requested and len(asked) < len(view.living) else "asked"
+    if not several or course.requested or len(asked) == len(view.living):
+        return "asked"
+    return "straggler" if course.left_out else "preempted"
 
 
 def _next_stop(asked: Stop, reports: Sequence[Report]) -> Stop:

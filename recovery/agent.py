@@ -65,6 +65,8 @@ class Here:
     """Where /metrics is served."""
     through_mpi: bool = False
     """mpiexec starts the ranks, for programs that use MPI's own world."""
+    again: bool = False
+    """Begin anew where a run of several hosts has come to its end."""
 
 
 class Agent:
@@ -108,6 +110,8 @@ class Agent:
         try:
             with self._signals_heard():
                 self._join()
+                if self._status is not None:
+                    return self._status
                 self._coordinator = Coordinator(self._state, self._spec.hosts == 1)
                 self._voice = Voice(self._state, self._report(), self._guardian)
                 try:
@@ -179,6 +183,11 @@ class Agent:
         if goes_on and not alone and course.spec == self._spec and not course.requested:
             self._run = course.run
             return True
+        if course.final and not alone and course.spec == self._spec and not self._here.again:
+            assert course.last is not None
+            self._status = int(course.last.facts["status"])
+            self._say(f"the run has ended: {course.last.text}; to begin another, give --again")
+            return True
         self._run = secrets.token_hex(6)
         drafts = [
             courses.run(course.attempt + 1, self._run, self._spec),
@@ -241,10 +250,11 @@ class Agent:
     def _tell(self, entry: Entry) -> None:
         """What the user should know at once."""
         given_up = entry.kind == "end" and entry.facts["status"] == 1 and entry.text != self._said
+        remark = entry.kind == "note" and entry.facts
         if entry.kind == "stop" and self._told_stop != entry.attempt:
             self._told_stop = entry.attempt
             self._say(f"{entry.text}: the ranks save and end, within {self._spec.grace_seconds:g} s")
-        elif entry.kind == "decision" or given_up or (self._spec.hosts > 1 and entry.kind in ("lead", "start")):
+        elif entry.kind == "decision" or given_up or remark or (self._spec.hosts > 1 and entry.kind in ("lead", "start")):
             self._say(entry.text)
         self._said = entry.text
 
@@ -268,7 +278,7 @@ class Agent:
         for rank in ranks:
             self._guardian.add(rank.process.pid)
             self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
-        self._watch = Watch(ranks, self._here.limits, self._best)
+        self._watch = Watch(ranks, self._here.limits, self._best, self._spec.straggler_seconds)
         self._console.follow(ranks)
         failpoint("agent.started")
 
@@ -326,6 +336,7 @@ class Agent:
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
             newest=watch.newest, committed=watch.committed, stop=watch.stops, stop_step=watch.stop_step,
             step_seconds=here.limits.usual_step(), spent=watch.spent, slowest=watch.slowest(time.monotonic()),
+            paces=watch.paces,
         )  # fmt: skip
 
     def _lead(self) -> bool:

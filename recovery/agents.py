@@ -11,6 +11,7 @@ from ckpt.pulse import Bad
 from ckpt.recovery.decide import Cause
 from ckpt.recovery.ledger import Name
 from ckpt.recovery.state import State
+from ckpt.recovery.straggle import Pace
 
 LOST_SECONDS = 3.0
 """An agent that says nothing for so long is lost."""
@@ -90,6 +91,8 @@ class Report:
     spent: Name = "spawn"
     """What its first rank spends its time on."""
     slowest: Slowest | None = None
+    paces: tuple[Pace, ...] = ()
+    """How fast its ranks were of late; of those of which enough was seen."""
     warm: str = ""
     """Whether its next start is a warm one, in words."""
     beat: int = 0
@@ -107,6 +110,7 @@ def report(facts: Mapping[str, Any]) -> Report:
         known["wrong"] = Wrong(**{**wrong, "ranks": tuple(wrong["ranks"]), "bad": bad})
     if known.get("slowest") is not None:
         known["slowest"] = Slowest(**known["slowest"])
+    known["paces"] = tuple(Pace(**pace) for pace in known.get("paces", ()))
     return Report(**known)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt.cursor import Ranges
 from ckpt.interval import MTBF, mean_time_to_failure
 from ckpt.pulse import Bad
-from ckpt.recovery.decide import Budget, Failure
+from ckpt.recovery.decide import WANTED, Budget, Failure
 from ckpt.recovery.rollback import environment
 from ckpt.recovery.state import Draft, Entry
 
@@ -32,6 +32,14 @@ class Spec:
     """How long it waits for a host in place of a lost one, before it goes on with fewer."""
     give_up_seconds: float = 600.0
     """How long it waits for as many hosts as it can't do without."""
+    spares: int = 0
+    """So many more hosts are expected to wait."""
+    straggler: float = 0.0
+    """A host with a rank that takes so many times as long as the median is left out, where a spare waits; 0 never."""
+    straggler_seconds: float = 60.0
+    """How long a rank must be slow."""
+    directory: str = ""
+    """The repository that the ranks use, where they name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +78,28 @@ class Course:
     """What loss is too much, until the ranks have seen enough."""
     requested: str = ""
     """Somebody wants the run to end: in words. "" nobody."""
+    slow: Mapping[int, str] = field(default_factory=dict)
+    """Stragglers of this attempt, in words, by rank."""
+    left_out: str = ""
+    """The host without which all are to start again, as it is slow."""
+    spares: int | None = None
+    """How many spares wait, as it was said last."""
 
     @property
     def environment(self) -> dict[str, str]:
         """What the ranks of the next attempt are told of those before."""
-        failed = [failure.ran_seconds for failure in self.failures if failure.cause not in ("asked", "preempted")]
+        failed = [failure.ran_seconds for failure in self.failures if failure.cause not in WANTED]
         ran = sum(failure.ran_seconds for failure in self.failures)
         return environment(self.skip, self.before, self.limit) | {MTBF: str(mean_time_to_failure(ran, len(failed)))}
 
     @property
     def over(self) -> bool:
         return self.last is not None and self.last.kind == "end"
+
+    @property
+    def final(self) -> bool:
+        """Whether it has come to its end by itself: it was not asked to, and there were enough hosts."""
+        return self.over and self.last is not None and bool(self.last.facts.get("final"))
 
     def went_on(self, entries: Sequence[Entry]) -> Course:
         """After some more entries."""
@@ -94,7 +113,7 @@ def _after(course: Course, entry: Entry) -> Course:
     facts = entry.facts
     course = replace(course, number=entry.number)
     if entry.kind == "note":
-        return course
+        return _noted(course, entry)
     if entry.kind == "lead":
         return replace(course, leader=str(facts["name"]))
     if entry.kind == "request":
@@ -107,7 +126,8 @@ def _after(course: Course, entry: Entry) -> Course:
             entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget
         )  # fmt: skip
     if entry.kind == "start":
-        return replace(course, attempt=entry.attempt, members=tuple(Member(**m) for m in facts["members"]))
+        members = tuple(Member(**member) for member in facts["members"])
+        return replace(course, attempt=entry.attempt, members=members, slow={}, left_out="")
     if entry.kind == "failure":
         bad = Bad(**facts["bad"]) if facts.get("bad") else None
         failure = Failure(**{**facts, "ranks": tuple(facts["ranks"]), "bad": bad}, detail=entry.text)
@@ -119,6 +139,14 @@ def _after(course: Course, entry: Entry) -> Course:
             told["skip"] = tuple((first, last) for first, last in facts["skip"])
         return replace(course, budget=course.budget.after(course.failures[-1]), **told)
     return course
+
+
+def _noted(course: Course, entry: Entry) -> Course:
+    """What is said once is remembered."""
+    facts = entry.facts
+    if "straggler" in facts:
+        course = replace(course, slow={**course.slow, int(facts["straggler"]): entry.text})
+    return replace(course, left_out=facts.get("left_out", course.left_out), spares=facts.get("spares", course.spares))
 
 
 # --- entries -----------------------------------------------------------------------------------------------------

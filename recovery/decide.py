@@ -11,7 +11,12 @@ from ckpt.cursor import Ranges
 from ckpt.pulse import Bad
 from ckpt.recovery.rollback import roll_back
 
-Cause = Literal["exit", "signal", "out of memory", "hang", "stopped", "lost", "diverged", "preempted", "asked"]
+Cause = Literal[
+    "exit", "unusable", "signal", "out of memory", "hang", "stopped", "lost", "diverged", "preempted", "straggler", "asked"
+]  # fmt: skip
+
+WANTED: frozenset[Cause] = frozenset({"preempted", "straggler", "asked"})
+"""Ends that were no failures of ranks: all were to save and to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class Budget:
 
     def after(self, failure: Failure) -> Budget:
         """With one attempt more."""
-        if failure.cause in ("asked", "preempted"):
+        if failure.cause in WANTED:
             return self
         if failure.committed > self.best or _ran_long(failure):
             return replace(self, left=self.most - 1, useless=0, best=max(self.best, failure.committed))
@@ -95,6 +100,10 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
         return Decision("halt", what)
     if last.cause == "preempted":
         return Decision("restart", f"{what}; the others start again from what was saved")
+    if last.cause == "straggler":
+        return Decision("restart", f"{what}; all start again from what was saved, and leave {last.host} out")
+    if last.cause == "unusable" and all(failure.step < 0 for failure in failures):
+        return Decision("halt", f"{what}; another start would not change that")
     if last.bad is not None and now.left >= 0:
         told = roll_back([failure.bad for failure in failures if failure.bad is not None], skip)
         action: Literal["restart", "halt"] = "halt" if told.action == "halt" else "restart"
@@ -130,10 +139,10 @@ class Choice:
 
 
 def suspects(failures: Sequence[Failure]) -> frozenset[str]:
-    """Hosts where two failures in a row began, with no newer step saved in between: it may be the host."""
-    found = set()
+    """Hosts where two failures in a row began, with no newer step saved in between: it may be the host. And stragglers."""
+    found = {failure.host for failure in failures if failure.cause == "straggler"}
     for one, other in pairwise(failures):
-        if one.host == other.host and other.committed <= one.committed and other.cause not in ("asked", "preempted"):
+        if one.host == other.host and other.committed <= one.committed and other.cause not in WANTED:
             found.add(other.host)
     return frozenset(found)
 

@@ -32,10 +32,19 @@ class Rank:
     shared: bool = False
     """The process is mpiexec, which has started all of them."""
 
-    @property
-    def status(self) -> int:
-        """How it has ended: the exit status, or less than 0 for a signal."""
-        return self.process.returncode or 0
+    status: int = 0
+    """How it has ended: the exit status, or less than 0 for a signal."""
+
+    def ended(self) -> bool:
+        """Whether it has. It is not reaped before `stop`: no other process can have its number until its session is ended."""
+        try:
+            found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody else has heard how it ended: not well, for all we know
+            self.status = self.process.poll() or 255
+            return True
+        if found is not None:
+            self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return found is not None
 
     @property
     def pid(self) -> int:
@@ -157,8 +166,12 @@ def stop(ranks: Sequence[Rank], mark: str) -> None:
 
 
 def free_port(address: str) -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind((address, 0))
-        port: int = found.getsockname()[1]
-        return port
+    """One that nobody listens on now, at an address of this host."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as found:
+            found.bind(place)
+            port: int = found.getsockname()[1]
+            return port
+    except OSError as error:
+        raise CkptError(f"{address} can't be listened on: {error.strerror}; give one of this host as --address") from error

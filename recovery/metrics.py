@@ -61,7 +61,14 @@ def _of_record(entries: Sequence[Entry], up: bool) -> list[_Family]:
         _Family("ckpt_run_attempt", "gauge", "The attempt under way, or the last one.", _last(entries)),
         _Family("ckpt_run_failures_total", "counter", "Failures of ranks, by cause.", _by("cause", failures)),
         _Family("ckpt_run_decisions_total", "counter", "What was decided after failures.", _by("action", decisions)),
+        _Family("ckpt_run_straggler_ratio", "gauge", "Of slow ranks: times as long as the median.", _slow(entries)),
     ]
+
+
+def _slow(entries: Sequence[Entry]) -> list[tuple[_Labels, float]]:
+    """Those of the attempt under way."""
+    found = [e.facts for e in entries if e.kind == "note" and "straggler" in e.facts and e.attempt == entries[-1].attempt]
+    return [({"rank": str(facts["straggler"]), "host": facts["host"]}, facts["times"]) for facts in found]
 
 
 def _last(entries: Sequence[Entry]) -> list[tuple[_Labels, float]]:
@@ -95,6 +102,10 @@ def _of_ranks(beats: Mapping[int, Beat], now: float) -> list[_Family]:
         _Family(
             "ckpt_run_rank_silent_seconds", "gauge", "Since the rank said something.",
             _by("rank", {k: max(0.0, now - b.since) for k, b in heard.items()}),
+        ),
+        _Family(
+            "ckpt_run_rank_compute_seconds_total", "counter", "In what was marked by ckpt.pulse.compute.",
+            _by("rank", {k: b.compute_seconds for k, b in heard.items() if b.compute_seconds}),
         ),
     ]  # fmt: skip
 

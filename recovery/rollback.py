@@ -7,7 +7,7 @@ of them each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,10 +34,6 @@ class RollBack:
     """Restore a step below this one, if there is any. Until an attempt has committed this one, or a later one, anew."""
     limit: float | None = None
     """What loss is too much until the ranks have seen enough to judge for themselves."""
-
-    def as_env(self) -> Mapping[str, str]:
-        """What the next attempt is told."""
-        return environment(self.skip, self.before, self.limit)
 
 
 def environment(skip: Ranges, before: int | None, limit: float | None) -> dict[str, str]:

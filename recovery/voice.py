@@ -59,4 +59,5 @@ class Voice:
 
 
 def _essence(report: Report) -> Report:
-    return replace(report, step=0, newest=0, committed=0, step_seconds=0.0, spent="useful", slowest=None, warm="")
+    where = replace(report, step=0, newest=0, committed=0, step_seconds=0.0, spent="useful")
+    return replace(where, slowest=None, paces=(), warm="")

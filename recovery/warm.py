@@ -148,7 +148,7 @@ class Forge:
             kind, text = self._answer(0.0)
             if kind == "ready":
                 self._ready, self.note = True, text
-        if self._ready and self._process is not None and self._process.poll() is not None:
+        if self._ready and self._process is not None and host.state(self._process.pid) in ("", "Z"):
             self._give_up(self._last_words())
         return self._ready and not self.reason
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from ckpt.recovery.decide import Cause
 from ckpt.recovery.launch import Rank
 from ckpt.recovery.ledger import Name
 from ckpt.recovery.limits import Limits
+from ckpt.recovery.straggle import Measure, Pace
 
 _ABSENT_SECONDS = 1.0
 """Who has not looked for so long can't say who was silent."""
@@ -27,6 +29,9 @@ _SILENT_SECONDS = 0.1
 """Who has said something since is not stopped."""
 _STOPPED_SECONDS = 0.5
 """A process may be stopped for a moment, as by a debugger that attaches."""
+
+_SPIES, _SPY_SECONDS = 8, 5.0
+"""So many stacks are read at once, and so long at most."""
 
 _NO_MEMORY = "was killed by the kernel, as there was no memory left (SIGKILL)"
 _SAID = 1000
@@ -36,7 +41,7 @@ _SAID = 1000
 class Watch:
     """The ranks of one attempt. Call `look` often."""
 
-    def __init__(self, ranks: Sequence[Rank], limits: Limits, best: int) -> None:
+    def __init__(self, ranks: Sequence[Rank], limits: Limits, best: int, straggler_seconds: float = 60.0) -> None:
         self.ranks = tuple(ranks)
         self.wrong: Wrong | None = None
         """What went wrong first."""
@@ -45,6 +50,7 @@ class Watch:
         self._limits = limits
         self._best = best
         self._beats = {rank.number: rank.pulse.read() for rank in ranks}
+        self._measures = {rank.number: Measure(rank.number, straggler_seconds) for rank in ranks}
         self._stopped: dict[int, float] = {}
         self._running = {rank.number: rank for rank in ranks}
         self._kills = host.memory_kills()
@@ -104,6 +110,12 @@ class Watch:
         number, beat = min(heard, key=lambda each: (each[1].step, each[1].since))
         return Slowest(number, beat.step, now - beat.since, beat.phase)
 
+    @property
+    def paces(self) -> tuple[Pace, ...]:
+        """Of those that run, where enough was seen."""
+        found = (self._measures[number].pace for number in self._running)
+        return tuple(pace for pace in found if pace is not None)
+
     def stop(self, step: int, agreed: bool) -> None:
         """Ask them to save after this step, and to end; agreed: the ranks of all hosts have heard of it."""
         self.stop_step = step
@@ -135,17 +147,17 @@ class Watch:
             self._forgiven = now
             self._stopped.clear()
         self._looked = now
-        ended = [rank for rank in self._running.values() if rank.process.poll() is not None]
+        ended = [rank for rank in self._running.values() if rank.ended()]
         for rank in ended:
             del self._running[rank.number]
         self._listen()
-        failed = sorted((rank for rank in ended if rank.status != 0), key=lambda rank: rank.status > 0)  # signals first
+        failed = sorted((rank for rank in ended if rank.status != 0), key=self._order)
         if self.wrong is None:
             bad = self._bad()  # ranks whose loss was good fail, too, where another leaves out a save
             if bad is not None:
                 self.wrong = bad
             elif failed:
-                cause = _cause(failed[0], self._kills)
+                cause = self._cause(failed[0])
                 detail = _NO_MEMORY if cause == "out of memory" else _end(failed[0])
                 self.wrong = Wrong(cause, tuple(rank.number for rank in failed), detail)
             else:
@@ -160,6 +172,7 @@ class Watch:
                 if before.pid:  # on the average, where several came since the last look
                     took = (beat.since - before.since) / (beat.beats - before.beats)
                     self._limits.learn(before.phase, took)
+                    self._measures[rank.number].learn(before, beat)
                 self._beats[rank.number] = beat
 
     def _bad(self) -> Wrong | None:
@@ -196,36 +209,39 @@ class Watch:
         """Seconds, of which this process has seen all."""
         return now - max(beat.since, self._forgiven)
 
+    def _order(self, rank: Rank) -> tuple[bool, bool]:
+        """Signals first, and who fails as another has failed last."""
+        return rank.status > 0, not self._beats[rank.number].unusable
+
+    def _cause(self, rank: Rank) -> Cause:
+        if rank.status == -signal.SIGKILL and host.memory_kills() > self._kills:
+            return "out of memory"
+        return "signal" if rank.status < 0 else "unusable" if self._beats[rank.number].unusable else "exit"
+
     def keep_stacks(self) -> None:
         """The stacks of all threads of all ranks, beside their logs, before they are killed."""
         if self._has_stacks:
             return
         self._has_stacks = True
         spy = _py_spy()
-        for rank in self._running.values():
+        with ThreadPoolExecutor(_SPIES) as pool:
+            for rank in self._running.values():
+                pool.submit(self._keep_stack, rank, spy)
+
+    def _keep_stack(self, rank: Rank, spy: str | None) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if spy is not None:
                 command = [spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
-                with (
-                    (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out,
-                    contextlib.suppress(OSError, subprocess.TimeoutExpired),
-                ):
-                    subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=5, check=False)
+                with (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out:
+                    subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_SPY_SECONDS, check=False)
             elif self._beats[rank.number].pid == rank.pid and host.state(rank.pid) != "T":
-                with contextlib.suppress(OSError):
-                    os.kill(rank.pid, STACKS)  # into its own log
-                    time.sleep(0.2)
+                os.kill(rank.pid, STACKS)  # into its own log
+                time.sleep(0.2)
 
 
 def _py_spy() -> str | None:
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy")
-
-
-def _cause(rank: Rank, kills: int) -> Cause:
-    code = rank.status
-    if code == -signal.SIGKILL and host.memory_kills() > kills:
-        return "out of memory"
-    return "signal" if code < 0 else "exit"
 
 
 def _end(rank: Rank) -> str:

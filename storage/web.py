@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ class Web:
             def log_message(self, *args: Any) -> None:
                 """Scrapes are no events."""
 
-        self._http = ThreadingHTTPServer((host, port), Handler)
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        self._http = Server((host, port), Handler)
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, name=thread, daemon=True).start()

@@ -1,6 +1,6 @@
 """A job for tests of ckpt-run on several hosts: 24 rows, shared by however many ranks there are; each row adds its own numbers.
 
-    hosts_program.py FOLDER STEPS SECONDS
+    hosts_program.py FOLDER STEPS SECONDS        CKPT_TEST_SLOW: a step takes so many times as long
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ROWS = 24
 def main() -> None:
     folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     rank, size, attempt = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["CKPT_ATTEMPT"])
+    slow = float(os.environ.get("CKPT_TEST_SLOW", "1"))
     each = ROWS // size
     rows = np.arange(rank * each, (rank + 1) * each)
     state = {"w": ckpt.Shard(np.zeros((each, 100)), (ROWS, 100), (rank * each, 0))}
@@ -27,7 +28,7 @@ def main() -> None:
     with ckpt.Checkpointer(folder / "repo", every=5, keep=2) as ck:
         state, start = ck.restore(state)
         for step in range(start, steps):
-            time.sleep(seconds)
+            time.sleep(seconds * slow)
             state["w"].local[...] += np.sin(step * 1.7 + rows[:, None])
             (folder / f"at-{attempt}-{rank}").write_text(str(step))
             ck.step(step, state)

@@ -29,7 +29,7 @@ from ckpt.cursor import SKIP, contains, parse_ranges
 from ckpt.interval import MEAN_TIME_TO_FAILURE, MTBF, daly, mean_time_to_failure, told_mean_time
 from ckpt.losses import Losses
 from ckpt.pulse import BEFORE, Bad, Beat, Pulse
-from ckpt.recovery.rollback import SKIPS, roll_back
+from ckpt.recovery.rollback import SKIPS, RollBack, environment, roll_back
 from ckpt.recovery.stopping import Stop, next_stop
 from ckpt.spikes import Spikes
 from ckpt.storage.errors import InvalidArgument
@@ -455,6 +455,11 @@ def bad(batch: int, step: int | None = None, kind: Any = "not finite") -> Bad:
     return Bad(batch if step is None else step, kind, math.nan if kind == "not finite" else 9.0, 3.0, batch)
 
 
+def told(decision: RollBack) -> dict[str, str]:
+    """What the ranks of the next attempt are told."""
+    return environment(decision.skip, decision.before, decision.limit)
+
+
 def test_first_the_same_again_then_others() -> None:
     history, skip, actions = [], (), []
     for turn in range(10):
@@ -465,8 +470,8 @@ def test_first_the_same_again_then_others() -> None:
             assert all(contains(decision.skip, n) for n in (119 + turn, 120 + turn))
             assert decision.before is not None
             assert decision.before < 120 + turn
-            assert parse_ranges(decision.as_env()[SKIP]) == decision.skip
-            assert decision.as_env()[BEFORE] == str(decision.before)
+            assert parse_ranges(told(decision)[SKIP]) == decision.skip
+            assert told(decision)[BEFORE] == str(decision.before)
             width = [last - first for first, last in (*skip, *decision.skip)]
             assert width == sorted(width), "more each time"
         skip = decision.skip
@@ -477,10 +482,10 @@ def test_first_the_same_again_then_others() -> None:
 
 
 def test_words_and_limits() -> None:
-    assert roll_back([bad(5)]).as_env() == {}
+    assert told(roll_back([bad(5)])) == {}
     found = roll_back([bad(-1, 50, "spike"), bad(-1, 51, "spike")])
     assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are passed over"
-    assert found.as_env() == {SKIP: "50-51", BEFORE: "50", spikes.LIMIT: "3.0"}
+    assert told(found) == {SKIP: "50-51", BEFORE: "50", spikes.LIMIT: "3.0"}
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from(["not finite", "spike"])), min_size=1, max_size=12))
@@ -525,22 +530,22 @@ def test_a_batch_that_spoils_the_weights_is_passed_over(tmp_path: Path) -> None:
     """The spoiled weights are saved before a loss shows it. What comes out in the end never saw that batch."""
     history: list[Bad] = []
     actions: list[str] = []
-    told: dict[str, str] = {}
+    environ: dict[str, str] = {}
     for attempt in range(6):
         page = Pulse(tmp_path / f"page-{attempt}", new=True)
         command = [sys.executable, str(Path(PROGRAM).with_name("spoiled_program.py")), str(tmp_path / "repo"), "20", "13"]
-        told[pulses.VARIABLE] = str(tmp_path / f"page-{attempt}")
-        subprocess.run(command, env=os.environ | told, check=True, timeout=60, stderr=subprocess.DEVNULL)
+        environ[pulses.VARIABLE] = str(tmp_path / f"page-{attempt}")
+        subprocess.run(command, env=os.environ | environ, check=True, timeout=60, stderr=subprocess.DEVNULL)
         beat = page.read()
         page.close()
         if beat.bad is None:
             break
         history.append(beat.bad)
-        decision = roll_back(history, parse_ranges(told.get(SKIP, "")))
+        decision = roll_back(history, parse_ranges(environ.get(SKIP, "")))
         actions.append(decision.action)
-        told |= decision.as_env()
+        environ |= told(decision)
     assert actions == ["retry", "skip"]
-    assert told[SKIP] == "13-14"
+    assert environ[SKIP] == "13-14"
     assert [(bad.step, bad.batch) for bad in history] == [(14, 14)] * 2
     batches = [n for n in range(22) if n not in (13, 14)]
     want = np.zeros(3)

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -22,8 +24,13 @@ import ckpt
 from ckpt.pulse import Pulse
 from ckpt.recovery import host, memory
 from ckpt.recovery.decide import USELESS, Budget, Failure, decide
+from ckpt.recovery.launch import Share, free_port
+from ckpt.recovery.launch import start as start_ranks
+from ckpt.recovery.launch import stop as stop_ranks
 from ckpt.recovery.ledger import totals
 from ckpt.recovery.limits import Limits
+from ckpt.recovery.place import address_of
+from ckpt.storage.web import Page, Web
 
 PROGRAM = str(Path(__file__).parent / "run_program.py")
 
@@ -242,10 +249,12 @@ def test_a_job_that_always_fails(start: Callable[..., Run]) -> None:
 
 
 def test_steps_of_different_length_are_no_hang(start: Callable[..., Run]) -> None:
-    run = start("--hang", "1", seconds=0.02, fault=("jitter", 0, 0))
+    """And no rank is a straggler for them."""
+    run = start("--hang", "1", "--straggler-after", "0.4", seconds=0.02, fault=("jitter", 0, 0))
     assert run.end() == 0, run.said
     is_right(run)
     assert run.failures() == []
+    assert run.said == ""
 
 
 @pytest.mark.parametrize("storm", [1, 3])
@@ -367,6 +376,12 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
         (["--", "/none/such"], 1, "/none/such can't be started: No such file or directory"),
         (["-n", "0", "--", "true"], 2, "is not in the range"),
         ([], 2, "Missing argument"),
+        (["--spares", "1", "--", "true"], 1, "--spares 1 is of hosts, beside --nnodes 2 or more"),
+        (["--straggler", "1", "--", "true"], 2, "is not in the range"),
+        (["--dir", "nowhere://x", "--", "true"], 1, "--dir can't be used: nowhere://x"),
+        (["--dir", "/proc/none", "--", "true"], 1, "--dir can't be used: "),
+        (["--dir", str(Path(__file__).parent), "--", "true"], 1, "is not a checkpoint repository; name an empty or a new"),
+        (["--address", "192.0.2.1", "--", "true"], 1, "give one of this host as --address"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
@@ -375,6 +390,74 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message:
     assert done.returncode == status, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert status != 1 or len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.glob("run/logs/0/rank-0.log")) or arguments == ["--", "/none/such"]
+
+
+@pytest.mark.parametrize("url", ["nowhere://x", "of-others"])
+def test_a_program_with_a_url_that_cannot_be_used(tmp_path: Path, url: str) -> None:
+    """It is told once: another start would come to the same."""
+    (tmp_path / "of-others").mkdir()
+    (tmp_path / "of-others" / "file").touch()
+    program = [sys.executable, "-c", f"import ckpt; ckpt.Checkpointer({url!r})"]
+    command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--run-dir", str(tmp_path / "run"), "--", *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert url in line
+    assert line.endswith("before the first step; another start would not change that")
+
+
+def test_a_program_that_names_no_url(tmp_path: Path) -> None:
+    """--dir names it; without, that is said."""
+    program = "import ckpt; ckpt.save({'a': 1}, step=3); ckpt.Checkpointer().close(); assert ckpt.load() == {'a': 1}"
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", "run"]
+    for more, status in ((["--dir", "kept"], 0), ([], 1)):
+        done = subprocess.run(
+            [*command, *more, "--", sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
+            cwd=tmp_path, env={name: value for name, value in os.environ.items() if name != "CKPT_DIR"},
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+    assert ckpt.open(tmp_path / "kept").steps() == [3]
+    assert "no repository is named: give its URL, or start this by `ckpt-run --dir URL` (CKPT_DIR)" in done.stderr
+
+
+def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> None:
+    """Else another process might have it, and be ended for it."""
+    share = Share("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
+    command = ["sh", "-c", "sleep 1000 & echo $! > $0; exit 3", str(tmp_path / "child")]
+    (rank,) = start_ranks(command, share, tmp_path, tmp_path / "logs")
+    until = time.monotonic() + 30
+    while not rank.ended():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert rank.status == 3
+    assert host.state(rank.process.pid) == "Z"
+    child = int((tmp_path / "child").read_text())
+    assert host.state(child) == "S"
+    stop_ranks([rank], "")
+    assert host.state(rank.process.pid) == ""
+    assert none_left([child])
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_addresses_of_version_6() -> None:
+    assert address_of("etcd://[::1]:2379/lab") == "::1"
+    with socket.socket(socket.AF_INET6) as free:
+        free.bind(("::1", free_port("::1")))
+    web = Web("::1", 0, {"/": lambda: Page(b"here")}, "test")
+    try:
+        assert urllib.request.urlopen(f"http://[::1]:{web.port}/").read() == b"here"
+    finally:
+        web.close()
+
+
+def test_spares_are_among_the_hosts_of_a_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--spares", "1"]
+    environ = os.environ | {"SLURM_STEP_NUM_NODES": "3"}
+    command += ["--launcher", "slurm", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    assert "2 hosts share no file that could hold the state of the run" in done.stderr
 
 
 def test_two_in_one_folder(start: Callable[..., Run]) -> None:

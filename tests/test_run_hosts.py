@@ -313,6 +313,23 @@ def test_all_are_asked_to_end(job: Callable[..., Job]) -> None:
     is_right(run, 6)
 
 
+def test_who_comes_after_the_end(job: Callable[..., Job]) -> None:
+    """Is told how it was; to begin anew must be asked for."""
+    run = job("--give-up", "60", hosts=2, steps=30)
+    for name in "ab":
+        run.start(name)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    run.start("b")
+    assert run.ends("b") == {"b": 0}
+    assert run.said("b") == "ckpt-run: the run has ended: all ranks have ended well; to begin another, give --again\n"
+    assert len([e for e in run.log() if e.kind == "run"]) == 1
+    run.options += ["--again"]
+    for name in "ab":
+        run.start(name)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    assert len([e for e in run.log() if e.kind == "run"]) == 2
+
+
 def test_drain(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     for name in "abc":
@@ -326,16 +343,18 @@ def test_drain(job: Callable[..., Job]) -> None:
 
 
 def test_status_and_plan(job: Callable[..., Job]) -> None:
-    run = job("--min", "2", steps=10_000)
+    run = job("--min", "2", "--spares", "2", steps=10_000)
     for name in "abcd":
         run.start(name)
     run.until_step(5)
+    run.until(lambda log: log[-1].text == "1 of 2 spare hosts wait; start the same command on more", "said")
     log = run.log()
     (spare,) = set("abcd") - set(starts(log)[0])
     status = run.ask("status").stdout
     assert f"{spare} " in status
     assert "spare" in status
     assert "coordinates" in status
+    assert "1 of 2 spare hosts wait" in status
     lost = starts(log)[0][1]
     planned = run.ask("plan", "--dry-run", "--lose", lost).stdout
     assert f"without {lost} (gone) with {spare} instead" in planned

@@ -60,7 +60,8 @@ def status(run_dir: Path, state: str | None) -> int:
     if course.over or not reports:
         emit(f"it does not run: {entries[-1].text}")
         return 1
-    first = {member.name: member.first for member in course.members}
+    spec, first = course.spec, {member.name: member.first for member in course.members}
+    assert spec is not None
     if len(reports) > 1:
         rows = [
             (r.name, r.doing if r.name in first else "spare", str(first.get(r.name, "")), _step(r.step), _step(r.committed),
@@ -69,23 +70,31 @@ def status(run_dir: Path, state: str | None) -> int:
         ]  # fmt: skip
         common.show_table(("host", "does", ">first rank", ">step", ">committed", ""), rows)
     for report in reports.values():
-        ranks = list(_ranks(report.pages, report.attempt))
+        ranks = list(_ranks(report))
         if ranks:
-            common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for"), ranks)
+            common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for", ">a step"), ranks)
             warm = f"; {report.warm}" if report.warm else ""
             emit(f"attempt {report.attempt}; logs in {report.logs}/{report.attempt}{warm}")
+    if spec.directory:
+        emit(f"checkpoints in {spec.directory}, where the program names no other place")
+    if spec.spares:
+        emit(f"{sum(name not in first for name in reports)} of {spec.spares} spare hosts wait")
+    for text in course.slow.values():
+        emit(common.printable(text))
     return 0
 
 
-def _ranks(pages: str, attempt: int) -> Iterator[tuple[str, ...]]:
+def _ranks(report: Report) -> Iterator[tuple[str, ...]]:
     """What the ranks of an agent do, where it is on this host."""
     from ckpt.pulse import Pulse
 
-    numbers = (page.name.removeprefix(f"{attempt}-") for page in Path(pages).glob(f"{attempt}-*"))
+    pages, attempt = Path(report.pages), report.attempt
+    takes = {pace.rank: f"{1e3 * pace.seconds:.3g} ms" for pace in report.paces}
+    numbers = (page.name.removeprefix(f"{attempt}-") for page in pages.glob(f"{attempt}-*"))
     for number in sorted(int(number) for number in numbers if number.isdigit()):
-        beat = Pulse(Path(pages) / f"{attempt}-{number}").read()
-        silent = f"{time.monotonic() - beat.since:.1f} s"
-        yield str(number), str(beat.pid or "?"), beat.phase, _step(beat.step), _step(beat.committed), silent
+        beat = Pulse(pages / f"{attempt}-{number}").read()
+        silent, step = f"{time.monotonic() - beat.since:.1f} s", _step(beat.step)
+        yield str(number), str(beat.pid or "?"), beat.phase, step, _step(beat.committed), silent, takes.get(number, "")
 
 
 def _living(run_dir: Path, state: str | None) -> dict[str, Report]:
@@ -172,6 +181,7 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
 
     entries, seconds = _entries(run_dir, state), totals(run_dir)
     failures = sum(entry.kind == "failure" for entry in entries)
+    slow = [entry for entry in entries if entry.kind == "note" and "straggler" in entry.facts]
     total = sum(seconds.values())
     if png is not None:
         common.optional("matplotlib", "--png", "report")
@@ -183,12 +193,17 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
 
         emit(text(entries, seconds, bool(_living(run_dir, state))).rstrip())
     elif as_json:
-        common.emit_json({"seconds": dict(seconds), "failures": failures, "goodput": goodput(seconds)})
+        common.emit_json({
+            "seconds": dict(seconds), "failures": failures, "goodput": goodput(seconds),
+            "stragglers": [{"attempt": entry.attempt, **entry.facts} for entry in slow],
+        })  # fmt: skip
     else:
         spent = [(name, seconds.get(name, 0.0)) for name in NAMES]
         rows = [(name, f"{part:.2f} s", f"{100 * part / (total or 1.0):.1f} %") for name, part in spent]
         common.show_table(("", ">seconds", ">share"), rows)
         emit(f"{total:.2f} s in all; {common.count(failures, 'failure')}")
+        for entry in slow:
+            emit(f"attempt {entry.attempt}: {common.printable(entry.text)}")
     return 0
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ckpt.recovery import place
-from ckpt.storage.errors import InvalidArgument
+from ckpt.storage.errors import CkptError, InvalidArgument
 from ckpt.tools import ask, common
 from ckpt.tools.simulate import command as simulate
 
-if TYPE_CHECKING:
-    pass
 
 @click.command("ckpt-run", context_settings=ask.SETTINGS | {"ignore_unknown_options": False})
 @click.option("-n", "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes on each host.")
 @click.option("--nnodes", type=click.IntRange(1), help="Hosts; start it on each. More wait as spares.  [default: 1]")
 @click.option("--min", "least", type=click.IntRange(1), help="Go on with so many hosts, if need be.  [default: all]")
+@click.option(
+    "--spares", type=click.IntRange(0), default=0, show_default=True,
+    help="So many more hosts are expected to wait, and it is said when there are fewer.",
+)
 @ask.state_option
+@click.option("--dir", "directory", metavar="URL", help="Where ranks save that name no URL: ckpt.Checkpointer(), CKPT_DIR.")
 @ask.folder_option
 @click.option(
     "--launcher", type=click.Choice(place.LAUNCHERS), default="local", show_default=True,
@@ -54,15 +56,25 @@ if TYPE_CHECKING:
     help="A loss that is so many times the usual spread above the usual is a failure; 10 is a good value. Off unless given.",
 )
 @click.option(
+    "--straggler", type=click.FloatRange(1, min_open=True), metavar="FACTOR",
+    help="Go on without a host that has a rank FACTOR times as slow as the median, where a spare waits; else it is only said.",
+)
+@click.option(
+    "--straggler-after", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+    help="Seconds that a rank must have been slow.",
+)
+@click.option("--again", is_flag=True, help="Begin anew where the run on several hosts has come to its end.")
+@click.option(
     "--warm/--cold", default=True, show_default=True, help="Keep a process that has imported what ranks import, to fork them.",
 )
 @click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus' metrics there, at /metrics.")
 @click.option("--show", type=click.Choice(["0", "all", "none"]), default="0", show_default=True, help="Whose output to show.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
-    ranks: int, nnodes: int | None, least: int | None, state: str | None, run_dir: Path, launcher: str, name: str | None,
-    address: str | None, restarts: int, grace: float, patience: float, give_up: float, hang: float, first_hang: float | None,
-    spike: float | None, warm: bool, metrics: str | None, show: str, command: tuple[str, ...],
+    ranks: int, nnodes: int | None, least: int | None, spares: int, state: str | None, directory: str | None, run_dir: Path,
+    launcher: str, name: str | None, address: str | None, restarts: int, grace: float, patience: float, give_up: float,
+    hang: float, first_hang: float | None, spike: float | None, straggler: float | None, straggler_after: float, again: bool,
+    warm: bool, metrics: str | None, show: str, command: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Run COMMAND as so many ranks, and start them again from what they saved when one of them fails.
 
@@ -80,18 +92,25 @@ def command(
     from ckpt.recovery.course import Spec
     from ckpt.recovery.limits import FIRST_SECONDS, Limits
     from ckpt.recovery.state import open_state
+    from ckpt.repository import DIRECTORY
     from ckpt.spikes import FACTOR
 
     if spike is not None:
         os.environ[FACTOR] = str(spike)  # the ranks inherit it
 
-    hosts = nnodes or place.hosts_of(launcher, os.environ) or 1
+    hosts = nnodes or (place.hosts_of(launcher, os.environ) or 1) - spares
+    if spares and hosts < 2:
+        raise InvalidArgument(
+            f"--spares {spares} is of hosts, beside --nnodes 2 or more; one host has a process ready for warm starts without it"
+        )
     if least is not None and least > hosts:
         raise InvalidArgument(f"--min {least} is more than the {hosts} hosts of --nnodes")
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
         raise InvalidArgument(f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME")
+    if directory is not None:
+        os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it
     name = name or place.name_of(launcher, os.environ)
     lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_name(run_dir, name)
     first = dict(FIRST_SECONDS)
@@ -99,9 +118,12 @@ def command(
         first = {phase: max(seconds, first_hang) for phase, seconds in first.items()}
         first["start"] = first["step"] = first_hang
     limits = Limits(least_seconds=hang, first_seconds=first)
-    address = address or place.address_of(state if hosts > 1 else None)
-    here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec")
-    spec = Spec(command, ranks, hosts, least or hosts, restarts, grace, patience, give_up)
+    address = (address or "").strip("[]") or place.address_of(state if hosts > 1 else None)
+    here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec", again)
+    spec = Spec(
+        command, ranks, hosts, least or hosts, restarts, grace, patience, give_up, spares, straggler or 0.0, straggler_after,
+        directory or "",
+    )  # fmt: skip
     opened = open_state(run_dir, state)
     try:
         return Agent(spec, here, opened, lambda text: common.complain("ckpt-run", text)).run()
@@ -110,13 +132,25 @@ def command(
         os.close(lock)
 
 
+def _usable(url: str) -> str:
+    """A URL that steps can be saved to, whatever folder it is seen from."""
+    from ckpt.repository import open_repository
+
+    url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
+    try:
+        open_repository(url).ensure()
+    except CkptError as error:
+        raise CkptError(f"--dir can't be used: {error}") from error
+    return url
+
+
 def _listen(address: str | None) -> tuple[str, int] | None:
     if address is None:
         return None
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise InvalidArgument(f"--metrics {address}: write HOST:PORT, such as 127.0.0.1:9200")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 _OTHERS = {

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ckpt import session as sessions
-from ckpt.api import Url, check_step
+from ckpt.api import check_step
 from ckpt.checkpoint import Checkpoint
 from ckpt.codec import CodecWish
 from ckpt.fill import Filler
@@ -43,7 +43,7 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.read import Target
-from ckpt.repository import open_repository
+from ckpt.repository import Url, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.session import Session
 from ckpt.shard import Box
