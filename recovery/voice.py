@@ -59,4 +59,4 @@ class Voice:
 
 
 def _essence(report: Report) -> Report:
-    return replace(report, step=0, newest=0, committed=0, step_seconds=0.0, spent="useful", slowest=None, warm="")
+    return replace(report, step=0, newest=0, committed=0, saved=0, step_seconds=0.0, spent="useful", slowest=None, warm="")
