@@ -34,6 +34,8 @@ from ckpt.storage.errors import CkptError, StoreError
 from ckpt.storage.failpoints import failpoint
 
 if TYPE_CHECKING:
+    from ckpt.storage.device import Device
+    from ckpt.storage.registers import Registers
     from ckpt.storage.server import NodeOptions, NodeServer
 
 log = logging.getLogger("ckpt.run")
@@ -42,6 +44,7 @@ _AGAIN_SECONDS = 1.0
 """After it has ended by itself."""
 _COMES_SECONDS = 20.0
 """Who is not ready after so long is not waited for."""
+_FORGET_SECONDS = 30.0
 _LOCKED_SECONDS = 2.0
 """The process before may take so long to end."""
 
@@ -62,11 +65,10 @@ class Guard:
     def lacks(self, address: str) -> str:
         """The options that are missing for nodes at this address; "" none."""
         tls = {"--tls-cert": self.certificate, "--tls-key": self.key, "--ca-file": self.authority}
-        if not self.insecure and not is_loopback(address):
-            needed = {"--token-file": self.token, **tls}
-        else:  # all of it, or nothing
-            needed = tls if any(tls.values()) else {}
-        return ", ".join(name for name, given in needed.items() if not given)
+        lacking = [name for name, file in tls.items() if not file]
+        if self.insecure or is_loopback(address):  # all of it, or nothing
+            return ", ".join(lacking) if len(lacking) < len(tls) else ""
+        return ", ".join(lacking if self.token else ["--token-file", *lacking])
 
 
 def is_loopback(address: str) -> bool:
@@ -197,7 +199,7 @@ class _Nodes:
         self._address = address
         self._at = f"[{address}]" if ":" in address else address
         self._options = options
-        self._servers: dict[str, tuple[NodeServer, Path]] = {}
+        self._servers: dict[str, tuple[NodeServer, Device]] = {}
 
     def serve_what_is_there(self) -> None:
         for path in sorted(self._folder.iterdir()):
@@ -215,10 +217,21 @@ class _Nodes:
                 return self._serve(path)
         raise StoreError(f"no port of {self._address} is free")
 
+    def forget(self) -> None:
+        """Again and again: what was deleted a while ago."""
+        known: dict[str, set[tuple[str, str]]] = {}
+        while True:
+            time.sleep(_FORGET_SECONDS)
+            for at, (_, device) in list(self._servers.items()):
+                try:
+                    known[at] = forget_deleted(device.registers, known.get(at, set()))
+                except (CkptError, ValueError) as error:
+                    log.warning("the records of %s get more and more: %s", at, error)
+
     def drop(self, at: str) -> None:
         """Without waiting for its callers."""
-        server, path = self._servers.pop(at)
-        threading.Thread(target=_end, args=(server, path), daemon=True).start()
+        server, device = self._servers.pop(at)
+        threading.Thread(target=_end, args=(server, Path(device.path)), daemon=True).start()
 
     @property
     def _family(self) -> int:
@@ -233,16 +246,35 @@ class _Nodes:
             try:
                 with socket.create_server((self._address, port), family=self._family):
                     pass  # gRPC would share the port with whoever else of this user listens there
-                server = NodeServer(Device(path), self._at, port, self._options)
+                device = Device(path)
+                server = NodeServer(device, self._at, port, self._options)
                 break
             except (StoreError, OSError):
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
         at = f"{self._at}:{server.port}"
-        self._servers[at] = server, path
+        self._servers[at] = server, device
         failpoint("keeper.serves")
         return at
+
+
+def forget_deleted(registers: Registers, before: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Drop the records of files that were deleted when this was called the last time, for a run that saves each step would list
+    more of them from step to step. What is deleted now.
+
+    A member that was away for so long has them still, and others may take them from it: then they are deleted once more.
+    """
+    from ckpt.aggregator.files import decode_head
+    from ckpt.storage.registers import Record
+
+    now = set()
+    for name, record in registers.scan_all("/"):
+        if isinstance(record, Record) and record.value and decode_head(name, record.value.head).kind == "deleted":
+            now.add((name, repr(record.accepted)))
+    if old := now & before:
+        registers.drop([name for name, _ in old], 0)
+    return now - before
 
 
 def _end(server: NodeServer, path: Path) -> None:
@@ -272,6 +304,7 @@ def keep() -> None:
     nodes = _Nodes(Path(folder), address, options)
     nodes.serve_what_is_there()
     print("ready", flush=True)
+    threading.Thread(target=nodes.forget, daemon=True).start()
     for line in sys.stdin:
         kind, _, what = line.strip().partition(" ")
         try:

@@ -1,8 +1,8 @@
 """Where the steps that a run holds in the memory of its hosts are, and where they may be from before. Pure.
 
-Each host serves nodes from its own memory (keeper.py). Those of the hosts of an attempt are one namespace, with two copies of
-everything, so that one host may be lost. Where the hosts change, a new namespace of fresh nodes takes its place, and the one
-before is only read, until something newer is in the new one.
+Each host serves nodes from its own memory (keeper.py). One of each host of an attempt are a namespace, with two copies of
+everything, so that one host may be lost. Each attempt has fresh nodes, whatever hosts it has: what writers that were killed
+have left behind goes with the old ones. Those before are only read, until something newer is in the new ones.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.recovery.agents import Report
+
+_MOST_OLDER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +38,16 @@ def at_start(before: Sequence[Memory], members: Mapping[str, Report]) -> tuple[M
 
     before: of the attempt before, likewise. members: what the hosts that take part say.
     """
-    if before and _stays(before[0], members):
-        return tuple(before)
     if any(report.memory == "coming" for report in members.values()):
         return None
     fresh = sorted((name, report.fresh) for name, report in members.items() if report.memory == "ready")
     if len(fresh) < min(2, len(members)):  # a lone node would not outlive its host, and all would write to it
         fresh = []
     new = Memory(tuple(fresh))
-    older = tuple(memory for memory in before if memory.nodes)
+    older = [memory for memory in before if memory.nodes]
+    if len(older) > _MOST_OLDER:  # the last has the newest step that is certain; after it none of them may have got that far
+        older = [*older[: _MOST_OLDER - 1], older[-1]]
     return (new, *older) if new.nodes or older else ()
-
-
-def _stays(memory: Memory, members: Mapping[str, Report]) -> bool:
-    here = dict(memory.nodes)
-    return here.keys() == members.keys() and all(at in members[name].nodes for name, at in here.items())
 
 
 def is_newer(memories: Sequence[Memory], reports: Sequence[Report]) -> bool:
