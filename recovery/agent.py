@@ -338,6 +338,8 @@ class Agent:
                 self._went_wrong(error)
             self._look()
             self._wait()
+        if self._is_open():
+            self._say("what may be only in memory was not brought home; the memory is kept: start ckpt-run again")
 
     def _drain(self) -> None:
         course = self._course

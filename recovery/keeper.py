@@ -129,7 +129,11 @@ class Keeper:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-            self._process.wait()
+            try:
+                self._process.wait(_LOCKED_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         if free:
             shutil.rmtree(self._folder, ignore_errors=True)
 

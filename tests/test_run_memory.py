@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import SOAK
 from test_advance import agent, world
 from test_nodes import certificates
 from test_run_hosts import RUN, Job, starts
@@ -80,6 +81,11 @@ class InMemory(Job):
         assert not keepers(self)
 
 
+def in_full(test: Callable[..., None]) -> Callable[..., None]:
+    """By `make soak` only: some seconds each."""
+    return pytest.mark.soak(pytest.mark.skipif(not SOAK, reason="by make soak")(test))
+
+
 def keepers(run: Job) -> list[int]:
     """The processes that serve the memory of a job."""
     found = host.members([], f"CKPT_TEST_JOB={run.folder}")
@@ -114,6 +120,7 @@ def failures(log: list[Entry]) -> list[Entry]:
     return [e for e in log if e.kind == "failure"]
 
 
+@in_full
 def test_the_ranks_of_a_host_are_killed(job: Callable[..., InMemory]) -> None:
     """All of a host: what they saved is in its memory and another's, and at most the step under way is done again."""
     run = job(hosts=2, steps=13)
@@ -172,7 +179,7 @@ def test_a_job_that_is_given_up(job: Callable[..., InMemory]) -> None:
     run.is_gone(*"ab")
 
 
-@pytest.mark.soak
+@in_full
 @pytest.mark.parametrize("which", ["both", "one"])
 def test_agents_are_killed_and_started_again(job: Callable[..., InMemory], which: str) -> None:
     """Of two: what is still in their memory is served again, at the same ports."""
@@ -195,7 +202,7 @@ def test_agents_are_killed_and_started_again(job: Callable[..., InMemory], which
     run.is_gone(*"ab")
 
 
-@pytest.mark.soak
+@in_full
 def test_the_last_of_two_goes_on_alone(job: Callable[..., InMemory]) -> None:
     run = job("--min", "1", hosts=2, steps=20)
     for name in "ab":
@@ -212,7 +219,28 @@ def test_the_last_of_two_goes_on_alone(job: Callable[..., InMemory]) -> None:
     run.is_gone(other)
 
 
-@pytest.mark.soak
+@in_full
+def test_a_host_that_is_silent(job: Callable[..., InMemory]) -> None:
+    """Its agent and what serves its memory are stopped: calls to it are taken, and never answered. Nobody waits for it."""
+    run = job("--min", "2", steps=30)
+    for name in "abc":
+        run.start(name)
+    run.until_step(6)
+    victim = starts(run.log())[0][1]
+    agent = run.agents[victim].pid
+    (keeper,) = [pid for pid in keepers(run) if int(host._fields(pid)[1]) == agent]
+    for pid in (agent, keeper):
+        os.kill(pid, signal.SIGSTOP)
+    run.until_step(25, attempt=1)
+    assert run.begins(1) >= failures(run.log())[0].facts["step"] - 1
+    for pid in (keeper, agent):
+        os.kill(pid, signal.SIGCONT)
+    assert set(run.ends(*"abc").values()) == {0}
+    run.is_right(2)
+    run.is_gone(*"abc")
+
+
+@in_full
 def test_the_leader_dies_while_it_brings_the_newest_home(job: Callable[..., InMemory]) -> None:
     """The next one does it, from what the others still serve."""
     run = job("--restarts", "0", steps=10_000)
@@ -230,7 +258,7 @@ def test_the_leader_dies_while_it_brings_the_newest_home(job: Callable[..., InMe
     run.is_gone(*"bc")
 
 
-@pytest.mark.soak
+@in_full
 def test_the_repository_is_away_at_the_end(job: Callable[..., InMemory]) -> None:
     """The memory is kept, and the next run finds what is in it."""
     run = job("--restarts", "0", hosts=2, steps=13)
@@ -258,7 +286,7 @@ def test_the_repository_is_away_at_the_end(job: Callable[..., InMemory]) -> None
     run.is_gone(*"ab")
 
 
-@pytest.mark.soak
+@in_full
 def test_asked_to_end(job: Callable[..., InMemory]) -> None:
     run = job(hosts=2, steps=10_000)
     for name in "ab":
@@ -271,7 +299,7 @@ def test_asked_to_end(job: Callable[..., InMemory]) -> None:
     run.is_gone(*"ab")
 
 
-@pytest.mark.soak
+@in_full
 def test_one_host_leaves(job: Callable[..., InMemory]) -> None:
     run = job("--min", "2", steps=40)
     for name in "abc":
@@ -287,7 +315,7 @@ def test_one_host_leaves(job: Callable[..., InMemory]) -> None:
     run.is_gone(*"abc")
 
 
-@pytest.mark.soak
+@in_full
 def test_a_flipped_byte_in_memory(job: Callable[..., InMemory]) -> None:
     """In each object that one host has: the other copy is taken."""
     run = job(hosts=2, steps=15)
@@ -312,27 +340,43 @@ def test_a_flipped_byte_in_memory(job: Callable[..., InMemory]) -> None:
     run.is_gone(*"ab")
 
 
-@pytest.mark.soak
-def test_what_serves_the_memory_is_killed(job: Callable[..., InMemory]) -> None:
-    """And is back at once with all that it had."""
-    run = job(hosts=2, steps=60)
+@in_full
+def test_what_serves_the_memory_of_a_host_is_killed(job: Callable[..., InMemory]) -> None:
+    """The job goes on without it; it is back at once, with all that it had."""
+    run = job(steps=60)
+    for name in "abc":
+        run.start(name)
+    run.until_step(6)
+    killed = keepers(run)[1]
+    os.kill(killed, signal.SIGKILL)
+    run.until_step(30)
+    assert len(keepers(run)) == 3
+    assert killed not in keepers(run)
+    assert not failures(run.log())
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert set(run.ends(*"abc").values()) == {0}
+    assert run.begins(1) >= 29
+    run.is_right(3)
+    run.is_gone(*"abc")
+
+
+@in_full
+def test_all_that_serves_memory_is_killed(job: Callable[..., InMemory]) -> None:
+    """A save fails then, and the ranks start again from what is served once more."""
+    run = job(hosts=2, steps=30)
     for name in "ab":
         run.start(name)
     run.until_step(6)
-    killed = keepers(run)
-    assert len(killed) == 2
-    for pid in killed:
+    for pid in keepers(run):
         os.kill(pid, signal.SIGKILL)
-    run.until_step(30)
-    assert len(set(keepers(run)) - set(killed)) == 2
-    os.kill(run.pid(1), signal.SIGKILL)
     assert run.ends(*"ab") == {"a": 0, "b": 0}
-    assert run.begins(1) >= 29
+    for attempt, failure in enumerate(failures(run.log()), 1):
+        assert run.begins(attempt) >= failure.facts["step"] - 1 >= 5
     run.is_right(2)
     run.is_gone(*"ab")
 
 
-@pytest.mark.soak
+@in_full
 def test_with_token_and_tls(job: Callable[..., InMemory], tmp_path: Path) -> None:
     certificate, key = certificates(tmp_path)
     token = tmp_path / "token"
