@@ -457,7 +457,10 @@ def drain(memory: Url, *before: Url) -> str:
         try:
             names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
         except StoreError as error:
-            said.append(f"{store.url} {NOT_DRAINED}: {error}")
+            if done:
+                log.info("%s is not needed any more, and can't be read: %s", store.url, error)
+            else:
+                said.append(f"{store.url} {NOT_DRAINED}: {error}")
             continue
         for name in names:
             if name in done:
@@ -489,6 +492,9 @@ def _drained(repo: Repository) -> str:
     step = max(_newest(r) for r in source.places)
     if step < 0:
         return f"{repo.url} holds no step"
+    order = source.commit(step).order
+    if newer := [commit.step for commit in record.commits() if commit.order > order]:
+        return f"{record.url} has step {newer[-1]} already, which is newer than step {step} in {repo.url}"
     series = Series(repos)
     opened: list[Session] = []
     try:

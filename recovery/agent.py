@@ -46,7 +46,6 @@ _JOIN_SECONDS = 10.0
 """A state that does not answer for so long at the beginning is no pause: the URL is wrong, or it is not there."""
 _READ_SECONDS = 0.1
 """How often the log is read, where others write it."""
-_NOTHING = "no step was only in memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +330,7 @@ class Agent:
                 else:
                     self._coordinator.turn(self._course, mine)
                 for entry in self._read():
-                    if entry.kind == "memory" and entry.text != _NOTHING and "has step" not in entry.text:
+                    if entry.kind == "memory" and (memory.BROUGHT in entry.text or entry.facts["memory"]):
                         self._say(entry.text)
                 until = time.monotonic() + self._spec.give_up_seconds
             except StoreError as error:
@@ -345,7 +344,8 @@ class Agent:
         course = self._course
         done, said = memory.drain([each.url() for each in course.memory if each.nodes])
         failpoint("agent.home")
-        self._state.append(course.number, [courses.remembered(course, () if done else course.memory, said or _NOTHING)])
+        kept = () if done else course.memory
+        self._state.append(course.number, [courses.remembered(course, kept, said or "no step was only in memory")])
 
     def _is_open(self) -> bool:
         """Whether the run has ended, and what is only in memory was not looked after yet."""

@@ -11,6 +11,9 @@ from pathlib import Path
 from ckpt import tier, tiers
 from ckpt.storage.errors import CkptError, StoreError
 
+BROUGHT = "was brought"
+"""In what is said of a step that was only in memory."""
+
 
 def folder_of(run_folder: Path, host: str = "") -> Path | None:
     """Where it is: the same whenever ckpt-run works in this folder, for this one of several hosts; None without shared memory,
