@@ -283,12 +283,10 @@ class Agent:
     def _own_environment(self) -> dict[str, str]:
         """What the ranks of this host are told beside."""
         told = {launch.AGENT: self._incarnation}
-        if self._memory is not None:
-            told[tier.VARIABLE] = str(self._memory)
-        if self._course.memory:
-            now, *before = (each.url(self._here.name) for each in self._course.memory)
-            told |= {tier.VARIABLE: now, tier.BEFORE: " ".join(before)}
-        return told
+        now, *before = [each.url(self._here.name) for each in self._course.memory] or [""]
+        if where := now if self._memory is None else str(self._memory):
+            told[tier.VARIABLE] = where
+        return {**told, tier.BEFORE: " ".join(before)} if before else told
 
     # --- what is only in memory --------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ def _guard(
     guard = Guard(has_token, tls_cert or "", tls_key or "", os.environ.get("CKPT_CA_FILE", ""), insecure)
     if lacks := guard.lacks(address):
         common.complain(
-            "ckpt-run", f"no memory is kept for Tier('memory'): other hosts reach this one at {address}; give {lacks}, or say "
+            "ckpt-run", f"no memory is kept for Tier('memory'), as others would reach it at {address}: give {lacks}, or say "
             "--insecure or --no-memory",
         )  # fmt: skip
         return None
