@@ -73,7 +73,7 @@ class Guard:
 
 def is_loopback(address: str) -> bool:
     """Whether only this host reaches it."""
-    return address.startswith(("127.", "localhost", "::1"))
+    return address.startswith("127.") or address in ("localhost", "::1")
 
 
 class Keeper:

@@ -129,7 +129,7 @@ def _guard(
 ) -> Guard | None:
     """For the memory of this host, which others are to reach; None, and a line that says why, where they could not be told from
     strangers."""
-    from ckpt.recovery.keeper import Guard
+    from ckpt.recovery.keeper import Guard, is_loopback
 
     told = {"CKPT_TOKEN_FILE": token_file, "CKPT_CA_FILE": ca_file}
     os.environ.update({variable: file for variable, file in told.items() if file})  # the ranks inherit it
@@ -143,6 +143,8 @@ def _guard(
             "--insecure or --no-memory",
         )  # fmt: skip
         return None
+    if insecure and not is_loopback(address):
+        common.complain("ckpt-run", f"--insecure: anyone who reaches {address} can read and write the memory of this job")
     return guard
 
 
