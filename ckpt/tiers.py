@@ -35,8 +35,10 @@ from ckpt.session import Session
 from ckpt.storage.base import Store
 from ckpt.storage.errors import (
     CkptError,
+    IntegrityError,
     InvalidArgument,
     NoSpace,
+    NotFound,
     RanksMissing,
     SaveFailed,
     StepRefused,
@@ -492,9 +494,10 @@ def _drained(repo: Repository) -> str:
     step = max(_newest(r) for r in source.places)
     if step < 0:
         return f"{repo.url} holds no step"
-    order = source.commit(step).order
-    if newer := [commit.step for commit in record.commits() if commit.order > order]:
-        return f"{record.url} has step {newer[-1]} already, which is newer than step {step} in {repo.url}"
+    there = _newest(record)
+    with suppress(NotFound, IntegrityError):
+        if there > step and record.record(there).order > source.commit(step).order:
+            return f"{record.url} has step {there} already, which is newer than step {step} in {repo.url}"
     series = Series(repos)
     opened: list[Session] = []
     try:

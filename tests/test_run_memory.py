@@ -46,14 +46,17 @@ COLUMNS = 2000
 class InMemory(Job):
     """A job whose steps are all in memory, every 20th in the repository, too."""
 
+    def __init__(self, folder: Path, *options: str, **more: int) -> None:
+        super().__init__(folder, None, "-n", "1", "--memory", *options, **more)
+        self.record = open_state(folder / "run")
+
     def log(self) -> list[Entry]:
-        if not (self.folder / "run" / "run.sqlite").exists():
-            return []
-        state = open_state(self.folder / "run")
-        try:
-            return state.entries()
-        finally:
-            state.close()
+        """Without a process for each look."""
+        return self.record.entries()
+
+    def close(self) -> None:
+        super().close()
+        self.record.close()
 
     def folder_of(self, name: str) -> Path:
         found = memory.folder_of(self.folder / "run", name)
@@ -106,7 +109,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     made: list[InMemory] = []
 
     def begin(*options: str, **more: int) -> InMemory:
-        made.append(InMemory(tmp_path / "job", None, "-n", "1", "--memory", *options, **more))
+        made.append(InMemory(tmp_path / "job", *options, **more))
         return made[-1]
 
     yield begin
@@ -135,8 +138,8 @@ def test_the_ranks_of_a_host_are_killed(job: Callable[..., InMemory]) -> None:
     os.kill(run.pid(1), signal.SIGKILL)
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     log = run.log()
-    (failure,) = failures(log)
-    assert run.begins(1) >= failure.facts["step"] - 1 >= 5
+    assert len(failures(log)) == 1
+    assert run.begins(1) >= 5, "the save of step 5 may have been under way"
     assert memories_of(log)[1][1:] == memories_of(log)[0], "fresh nodes, and those before to read from"
     assert run.saved()[-1] == 12
     run.is_right(2)
@@ -144,27 +147,26 @@ def test_the_ranks_of_a_host_are_killed(job: Callable[..., InMemory]) -> None:
 
 
 def test_a_host_is_lost(job: Callable[..., InMemory]) -> None:
-    """With its memory. A spare takes its place, in a new namespace; the newest step comes from those that are left of the old
-    one, which is given free then."""
-    run = job(steps=15)
-    for name in "abcd":
+    """With its memory. A spare takes its place, in a new namespace; the newest step comes from what is left of the old one,
+    which is given free then."""
+    run = job(hosts=2, steps=13)
+    for name in "abc":
         run.start(name)
     run.until_step(6)
-    before = starts(run.log())[0]
-    lost = before[1]
-    os.kill(run.agents[lost].pid, signal.SIGKILL)
-    rest = sorted(set("abcd") - {lost})
+    lost = starts(run.log())[0][1]
+    run.agents[lost].kill()
+    rest = sorted(set("abc") - {lost})
     assert set(run.ends(*rest).values()) == {0}
     log = run.log()
-    (failure,) = failures(log)
-    assert run.begins(1) >= failure.facts["step"] - 1 >= 5
+    assert len(failures(log)) == 1
+    assert run.begins(1) >= 5, "the save of step 5 may have been under way"
     first, second = memories_of(log)
     assert [host for host, _ in second[0]] == rest
     assert second[1:] == first
     (dropped, ended) = [e for e in log if e.kind == "memory"]
     assert dropped.facts["memory"] == second[:1]
     assert ended.facts["memory"] == []
-    run.is_right(3)
+    run.is_right(2)
     run.is_gone(*rest)
 
 
@@ -180,7 +182,7 @@ def test_a_job_that_is_given_up(job: Callable[..., InMemory]) -> None:
     (failure,) = failures(log)
     assert [e.kind for e in log][-2:] == ["end", "memory"]
     assert "was brought from ckpt://127.0.0.1:" in run.said("a")
-    assert run.saved()[-1] >= failure.facts["committed"] >= failure.facts["step"] - 2 >= 4
+    assert run.saved()[-1] >= max(4, failure.facts["committed"])
     run.is_gone(*"ab")
 
 
@@ -275,7 +277,7 @@ def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) 
         until(lambda: answers(client))
         job()
         state = f"etcd://{hosts.address(3)}:2379/lab"
-        run = OnHosts(tmp_path / "job", state, "-n", "1", "--memory", "--insecure", "--min", "2", steps=200)
+        run = OnHosts(tmp_path / "job", state, "-n", "1", "--memory", "--insecure", "--min", "2", steps=90)
         run.hosts = hosts
         for name in "abc":
             run.start(name)
@@ -285,7 +287,7 @@ def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) 
         assert all(at.startswith("10.97.0.") for _, at in memories_of(log)[0][0])
         ip("link", "set", f"{BRIDGE}v{'abc'.index(victim)}", "down")
         run.until(lambda log: len(starts(log)) == 2, "gone on")
-        run.until_step(40, attempt=1)
+        run.until_step(30, attempt=1)
         failure = failures(run.log())[0]
         assert (failure.facts["cause"], failure.facts["host"]) == ("lost", victim)
         assert int((run.folder / "from-1-0").read_text()) >= failure.facts["step"] - 1
@@ -426,7 +428,7 @@ def test_all_that_serves_memory_is_killed(job: Callable[..., InMemory]) -> None:
         os.kill(pid, signal.SIGKILL)
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     for attempt, failure in enumerate(failures(run.log()), 1):
-        assert run.begins(attempt) >= failure.facts["step"] - 1 >= 5
+        assert run.begins(attempt) >= max(5, failure.facts["step"] - 1)
     run.is_right(2)
     run.is_gone(*"ab")
 
