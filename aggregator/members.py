@@ -1,6 +1,6 @@
 """From a URL to the members of a namespace.
 
-    ckpt://host:port,host:port/path?redundancy=2x      nodes, by address
+    ckpt://host:port,host:port/path?redundancy=2x      nodes, by address; &near=host:port, the one of this host
     ckpt://NAME/path                                   what a TOML file says of NAME
 
 The file is `$CKPT_CONFIG`, else `ckpt/config.toml` in the user's configuration folder. A member is a node, a directory of
@@ -86,9 +86,11 @@ def parse_url(url: str) -> tuple[Config, str]:
         raise InvalidArgument(f"{url}: write ckpt://host:port,host:port/path, or ckpt://NAME/path with NAME in a TOML file")
     # Not parse_qs, which reads the + of 4+2 as a space.
     options = {key: unquote(value) for key, _, value in (item.partition("=") for item in parts.query.split("&")) if key}
-    if unknown := set(options) - {"redundancy"}:
-        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there is redundancy=")
+    if unknown := set(options) - {"redundancy", "near"}:
+        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there are redundancy= and near=")
     config = find(unquote(parts.netloc))
+    if "near" in options:
+        config = _near(config, options["near"], url)
     if "redundancy" in options:
         config = replace(config, redundancy=parse(options["redundancy"]))
     return check(config), unquote(parts.path).strip("/")
@@ -112,6 +114,14 @@ def find(name: str) -> Config:
     if name not in known:
         raise InvalidArgument(f"{file} has no [namespaces.{name}]; it has {', '.join(sorted(known)) or 'none'}")
     return from_table(name, known[name], f"{file}, [namespaces.{name}]")
+
+
+def _near(config: Config, name: str, url: str) -> Config:
+    """With first copies at one of the members, each of which is a host of its own."""
+    if name not in [member.name for member in config.members] or any(member.spot.domain for member in config.members):
+        raise InvalidArgument(f"{url}: near= names one of the nodes that the URL lists; for a name it is in the TOML file")
+    members = tuple(replace(m, spot=replace(m.spot, domain=(m.name,))) for m in config.members)
+    return replace(config, members=members, near=(name,))
 
 
 def config_file() -> Path:
@@ -212,15 +222,22 @@ def _domain(text: str) -> tuple[str, ...]:
 
 
 def _with_access(config: Config, table: Mapping[str, Any]) -> Config:
-    token = os.environ.get("CKPT_TOKEN")
-    if file := table.get("token_file") or (None if token else os.environ.get("CKPT_TOKEN_FILE")):
-        token = _read(file).decode().strip()
+    file = table.get("token_file")
+    token = _read(file).decode().strip() if file else token_told()
     ca = table.get("ca_file") or os.environ.get("CKPT_CA_FILE")
     certificate = None
     if "cert_file" in table or "key_file" in table:
         certificate = (_read(table.get("cert_file", "")), _read(table.get("key_file", "")))
     seconds = float(table.get("deadline_seconds", Access().deadline_seconds))
     return replace(config, access=Access(token, _read(ca) if ca else None, certificate, seconds))
+
+
+def token_told() -> str | None:
+    """The token that the environment names."""
+    if token := os.environ.get("CKPT_TOKEN"):
+        return token
+    file = os.environ.get("CKPT_TOKEN_FILE")
+    return _read(file).decode().strip() if file else None
 
 
 def _read(path: str) -> bytes:

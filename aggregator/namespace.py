@@ -99,6 +99,16 @@ class Namespace:
         """Whether anything was ever written here. Only writing makes a namespace."""
         return self._find() is not None
 
+    def answers(self, seconds: float) -> bool:
+        """Whether anything may have been written here. Members that do not answer within this time are left alone from then on,
+        until they do. Raises Unavailable where they are more than may be lost."""
+        calls = {name: partial(registers.scan, rings.PREFIX) for name, registers in self._registers.items()}
+        answers, errors = self.fan_out.ask(calls, seconds)
+        if len(errors) > self.config.redundancy.tolerated:
+            reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
+            raise Unavailable(f"{len(answers)} of {len(calls)} members of {self.url} answer, which is too few ({reasons})")
+        return any(answers.values())  # all take the first ring before anything is written
+
     def _find(self) -> rings.Ring | None:
         with self._opening:
             if self._ring is None:

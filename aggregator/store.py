@@ -48,6 +48,9 @@ class NamespaceStore(Store):
     def delete(self, names: Iterable[str]) -> None:
         self._namespace.delete([self._path(name) for name in names])
 
+    def answers(self, seconds: float) -> bool:
+        return self._namespace.answers(seconds)
+
     def _path(self, name: str) -> str:
         check_name(name)
         return f"{self._root}/{name}" if self._root else name

@@ -73,6 +73,10 @@ class Promoter:
                 self._thread.start()
             self._changed.notify_all()
 
+    def reads(self, source: Repository) -> None:
+        """From now on it copies from there."""
+        self._source = source
+
     def needed(self) -> set[int]:
         """Steps that nearer tiers must not delete yet."""
         with self._changed:

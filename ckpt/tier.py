@@ -30,10 +30,16 @@ MEMORY = "memory"
 VARIABLE = "CKPT_MEMORY"
 """Names the memory that `ckpt-run` keeps for the job: it outlives the ranks."""
 
+BEFORE = "CKPT_MEMORY_BEFORE"
+"""Names, with spaces between, memory that the job had before on other hosts. It is only read."""
+
 NOTE = "tier.json"
 """In a near place: which repository it belongs to."""
 
 _SHARE_OF_MEMORY = 0.5
+_ANSWER_SECONDS = 3.0
+"""Who holds memory and takes longer to answer is taken for lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tier:
@@ -85,6 +91,20 @@ def store_of(tier: Tier, record: str) -> Url:
     return MemoryStore(own_memory() / name)
 
 
+def kept_before(record: Repository) -> list[Repository]:
+    """Memory on other hosts that holds steps of the repository of record, the newest first."""
+    found = []
+    for url in os.environ.get(BEFORE, "").split():
+        repo = open_repository(below(url, name_of(record.url)))
+        try:
+            if repo.store.answers(_ANSWER_SECONDS) and holds_steps_of(repo, record):
+                found.append(repo)
+                log.info("%s is read, too: the memory of the attempt before", repo.url)
+        except StoreError as error:
+            log.warning("what was in the memory of the attempt before is not there: %s", error)
+    return found
+
+
 def _memory_store(url: str) -> Url:
     store = open_repository(url).store
     return MemoryStore(store.root) if type(store) is LocalStore else store
@@ -121,12 +141,29 @@ def limit_of(tier: Tier, repo: Repository) -> int | None:
     """The bytes that a tier may hold."""
     limit = tier.limit
     if limit is None and tier.url == MEMORY and isinstance(repo.store, LocalStore):
-        found = os.statvfs(repo.store.root)
-        free = min(found.f_bavail * found.f_frsize, available_memory())
-        limit = int(_SHARE_OF_MEMORY * (free + held_bytes(repo)))
+        limit = int(_SHARE_OF_MEMORY * (_free_bytes(repo.store.root) + held_bytes(repo)))
+    elif limit is None and tier.url == MEMORY and repo.url.startswith("ckpt://"):
+        limit = int(_SHARE_OF_MEMORY * (_free_bytes("/dev/shm") * _hosts_for_a_copy(repo.url) + held_bytes(repo)))
     if limit is not None:
         log.info("the tier %s may hold %.3f GB", repo.url, limit / 1e9)
     return limit
+
+
+def _free_bytes(folder: str) -> int:
+    """Of the memory of this host, as a folder that is in it and the kernel have it."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return available_memory()
+    return min(found.f_bavail * found.f_frsize, available_memory())
+
+
+def _hosts_for_a_copy(url: str) -> float:
+    """Of a namespace in the memory of hosts that are alike: how many of them there are for each copy of a step."""
+    from ckpt.aggregator.members import parse_url
+
+    config, _ = parse_url(url)
+    return len(config.members) / config.redundancy.overhead
 
 
 # --- what belongs together --------------------------------------------------------------------------------------

@@ -35,8 +35,10 @@ from ckpt.session import Session
 from ckpt.storage.base import Store
 from ckpt.storage.errors import (
     CkptError,
+    IntegrityError,
     InvalidArgument,
     NoSpace,
+    NotFound,
     RanksMissing,
     SaveFailed,
     StepRefused,
@@ -50,6 +52,7 @@ from ckpt.tier import (
     held_bytes,
     holds_steps_of,
     is_own_memory,
+    kept_before,
     limit_of,
     mend_marker,
     note_of,
@@ -115,8 +118,9 @@ class Tiers:
             self._enter(Tier(url, every, keep), record, series, record.store)
             if group.size > 1 and any(map(is_own_memory, tiers)) and not group.one_host():
                 raise InvalidArgument(
-                    'Tier("memory"): the ranks are on several hosts, which share no memory; run `ckpt-node --data /dev/shm/…` '
-                    'on each of them, and name those: Tier("ckpt://host1:7070,host2:7070/run?redundancy=2x")'
+                    'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, which '
+                    "keeps it for all hosts, or says what it needs for that, or name nodes that run on them: "
+                    'Tier("ckpt://host1:7070,host2:7070/run?redundancy=2x")'
                 )
             for tier, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
                 try:
@@ -127,7 +131,9 @@ class Tiers:
                     warnings.warn(message, stacklevel=3)
             entered = [place.session.repo for place in self._places]
             belong_together(entered, group.rank == 0)
-            self.repository = TieredRepository([r for r in repos if r in entered or holds_steps_of(r, record)])
+            self._before = kept_before(record) if any(tier.url == MEMORY for tier in tiers) else []
+            near = [r for r in repos[:-1] if r in entered or holds_steps_of(r, record)]
+            self.repository = TieredRepository([*near, *self._before, record])
             if group.rank == 0:
                 self._prepare()
         except BaseException:
@@ -146,11 +152,13 @@ class Tiers:
             repo = place.session.repo
             place.session.spared = partial(self._needed, number)
             if number:
-                source = TieredRepository([other for other in self.repository.places if other is not repo])
-                place.promoter = Promoter(source, place.session, as_keep(place.tier.keep))
+                place.promoter = Promoter(self._all_but(repo), place.session, as_keep(place.tier.keep))
             if repo is not self.repository.places[-1]:
                 place.limit = limit_of(place.tier, repo)
                 place.measure()
+
+    def _all_but(self, repo: Repository) -> TieredRepository:
+        return TieredRepository([other for other in self.repository.places if other is not repo])
 
     def _leave(self) -> None:
         for place in self._places:
@@ -267,6 +275,8 @@ class Tiers:
             if other.promoter is not None:
                 other.promoted = time.monotonic()
                 other.promoter.offer(handle.step)
+        if self._before and not any(promoter.needed() - {handle.step} for promoter in self._promoters):
+            self._forget_before()
 
     def _falls_through(self, error: BaseException) -> bool:
         """Whether the next place may do better. In a group only what all ranks see, for they must choose alike."""
@@ -299,6 +309,14 @@ class Tiers:
         self._last = handle
         return handle
 
+    def _forget_before(self) -> None:
+        """There is a newer step: ckpt-run may give that memory free."""
+        before, self._before = self._before, []
+        self.repository = TieredRepository([r for r in self.repository.places if r not in before])
+        for place in self._places:
+            if place.promoter is not None:
+                place.promoter.reads(self._all_but(place.session.repo))
+
     # --- promoting ---------------------------------------------------------------------------------------------
 
     def restored(self, step: int) -> None:
@@ -324,7 +342,8 @@ class Tiers:
                 continue
             there = _newest(place.session.repo)
             wanted = place.tier.counts if isinstance(place.tier.every, int) else _any
-            step = max(_newest(other.session.repo, wanted) for other in self._places[:number])
+            nearer = [*(other.session.repo for other in self._places[:number]), *self._before]
+            step = max(_newest(repo, wanted) for repo in nearer)
             if step > there and (self._position is None or step <= self._position):
                 place.promoter.offer(step)
 
@@ -388,7 +407,7 @@ class Tiers:
             return
         step = self._position
         if step is None:
-            step = max(_newest(place.session.repo) for place in self._places)
+            step = max(_newest(repo) for repo in [*(place.session.repo for place in self._places), *self._before])
         if step >= 0:
             record.promoter.offer(step)
 
@@ -427,18 +446,39 @@ def _newest(repo: Repository, wanted: Callable[[int], bool] = _any) -> int:
     return next(numbers, -1)
 
 
-def drain(memory: Url) -> str:
+def drain(memory: Url, *before: Url) -> str:
     """Bring the newest step of every repository in a memory folder (the value of CKPT_MEMORY) to where it belongs, without
-    the program that saved it. Says in words what was done, a line each; what went wrong, too."""
-    store = open_repository(memory).store
-    said = []
-    for name in sorted(store.list_folders("")):
-        repo = open_repository(below(store.url if isinstance(memory, Store) else os.fspath(memory), name))
+    the program that saved it. Says in words what was done, a line each; what went wrong, too.
+
+    before: memory of earlier times, the newest first, for repositories of which there is no step in the later ones.
+    """
+    said, done = [], set[str]()
+    for each in (memory, *before):
+        store = open_repository(each).store
         try:
-            said.append(_drained(repo))
-        except (CkptError, OSError) as error:
-            said.append(f"{repo.url} could not be drained: {error}")
+            names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
+        except StoreError as error:
+            if done:
+                log.info("%s is not needed any more, and can't be read: %s", store.url, error)
+            else:
+                said.append(f"{store.url} {NOT_DRAINED}: {error}")
+            continue
+        for name in names:
+            if name in done:
+                continue
+            repo = open_repository(below(store.url if isinstance(each, Store) else os.fspath(each), name))
+            try:
+                said.append(_drained(repo))
+                if repo.step_numbers():
+                    done.add(name)
+            except (CkptError, OSError) as error:
+                said.append(f"{repo.url} {NOT_DRAINED}: {error}")
     return "\n".join(filter(None, said))
+
+
+NOT_DRAINED = "could not be drained"
+"""In what `drain` says of a memory that has to be kept."""
+_ANSWER_SECONDS = 10.0
 
 
 def _drained(repo: Repository) -> str:
@@ -453,10 +493,19 @@ def _drained(repo: Repository) -> str:
     step = max(_newest(r) for r in source.places)
     if step < 0:
         return f"{repo.url} holds no step"
+    there = _newest(record)
+    with suppress(NotFound, IntegrityError):
+        if there > step and record.record(there).order > source.commit(step).order:
+            return f"{record.url} has step {there} already, which is newer than step {step} in {repo.url}"
     series = Series(repos)
     opened: list[Session] = []
     try:
-        opened.extend(sessions.enter(each, Alone(), series) for each in reversed(repos))
+        opened.append(sessions.enter(record, Alone(), series))
+        for near in repos[:-1]:
+            try:
+                opened.append(sessions.enter(near, Alone(), series))
+            except StoreError as error:  # as where a host is lost: the right to write to the record is what counts
+                log.info("%s is only read: %s", near.url, error)
         done = promote(source, step, opened[0])
     finally:
         for session in opened:

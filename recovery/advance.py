@@ -12,8 +12,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ckpt.recovery import memories
 from ckpt.recovery.agents import LOST_SECONDS, Report
-from ckpt.recovery.course import Course, Member, failed
+from ckpt.recovery.course import Course, Member, failed, remembered
 from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
 from ckpt.recovery.state import Draft
 from ckpt.recovery.stopping import Stop, next_stop
@@ -80,6 +81,9 @@ def _begun(view: View) -> list[Draft]:
             return []
         came = f"{len(ready)} of {spec.least} hosts came within {spec.give_up_seconds:g} s"
         return [_ended(course, f"{came}; start ckpt-run on more, or lower --min", 0)]
+    memory = memories.at_start(course.memory, {name: staying[name] for name in choice.hosts})
+    if memory is None:
+        return []
     attempt = course.attempt + 1
     members = [
         Member(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)
@@ -91,7 +95,7 @@ def _begun(view: View) -> list[Draft]:
     facts = {
         "ranks": count, "command": list(spec.command), "members": [asdict(member) for member in members],
         "address": first.address, "port": first.port, "pages": first.pages, "logs": f"{first.logs}/{attempt}", "pid": first.pid,
-        "environment": course.environment,
+        "environment": course.environment, "memory": memories.facts(memory),
     }  # fmt: skip
     return [Draft(attempt, "start", f"{count} ranks{where}{changed}: {' '.join(spec.command)}", facts)]
 
@@ -120,7 +124,11 @@ def _watched(view: View) -> list[Draft]:
     if asked or course.requested:
         name = course.requested or signal.Signals(max(report.leaving for report in asked)).name
         return [_stop(course, reports, name)]
-    return [*_spares(view), *_stragglers(view, reports)]
+    drafts = [*_spares(view), *_stragglers(view, reports)]
+    if memories.is_newer(course.memory, reports):
+        why = "what was in the memory of the hosts before is not needed any more"
+        drafts.append(remembered(course, course.memory[:1], why))
+    return drafts
 
 
 def _stop(course: Course, reports: Sequence[Report], text: str) -> Draft:

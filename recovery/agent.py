@@ -20,12 +20,13 @@ from types import FrameType
 
 from ckpt import tier
 from ckpt.recovery import course as courses
-from ckpt.recovery import host, launch, memory, metrics
+from ckpt.recovery import host, launch, memories, memory, metrics
 from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen
 from ckpt.recovery.console import Console
 from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
 from ckpt.recovery.guardian import Guardian
+from ckpt.recovery.keeper import Guard, Keeper
 from ckpt.recovery.launch import Share
 from ckpt.recovery.ledger import Ledger, Name, totals
 from ckpt.recovery.limits import Limits
@@ -67,6 +68,8 @@ class Here:
     """mpiexec starts the ranks, for programs that use MPI's own world."""
     again: bool = False
     """Begin anew where a run of several hosts has come to its end."""
+    guard: Guard | None = None
+    """Of the nodes in the memory of this host, where there are several hosts; None: there are none."""
 
 
 class Agent:
@@ -89,6 +92,7 @@ class Agent:
         self._ledger: Ledger | None = None
         self._warm = WarmStarts(spec.command) if here.warm and not here.through_mpi else None
         self._memory = memory.folder_of(here.folder) if spec.hosts == 1 else None
+        self._keeper: Keeper | None = None
         self._attempt = -1
         self._best = -1
         self._wrong: Wrong | None = None  # of ranks that could not be started
@@ -98,6 +102,7 @@ class Agent:
         self._trouble = ""
         self._said = ""
         self._told_stop = -1
+        self._leaves = False
 
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
@@ -107,6 +112,7 @@ class Agent:
         self._select = selectors.DefaultSelector()
         self._console = Console(self._here.show)
         web = self._serve()
+        self._keeper = self._keep_memory()
         try:
             with self._signals_heard():
                 self._join()
@@ -122,6 +128,8 @@ class Agent:
                         self._bring_home()
                     self._voice.close()
         finally:
+            if self._keeper is not None:
+                self._keeper.close(self._frees_memory())
             if web is not None:
                 web.close()
             if self._warm is not None:
@@ -285,16 +293,72 @@ class Agent:
     def _own_environment(self) -> dict[str, str]:
         """What the ranks of this host are told beside."""
         told = {launch.AGENT: self._incarnation}
-        return told if self._memory is None else {**told, tier.VARIABLE: str(self._memory)}
+        now, *before = [each.url(self._here.name) for each in self._course.memory] or [""]
+        if where := now if self._memory is None else str(self._memory):
+            told[tier.VARIABLE] = where
+        return {**told, tier.BEFORE: " ".join(before)} if before else told
+
+    # --- what is only in memory --------------------------------------------------------------------------------
+
+    def _keep_memory(self) -> Keeper | None:
+        """Where there are several hosts: what serves the memory of this one to all."""
+        here = self._here
+        if self._spec.hosts == 1 or here.guard is None:
+            return None
+        folder = memory.folder_of(here.folder, here.name)
+        return None if folder is None else Keeper(folder, here.address, here.guard)
+
+    def _frees_memory(self) -> bool:
+        """At the end of this agent, whether nothing that its memory holds is needed any more."""
+        if self._status is None:  # others go on, from what all have saved; or an error has come between
+            return self._leaves
+        return not memories.named(self._course.memory)
 
     def _bring_home(self) -> None:
-        """What is only in memory comes to where it belongs."""
-        if self._memory is None or not (said := memory.bring_home(self._memory)):
+        """What is only in memory comes to where it belongs: on several hosts by who leads, for whom the others wait."""
+        if self._memory is None:
+            self._see_home()
+            return
+        if not (said := memory.bring_home(self._memory)):
             return
         if "has step" not in said:
             self._say(said)
         with contextlib.suppress(StoreError):
             self._state.append(self._course.number, [Draft(max(0, self._course.attempt), "note", said)])
+
+    def _see_home(self) -> None:
+        """Until it is done, or one is asked once more to end."""
+        signals, until = self._signals, time.monotonic() + self._spec.give_up_seconds
+        while self._is_open() and self._signals == signals and time.monotonic() < until:
+            mine = replace(self._report(), leaving=0)  # who leads now leads to the end
+            self._voice.say(mine)
+            try:
+                if self._course.leader == self._here.name:
+                    self._drain()
+                else:
+                    self._coordinator.turn(self._course, mine)
+                for entry in self._read():
+                    if entry.kind == "memory" and (memory.BROUGHT in entry.text or entry.facts["memory"]):
+                        self._say(entry.text)
+                until = time.monotonic() + self._spec.give_up_seconds
+            except StoreError as error:
+                self._went_wrong(error)
+            self._look()
+            self._wait()
+        if self._is_open():
+            self._say("what may be only in memory was not brought home; the memory is kept: start ckpt-run again")
+
+    def _drain(self) -> None:
+        course = self._course
+        done, said = memory.drain([each.url() for each in course.memory if each.nodes])
+        failpoint("agent.home")
+        kept = () if done else course.memory
+        self._state.append(course.number, [courses.remembered(course, kept, said or "no step was only in memory")])
+
+    def _is_open(self) -> bool:
+        """Whether the run has ended, and what is only in memory was not looked after yet."""
+        course = self._course
+        return course.run == self._run and course.over and not course.home and bool(memories.named(course.memory))
 
     def _stop_ranks(self) -> None:
         watch, self._watch = self._watch, None
@@ -314,6 +378,8 @@ class Agent:
     # --- what the ranks do -------------------------------------------------------------------------------------
 
     def _look(self) -> None:
+        if self._keeper is not None:
+            self._keeper.look(memories.named(self._course.memory))
         if self._watch is not None:
             for rank in self._watch.look(time.monotonic()):
                 self._select.unregister(rank.pidfd)
@@ -330,11 +396,13 @@ class Agent:
             self._port, self._attempt, wrong=self._wrong, leaving=self._signal, hurry=self._signals > 1,
             warm="" if self._warm is None else self._warm.said,
         )  # fmt: skip
+        if (keeper := self._keeper) is not None:
+            said = replace(said, memory=keeper.state, nodes=keeper.nodes, fresh=keeper.fresh)
         if watch is None:
             return said
         return replace(
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
-            newest=watch.newest, committed=watch.committed, stop=watch.stops, stop_step=watch.stop_step,
+            newest=watch.newest, committed=watch.committed, saved=watch.saved, stop=watch.stops, stop_step=watch.stop_step,
             step_seconds=here.limits.usual_step(), spent=watch.spent, slowest=watch.slowest(time.monotonic()),
             paces=watch.paces,
         )  # fmt: skip
@@ -396,8 +464,10 @@ class Agent:
         last = self._course.last
         assert last is not None
         if self._watch is None and self._spec.hosts > 1 and last.kind == "decision":
-            return True
+            self._leaves = True
         if self._watch is None and last.kind == "start" and not any(map(self._is_me, self._course.members)):
+            self._leaves = True
+        if self._leaves:
             return True
         return (
             time.monotonic() - self._signal_at > self._spec.grace_seconds + 2 * LOST_SECONDS

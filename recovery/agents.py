@@ -95,6 +95,14 @@ class Report:
     """How fast its ranks were of late; of those of which enough was seen."""
     warm: str = ""
     """Whether its next start is a warm one, in words."""
+    memory: Literal["off", "coming", "ready"] = "off"
+    """Whether its `fresh` node is there."""
+    nodes: tuple[str, ...] = ()
+    """HOST:PORT of all nodes that it serves from its memory."""
+    fresh: str = ""
+    """The one of them that nobody has used yet."""
+    saved: int = -1
+    """The newest step that was committed in this attempt; -1 none for certain."""
     beat: int = 0
     """Counts what it has said."""
 
@@ -108,6 +116,7 @@ def report(facts: Mapping[str, Any]) -> Report:
     if (wrong := known.get("wrong")) is not None:
         bad = Bad(**wrong["bad"]) if wrong.get("bad") else None
         known["wrong"] = Wrong(**{**wrong, "ranks": tuple(wrong["ranks"]), "bad": bad})
+    known["nodes"] = tuple(known.get("nodes", ()))
     if known.get("slowest") is not None:
         known["slowest"] = Slowest(**known["slowest"])
     known["paces"] = tuple(Pace(**pace) for pace in known.get("paces", ()))

@@ -9,7 +9,9 @@ from typing import Any
 from ckpt.cursor import Ranges
 from ckpt.interval import MTBF, mean_time_to_failure
 from ckpt.pulse import Bad
+from ckpt.recovery import memories
 from ckpt.recovery.decide import WANTED, Budget, Failure
+from ckpt.recovery.memories import Memory
 from ckpt.recovery.rollback import environment
 from ckpt.recovery.state import Draft, Entry
 
@@ -84,6 +86,10 @@ class Course:
     """The host without which all are to start again, as it is slow."""
     spares: int | None = None
     """How many spares wait, as it was said last."""
+    memory: tuple[Memory, ...] = ()
+    """Of several hosts: the one that steps are saved to, and those before it that may hold steps; of earlier runs, too."""
+    home: bool = False
+    """After the end: what was only in memory is where it belongs, or was tried to be brought there."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -118,16 +124,19 @@ def _after(course: Course, entry: Entry) -> Course:
         return replace(course, leader=str(facts["name"]))
     if entry.kind == "request":
         return replace(course, requested=entry.text)
+    if entry.kind == "memory":
+        return replace(course, memory=memories.from_facts(facts["memory"]), home=course.over)
     course = replace(course, last=entry)
     if entry.kind == "run":
         spec = Spec(**{**facts["spec"], "command": tuple(facts["spec"]["command"])})
         budget = Budget(spec.restarts, spec.restarts)
         return Course(
-            entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget
+            entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget, memory=course.memory
         )  # fmt: skip
     if entry.kind == "start":
         members = tuple(Member(**member) for member in facts["members"])
-        return replace(course, attempt=entry.attempt, members=members, slow={}, left_out="")
+        memory = memories.from_facts(facts["memory"])
+        return replace(course, attempt=entry.attempt, members=members, memory=memory, slow={}, left_out="")
     if entry.kind == "failure":
         bad = Bad(**facts["bad"]) if facts.get("bad") else None
         failure = Failure(**{**facts, "ranks": tuple(facts["ranks"]), "bad": bad}, detail=entry.text)
@@ -160,3 +169,8 @@ def run(attempt: int, name: str, spec: Spec) -> Draft:
 def failed(attempt: int, failure: Failure) -> Draft:
     facts: dict[str, Any] = asdict(failure)
     return Draft(attempt, "failure", facts.pop("detail"), facts)
+
+
+def remembered(course: Course, memory: Sequence[Memory], text: str) -> Draft:
+    """From now on these memories are in use, and no others."""
+    return Draft(max(0, course.attempt), "memory", text, {"memory": memories.facts(memory)})

@@ -1,24 +1,27 @@
-"""The memory tier of a run on one host: a folder in shared memory that outlives the ranks, their agent too, and not the run."""
+"""The memory tier of a run: a folder in the memory of each host that outlives the ranks, their agent too, and not the run."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt import tier, tiers
 from ckpt.storage.errors import CkptError, StoreError
 
-_FAILED = "could not be drained"
+BROUGHT = "was brought"
+"""In what is said of a step that was only in memory."""
 
 
-def folder_of(run_folder: Path) -> Path | None:
-    """Where it is: the same whenever ckpt-run works in this folder; None without shared memory, or where another is named."""
+def folder_of(run_folder: Path, host: str = "") -> Path | None:
+    """Where it is: the same whenever ckpt-run works in this folder, for this one of several hosts; None without shared memory,
+    or where another is named."""
     if os.environ.get(tier.VARIABLE):
         return None
     try:
-        name = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:16]
+        name = hashlib.sha256(os.fsencode(run_folder.resolve()) + (f"\0{host}" if host else "").encode()).hexdigest()[:16]
         folder = tier.own_memory() / f"run-{name}"
         folder.mkdir(mode=0o700, exist_ok=True)
     except (StoreError, OSError):
@@ -28,11 +31,19 @@ def folder_of(run_folder: Path) -> Path | None:
 
 def bring_home(folder: Path) -> str:
     """At the end of a run: copy what is newest to where it belongs, and give the memory free. In words what was done."""
-    try:
-        said = tiers.drain(str(folder))
-    except CkptError as error:
-        said = f"{folder} {_FAILED}: {error}"
-    if _FAILED in said:
-        return f"{said}; the memory is kept: start ckpt-run again, or copy it with ckpt-restore"
-    shutil.rmtree(folder, ignore_errors=True)
+    done, said = drain([str(folder)])
+    if done:
+        shutil.rmtree(folder, ignore_errors=True)
     return said
+
+
+def drain(urls: Sequence[str]) -> tuple[bool, str]:
+    """Copy what is newest in memories, the newest of them first, to where it belongs. Whether they are needed no more, and in
+    words what was done."""
+    try:
+        said = tiers.drain(*urls)
+    except CkptError as error:
+        said = f"{urls[0]} {tiers.NOT_DRAINED}: {error}"
+    if tiers.NOT_DRAINED in said:
+        return False, f"{said}; the memory is kept: start ckpt-run again, or copy it with ckpt-restore"
+    return True, said

@@ -40,11 +40,20 @@ class Record(State):
             raise CkptError(f"{self.path} can't be used: {error}; remove it, or give another --run-dir") from error
 
     def _connect(self, synchronous: str) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA synchronous = {synchronous}")
-        db.executescript(_SCHEMA)
-        return db
+        until = time.monotonic() + _BUSY_SECONDS
+        while True:
+            db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            try:
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute(f"PRAGMA synchronous = {synchronous}")
+                db.executescript(_SCHEMA)
+                return db
+            except sqlite3.Error as error:
+                db.close()
+                # Where several agents open a new file at once SQLite does not wait by itself for who makes the log.
+                if "locked" not in str(error) or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
 
     def entries(self, after: int = 0) -> list[Entry]:
         query = "SELECT number, at, attempt, kind, text, facts FROM entries WHERE number > ? ORDER BY number"

@@ -21,7 +21,7 @@ class Draft:
 
     attempt: int
     kind: str
-    """run, lead, start, request, stop, failure, decision, end; note: only to be read."""
+    """run, lead, start, request, stop, failure, decision, memory, end; note: only to be read."""
     text: str
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -59,5 +59,5 @@ class Voice:
 
 
 def _essence(report: Report) -> Report:
-    where = replace(report, step=0, newest=0, committed=0, step_seconds=0.0, spent="useful")
+    where = replace(report, step=0, newest=0, committed=0, saved=0, step_seconds=0.0, spent="useful")
     return replace(where, slowest=None, paces=(), warm="")

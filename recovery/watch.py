@@ -51,6 +51,7 @@ class Watch:
         self._best = best
         self._beats = {rank.number: rank.pulse.read() for rank in ranks}
         self._measures = {rank.number: Measure(rank.number, straggler_seconds) for rank in ranks}
+        self._first_committed = -1
         self._stopped: dict[int, float] = {}
         self._running = {rank.number: rank for rank in ranks}
         self._kills = host.memory_kills()
@@ -89,6 +90,11 @@ class Watch:
     @property
     def committed(self) -> int:
         return max(beat.committed for beat in self._beats.values())
+
+    @property
+    def saved(self) -> int:
+        """The newest that was committed in this attempt; -1 none for certain: the first that was seen may be an old one."""
+        return self.committed if self.committed > self._first_committed >= 0 else -1
 
     @property
     def spent(self) -> Name:
@@ -174,6 +180,8 @@ class Watch:
                     self._limits.learn(before.phase, took)
                     self._measures[rank.number].learn(before, beat)
                 self._beats[rank.number] = beat
+        if self._first_committed < 0:
+            self._first_committed = self.committed
 
     def _bad(self) -> Wrong | None:
         """The first loss by which one of them diverged."""

@@ -142,6 +142,11 @@ class Store(ABC):
     def prefetch(self, name: str, nbytes: int) -> None:  # noqa: B027  a hint, for stores that can follow it
         """Begin to bring the first `nbytes` of an object nearer, because they will be read soon. Raises nothing."""
 
+    def answers(self, seconds: float) -> bool:
+        """Whether anything may be here, found out within about so many seconds. Raises Unavailable where that can't be known,
+        or what is here can't be read now."""
+        return True
+
     def sweep_temporaries(self, prefix: str) -> None:  # noqa: B027  most stores have none
         """Remove what killed writers left below `prefix`. For who holds the repository, with no write under way."""
 

@@ -1,6 +1,8 @@
 """A job for tests of ckpt-run on several hosts: 24 rows, shared by however many ranks there are; each row adds its own numbers.
 
     hosts_program.py FOLDER STEPS SECONDS        CKPT_TEST_SLOW: a step takes so many times as long
+
+With CKPT_TEST_COLUMNS=… rows are so wide, and each step is in memory; every 20th comes to the repository.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ def main() -> None:
     slow = float(os.environ.get("CKPT_TEST_SLOW", "1"))
     each = ROWS // size
     rows = np.arange(rank * each, (rank + 1) * each)
-    state = {"w": ckpt.Shard(np.zeros((each, 100)), (ROWS, 100), (rank * each, 0))}
+    wide = int(os.environ.get("CKPT_TEST_COLUMNS", "0"))
+    columns = wide or 100
+    state = {"w": ckpt.Shard(np.zeros((each, columns)), (ROWS, columns), (rank * each, 0))}
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    with ckpt.Checkpointer(folder / "repo", every=5, keep=2) as ck:
+    every, tiers = (20, [ckpt.Tier("memory")]) if wide else (5, [])
+    with ckpt.Checkpointer(folder / "repo", every=every, keep=2, tiers=tiers) as ck:
         state, start = ck.restore(state)
+        (folder / f"from-{attempt}-{rank}").write_text(str(start))
         for step in range(start, steps):
             time.sleep(seconds * slow)
             state["w"].local[...] += np.sin(step * 1.7 + rows[:, None])

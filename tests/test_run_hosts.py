@@ -35,7 +35,7 @@ class Job:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.state = ["--state", state] if state else []
-        self.options = ["--nnodes", str(hosts), "-n", "2", "--patience", "0", "--cold", *options]
+        self.options = ["--nnodes", str(hosts), "-n", "2", "--patience", "0", "--cold", "--no-memory", *options]
         self.steps = steps
         self.agents: dict[str, subprocess.Popen[str]] = {}
 

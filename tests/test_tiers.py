@@ -322,6 +322,73 @@ def test_the_memory_of_a_job_that_lives_is_not_drained(places: Places) -> None:
     assert_all_load(places.run, 7)
 
 
+# --- memory from before ----------------------------------------------------------------------------------------
+
+
+def move_on(places: Places, monkeypatch: pytest.MonkeyPatch, *gone: str) -> Path:
+    """The next job has other memory; what was written to before is only read."""
+    before = os.environ["CKPT_MEMORY"]
+    after = Path(f"{before}-after")
+    after.mkdir()
+    monkeypatch.setenv("CKPT_MEMORY", str(after))
+    monkeypatch.setenv("CKPT_MEMORY_BEFORE", " ".join([*gone, before]))
+    return after / places.memory.name
+
+
+def test_memory_of_before_is_read_until_something_is_newer(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(7))
+    leave(ck)
+    old = files(places.memory)
+    new = move_on(places, monkeypatch, "ckpt://127.0.0.1:1?redundancy=1x")  # nobody is there
+    with ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 7
+        assert_same(state, state_of(6))
+        assert ckpt.open(new).steps() == []
+        assert places.memory.as_uri() in [place.url for place in ck.repository.places]
+        train(ck, range(7, 8))
+        ck.wait()
+        assert ckpt.open(new).steps() == [7]
+        assert [place.url for place in ck.repository.places] == [new.as_uri(), places.run.as_uri()]
+    assert files(places.memory) == old, "nothing was written there"
+    assert assert_all_load(places.run, 7)[-1] == 7
+
+
+def test_a_step_that_only_memory_of_before_has_comes_home(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a job that does nothing but start and end."""
+    ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(6))
+    leave(ck)
+    move_on(places, monkeypatch)
+    with ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        assert ck.restore(state_of(0))[1] == 6
+    assert assert_all_load(places.run, 5)[-1] == 5
+
+
+def test_drain_of_several_memories(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that hold steps the newest counts; what the repository of record has since is not undone."""
+    old = os.environ["CKPT_MEMORY"]
+    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(6))
+    leave(ck)
+    move_on(places, monkeypatch)
+    new = os.environ["CKPT_MEMORY"]
+    gone = "ckpt://127.0.0.1:1?redundancy=1x"
+    assert "step 5 was brought" in drain(new, old)
+    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(6, 8))
+    leave(ck)
+    assert "could not be drained" in drain(gone, new)
+    assert ckpt.open(places.run).steps()[-1] == 7
+    shutil.rmtree(places.run / "steps" / "7")
+    said = drain(new, gone, old)
+    assert "step 7 was brought" in said
+    assert len(said.splitlines()) == 1, "what is older is not looked at, nor missed"
+    assert "has step 7 already, which is newer than step 5" in drain(old)
+    assert 5 in ckpt.open(places.run).steps()
+
+
 def test_an_older_job_cannot_promote_over_a_newer_one(places: Places) -> None:
     """It lives on another host, cut off, and has a memory of its own."""
     with places.open() as ck:

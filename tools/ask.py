@@ -58,7 +58,7 @@ def status(run_dir: Path, state: str | None) -> int:
     course = Course().went_on(entries)
     reports = _living(run_dir, state)
     if course.over or not reports:
-        emit(f"it does not run: {entries[-1].text}")
+        emit(f"it does not run: {(course.last or entries[-1]).text}")
         return 1
     spec, first = course.spec, {member.name: member.first for member in course.members}
     assert spec is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,11 @@ from ckpt.recovery import place
 from ckpt.storage.errors import CkptError, InvalidArgument
 from ckpt.tools import ask, common
 from ckpt.tools.simulate import command as simulate
+
+if TYPE_CHECKING:
+    from ckpt.recovery.keeper import Guard
+
+_FILE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 
 
 @click.command("ckpt-run", context_settings=ask.SETTINGS | {"ignore_unknown_options": False})
@@ -67,6 +73,15 @@ from ckpt.tools.simulate import command as simulate
 @click.option(
     "--warm/--cold", default=True, show_default=True, help="Keep a process that has imported what ranks import, to fork them.",
 )
+@click.option(
+    "--memory/--no-memory", default=True, show_default=True,
+    help="Hosts keep memory for Tier('memory'), a copy of everything on two of them.",
+)
+@click.option("--token-file", type=_FILE, help="What hosts must know to reach it.  [default: $CKPT_TOKEN, $CKPT_TOKEN_FILE]")
+@click.option("--tls-cert", type=_FILE, help="The certificate chain of this host, PEM.")
+@click.option("--tls-key", type=_FILE, help="Its key, PEM.")
+@click.option("--ca-file", type=_FILE, help="The authority of the certificates of all hosts.  [default: $CKPT_CA_FILE]")
+@click.option("--insecure", is_flag=True, help="Let other hosts reach the memory of this one without token or TLS.")
 @click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus' metrics there, at /metrics.")
 @click.option("--show", type=click.Choice(["0", "all", "none"]), default="0", show_default=True, help="Whose output to show.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -74,7 +89,8 @@ def command(
     ranks: int, nnodes: int | None, least: int | None, spares: int, state: str | None, directory: str | None, run_dir: Path,
     launcher: str, name: str | None, address: str | None, restarts: int, grace: float, patience: float, give_up: float,
     hang: float, first_hang: float | None, spike: float | None, straggler: float | None, straggler_after: float, again: bool,
-    warm: bool, metrics: str | None, show: str, command: tuple[str, ...],
+    warm: bool, memory: bool, token_file: str | None, tls_cert: str | None, tls_key: str | None, ca_file: str | None,
+    insecure: bool, metrics: str | None, show: str, command: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Run COMMAND as so many ranks, and start them again from what they saved when one of them fails.
 
@@ -119,7 +135,8 @@ def command(
         first["start"] = first["step"] = first_hang
     limits = Limits(least_seconds=hang, first_seconds=first)
     address = (address or "").strip("[]") or place.address_of(state if hosts > 1 else None)
-    here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec", again)
+    guard = _guard(address, token_file, tls_cert, tls_key, ca_file, insecure) if memory and hosts > 1 else None
+    here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec", again, guard)
     spec = Spec(
         command, ranks, hosts, least or hosts, restarts, grace, patience, give_up, spares, straggler or 0.0, straggler_after,
         directory or "",
@@ -142,6 +159,28 @@ def _usable(url: str) -> str:
     except CkptError as error:
         raise CkptError(f"--dir can't be used: {error}") from error
     return url
+def _guard(
+    address: str, token_file: str | None, tls_cert: str | None, tls_key: str | None, ca_file: str | None, insecure: bool
+) -> Guard | None:
+    """For the memory of this host, which others are to reach; None, and a line that says why, where they could not be told from
+    strangers."""
+    from ckpt.recovery.keeper import Guard, is_loopback
+
+    told = {"CKPT_TOKEN_FILE": token_file, "CKPT_CA_FILE": ca_file}
+    os.environ.update({variable: file for variable, file in told.items() if file})  # the ranks inherit it
+    if token_file:
+        os.environ.pop("CKPT_TOKEN", None)
+    has_token = bool(os.environ.get("CKPT_TOKEN") or os.environ.get("CKPT_TOKEN_FILE"))
+    guard = Guard(has_token, tls_cert or "", tls_key or "", os.environ.get("CKPT_CA_FILE", ""), insecure)
+    if lacks := guard.lacks(address):
+        common.complain(
+            "ckpt-run", f"no memory is kept for Tier('memory'), as others would reach it at {address}: give {lacks}, or say "
+            "--insecure or --no-memory",
+        )  # fmt: skip
+        return None
+    if insecure and not is_loopback(address):
+        common.complain("ckpt-run", f"--insecure: anyone who reaches {address} can read and write the memory of this job")
+    return guard
 
 
 def _listen(address: str | None) -> tuple[str, int] | None:
