@@ -434,7 +434,7 @@ def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> N
     assert rank.status == 3
     assert host.state(rank.process.pid) == "Z"
     child = int((tmp_path / "child").read_text())
-    assert host.state(child) == "S"
+    assert host.state(child) not in ("", "Z")
     stop_ranks([rank], "")
     assert host.state(rank.process.pid) == ""
     assert none_left([child])
