@@ -191,7 +191,8 @@ class Agent:
         if goes_on and not alone and course.spec == self._spec and not course.requested:
             self._run = course.run
             return True
-        if course.final and not alone and course.spec == self._spec and not self._here.again:
+        left = not living and memories.named(course.memory)  # steps that are only in memory: the next run brings them home
+        if course.final and not alone and course.spec == self._spec and not self._here.again and not left:
             assert course.last is not None
             self._status = int(course.last.facts["status"])
             self._say(f"the run has ended: {course.last.text}; to begin another, give --again")
