@@ -61,6 +61,13 @@ def node(tmp_path: Path) -> Iterator[Process]:
     made.close()
 
 
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Here]:
+    made = Here(tmp_path / "data")
+    yield made
+    made.close()
+
+
 def moved(node: Process | str) -> dict[str, float]:
     """Bytes of objects that a node counted, by the way they went."""
     monitor = node if isinstance(node, str) else f"127.0.0.1:{node.monitor}"
@@ -172,7 +179,7 @@ def test_a_namespace_on_one_host(tmp_path: Path) -> None:
 
 def test_rot(tmp_path: Path) -> None:
     """A byte that flipped on the disk is found by who reads the file by itself, too."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
         namespace.put("a", DATA)
@@ -248,7 +255,7 @@ def test_a_node_stands_still(node: Process) -> None:
     assert not opened()
 
 
-@pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=kill@1", "node.get=error@*"])
+@pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=error@*"])
 def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
     """In a namespace others stand in."""
     nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
@@ -404,7 +411,7 @@ def test_no_more_is_promised_than_there_is(
 
 
 def test_a_limited_node(tmp_path: Path) -> None:
-    node = Process(tmp_path / "data", "--capacity", "8MB")
+    node = Here(tmp_path / "data", capacity=8_000_000)
     try:
         store = NodeStore(node.address)
         with store.create("a") as writer:
@@ -445,9 +452,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("point", "kind"), [("full", NoSpace), ("error", StoreError)])
-def test_the_disk_fails_under_a_client(node: Process, point: str, kind: type[StoreError]) -> None:
+def test_the_disk_fails_under_a_client(here: Here, point: str, kind: type[StoreError]) -> None:
     """With the errors of a directory."""
-    store = NodeStore(node.address)
+    store = NodeStore(here.address)
     set_failpoints(f"local.append={point}@2")
     try:
         with store.create("a") as writer:
@@ -456,15 +463,15 @@ def test_the_disk_fails_under_a_client(node: Process, point: str, kind: type[Sto
                 writer.append(memoryview(DATA))
     finally:
         set_failpoints("")
-    assert not files(node.folder)
+    assert not files(here.folder)
     assert not opened()
 
 
 # --- files that are open ---------------------------------------------------------------------------------------
 
 
-def test_an_object_is_deleted_under_a_reader(node: Process) -> None:
-    store = NodeStore(node.address)
+def test_an_object_is_deleted_under_a_reader(here: Here) -> None:
+    store = NodeStore(here.address)
     write(store, "a", DATA)
     with store.open("a") as reader:
         buffer = memoryview(bytearray(len(DATA)))
@@ -477,9 +484,9 @@ def test_an_object_is_deleted_under_a_reader(node: Process) -> None:
     assert not opened()
 
 
-def test_the_memory_of_a_read_under_way(node: Process) -> None:
+def test_the_memory_of_a_read_under_way(here: Here) -> None:
     """Who has waited for long enough can tell whether the kernel may still write into his memory."""
-    store = NodeStore(node.address)
+    store = NodeStore(here.address)
     write(store, "a", DATA)
     memory = bytearray(len(DATA))
     view = memoryview(memory)
@@ -500,7 +507,7 @@ def test_the_memory_of_a_read_under_way(node: Process) -> None:
 
 
 def test_a_disk_that_can_not_be_read(tmp_path: Path) -> None:
-    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
         namespace.put("a", DATA)
@@ -531,9 +538,9 @@ def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"hello"
 
 
-def test_a_commit_waits_for_appends(node: Process) -> None:
+def test_a_commit_waits_for_appends(here: Here) -> None:
     """What is committed is not written to any more."""
-    store = NodeStore(node.address)
+    store = NodeStore(here.address)
     writer = store.create("a")
     held, go = threading.Event(), threading.Event()
 
@@ -555,14 +562,14 @@ def test_a_commit_waits_for_appends(node: Process) -> None:
     assert store.get("a") == DATA
 
 
-def test_a_length_that_was_never_written(node: Process) -> None:
-    store = NodeStore(node.address)
+def test_a_length_that_was_never_written(here: Here) -> None:
+    store = NodeStore(here.address)
     writer = store.create("a")
     writer.append(memoryview(DATA))
     with pytest.raises(StoreError, match="were to be written; write it anew"):
         store.call("commit", writer._key, 1 << 40)
     writer.abort()
-    assert not files(node.folder)
+    assert not files(here.folder)
 
 
 # --- strangers -------------------------------------------------------------------------------------------------
@@ -631,8 +638,8 @@ def test_somebody_takes_the_name(tmp_path: Path) -> None:
         node.close()
 
 
-def test_descriptors_are_not_inherited(node: Process) -> None:
-    store = NodeStore(node.address)
+def test_descriptors_are_not_inherited(here: Here) -> None:
+    store = NodeStore(here.address)
     write(store, "a", DATA)
     fd = store.descriptor("a")
     assert fd is not None
