@@ -33,6 +33,7 @@ def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
     namespace = Namespace(directories(folder, count, redundancy=redundancy))
     for path, data in content().items():
         namespace.put(path, data)
+    namespace.settle([f"/{path}" for path in content()])  # put waits for a majority of the records
     return namespace
 
 
