@@ -149,11 +149,11 @@ KILLS = list(product(range(RANKS), [signal.SIGKILL, signal.SIGSEGV])) if SOAK el
 @pytest.mark.soak
 @pytest.mark.parametrize(("rank", "number"), KILLS)
 def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.Signals) -> None:
-    run = start()
+    run = start(steps=100)
     run.until_step(12)
     os.kill(run.pid(rank), number)
     assert run.end() == 0, run.said
-    is_right(run)
+    is_right(run, 100)
     assert run.failures() == [("signal", [rank])]
     killed = rf"rank {rank} was killed by {number.name} after step \d+"
     assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.said)
