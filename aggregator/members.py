@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.redundancy import Redundancy, parse
@@ -81,19 +81,22 @@ class Config:
 
 def parse_url(url: str) -> tuple[Config, str]:
     """The namespace of a URL, and the path in it. Raises InvalidArgument."""
-    parts = urlsplit(url)
-    if parts.scheme != SCHEME or not parts.netloc:
+    # Not urlsplit, which refuses several addresses where one of them is in brackets.
+    scheme, _, rest = url.partition("://")
+    where, _, query = rest.partition("?")
+    names, _, path = where.partition("/")
+    if scheme != SCHEME or not names:
         raise InvalidArgument(f"{url}: write ckpt://host:port,host:port/path, or ckpt://NAME/path with NAME in a TOML file")
     # Not parse_qs, which reads the + of 4+2 as a space.
-    options = {key: unquote(value) for key, _, value in (item.partition("=") for item in parts.query.split("&")) if key}
+    options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&")) if key}
     if unknown := set(options) - {"redundancy", "near"}:
         raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there are redundancy= and near=")
-    config = find(unquote(parts.netloc))
+    config = find(unquote(names))
     if "near" in options:
         config = _near(config, options["near"], url)
     if "redundancy" in options:
         config = replace(config, redundancy=parse(options["redundancy"]))
-    return check(config), unquote(parts.path).strip("/")
+    return check(config), unquote(path).strip("/")
 
 
 def find(name: str) -> Config:
