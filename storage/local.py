@@ -25,6 +25,7 @@ from ckpt.storage.failpoints import failpoint
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
+
 def _fsync(fd: int, path: str) -> None:
     with told("making durable", path):
         failpoint("local.fsync")
