@@ -16,7 +16,6 @@ import numpy as np
 
 from ckpt import arrow
 from ckpt import table as tables
-from ckpt.arrow import lists_of
 from ckpt.digest import CELL_BYTES
 from ckpt.index import Index, indexed
 from ckpt.shard import Box
@@ -91,9 +90,9 @@ class Layout:
             self._columns = {
                 "leaf": arrow.texts(self.leaf),
                 "dtype": _text(arrow.texts(self.dtype)),
-                "global_shape": lists_of(self.global_shape),
-                "offset": lists_of([b[0] for b in self.box]),
-                "shape": lists_of([b[1] for b in self.box]),
+                "global_shape": arrow.lists_of(self.global_shape),
+                "offset": arrow.lists_of([b[0] for b in self.box]),
+                "shape": arrow.lists_of([b[1] for b in self.box]),
                 "start": arrow.numbers(self.start),
                 "nbytes": arrow.numbers(self.nbytes),
                 "block": arrow.numbers([0 if i is None else i + 1 for i in self.block]),

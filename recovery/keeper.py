@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt.recovery import host
+from ckpt.storage.access import is_loopback
 from ckpt.storage.errors import CkptError, StoreError
 from ckpt.storage.failpoints import failpoint
 
@@ -69,11 +70,6 @@ class Guard:
         if self.insecure or is_loopback(address):  # all of it, or nothing
             return ", ".join(lacking) if len(lacking) < len(tls) else ""
         return ", ".join(lacking if self.token else ["--token-file", *lacking])
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches it."""
-    return address.startswith("127.") or address in ("localhost", "::1")
 
 
 class Keeper:

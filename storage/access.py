@@ -15,3 +15,8 @@ class Access:
     certificate: tuple[bytes, bytes] | None = None
     """This client's own chain and key, PEM, where nodes ask for one."""
     deadline_seconds: float = 30.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it: what listens elsewhere wants token and TLS."""
+    return host.startswith("127.") or host.strip("[]") in ("localhost", "::1")

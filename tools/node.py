@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 import ckpt
+from ckpt.storage.access import is_loopback
 from ckpt.storage.errors import InvalidArgument
 from ckpt.tools import common
 from ckpt.tools.common import count, emit, size
@@ -30,7 +31,6 @@ log = logging.getLogger("ckpt.node")
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _ANY = ("0.0.0.0", "[::]", "::")
-_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]
@@ -93,7 +93,7 @@ def command(
     if data is None:
         raise click.UsageError("--data is missing: the folder, on the disk that this node is to serve")
     host, port = _address(listen, "--listen")
-    if not host.startswith(_LOOPBACK) and not insecure and (token_file is None or tls_cert is None):
+    if not is_loopback(host) and not insecure and (token_file is None or tls_cert is None):
         raise click.UsageError(
             f"--listen {listen} can be reached from other hosts: give --token-file, --tls-cert and --tls-key, or say --insecure"
         )
@@ -186,7 +186,7 @@ def _serve(
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, ended)
-    if options.certificate is None and not listen[0].startswith(_LOOPBACK):
+    if options.certificate is None and not is_loopback(listen[0]):
         log.warning("--insecure: anyone who reaches %s:%d reads and writes everything", listen[0], server.port)
     announced = announcing.begin(f"{listen[0]}:{server.port}", options.labels, server.identity) if announcing else None
     used, free = server.usage()

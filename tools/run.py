@@ -164,7 +164,8 @@ def _guard(
 ) -> Guard | None:
     """For the memory of this host, which others are to reach; None, and a line that says why, where they could not be told from
     strangers."""
-    from ckpt.recovery.keeper import Guard, is_loopback
+    from ckpt.recovery.keeper import Guard
+    from ckpt.storage.access import is_loopback
 
     told = {"CKPT_TOKEN_FILE": token_file, "CKPT_CA_FILE": ca_file}
     os.environ.update({variable: file for variable, file in told.items() if file})  # the ranks inherit it
