@@ -73,7 +73,10 @@ class Process:
         threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True).start()
 
     def signal(self, number: int) -> None:
+        """Sent; with SIGSTOP this returns when every thread stands still, not before."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -78,7 +78,7 @@ def moved(node: Process | str) -> dict[str, float]:
 
 
 def opened() -> set[str]:
-    """What this process has open below any folder."""
+    """The objects, of any node, that this process has open."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
