@@ -13,6 +13,7 @@ from ckpt.codec import CodecWish
 from ckpt.fill import Filler, Finish, Rename
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
+from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, Wanted, wanted_blocks
@@ -22,8 +23,8 @@ from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
 from ckpt.together import Wish, find_together, load_newest_together, newest_first, settled, together
-from ckpt.write import Options, take_apart
 from ckpt.write import save as run_save
+from ckpt.write import take_apart
 
 
 @overload

@@ -25,6 +25,7 @@ from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds, told_mean_time
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.losses import Losses, as_number
+from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.repository import Repository, Url, named, open_repository
 from ckpt.retention import Keep, as_keep
@@ -35,7 +36,7 @@ from ckpt.storage.errors import CkptError, FormatError, InvalidArgument, Invalid
 from ckpt.tier import Tier
 from ckpt.tiers import Tiers
 from ckpt.together import Wish
-from ckpt.write import Options, leave_out, staging_bytes
+from ckpt.write import leave_out, staging_bytes
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")

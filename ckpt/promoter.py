@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from ckpt.promote import promote
+from ckpt.quiet import be_nice
 from ckpt.repository import Repository
 from ckpt.retention import Keep
 from ckpt.session import Session, distrust
 from ckpt.storage.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
-from ckpt.write import be_nice
 
 log = logging.getLogger("ckpt")
 

@@ -26,6 +26,7 @@ from ckpt.claim import Series
 from ckpt.groups.base import Alone, Group
 from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds
+from ckpt.options import Options
 from ckpt.places import put_aside
 from ckpt.promote import promote
 from ckpt.promoter import Promoter
@@ -59,7 +60,7 @@ from ckpt.tier import (
     store_of,
 )
 from ckpt.tiered import TieredRepository
-from ckpt.write import Options, leave_out, planned_bytes
+from ckpt.write import leave_out, planned_bytes
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")

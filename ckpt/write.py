@@ -13,9 +13,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt import arena as arenas
@@ -23,37 +22,28 @@ from ckpt import codec, manifest, parts
 from ckpt.arena import Arena, ArenaClosed, Region, round_up
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
+from ckpt.commit import Committer
 from ckpt.copies import digest_copies
-from ckpt.digest import checksum, digest, digest_and_cells, require
+from ckpt.digest import checksum, digest_and_cells, require
 from ckpt.groups.base import Group
 from ckpt.handle import SaveHandle
 from ckpt.held import held_by, specs_of
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.manifest import StoredBlock
+from ckpt.options import Options
 from ckpt.pack import PackFile, PackWriter
 from ckpt.plan import BLOCK_BYTES, Block, plan, stage
-from ckpt.quiet import collector_paused
-from ckpt.records import CommitRecord, FileRecord, encode_commit
-from ckpt.repository import commit_name, step_folder
-from ckpt.retention import Keep, is_good
+from ckpt.quiet import be_nice, collector_paused
+from ckpt.repository import step_folder
 from ckpt.session import KnownBlock, KnownBlocks, Session
 from ckpt.storage.errors import (
-    AlreadyExists,
     CkptError,
-    Fenced,
-    IntegrityError,
-    NotFound,
-    RanksMissing,
     SaveFailed,
     StateChanged,
-    StepNotFound,
-    StepRefused,
     StoreError,
 )
 from ckpt.storage.failpoints import failpoint
-from ckpt.table import write_part
-from ckpt.tree import Flat, encode_tree, flatten
-from ckpt.version import __version__
+from ckpt.tree import Flat, flatten
 
 log = logging.getLogger("ckpt")
 
@@ -68,30 +58,6 @@ _LEAST_ARENA = 32 << 20
 """That of a small state, a quarter of it at most: memory touched for the first time costs more than the disk."""
 
 _WORTH = 0.98  # a block that a codec shrinks by less is stored as it is, and can then be read in parts
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to save. See `ckpt.save` for what each means to a user."""
-
-    codec: codec.CodecWish = "auto"
-    digest: str = "xxh3-128"
-    memory: int | None = None
-    keep: Keep | None = None
-    overwrite: bool = False
-    in_flight: int = 1
-    deferrable: Callable[[ArrayLeaf], bool] | None = None
-    """Leaves that nobody changes before `SaveHandle.staged` is set."""
-    timeout: float = parts.TIMEOUT_SECONDS
-    """Seconds to wait for the other ranks of a group."""
-    verify_replicas: bool = False
-    """Digest the copies of a shard that other ranks hold, so that the committer can compare them."""
-    propose: Callable[[], int] | None = None
-    """The step to save next, asked at the commit by rank 0."""
-
-    def __post_init__(self) -> None:
-        codec.parse(self.codec)  # a wrong wish is told before anything is written
-        require(self.digest)
 
 
 def take_apart(state: Any, group: Group) -> Flat:
@@ -124,7 +90,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
         with collector_paused():
             run = _Save(session, handle, attempt, flat, options)
         if not options.overwrite:
-            run.refuse_existing()
+            run.committer.refuse_existing()
     except BaseException as error:
         give_up(session, attempt, error)
         raise
@@ -189,14 +155,10 @@ class _Save:
         self._names = [h.name for h in held]
         self._sharded = any(h.part is not None for h in held)
         specs = specs_of(flat, held, options.codec, session.group)
-        self._copies = digest_copies(specs, self._leaves) if options.verify_replicas and session.group.size > 1 else None
+        copies = digest_copies(specs, self._leaves) if options.verify_replicas and session.group.size > 1 else None
+        self.committer = Committer(session, attempt, handle.step, options, flat, copies)
         self._blocks, self._layout = plan(specs)
-        # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
-        self._tree = encode_tree(flat.node)
         self._tuner = codec.tuner(self._store.url)
-        self._offered = False  # our part may be in the store, whatever its put said: rank 0 may commit it
-        self._told = False  # the other ranks need no word of how this attempt went
-        self._retired: set[str] = set()
         self._began = time.monotonic()
         self._error: BaseException | None = None
         self._arena: Arena | None = None
@@ -313,7 +275,7 @@ class _Save:
         error = self._error
         if error is not None:
             self._session.forget()
-            if not self._told:
+            if not self.committer.told:
                 give_up(self._session, self._attempt, error)
         if isinstance(error, OSError):
             told = StoreError(f"saving step {self._step} to {self._store.url} failed: {error}")
@@ -411,9 +373,9 @@ class _Save:
                 if self._error is not None:
                     raise self._error
                 packs = writer.close()
-            checkpoint = self._commit(packs) if self._group.size == 1 else self._commit_together(packs)
+            checkpoint = self._commit(packs)
         except BaseException as error:
-            self._discard(error)
+            self.committer.discard(error)
             raise
         self._session.remember(
             self._attempt, self._algorithm, self._written, {f.name: f.nbytes for f in checkpoint.commit.packs}
@@ -426,7 +388,7 @@ class _Save:
         )  # fmt: skip
         self._session.committed(self._step, checkpoint.commit.files(), self._options.in_flight)
         self._session.claim.end(self._attempt)  # its files belong to the step now
-        self._session.sweep(self._options.keep, self._step, self._retired)
+        self._session.sweep(self._options.keep, self._step, self.committer.retired)
 
     def _write(self, packs: PackWriter) -> None:
         try:
@@ -478,144 +440,15 @@ class _Save:
             self._tuner.write_ended(len(padded))
         return KnownBlock(pack, position, stored, config, check)
 
-    # --- committing --------------------------------------------------------------------------------------------
-
-    def _encode(self, write: Callable[[Any, dict[str, str]], bytes], extra: dict[str, str]) -> bytes:
-        """The rows of what this rank has written, as a file."""
+    def _commit(self, packs: list[PackFile]) -> Checkpoint:
         blocks = [stored for stored in self._stored if stored is not None]
         assert len(blocks) == len(self._blocks)  # else a writer failed, and the save has ended there
-        metadata = {"format": "1", "digest": self._algorithm, "step": str(self._step), **extra}
         with collector_paused():
-            return write(manifest.made_table(self._layout, blocks), metadata)
-
-    def _packs_named(self, packs: list[PackFile]) -> dict[str, int]:
-        """Lengths of the packs that the rows refer to, those of earlier steps among them."""
+            rows = manifest.made_table(self._layout, blocks)
         sizes = {**self._known_packs, **{p.name: p.nbytes for p in packs}}
-        return {name: sizes[name] for name in sorted(self._referenced | {p.name for p in packs})}
-
-    def _commit(self, packs: list[PackFile]) -> Checkpoint:
-        """Of a single process: its rows are the manifest."""
-        table = self._encode(manifest.write_table, {})
-        raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
-        if self._sharded:  # some boxes only: they must make whole arrays all the same
-            raw_bytes = parts.require_whole(table, self._flat.node, self._step, self._store.url)
-        named, written = self._packs_named(packs), sum(p.nbytes for p in packs)
-        return self._make(table, self._tree, named, len(self._flat.leaves), raw_bytes, written)
-
-    def _commit_together(self, packs: list[PackFile]) -> Checkpoint:
-        """Of a group: leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
-        repo, claim, attempt, timeout = self._session.repo, self._session.claim, self._attempt, self._options.timeout
+        named = {name: sizes[name] for name in sorted(self._referenced | {p.name for p in packs})}
         written = sum(p.nbytes for p in packs)
-        extra = parts.part_metadata(self._tree, self._packs_named(packs), written, claim, self._copies)
-        data = self._encode(write_part, extra)
-        self._offered = True
-        parts.publish(self._store, attempt, data)
-        if claim.rank:
-            self._told = True
-            commit = parts.await_commit(repo, claim, attempt, 2 * timeout)
-            return Checkpoint(self._store, commit, claim.rank)
-        whole = parts.put_together(repo, self._step, parts.gather(repo, claim, attempt, timeout))
-        self._session.pin(attempt, whole.packs)
-        parts.require_packs(self._store, self._step, whole.packs)
-        with collector_paused():
-            table = manifest.write_table(
-                whole.table, {"format": "1", "digest": whole.algorithm, "step": str(self._step)}
-            )
-            tree = encode_tree(whole.tree)
-            leaves, raw_bytes = parts.totals(whole.table)
-        checkpoint = self._make(table, tree, whole.packs, leaves, raw_bytes, whole.written_bytes)
-        self._told = True
-        with suppress(CkptError, OSError):  # the next generation's sweep takes them otherwise
-            self._store.delete(whole.parts)
-        return checkpoint
-
-    def _make(
-        self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written: int
-    ) -> Checkpoint:
-        """Make the step exist: manifest, tree, commit record."""
-        folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
-        files = {f"{folder}.parquet": table, f"{folder}.json": tree}
-        failpoint("save.manifest")
-        for name, data in files.items():
-            self._store.put(name, data)
-        records = [FileRecord(name, len(data), digest("xxh3-128", data).hex()) for name, data in files.items()]
-        commit = CommitRecord(
-            step=self._step,
-            generation=self._session.claim.generation,
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            world_size=self._group.size,
-            manifests=(records[0],),
-            trees=(records[1],),
-            packs=tuple(FileRecord(name, nbytes) for name, nbytes in packs.items()),
-            leaves=leaves,
-            raw_bytes=raw_bytes,
-            written_bytes=written,
-            attempt=self._attempt.number,
-            next_save=None if self._options.propose is None else self._options.propose(),
-            version=__version__,
-        )
-        failpoint("save.commit")
-        self._session.claim.check()
-        self._publish(commit)
-        failpoint("save.committed")
-        return Checkpoint(self._store, commit, self._group.rank)
-
-    def _publish(self, commit: CommitRecord) -> None:
-        name, data = commit_name(self._step), encode_commit(commit)
-        try:
-            self._store.put_new(name, data)
-        except AlreadyExists:
-            if self._store.get(name) == data:  # a retry inside the store: the first try had arrived
-                return
-            if not self._options.overwrite and self._exists_and_is_good():
-                raise AlreadyExists(self._taken()) from None
-            with suppress(StepNotFound, IntegrityError):
-                there = self._session.repo.commit(self._step)
-                if there.generation > self._session.claim.generation:
-                    raise Fenced(
-                        f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one"
-                    ) from None
-                self._retired.update(there.files())
-            self._session.claim.check()
-            self._store.put(name, data)
-
-    def refuse_existing(self) -> None:
-        """Raise AlreadyExists, before any work, where the step is committed and whole."""
-        if self._exists_and_is_good():
-            raise AlreadyExists(self._taken())
-
-    def _taken(self) -> str:
-        return f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
-
-    def _exists_and_is_good(self) -> bool:
-        try:
-            commit = self._session.repo.commit(self._step)
-            Checkpoint(self._store, commit).manifest()
-        except StepNotFound:
-            return False
-        except CkptError as error:
-            log.warning("step %d is damaged and will be replaced: %s", self._step, error)
-            return False
-        sizes = {e.name: e.nbytes for e in self._store.list("steps")}
-        return is_good(commit, sizes)
-
-    def _discard(self, error: BaseException) -> None:
-        """Remove what this attempt has written; what can't be removed now, the next sweep takes."""
-        if self._offered and self._group.rank and (not isinstance(error, StepRefused) or isinstance(error, RanksMissing)):
-            return  # rank 0 may have our part, and commit it yet
-        mine = f"{step_folder(self._step)}/"
-        name = f"/{self._attempt.name}"
-        self._told = self._told or self._offered  # until the record was read: do not say that it failed before it is known
-        with suppress(CkptError, OSError):
-            try:
-                if any(name in f.name for f in self._session.repo.commit(self._step).manifests):
-                    self._told = True
-                    return  # committed after all, and only the answer got lost
-            except (StepNotFound, NotFound):
-                pass
-            self._told = False
-            doomed = [e.name for e in self._store.list(mine.rstrip("/")) if name in e.name and "failed" not in e.name]
-            self._store.delete(doomed)
+        return self.committer.commit(rows, self._algorithm, named, written, sharded=self._sharded)
 
 
 class _Staged(NamedTuple):
@@ -639,11 +472,3 @@ class _Shared:
     def __next__(self) -> int:
         with self._lock:
             return next(self._items)
-
-
-def be_nice() -> None:
-    """Let the training step have the processor first: on Linux a thread has a priority of its own, inherited by its
-    children."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

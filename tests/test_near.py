@@ -78,7 +78,16 @@ def moved(node: Process | str) -> dict[str, float]:
 
 
 def opened() -> set[str]:
-    """The objects, of any node, that this process has open."""
+    """The objects, of any node, that this process keeps open; a node in this process ends an answer after its client has it."""
+    until = time.monotonic() + 20
+    while found := _open_now():
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    return found
+
+
+def _open_now() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:

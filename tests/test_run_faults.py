@@ -206,7 +206,7 @@ def test_what_began_before_is_not_given_up_at_once() -> None:
 
 
 def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Starter, tmp_path: Path) -> None:
-    """As where a host is lost with its part of the memory tier. Every step is in the other one."""
+    """As where a host is lost with its part of the memory tier. Every step is in the other one, but for a save under way."""
     with fast_folder(tmp_path) as folder, nodes(folder, 2) as memory:
         run = start(tiers=(url_of(memory, "near"),), seconds=0.1)
         run.until_step(12)
@@ -214,7 +214,8 @@ def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Start
         os.kill(run.pid(1), signal.SIGKILL)
         ends_well(run)
         (failure,) = [e for e in run.log() if e.kind == "failure"]
-        assert min(run.restored()) >= failure.facts["step"] >= 12
+        assert min(run.restored()) > failure.facts["committed"]
+        assert min(run.restored()) >= failure.facts["step"] - 1 >= 11
         assert ckpt.open(run.folder / "repo").steps()[-1] == 39
 
 

@@ -41,6 +41,7 @@ from ckpt.groups.base import Alone, Group
 from ckpt.leaves import as_leaf, sharded
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf
+from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.read import Target
 from ckpt.repository import Url, open_repository
@@ -49,7 +50,7 @@ from ckpt.session import Session
 from ckpt.shard import Box
 from ckpt.storage.errors import CkptError, GroupError, InvalidArgument, LeafNotFound, StepNotFound, UnsupportedLeaf
 from ckpt.tree import INLINE_BYTES, Flat, Node, decode_key, flatten
-from ckpt.write import Options, give_up
+from ckpt.write import give_up
 from ckpt.write import save as run_save
 
 Path = tuple[str | int, ...]

@@ -1,0 +1,190 @@
+"""Making a step exist: from the rows of what a rank has written to the commit record that all can see.
+
+A single process commits its own rows. In a group each rank leaves them as its part, and rank 0 puts the parts together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+
+from ckpt import manifest, parts
+from ckpt.checkpoint import Checkpoint
+from ckpt.claim import Attempt
+from ckpt.copies import Copies
+from ckpt.digest import digest
+from ckpt.options import Options
+from ckpt.quiet import collector_paused
+from ckpt.records import CommitRecord, FileRecord, encode_commit
+from ckpt.repository import commit_name, step_folder
+from ckpt.retention import is_good
+from ckpt.session import Session
+from ckpt.storage.errors import (
+    AlreadyExists,
+    CkptError,
+    Fenced,
+    IntegrityError,
+    NotFound,
+    RanksMissing,
+    StepNotFound,
+    StepRefused,
+)
+from ckpt.storage.failpoints import failpoint
+from ckpt.table import write_part
+from ckpt.tree import Flat, encode_tree
+from ckpt.version import __version__
+
+log = logging.getLogger("ckpt")
+
+
+class Committer:
+    """Of one attempt at one step."""
+
+    def __init__(
+        self, session: Session, attempt: Attempt, step: int, options: Options, flat: Flat, copies: Copies | None
+    ) -> None:
+        self._session = session
+        self._attempt = attempt
+        self._step = step
+        self._options = options
+        self._flat = flat
+        self._copies = copies
+        self._group = session.group
+        self._store = session.repo.store
+        # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
+        self._tree = encode_tree(flat.node)
+        self._offered = False  # our part may be in the store, whatever its put said: rank 0 may commit it
+        self.told = False
+        """The other ranks need no word of how this attempt went."""
+        self.retired: set[str] = set()
+        """Files of what was committed as this step before."""
+
+    def refuse_existing(self) -> None:
+        """Raise AlreadyExists, before any work, where the step is committed and whole."""
+        if self._exists_and_is_good():
+            raise AlreadyExists(self._taken())
+
+    def commit(self, rows: Any, algorithm: str, packs: dict[str, int], written: int, *, sharded: bool) -> Checkpoint:
+        """Commit an Arrow table of rows, or as a rank of a group see to it that they are.
+
+        packs: all that the rows refer to, with their lengths; written: bytes of those that this attempt has made;
+        sharded: the rows may be of parts of arrays.
+        """
+        extra = {"format": "1", "digest": algorithm, "step": str(self._step)}
+        if self._group.size > 1:
+            return self._commit_together(rows, extra, packs, written)
+        with collector_paused():
+            table = manifest.write_table(rows, extra)
+        raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
+        if sharded:  # some boxes only: they must make whole arrays all the same
+            raw_bytes = parts.require_whole(table, self._flat.node, self._step, self._store.url)
+        return self._make(table, self._tree, packs, len(self._flat.leaves), raw_bytes, written)
+
+    def _commit_together(self, rows: Any, extra: dict[str, str], packs: dict[str, int], written: int) -> Checkpoint:
+        """Leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
+        repo, claim, attempt, timeout = self._session.repo, self._session.claim, self._attempt, self._options.timeout
+        with collector_paused():
+            data = write_part(rows, {**extra, **parts.part_metadata(self._tree, packs, written, claim, self._copies)})
+        self._offered = True
+        parts.publish(self._store, attempt, data)
+        if claim.rank:
+            self.told = True
+            commit = parts.await_commit(repo, claim, attempt, 2 * timeout)
+            return Checkpoint(self._store, commit, claim.rank)
+        whole = parts.put_together(repo, self._step, parts.gather(repo, claim, attempt, timeout))
+        self._session.pin(attempt, whole.packs)
+        parts.require_packs(self._store, self._step, whole.packs)
+        with collector_paused():
+            table = manifest.write_table(whole.table, {**extra, "digest": whole.algorithm})
+            tree = encode_tree(whole.tree)
+            leaves, raw_bytes = parts.totals(whole.table)
+        checkpoint = self._make(table, tree, whole.packs, leaves, raw_bytes, whole.written_bytes)
+        self.told = True
+        with suppress(CkptError, OSError):  # the next generation's sweep takes them otherwise
+            self._store.delete(whole.parts)
+        return checkpoint
+
+    def _make(
+        self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written: int
+    ) -> Checkpoint:
+        """Make the step exist: manifest, tree, commit record."""
+        folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
+        files = {f"{folder}.parquet": table, f"{folder}.json": tree}
+        failpoint("save.manifest")
+        for name, data in files.items():
+            self._store.put(name, data)
+        records = [FileRecord(name, len(data), digest("xxh3-128", data).hex()) for name, data in files.items()]
+        commit = CommitRecord(
+            step=self._step,
+            generation=self._session.claim.generation,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            world_size=self._group.size,
+            manifests=(records[0],),
+            trees=(records[1],),
+            packs=tuple(FileRecord(name, nbytes) for name, nbytes in packs.items()),
+            leaves=leaves,
+            raw_bytes=raw_bytes,
+            written_bytes=written,
+            attempt=self._attempt.number,
+            next_save=None if self._options.propose is None else self._options.propose(),
+            version=__version__,
+        )
+        failpoint("save.commit")
+        self._session.claim.check()
+        self._publish(commit)
+        failpoint("save.committed")
+        return Checkpoint(self._store, commit, self._group.rank)
+
+    def _publish(self, commit: CommitRecord) -> None:
+        name, data = commit_name(self._step), encode_commit(commit)
+        try:
+            self._store.put_new(name, data)
+        except AlreadyExists:
+            if self._store.get(name) == data:  # a retry inside the store: the first try had arrived
+                return
+            if not self._options.overwrite and self._exists_and_is_good():
+                raise AlreadyExists(self._taken()) from None
+            with suppress(StepNotFound, IntegrityError):
+                there = self._session.repo.commit(self._step)
+                if there.generation > self._session.claim.generation:
+                    raise Fenced(
+                        f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one"
+                    ) from None
+                self.retired.update(there.files())
+            self._session.claim.check()
+            self._store.put(name, data)
+
+    def _taken(self) -> str:
+        return f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
+
+    def _exists_and_is_good(self) -> bool:
+        try:
+            commit = self._session.repo.commit(self._step)
+            Checkpoint(self._store, commit).manifest()
+        except StepNotFound:
+            return False
+        except CkptError as error:
+            log.warning("step %d is damaged and will be replaced: %s", self._step, error)
+            return False
+        sizes = {e.name: e.nbytes for e in self._store.list("steps")}
+        return is_good(commit, sizes)
+
+    def discard(self, error: BaseException) -> None:
+        """Remove what this attempt has written; what can't be removed now, the next sweep takes."""
+        if self._offered and self._group.rank and (not isinstance(error, StepRefused) or isinstance(error, RanksMissing)):
+            return  # rank 0 may have our part, and commit it yet
+        mine = f"{step_folder(self._step)}/"
+        name = f"/{self._attempt.name}"
+        self.told = self.told or self._offered  # until the record was read: do not say that it failed before it is known
+        with suppress(CkptError, OSError):
+            try:
+                if any(name in f.name for f in self._session.repo.commit(self._step).manifests):
+                    self.told = True
+                    return  # committed after all, and only the answer got lost
+            except (StepNotFound, NotFound):
+                pass
+            self.told = False
+            doomed = [e.name for e in self._store.list(mine.rstrip("/")) if name in e.name and "failed" not in e.name]
+            self._store.delete(doomed)

@@ -1,0 +1,35 @@
+"""What a save is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt import codec, parts
+from ckpt.digest import require
+from ckpt.leaves.base import ArrayLeaf
+from ckpt.retention import Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to save. See `ckpt.save` for what each means to a user."""
+
+    codec: codec.CodecWish = "auto"
+    digest: str = "xxh3-128"
+    memory: int | None = None
+    keep: Keep | None = None
+    overwrite: bool = False
+    in_flight: int = 1
+    deferrable: Callable[[ArrayLeaf], bool] | None = None
+    """Leaves that nobody changes before `SaveHandle.staged` is set."""
+    timeout: float = parts.TIMEOUT_SECONDS
+    """Seconds to wait for the other ranks of a group."""
+    verify_replicas: bool = False
+    """Digest the copies of a shard that other ranks hold, so that the committer can compare them."""
+    propose: Callable[[], int] | None = None
+    """The step to save next, asked at the commit by rank 0."""
+
+    def __post_init__(self) -> None:
+        codec.parse(self.codec)  # a wrong wish is told before anything is written
+        require(self.digest)
