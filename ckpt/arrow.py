@@ -1,7 +1,7 @@
 """Between columns of Arrow and values of numpy and Python.
 
-`pyarrow.array`, `pyarrow.scalar` and `to_numpy` are not used, nor is numpy given to Arrow's functions: each makes Arrow
-import pandas wherever it is installed, which takes longer than the first save of a small state.
+`pyarrow.array`, `pyarrow.scalar`, `empty_table` and `to_numpy` are not used, nor is numpy given to Arrow's functions: each
+makes Arrow import pandas wherever it is installed, which takes longer than the first save of a small state.
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ def array_of(column: Any) -> Any:
     kind = np.dtype(str(column.type))
     data = column.buffers()[1]
     return np.zeros(0, kind) if data is None else np.frombuffer(data, kind, len(column), column.offset * kind.itemsize)
+
+
+def flags_of(column: Any) -> Any:
+    """A column of true and false without nulls as a numpy array."""
+    return array_of(column.cast("uint8")).astype(bool)
 
 
 def numbers_of(column: Any) -> tuple[Any, Any]:

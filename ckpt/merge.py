@@ -195,7 +195,7 @@ class _Rows:
 
         equal = np.ones(len(a), bool)
         for column in self.bytes:
-            equal &= pc.equal(arrow.taken(column, a), arrow.taken(column, b)).to_numpy(zero_copy_only=False)
+            equal &= arrow.flags_of(pc.equal(arrow.taken(column, a), arrow.taken(column, b)))
         return equal
 
     def _diagnosed(self, leaf: int, keep: Flags) -> StepRefused:

@@ -105,7 +105,7 @@ def no_rows(names: Sequence[str]) -> Any:
     """An empty table of these columns."""
     import pyarrow as pa
 
-    return pa.schema([(name, _specified(name)) for name in names]).empty_table()
+    return pa.table({name: pa.nulls(0, _specified(name)) for name in names})
 
 
 def _reader(file: Any, group: int) -> Callable[[list[str]], Any]:

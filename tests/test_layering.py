@@ -119,6 +119,33 @@ print(*{name.partition(".")[0] for name in sys.modules})
 """
     ran = subprocess.run([sys.executable, "-c", code, tmp_path / "r"], check=True, capture_output=True, text=True)
     loaded = ran.stdout.split()
+    assert_light(loaded)
+
+
+def test_ranks_import_only_what_they_need(tmp_path: Path):
+    """Parts, their merging with a copy stored by both, and a load into another layout."""
+    code = """
+import sys, ckpt, numpy as np
+from concurrent.futures import ThreadPoolExecutor
+from ckpt.groups.threads import ThreadGroup
+whole = np.arange(1 << 20).reshape(1024, 1024)
+def rank(group):
+    half = slice(512 * group.rank, 512 * group.rank + 512)
+    state = {"cut": ckpt.Shard(whole[half], whole.shape, (half.start, 0)), "copy": ckpt.Shard(whole, whole.shape, (0, 0))}
+    ckpt.save(state, sys.argv[1], step=1, group=group)
+    columns = np.zeros((1024, 512), int)
+    ckpt.load(sys.argv[1], {"cut": ckpt.Shard(columns, whole.shape, (0, half.start))}, only="cut", group=group)
+    assert (columns == whole[:, half]).all()
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(rank, ThreadGroup.make(2)))
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "r"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert_light(ran.stdout.split())
+
+
+def assert_light(loaded: list[str]) -> None:
     assert {"ckpt", "pyarrow"} <= set(loaded)
     assert all(map(importlib.util.find_spec, ("pandas", "numcodecs")))
     assert not {"pandas", "numcodecs", "torch", "jax"} & set(loaded)
