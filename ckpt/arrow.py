@@ -69,9 +69,32 @@ def _bits(flags: Sequence[bool]) -> Any:
     return pa.py_buffer(np.packbits(np.array(flags, bool), bitorder="little"))
 
 
+def call(function: str, *columns: Any, options: Any = None) -> Any:
+    """One of Arrow's compute functions, by name.
+
+    Not by pyarrow.compute: to import that makes a documented Python function of each of them, a quarter of all that a first
+    load imports. Methods of columns and tables such as `take` and `cast` import it, too.
+    """
+    from pyarrow._compute import call_function
+
+    return call_function(function, list(columns), options)
+
+
+def cast(column: Any, kind: Any) -> Any:
+    """The column as one of this type; raise ArrowInvalid where a value does not fit."""
+    from pyarrow._compute import CastOptions
+
+    return column if column.type == kind else call("cast", column, options=CastOptions.safe(kind))
+
+
 def taken(column: Any, rows: Any) -> Any:
     """The rows of an Arrow array or table with these numbers, an array."""
-    return column.take(numbers(rows))
+    return call("take", column, numbers(rows))
+
+
+def by_number(column: Any) -> Any:
+    """A text column as a dictionary and numbers."""
+    return call("dictionary_encode", column)
 
 
 def valid_rows(column: Any) -> Any:
@@ -121,7 +144,9 @@ def array_of(column: Any) -> Any:
 
 def flags_of(column: Any) -> Any:
     """A column of true and false without nulls as a numpy array."""
-    return array_of(column.cast("uint8")).astype(bool)
+    import pyarrow as pa
+
+    return array_of(cast(column, pa.uint8())).astype(bool)
 
 
 def numbers_of(column: Any) -> tuple[Any, Any]:
@@ -137,7 +162,7 @@ def codes_of(column: Any) -> tuple[Any, list[str]]:
 
     column = _decoded_if_short(one_chunk(column))
     if not pa.types.is_dictionary(column.type):
-        column = column.dictionary_encode()
+        column = by_number(column)
     return array_of(column.indices), column.dictionary.to_pylist()
 
 
@@ -146,7 +171,7 @@ def _decoded_if_short(column: Any) -> Any:
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type) and len(column) < len(column.dictionary):
-        return column.dictionary_decode()
+        return cast(column, column.type.value_type)
     return column
 
 
@@ -161,7 +186,7 @@ def values_of(column: Any) -> Iterable[Any]:
     if pa.types.is_dictionary(kind):
         known = [*column.dictionary.to_pylist(), None]
         codes = np.full(len(column), -1)
-        codes[valid_rows(column)] = array_of(column.indices.drop_null())
+        codes[valid_rows(column)] = array_of(call("drop_null", column.indices))
         return [known[code] for code in codes.tolist()]
     if pa.types.is_integer(kind):
         if column.null_count == len(column):

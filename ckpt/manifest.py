@@ -89,7 +89,7 @@ class Layout:
         if not self._columns:
             self._columns = {
                 "leaf": arrow.texts(self.leaf),
-                "dtype": _text(arrow.texts(self.dtype)),
+                "dtype": arrow.by_number(arrow.texts(self.dtype)),
                 "global_shape": arrow.lists_of(self.global_shape),
                 "offset": arrow.lists_of([b[0] for b in self.box]),
                 "shape": arrow.lists_of([b[1] for b in self.box]),
@@ -112,7 +112,7 @@ class Layout:
 
 def warm() -> None:
     """Import what writing a manifest takes."""
-    import pyarrow.compute
+    import pyarrow._compute  # see arrow.call
     import pyarrow.parquet  # noqa: F401
 
 
@@ -134,28 +134,23 @@ def made_table(layout: Layout, blocks: Sequence[StoredBlock]) -> Any:
 
     def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
         """A column of the blocks as one of the pieces; missing: for those that have no block."""
-        return kind([missing, *shared[column]]).take(of_block)
+        return arrow.call("take", kind([missing, *shared[column]]), of_block)
 
     def numbers(column: int) -> Any:
         return spread(column, arrow.numbers, 0)
 
     columns = {
         **known,
-        "pack": _text(spread(0, arrow.texts)),
+        "pack": arrow.by_number(spread(0, arrow.texts)),
         "position": numbers(1),
         "stored": numbers(2),
         "raw": numbers(3),
-        "codec": _text(spread(4, arrow.texts)),
+        "codec": arrow.by_number(spread(4, arrow.texts)),
         "digest": spread(5, arrow.blobs, b""),
         "checksum": spread(6, lambda values: arrow.numbers(values, "uint64")),
         "cells": arrow.blobs(layout.cells(shared[7])),
     }
     return pa.table({name: columns[name] for name in tables.NAMES})
-
-
-def _text(column: Any) -> Any:
-    """Text that repeats, by number."""
-    return column.dictionary_encode()
 
 
 class Saved(NamedTuple):

@@ -63,7 +63,7 @@ def _together(parts: list[pa.Table]) -> pa.Table:
 
     plain = [part.replace_schema_metadata(None) for part in parts] or [tables.no_rows(tables.NAMES)]
     if len({part.schema for part in plain}) > 1:  # text, in some of them by number
-        plain = [part.select(tables.NAMES).cast(tables.no_rows(tables.NAMES).schema) for part in plain]
+        plain = [tables.plain(part) for part in plain]
     return pa.concat_tables(plain).combine_chunks()
 
 
@@ -191,11 +191,9 @@ class _Rows:
         return keep
 
     def _same_bytes(self, a: Ints, b: Ints) -> Flags:
-        import pyarrow.compute as pc
-
         equal = np.ones(len(a), bool)
         for column in self.bytes:
-            equal &= arrow.flags_of(pc.equal(arrow.taken(column, a), arrow.taken(column, b)))
+            equal &= arrow.flags_of(arrow.call("equal", arrow.taken(column, a), arrow.taken(column, b)))
         return equal
 
     def _diagnosed(self, leaf: int, keep: Flags) -> StepRefused:

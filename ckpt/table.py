@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt import arrow
 from ckpt.storage.errors import IntegrityError
 
 GROUP_ROWS = 32_768
@@ -69,10 +70,10 @@ def write_part(table: Any, metadata: dict[str, str]) -> bytes:
     ranks, and a Parquet file takes 15 times as long to open."""
     import pyarrow as pa
 
-    plain = table.select(NAMES).cast(no_rows(NAMES).schema).replace_schema_metadata(metadata)
+    described = plain(table).replace_schema_metadata(metadata)
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, plain.schema) as stream:
-        stream.write_table(plain)
+    with pa.ipc.new_stream(sink, described.schema) as stream:
+        stream.write_table(described)
     return sink.getvalue()
 
 
@@ -108,6 +109,13 @@ def no_rows(names: Sequence[str]) -> Any:
     return pa.table({name: pa.nulls(0, _specified(name)) for name in names})
 
 
+def plain(table: Any) -> Any:
+    """The table with all columns of the specified types, text as text."""
+    import pyarrow as pa
+
+    return pa.table({name: arrow.cast(table[name], _specified(name)) for name in NAMES})
+
+
 def _reader(file: Any, group: int) -> Callable[[list[str]], Any]:
     return lambda names: file.read_row_group(group, columns=names, use_threads=False)
 
@@ -136,7 +144,7 @@ def _fitting(table: Any) -> Any:
         column = table.column(i)
         kind = _kind(column.type, name)
         if kind != column.type:
-            table = table.set_column(i, name, column.cast(kind))
+            table = table.set_column(i, name, arrow.cast(column, kind))
         if column.null_count and name not in _NULLABLE:
             raise ValueError(f"column {name} has rows without a value")
     return table
