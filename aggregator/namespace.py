@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 import time
@@ -28,6 +27,7 @@ from ckpt.aggregator.writing import FileWriter, Forgotten, Gone, new_version
 from ckpt.storage.base import Buffer
 from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.pages import pages
 from ckpt.storage.registers import ABSENT, NONE, Answer, Ballot, Damaged, Record, Registers, Value
 
 log = logging.getLogger("ckpt")
@@ -158,14 +158,14 @@ class Namespace:
         return 0 if place is None else shared(self.config.near, place.member.spot.domain)
 
     def take_scratch(self, nbytes: int) -> np.ndarray:
-        """Memory for fragments, used again and again: on pages, as O_DIRECT wants it."""
+        """Memory for fragments, used again and again: as O_DIRECT wants it."""
         if nbytes < _SCRATCH_LEAST:
             return np.empty(nbytes, np.uint8)
         with self._scratch_lock:
             for i, found in enumerate(self._scratch):
                 if len(found) == nbytes:
                     return self._scratch.pop(i)
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return np.frombuffer(pages(nbytes), np.uint8)
 
     def give_scratch(self, found: np.ndarray) -> None:
         """Let memory be used again, which nobody uses any more."""

@@ -6,7 +6,6 @@ that is the back-pressure on a state larger than the memory budget.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections import deque
@@ -15,6 +14,7 @@ import numpy as np
 
 from ckpt.leaves.base import Bytes
 from ckpt.storage.base import ALIGNMENT
+from ckpt.storage.pages import pages
 
 
 class ArenaClosed(Exception):
@@ -37,12 +37,7 @@ class Arena:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = round_up(capacity)
-        self._map = mmap.mmap(-1, self.capacity)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer faults at the first use, and faster copies
-            except OSError:
-                pass  # a kernel without huge pages
+        self._map = pages(self.capacity)
         self.memory: Bytes = np.frombuffer(self._map, np.uint8)
         self.pinned = False
         self._regions: deque[Region] = deque()

@@ -7,7 +7,6 @@ Order, and what a crash between two steps leaves: packs (unreachable, used by th
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from ckpt.session import Session
 from ckpt.storage.base import ALIGNMENT, Reader, Store
 from ckpt.storage.errors import AlreadyExists, Fenced, IntegrityError, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.pages import pages
 
 log = logging.getLogger("ckpt")
 
@@ -82,7 +82,7 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
         blocks: dict[str | None, list[Row]] = {}
         for row in checkpoint.manifest().by_block():
             blocks.setdefault(row.pack, []).append(row)
-        buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # on a page, as O_DIRECT wants it
+        buffer = memoryview(pages(PIECE_BYTES))  # as O_DIRECT wants it
         for file in missing:
             failpoint("promote.pack")
             _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer, progress)

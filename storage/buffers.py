@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckpt.storage.errors import Unavailable
+from ckpt.storage.pages import pages
 
 _UNIT = 1 << 20
 
@@ -48,7 +49,7 @@ class Buffers:
                     old.close()
                 if self._held + length <= self._capacity or not self._held:
                     self._held += length
-                    return mmap.mmap(-1, length)
+                    return pages(length)
                 left = until - time.monotonic()
                 if left <= 0:
                     raise Unavailable(f"no buffer of {length} bytes came free within {seconds:g} s: too many writers at once")

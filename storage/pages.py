@@ -1,0 +1,27 @@
+"""Memory on huge pages: what the disk is written from, and what is copied into."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from contextlib import suppress
+
+_WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK, of which Python's mmap knows nothing; see madvise(2)."""
+
+
+def pages(nbytes: int) -> mmap.mmap:
+    """So many bytes of memory of this process alone, zeros at first, on huge pages where the system has them.
+
+    mmap's own default is memory shared with children, for which few systems have huge pages. From small pages a disk is written
+    in pieces of 256 of them, each found and pinned by itself: with one thread at half the speed (measured: 1.9 GB/s and 3.2 to
+    4.0). A forked child finds zeros here, else each page that is written after a fork would have to be copied first.
+    """
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    found = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK):
+            with suppress(OSError):  # a kernel without it
+                found.madvise(advice)
+    return found
