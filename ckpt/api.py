@@ -175,7 +175,9 @@ def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
     packs = [file.name for file in checkpoint.commit.packs]
     together(
         group,
-        lambda: read_together(checkpoint.store, algorithm, order, packs, where, group, wish.share_reads, wish.progress),
+        lambda: read_together(
+            checkpoint.store, algorithm, order, packs, where, group, wish.share_reads, wish.progress, once=checkpoint.of_many
+        ),
     )
     return together(group, finish)
 
@@ -183,7 +185,7 @@ def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
 def _prepare(checkpoint: Checkpoint, wish: Wish) -> tuple[list[Wanted], Finish]:
     """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
     like, only = wish.like, wish.only
-    if only is None and wish.group.size == 1:  # else this rank may need only a part
+    if only is None and wish.group.size == 1 and not checkpoint.of_many:  # else this rank may need only a part
         checkpoint.prefetch()
     tree = checkpoint.tree()
     wanted = None

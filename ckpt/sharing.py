@@ -6,6 +6,7 @@ holds more than some blocks beside its own shard. Whoever gets a block verifies 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,21 +44,29 @@ class Turn:
 
 def read_together(
     store: Store, algorithm: str, order: list[Wanted], packs: Sequence[str], where: str, group: Group,
-    share: ShareReads, progress: Progress | None = None,
+    share: ShareReads, progress: Progress | None = None, *, once: bool = False,
 ) -> None:  # fmt: skip
-    """Like `read_blocks`, on every rank of a group. Every rank must come, whatever it needs."""
+    """Like `read_blocks`, on every rank of a group. Every rank must come, whatever it needs.
+
+    once: past the page cache, where no other rank is known to need a block from it.
+    """
     if share is False or group.size == 1 or not group.can_exchange:
+        for block in order:
+            block.once = once and group.size == 1
         read_blocks(store, algorithm, order, where, progress)
         return
     number = {name: i for i, name in enumerate(packs)}
     mine = np.array([(number[w.row.pack or ""], w.row.position, w.row.raw, _bytes(w)) for w in order], np.int64)
     needs = [np.frombuffer(data, np.int64).reshape(-1, 4) for data in group.all_gather(mine.tobytes())]
-    if share == "auto" and not _is_worth_it(store, group, needs):
-        read_blocks(store, algorithm, order, where, progress)
-        return
-    turns = schedule(needs)
     keys = [(int(a), int(b)) for a, b, _, _ in mine.reshape(-1, 4)]
     by_key = dict(zip(keys, order, strict=True))
+    shared = share != "auto" or _is_worth_it(store, group, needs)
+    turns = schedule(needs)
+    for key, block in by_key.items():
+        block.once = once and (shared or key not in turns)
+    if not shared:
+        read_blocks(store, algorithm, order, where, progress)
+        return
     failed: list[Exception] = []
     try:
         read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
@@ -81,9 +90,13 @@ def _round(
     """Read what is this rank's, hand over, put in place. Goes on after an error: the others count on the messages."""
     buffers: list[Bytes] = [np.empty(block.row.raw, np.uint8) for block, _ in jobs]
 
+    own = threading.local()  # a worker's memory is used again
+
     def read(i: int) -> None:
         try:
-            Worker(store, algorithm, where, progress).fetch(jobs[i][0], buffers[i])
+            if not hasattr(own, "worker"):
+                own.worker = Worker(store, algorithm, where, progress)
+            own.worker.fetch(jobs[i][0], buffers[i])
         except Exception as error:
             failed.append(error)
 

@@ -115,6 +115,10 @@ class Store(ABC):
     def open(self, name: str) -> Reader:
         """Open an object for ranged reads; raise NotFound here or at the first read."""
 
+    def open_once(self, name: str) -> Reader:
+        """Like `open`, for what nobody on this host is known to read again soon: it need not be kept in memory."""
+        return self.open(name)
+
     @abstractmethod
     def create(self, name: str, size_hint: int = 0) -> Writer:
         """Start writing an object of about `size_hint` bytes; space is reserved now where the store can."""

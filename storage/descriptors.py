@@ -47,11 +47,21 @@ def write_all(fd: int, data: memoryview, position: int, where: str) -> None:
             data, position = data[written:], position + written
 
 
-class DescriptorReader(Reader):
-    """A file that is open for reading, and closed with this. `where` names it in messages."""
+_LEAST_DIRECT = 256 << 10
+"""Less than that comes through the page cache, with what is read ahead."""
 
-    def __init__(self, fd: int, where: str) -> None:
+
+class DescriptorReader(Reader):
+    """A file that is open for reading, and closed with this. `where` names it in messages.
+
+    direct_fd: the same file, opened with O_DIRECT. What is not in the page cache then goes past it, where position, memory and
+    length lie on pages: filling the cache costs more than such a read (measured, from huge pages: 2.1 to 2.7 GB/s and 0.02 s of
+    processor time for 2 GiB, instead of 0.5 to 1.4 GB/s and 0.7 to 4 s).
+    """
+
+    def __init__(self, fd: int, where: str, direct_fd: int | None = None) -> None:
         self._fd = fd
+        self._direct_fd = direct_fd
         self._where = where
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):  # twice the read-ahead: packs are mostly read in order
@@ -64,6 +74,8 @@ class DescriptorReader(Reader):
         try:
             with told("reading", self._where):
                 failpoint("local.read")
+                if self._direct_fd is not None and self._is_worth_it(position, buffer):
+                    done = self._read_direct(position, buffer)
                 while done < len(buffer):
                     count = os.preadv(self._fd, [buffer[done:]], position + done)
                     if not count:
@@ -73,10 +85,32 @@ class DescriptorReader(Reader):
             held.release()
         return done
 
+    def _is_worth_it(self, position: int, buffer: memoryview) -> bool:
+        if len(buffer) < _LEAST_DIRECT or (position | len(buffer)) % ALIGNMENT:
+            return False
+        try:
+            os.preadv(self._fd, [bytearray(1)], position, os.RWF_NOWAIT)
+        except OSError:  # not in the page cache; or this file system can't tell
+            return True
+        return False
+
+    def _read_direct(self, position: int, buffer: memoryview) -> int:
+        """The bytes read: fewer at the end of the file, or where memory or file system do not allow it."""
+        assert self._direct_fd is not None
+        try:
+            return os.preadv(self._direct_fd, [buffer], position)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return 0
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+        direct_fd, self._direct_fd = self._direct_fd, None
+        if direct_fd is not None:
+            os.close(direct_fd)
 
 
 class GrowingFile:

@@ -124,6 +124,11 @@ class LocalStore(Store):
         path = self._path(name)
         return DescriptorReader(_open_to_read(path), path)
 
+    def open_once(self, name: str) -> Reader:
+        path = self._path(name)
+        fd = _open_to_read(path)
+        return DescriptorReader(fd, path, _open_past_the_cache(fd) if self._direct else None)
+
     def descriptor(self, name: str) -> int:
         """An object, open for reading. The caller closes it."""
         return _open_to_read(self._path(name))
@@ -326,6 +331,13 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
         return None
     found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
     return found  # type: ignore[no-any-return]
+
+
+def _open_past_the_cache(fd: int) -> int | None:
+    """The same file with O_DIRECT; None where there is no such thing."""
+    with suppress(OSError):
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | O_DIRECT)
+    return None
 
 
 def _open_to_read(path: str) -> int:

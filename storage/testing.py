@@ -21,6 +21,7 @@ import pytest
 
 from ckpt.storage.base import ALIGNMENT, Store
 from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError
+from ckpt.storage.pages import pages
 
 INVALID_NAMES = [
     "..",
@@ -239,6 +240,19 @@ class StoreContract(ABC):
         with store.open("a") as reader:
             assert reader.read_into(1, memoryview(buffer)) == 2
         assert buffer == b"bc......"
+
+    def test_what_is_opened_once_reads_the_same(self, store: Store) -> None:
+        data = pattern(3_000_000)
+        store.put("a", data)
+        memory = memoryview(pages(1 << 20))
+        with store.open_once("a") as reader:
+            for position in (0, 4096, 1 << 20, 2 << 20, 5000, len(data), len(data) + 4096):
+                for buffer in (memory, memory[1:], memory[:100]):
+                    wanted = data[position : position + len(buffer)]
+                    assert reader.read_into(position, buffer) == len(wanted)
+                    assert buffer[: len(wanted)] == wanted
+        with pytest.raises(NotFound), store.open_once("none") as reader:
+            reader.read_into(0, memory)
 
     def test_many_threads_read_one_reader(self, store: Store) -> None:
         data = pattern(1_000_000)

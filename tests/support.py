@@ -316,3 +316,13 @@ class _FailingReader(Reader):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def is_cached(file: Path, position: int) -> bool:
+    """To be asked once of each position: asking brings that page."""
+    with file.open("rb", buffering=0) as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        try:
+            return os.preadv(opened.fileno(), [bytearray(1)], position, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False

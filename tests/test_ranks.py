@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import assert_clean, finish, python
+from support import assert_clean, finish, is_cached, python
 
 import ckpt
 from ckpt.groups.base import Group
@@ -26,7 +26,7 @@ from ckpt.schedule import LEAD_SECONDS, next_step
 from ckpt.shard import Box, flat_boxes
 from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.local import LocalStore
+from ckpt.storage.local import O_DIRECT, LocalStore
 
 Work = Callable[[Group], Any]
 
@@ -269,7 +269,12 @@ class Counting(LocalStore):
     lock = threading.Lock()
 
     def open(self, name: str) -> Any:
-        reader = super().open(name)
+        return self.counted(name, super().open(name))
+
+    def open_once(self, name: str) -> Any:
+        return self.counted(name, super().open_once(name))
+
+    def counted(self, name: str, reader: Any) -> Any:
         inner = reader.read_into
 
         def read_into(position: int, buffer: memoryview) -> int:
@@ -821,3 +826,28 @@ for t in threads:
 def test_a_save_under_way_when_the_program_ends_is_committed(tmp_path: Path) -> None:
     finish(python(EXIT, tmp_path / "run", env={"CKPT_FAILPOINTS": "ranks.gather=sleep:0.5"}))
     assert ckpt.load(tmp_path / "run")["a"].sum() == 3_000_000
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_what_one_rank_needs_passes_the_page_cache_by(tmp_path: Path) -> None:
+    """And what several of a host need comes through it: one of them reads it for all."""
+    own = np.random.default_rng(7).standard_normal((2, 2 << 20))
+    copied = np.random.default_rng(8).standard_normal(2 << 20)
+
+    def state(rank: int, factor: int) -> Any:
+        return {"own": ckpt.Shard(own[rank : rank + 1] * factor, own.shape, (rank, 0)), "copied": copied * factor}
+
+    all_well(on_ranks(2, lambda g: ckpt.save(state(g.rank, 1), tmp_path, 0, group=g, codec="none")))
+    for file in tmp_path.rglob("*.pack"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def load(group: Group) -> None:
+        loaded = ckpt.load(tmp_path, state(group.rank, 0), group=group)
+        assert np.array_equal(loaded["own"].local, own[group.rank : group.rank + 1])
+        assert np.array_equal(loaded["copied"], copied)
+
+    all_well(on_ranks(2, load))
+    rows = ckpt.open(tmp_path)[0].manifest().rows
+    cached = {row.leaf: is_cached(tmp_path / row.pack, row.position + row.stored // 2) for row in rows}
+    assert cached == {"own": False, "copied": True}

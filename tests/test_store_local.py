@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import is_cached
 
 from ckpt.storage.errors import AlreadyExists, NotFound, StoreError
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import O_DIRECT, LocalStore
+from ckpt.storage.pages import pages
 from ckpt.storage.testing import names, pattern, write
 from ckpt.storage.urls import open_store
 
@@ -42,6 +44,34 @@ def failpoints() -> Iterator[Callable[[str], None]]:
 def files_below(store: LocalStore) -> set[str]:
     """Every file, the hidden ones too."""
     return {str(path.relative_to(store.root)) for path in Path(store.root).rglob("*") if path.is_file()}
+
+
+# --- the page cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None:
+    """And what is in there comes from there."""
+    data = pattern(9 << 20)
+    file = Path(store.root) / "b"
+    file.write_bytes(data)
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if is_cached(file, 8 << 20):
+        pytest.skip("a file system that is all in memory")
+    memory = memoryview(pages(8 << 20))
+    with store.open_once("b") as reader:
+        assert reader.read_into(1 << 20, memory) == len(memory)
+        assert memory == data[1 << 20 :]
+        assert not is_cached(file, 4 << 20)
+    with store.open("b") as reader:
+        assert reader.read_into(0, memory) == len(memory)
+        assert is_cached(file, 6 << 20)
+    memory[:] = bytes(len(memory))
+    with store.open_once("b") as reader:
+        assert reader.read_into(0, memory) == len(memory)
+        assert memory == data[: 8 << 20]
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------------
