@@ -249,7 +249,7 @@ class Worker:
                     self._straight(row, place)
                     return
                 if row.nbytes * 2 < row.raw or piece.box is not row.box:
-                    self._part(piece)
+                    self._part(piece, block.once)
                     return
         self.place(block, self._whole(block))
         self._report(row.stored)
@@ -294,7 +294,7 @@ class Worker:
         view = place.data
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
-            self._fill(row, row.position + start, chunk)
+            self._fill(row, row.position + start, chunk, len(chunk))
             whole_hash.update(chunk)
         if whole_hash.digest() != row.digest:
             raise self._damaged(row, "digest")
@@ -303,12 +303,7 @@ class Worker:
     def _whole(self, block: Wanted) -> Bytes:
         """All of a block, verified and decoded, in this worker's buffer."""
         row = block.row
-        self._stored = _at_least(self._stored, round_up(row.stored))
-        raw = stored = self._stored[: row.stored]
-        if block.once:
-            self._fill(row, row.position, self._stored[: round_up(row.stored)].data, row.stored, once=True)
-        else:
-            self._fill(row, row.position, stored.data)
+        raw = stored = self._read(row, row.position, row.stored, block.once)
         if row.codec is not None:
             if checksum(stored) != row.checksum:
                 raise self._damaged(row, "checksum")
@@ -324,16 +319,14 @@ class Worker:
             raise self._damaged(row, "digest")
         return raw
 
-    def _part(self, piece: Piece) -> None:
+    def _part(self, piece: Piece, once: bool) -> None:
         """Some cells of an uncompressed block: those around the wanted box."""
         row, leaf, box, at = piece
         itemsize = numpy_dtype(row.dtype).itemsize
         first, last = piece.span()
         begin = first // CELL_BYTES * CELL_BYTES
         end = begin + piece.span_bytes()
-        self._stored = _at_least(self._stored, end - begin)
-        cells = self._stored[: end - begin]
-        self._fill(row, row.position + begin, cells.data)
+        cells = self._read(row, row.position + begin, end - begin, once)
         known = (begin - _cells_begin(row)) // CELL_BYTES
         self._check_cells(row, cells, known)
         # The row's bytes as if all had been read: only those within the span are looked at.
@@ -360,10 +353,15 @@ class Worker:
 
     # --- bytes -------------------------------------------------------------------------------------------------
 
-    def _fill(self, row: Row, position: int, buffer: memoryview, least: int | None = None, *, once: bool = False) -> None:
-        """Read what lies at a position; raise IntegrityError where that is less than the buffer, or than `least` bytes."""
+    def _read(self, row: Row, position: int, nbytes: int, once: bool) -> Bytes:
+        """So many bytes from a position on, in this worker's buffer; with `once` as pages, which can pass the page cache."""
+        self._stored = _at_least(self._stored, round_up(nbytes))
+        self._fill(row, position, self._stored[: round_up(nbytes) if once else nbytes].data, nbytes, once)
+        return self._stored[:nbytes]
+
+    def _fill(self, row: Row, position: int, buffer: memoryview, least: int, once: bool = False) -> None:
+        """Read what lies at a position; raise IntegrityError where that is less than `least` bytes."""
         name = row.pack or ""
-        least = len(buffer) if least is None else least
         try:
             if self._reader is None or self._open != (name, once):
                 self._close()

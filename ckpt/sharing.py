@@ -14,8 +14,10 @@ from typing import Literal
 
 import numpy as np
 
+from ckpt.digest import CELL_BYTES
 from ckpt.groups.base import Group
 from ckpt.leaves.base import Bytes
+from ckpt.manifest import Row
 from ckpt.places import copies_of
 from ckpt.plan import BLOCK_BYTES
 from ckpt.read import READ_THREADS, Progress, Wanted, Worker, read_blocks
@@ -62,8 +64,9 @@ def read_together(
     by_key = dict(zip(keys, order, strict=True))
     shared = share != "auto" or _is_worth_it(store, group, needs)
     turns = schedule(needs)
+    read = _read_of_each(needs)
     for key, block in by_key.items():
-        block.once = once and (shared or key not in turns)
+        block.once = once and (shared or key not in turns or _is_divided(block.row, read[key], len(turns[key].takers)))
     if not shared:
         read_blocks(store, algorithm, order, where, progress)
         return
@@ -167,6 +170,20 @@ def _is_worth_it(store: Store, group: Group, needs: Sequence[Need]) -> bool:
         return False
     # On one host they share the page cache, which is faster than any message.
     return not (all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host())
+
+
+def _read_of_each(needs: Sequence[Need]) -> dict[tuple[int, int], int]:
+    """The bytes that all ranks together read of each block, if each reads for itself."""
+    found: dict[tuple[int, int], int] = {}
+    for need in needs:
+        for pack, position, _, nbytes in need.tolist():
+            found[pack, position] = found.get((pack, position), 0) + nbytes
+    return found
+
+
+def _is_divided(row: Row, read: int, ranks: int) -> bool:
+    """Whether so many ranks that read so many bytes of a block read different ones, but for the cells at their borders."""
+    return row.codec is None and read <= row.raw + ranks * CELL_BYTES
 
 
 def _bytes(block: Wanted) -> int:
