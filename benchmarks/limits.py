@@ -17,16 +17,20 @@ import numpy as np
 from probes import drop_file
 from results import Samples
 
+from ckpt.storage.pages import pages
+
 COPY_1 = "memory copy, 1 thread"
 COPY_2 = "memory copy, 2 threads"
 COPY_FRESH = "memory copy into fresh pages"
 WRITE_1 = "disk write O_DIRECT, 1 thread"
 WRITE_2 = "disk write O_DIRECT, 2 threads"
 WRITE_4 = "disk write O_DIRECT, 4 threads"
+WRITE_HUGE = "disk write O_DIRECT, 1 thread, huge pages"
 WRITE_BUFFERED = "disk write buffered + fsync"
 READ_1 = "disk read O_DIRECT, 1 thread"
 READ_2 = "disk read O_DIRECT, 2 threads"
 READ_4 = "disk read O_DIRECT, 4 threads"
+READ_HUGE = "disk read O_DIRECT, 1 thread, huge pages"
 READ_COLD = "disk read buffered, cold"
 READ_HOT = "disk read buffered, page cache hot"
 DISK_READS = (READ_1, READ_2, READ_4, READ_COLD)
@@ -86,10 +90,11 @@ def copy_limits(record: Callable[..., None], source: np.ndarray) -> None:
 
 def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) -> None:
     nbytes = source.nbytes
-    buffer = mmap.mmap(-1, BLOCK)
-    buffer.write(source[:BLOCK].tobytes())
+    small, huge = mmap.mmap(-1, BLOCK), pages(BLOCK)
+    small.write(source[:BLOCK].tobytes())
+    huge.write(source[:BLOCK].tobytes())
 
-    def direct(threads: int) -> None:
+    def direct(threads: int, buffer: mmap.mmap) -> None:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -115,8 +120,8 @@ def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) ->
     def remove() -> None:
         file.unlink(missing_ok=True)
 
-    for name, threads in ((WRITE_1, 1), (WRITE_2, 2), (WRITE_4, 4)):
-        record(name, nbytes, lambda threads=threads: direct(threads), remove)
+    for name, threads, buffer in ((WRITE_1, 1, small), (WRITE_2, 2, small), (WRITE_4, 4, small), (WRITE_HUGE, 1, huge)):
+        record(name, nbytes, lambda threads=threads, buffer=buffer: direct(threads, buffer), remove)
     record(WRITE_BUFFERED, nbytes, buffered, remove)  # the last: its file is what is read next
 
 
@@ -124,12 +129,12 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
     target = np.empty(nbytes, np.uint8)
     target[:] = 0
 
-    def direct(threads: int) -> None:
+    def direct(threads: int, memory: Callable[[], mmap.mmap]) -> None:
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
         share = nbytes // threads // BLOCK * BLOCK
 
         def read(i: int) -> None:
-            buffer = mmap.mmap(-1, BLOCK)
+            buffer = memory()
             for offset in range(i * share, (i + 1) * share, BLOCK):
                 os.preadv(descriptor, [buffer], offset)
 
@@ -146,7 +151,8 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
         os.close(descriptor)
 
     for name, threads in ((READ_1, 1), (READ_2, 2), (READ_4, 4)):
-        record(name, nbytes, lambda threads=threads: direct(threads), lambda: drop_file(file))
+        record(name, nbytes, lambda threads=threads: direct(threads, lambda: mmap.mmap(-1, BLOCK)), lambda: drop_file(file))
+    record(READ_HUGE, nbytes, lambda: direct(1, lambda: pages(BLOCK)), lambda: drop_file(file))
     record(READ_COLD, nbytes, buffered, lambda: drop_file(file))
     buffered()
     record(READ_HOT, nbytes, buffered)

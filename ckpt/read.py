@@ -245,11 +245,11 @@ class Worker:
             row = piece.row
             if row.codec is None:
                 whole = piece.box is row.box and row.nbytes == row.raw
-                if whole and not block.once and (place := self._place(piece)) is not None:
+                if whole and not self._past_cache(block) and (place := self._place(piece)) is not None:
                     self._straight(row, place)
                     return
                 if row.nbytes * 2 < row.raw or piece.box is not row.box:
-                    self._part(piece, block.once)
+                    self._part(piece, self._past_cache(block))
                     return
         self.place(block, self._whole(block))
         self._report(row.stored)
@@ -303,7 +303,7 @@ class Worker:
     def _whole(self, block: Wanted) -> Bytes:
         """All of a block, verified and decoded, in this worker's buffer."""
         row = block.row
-        raw = stored = self._read(row, row.position, row.stored, block.once)
+        raw = stored = self._read(row, row.position, row.stored, self._past_cache(block))
         if row.codec is not None:
             if checksum(stored) != row.checksum:
                 raise self._damaged(row, "checksum")
@@ -319,14 +319,14 @@ class Worker:
             raise self._damaged(row, "digest")
         return raw
 
-    def _part(self, piece: Piece, once: bool) -> None:
+    def _part(self, piece: Piece, past_cache: bool) -> None:
         """Some cells of an uncompressed block: those around the wanted box."""
         row, leaf, box, at = piece
         itemsize = numpy_dtype(row.dtype).itemsize
         first, last = piece.span()
         begin = first // CELL_BYTES * CELL_BYTES
         end = begin + piece.span_bytes()
-        cells = self._read(row, row.position + begin, end - begin, once)
+        cells = self._read(row, row.position + begin, end - begin, past_cache)
         known = (begin - _cells_begin(row)) // CELL_BYTES
         self._check_cells(row, cells, known)
         # The row's bytes as if all had been read: only those within the span are looked at.
@@ -351,22 +351,25 @@ class Worker:
             data = np.ascontiguousarray(shaped[box.relative_to(row.box).slices()]).reshape(-1).view(np.uint8)
         leaf.write(at, data)
 
+    def _past_cache(self, block: Wanted) -> bool:
+        return block.once and self._store.past_cache
+
     # --- bytes -------------------------------------------------------------------------------------------------
 
-    def _read(self, row: Row, position: int, nbytes: int, once: bool) -> Bytes:
-        """So many bytes from a position on, in this worker's buffer; with `once` as pages, which can pass the page cache."""
+    def _read(self, row: Row, position: int, nbytes: int, past_cache: bool) -> Bytes:
+        """So many bytes from a position on, in this worker's buffer."""
         self._stored = _at_least(self._stored, round_up(nbytes))
-        self._fill(row, position, self._stored[: round_up(nbytes) if once else nbytes].data, nbytes, once)
+        self._fill(row, position, self._stored[: round_up(nbytes) if past_cache else nbytes].data, nbytes, past_cache)
         return self._stored[:nbytes]
 
-    def _fill(self, row: Row, position: int, buffer: memoryview, least: int, once: bool = False) -> None:
+    def _fill(self, row: Row, position: int, buffer: memoryview, least: int, past_cache: bool = False) -> None:
         """Read what lies at a position; raise IntegrityError where that is less than `least` bytes."""
         name = row.pack or ""
         try:
-            if self._reader is None or self._open != (name, once):
+            if self._reader is None or self._open != (name, past_cache):
                 self._close()
-                self._reader = self._store.open_once(name) if once else self._store.open(name)
-                self._open = name, once
+                self._reader = self._store.open_once(name) if past_cache else self._store.open(name)
+                self._open = name, past_cache
             count = self._reader.read_into(position, buffer)
         except NotFound as error:
             raise IntegrityError(

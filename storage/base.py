@@ -99,6 +99,9 @@ class Store(ABC):
 
     url: str
 
+    past_cache = False
+    """Whether what `open_once` opens is read past the page cache, where position, memory and length lie on pages."""
+
     @abstractmethod
     def put(self, name: str, data: Buffer) -> None:
         """Store `data` under `name`, atomically and durably, replacing what was there."""
@@ -116,7 +119,7 @@ class Store(ABC):
         """Open an object for ranged reads; raise NotFound here or at the first read."""
 
     def open_once(self, name: str) -> Reader:
-        """Like `open`, for what nobody on this host is known to read again soon: it need not be kept in memory."""
+        """Like `open`, for what nobody on this host is known to read again soon: it need not be kept in the page cache."""
         return self.open(name)
 
     @abstractmethod

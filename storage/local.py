@@ -47,7 +47,7 @@ class LocalStore(Store):
     def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
         self.root = os.path.abspath(os.path.expanduser(path))
         self.url = Path(self.root).as_uri()
-        self._direct = direct and bool(O_DIRECT)
+        self._direct = self.past_cache = direct and bool(O_DIRECT)
         self._folders: set[str] = set()
 
     # --- writing -----------------------------------------------------------------------------------------------
