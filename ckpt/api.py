@@ -170,22 +170,23 @@ def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
     """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise."""
     group = wish.group
     checkpoint = find()  # which all ranks do together
-    order, finish = together(group, lambda: _prepare(checkpoint, wish))
+    once = wish.once or checkpoint.commit.world_size > 1  # one of many ranks is hardly loaded for a look
+    order, finish = together(group, lambda: _prepare(checkpoint, wish, once))
     algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
     packs = [file.name for file in checkpoint.commit.packs]
     together(
         group,
         lambda: read_together(
-            checkpoint.store, algorithm, order, packs, where, group, wish.share_reads, wish.progress, once=checkpoint.of_many
+            checkpoint.store, algorithm, order, packs, where, group, wish.share_reads, wish.progress, once=once
         ),
     )
     return together(group, finish)
 
 
-def _prepare(checkpoint: Checkpoint, wish: Wish) -> tuple[list[Wanted], Finish]:
+def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wanted], Finish]:
     """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
     like, only = wish.like, wish.only
-    if only is None and wish.group.size == 1 and not checkpoint.of_many:  # else this rank may need only a part
+    if only is None and wish.group.size == 1 and not once:  # else this rank may need only a part
         checkpoint.prefetch()
     tree = checkpoint.tree()
     wanted = None

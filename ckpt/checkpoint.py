@@ -137,11 +137,6 @@ class Checkpoint:
         """Fill arrays with leaves or boxes of them, verified. Leaves and shapes must be known to fit."""
         read_leaves(self.store, self.manifest(), targets, self.where, progress)
 
-    @property
-    def of_many(self) -> bool:
-        """Whether many ranks have saved it: it is read for going on with a job, and not to be kept in the page cache."""
-        return self.commit.world_size > 1
-
     def prefetch(self) -> None:
         """Let the store bring the first packs nearer while this process reads the manifest: it may take as long."""
         room = PREFETCH_BYTES

@@ -135,7 +135,7 @@ class Checkpointer:
         session, repo = self._open(), self.repository
         self._calm = None
         self._settle()  # a save under way may delete what is read here
-        wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads)
+        wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads, once=True)
         with pulses.phase("load"):
             if step is not None:
                 start, loaded = check_step(step) + 1, load_step(repo, step, wish)

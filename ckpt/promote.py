@@ -159,7 +159,7 @@ class _Source:
         told = f"{copy.url}/{self._name} of {self._where}"
         try:
             if (reader := self._readers.get(copy.url)) is None:
-                reader = self._readers[copy.url] = copy.open(self._name)
+                reader = self._readers[copy.url] = copy.open_once(self._name)
             count = reader.read_into(position, buffer)
         except NotFound as error:
             raise IntegrityError(f"{told} is missing") from error

@@ -3,8 +3,8 @@
 Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, so that the kernel reads
 ahead for each; an uncompressed block that goes to one contiguous place is read straight into it, and summed chunk by
 chunk while the chunk is still in the cache. Where only a part of an uncompressed block is wanted, only its cells are
-read. Reads go through the page cache: a second load is a memory copy. What only one process is known to need
-(`Wanted.once`) is read past the cache, whole blocks into memory on huge pages: where it is cold, that is twice as fast.
+read. Reads go through the page cache: a second load is a memory copy. What is read once, by one process (`Wanted.once`), is
+read past the cache, whole blocks into memory on huge pages: where it is cold, that is twice as fast.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Wanted:
     row: Row
     pieces: list[Piece] = field(default_factory=list)
     once: bool = False
-    """No other process of this host is known to need it."""
+    """No other process of this host is known to need it, nor this one again."""
 
 
 def read_leaves(

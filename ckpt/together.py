@@ -40,6 +40,8 @@ class Wish:
     rename: Rename | None = None
     group: Group = field(default_factory=Alone)
     share_reads: ShareReads = "auto"
+    once: bool = False
+    """To go on with a job: it will not be read again soon, and need not be kept in the page cache."""
 
 
 def together(group: Group, work: Callable[[], T]) -> T:

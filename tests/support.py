@@ -318,6 +318,14 @@ class _FailingReader(Reader):
         self._inner.close()
 
 
+def drop_cache(*files: Path) -> None:
+    """Make the next reading of these come from the disk."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def is_cached(file: Path, position: int) -> bool:
     """To be asked once of each position: asking brings that page."""
     with file.open("rb", buffering=0) as opened:

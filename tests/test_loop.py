@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import drop_cache, is_cached
 
 import ckpt
 from ckpt import pulse as pulses
@@ -33,6 +34,7 @@ from ckpt.recovery.rollback import SKIPS, RollBack, environment, roll_back
 from ckpt.recovery.stopping import Stop, next_stop
 from ckpt.spikes import Spikes
 from ckpt.storage.errors import InvalidArgument
+from ckpt.storage.local import O_DIRECT
 
 PROGRAM = str(Path(__file__).parent / "loop_program.py")
 
@@ -592,3 +594,22 @@ def test_every_order_of_steps_to_try() -> None:
         assert newest_first(list(numbers), None) == [9, 7, 4, 1]
         assert newest_first(list(numbers), 7) == [4, 1, 9, 7]
         assert newest_first(list(numbers), 0) == [9, 7, 4, 1]
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_a_restore_passes_the_page_cache_by(tmp_path: Path) -> None:
+    """It happens once; what is loaded for a look may be loaded again."""
+    values = np.random.default_rng(3).standard_normal(1 << 20)
+    with ckpt.Checkpointer(tmp_path, codec="none") as saver:
+        saver.save(0, {"w": values}).result()
+    (pack,) = tmp_path.rglob("*.pack")
+    drop_cache(pack)
+    if is_cached(pack, 1 << 20):
+        pytest.skip("a file system that is all in memory")
+    with ckpt.Checkpointer(tmp_path) as saver:
+        restored, start = saver.restore({"w": np.zeros(1 << 20)})
+    assert start == 1
+    assert np.array_equal(restored["w"], values)
+    assert not is_cached(pack, 5 << 20)
+    assert np.array_equal(ckpt.load(tmp_path)["w"], values)
+    assert is_cached(pack, 6 << 20)

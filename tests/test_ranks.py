@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import assert_clean, finish, is_cached, python
+from support import assert_clean, drop_cache, finish, is_cached, python
 
 import ckpt
 from ckpt.groups.base import Group
@@ -838,9 +838,7 @@ def test_what_one_rank_needs_passes_the_page_cache_by(tmp_path: Path) -> None:
         return {"own": ckpt.Shard(own[rank : rank + 1] * factor, own.shape, (rank, 0)), "copied": copied * factor}
 
     all_well(on_ranks(2, lambda g: ckpt.save(state(g.rank, 1), tmp_path, 0, group=g, codec="none")))
-    for file in tmp_path.rglob("*.pack"):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_cache(*tmp_path.rglob("*.pack"))
 
     def load(group: Group) -> None:
         loaded = ckpt.load(tmp_path, state(group.rank, 0), group=group)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import is_cached
+from support import drop_cache, is_cached
 
 from ckpt.storage.errors import AlreadyExists, NotFound, StoreError
 from ckpt.storage.failpoints import set_failpoints
@@ -55,9 +55,7 @@ def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None
     data = pattern(9 << 20)
     file = Path(store.root) / "b"
     file.write_bytes(data)
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_cache(file)
     if is_cached(file, 8 << 20):
         pytest.skip("a file system that is all in memory")
     memory = memoryview(pages(8 << 20))
