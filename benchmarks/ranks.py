@@ -366,12 +366,9 @@ def draw(results: Result, file: Path) -> None:
             rates = [unique / (row[f] if isinstance(row[f], float) else median(row[f])) for f in figures]
             bars = ax.bar(np.arange(len(figures)) + 0.4 * i - 0.2, rates, 0.38, color=colours[peer], label=PEERS[peer])
             ax.bar_label(bars, [f"{r:.2f}" for r in rates], label_type="center", fontsize=9, color=("white", "#343a40")[i])
-        ax.plot([-0.45, 1.45], [write, write], linestyle=(0, (4, 3)), color="#c92a2a", linewidth=1.2)
-        ax.annotate(
-            "as many processes that only write, or only read", (-0.45, write), (0, 3), textcoords="offset points", fontsize=8,
-            color="#c92a2a",
-        )  # fmt: skip
-        ax.margins(y=0.12)
+        only = "as many processes that only write, or only read"
+        ax.plot([-0.45, 1.45], [write, write], linestyle=(0, (4, 3)), color="#c92a2a", linewidth=1.2, label=only)
+        ax.margins(y=0.25)
         for i, ranks_now in enumerate(loads_of(results, kind), 2):
             read = median(results["limits"][f"disk read cold, {ranks_now} processes, {kind}"])
             ax.plot([i - 0.45, i + 0.45], [read, read], linestyle=(0, (4, 3)), color="#c92a2a", linewidth=1.2)
