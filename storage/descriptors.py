@@ -55,8 +55,8 @@ class DescriptorReader(Reader):
     """A file that is open for reading, and closed with this. `where` names it in messages.
 
     direct_fd: the same file, opened with O_DIRECT. What is not in the page cache then goes past it, where position, memory and
-    length lie on pages: filling the cache costs more than such a read (measured, from huge pages: 2.1 to 2.7 GB/s and 0.02 s of
-    processor time for 2 GiB, instead of 0.5 to 1.4 GB/s and 0.7 to 4 s).
+    length lie on pages: to fill the cache costs more than such a read (benchmarks/limits.py: into huge pages 2.07 GB/s, through the
+    cache 1.38).
     """
 
     def __init__(self, fd: int, where: str, direct_fd: int | None = None) -> None:

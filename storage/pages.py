@@ -13,9 +13,10 @@ _WIPE_ON_FORK = 18
 def pages(nbytes: int) -> mmap.mmap:
     """So many bytes of memory of this process alone, zeros at first, on huge pages where the system has them.
 
-    mmap's own default is memory shared with children, for which few systems have huge pages. O_DIRECT from small pages takes more
-    requests and more of the kernel's time: benchmarks/limits.py measures both (1.32 and 2.00 GB/s in one run with one thread, reads
-    1.06 and 2.07). A forked child finds zeros here, else each page that is written after a fork would have to be copied first.
+    mmap's own default is memory shared with children, for which few systems have huge pages. O_DIRECT from small pages
+    takes more requests and more of the kernel's time: benchmarks/limits.py measures both (in one run with one thread 1.32
+    and 2.00 GB/s, reads 1.06 and 2.07). A forked child finds zeros here, else each page that is written after a fork
+    would have to be copied first.
     """
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
