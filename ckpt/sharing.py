@@ -63,13 +63,14 @@ def read_together(
     keys = [(int(a), int(b)) for a, b, _, _ in mine.reshape(-1, 4)]
     by_key = dict(zip(keys, order, strict=True))
     shared = share != "auto" or _is_worth_it(store, group, needs)
-    turns = schedule(needs)
-    read = _read_of_each(needs)
-    for key, block in by_key.items():
-        block.once = once and (shared or key not in turns or _is_divided(block.row, read[key], len(turns[key].takers)))
+    if once:
+        readers = {} if shared else _readers(needs)
+        for key, block in by_key.items():
+            block.once = shared or _is_divided(block.row, *readers[key])
     if not shared:
         read_blocks(store, algorithm, order, where, progress)
         return
+    turns = schedule(needs)
     failed: list[Exception] = []
     try:
         read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
@@ -172,18 +173,19 @@ def _is_worth_it(store: Store, group: Group, needs: Sequence[Need]) -> bool:
     return not (all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host())
 
 
-def _read_of_each(needs: Sequence[Need]) -> dict[tuple[int, int], int]:
-    """The bytes that all ranks together read of each block, if each reads for itself."""
-    found: dict[tuple[int, int], int] = {}
+def _readers(needs: Sequence[Need]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Of each block, how many ranks need it, and the bytes that they read if each reads for itself."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
     for need in needs:
         for pack, position, _, nbytes in need.tolist():
-            found[pack, position] = found.get((pack, position), 0) + nbytes
+            ranks, read = found.get((pack, position), (0, 0))
+            found[pack, position] = ranks + 1, read + nbytes
     return found
 
 
-def _is_divided(row: Row, read: int, ranks: int) -> bool:
-    """Whether so many ranks that read so many bytes of a block read different ones, but for the cells at their borders."""
-    return row.codec is None and read <= row.raw + ranks * CELL_BYTES
+def _is_divided(row: Row, ranks: int, read: int) -> bool:
+    """Whether ranks that need a block read different bytes of it, but for the cells at their borders."""
+    return ranks == 1 or (row.codec is None and read <= row.raw + ranks * CELL_BYTES)
 
 
 def _bytes(block: Wanted) -> int:

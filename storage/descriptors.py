@@ -54,9 +54,9 @@ _LEAST_DIRECT = 256 << 10
 class DescriptorReader(Reader):
     """A file that is open for reading, and closed with this. `where` names it in messages.
 
-    direct_fd: the same file, opened with O_DIRECT. What is not in the page cache then goes past it, where position, memory and
-    length lie on pages: to fill the cache costs more than such a read (benchmarks/limits.py: into huge pages 2.07 GB/s, through the
-    cache 1.38).
+    direct_fd: the same file, opened with O_DIRECT. What is not in the page cache then goes past it, where position, memory
+    and length lie on pages: to fill the cache costs more than such a read (benchmarks/limits.py: into huge pages 2.07 GB/s,
+    through the cache 1.38).
     """
 
     def __init__(self, fd: int, where: str, direct_fd: int | None = None) -> None:
