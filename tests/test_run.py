@@ -61,8 +61,10 @@ class Run:
     def until_step(self, step: int, attempt: int = 0) -> None:
         """Until all ranks have done it."""
         until = time.monotonic() + 60
+        pages: list[Path] = []
         while time.monotonic() < until:
-            pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
+            if not pages:  # a command each time, which takes as long as some steps
+                pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
             try:
                 if pages and all(Pulse(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
                     return
