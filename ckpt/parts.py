@@ -181,7 +181,7 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     _require_one("digests by", algorithms, step)
     _require_one("counts its group as", sizes, step)
     table = merge([(part.rank, table.replace_schema_metadata(None)) for part, table in zip(listed, tables, strict=True)])
-    tree = settle(merge_trees(list(told.values())), set(arrow.call("unique", table["leaf"]).to_pylist()), step)
+    tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
 
 
@@ -236,9 +236,13 @@ def _require_one(what: str, told: dict[str, int], step: int) -> None:
         )
 
 
+def _leaf_names(table: pa.Table) -> set[str]:
+    return set(arrow.call("unique", table["leaf"]).to_pylist())
+
+
 def totals(table: pa.Table) -> tuple[int, int]:
     """The number of leaves of a merged table, and their bytes."""
-    return len(arrow.call("unique", table["leaf"])), int(np.sum(arrow.array_of(table["nbytes"])))
+    return len(_leaf_names(table)), int(np.sum(arrow.array_of(table["nbytes"])))
 
 
 def require_whole(data: bytes, tree: Node, step: int, where: str) -> int:
@@ -247,7 +251,7 @@ def require_whole(data: bytes, tree: Node, step: int, where: str) -> int:
     from ckpt.merge import merge
 
     table = merge([(0, read_table(data, where))])
-    settle(tree, set(arrow.call("unique", table["leaf"]).to_pylist()), step)
+    settle(tree, _leaf_names(table), step)
     return totals(table)[1]
 
 

@@ -74,7 +74,7 @@ class DescriptorReader(Reader):
         try:
             with told("reading", self._where):
                 failpoint("local.read")
-                if self._direct_fd is not None and self._is_worth_it(position, buffer):
+                if self._direct_fd is not None and self._passes_cache(position, buffer):
                     done = self._read_direct(position, buffer)
                 while done < len(buffer):
                     count = os.preadv(self._fd, [buffer[done:]], position + done)
@@ -85,7 +85,7 @@ class DescriptorReader(Reader):
             held.release()
         return done
 
-    def _is_worth_it(self, position: int, buffer: memoryview) -> bool:
+    def _passes_cache(self, position: int, buffer: memoryview) -> bool:
         if len(buffer) < _LEAST_DIRECT or (position | len(buffer)) % ALIGNMENT:
             return False
         try:

@@ -127,7 +127,8 @@ class LocalStore(Store):
     def open_once(self, name: str) -> Reader:
         path = self._path(name)
         fd = _open_to_read(path)
-        return DescriptorReader(fd, path, _open_past_the_cache(fd) if self._direct else None)
+        # By its descriptor: another may have the name by now.
+        return DescriptorReader(fd, path, _open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
 
     def descriptor(self, name: str) -> int:
         """An object, open for reading. The caller closes it."""
@@ -255,7 +256,7 @@ class LocalWriter(Writer):
         with told("creating", path):
             reused = reuse is not None and reuse(self._temporary, size_hint)
             fd = os.open(self._temporary, os.O_WRONLY | (0 if reused else os.O_CREAT | os.O_EXCL), 0o666)
-        self._file = GrowingFile(fd, _open_direct(self._temporary) if direct else None, path)
+        self._file = GrowingFile(fd, _open_direct(self._temporary, os.O_WRONLY) if direct else None, path)
         try:
             self.reserve(size_hint)
         except BaseException:
@@ -307,9 +308,9 @@ class LocalWriter(Writer):
         self._file.close()
 
 
-def _open_direct(path: str) -> int | None:
+def _open_direct(path: str, how: int) -> int | None:
     try:
-        return os.open(path, os.O_WRONLY | O_DIRECT)
+        return os.open(path, how | O_DIRECT)
     except OSError:  # tmpfs before Linux 6.6, some network and FUSE file systems
         return None
 
@@ -331,13 +332,6 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
         return None
     found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
     return found  # type: ignore[no-any-return]
-
-
-def _open_past_the_cache(fd: int) -> int | None:
-    """The same file with O_DIRECT; None where there is no such thing."""
-    with suppress(OSError):
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | O_DIRECT)
-    return None
 
 
 def _open_to_read(path: str) -> int:
