@@ -32,7 +32,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
 
 soak: $(VENV)/.test
-	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak
+	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak -n auto --maxprocesses 4 --dist worksteal
 
 # mypy sees what a user's mypy sees: the package as installed, from a folder where the sources can't be imported.
 lint: $(VENV)/.lint

@@ -1,7 +1,9 @@
 """Repairs that go on by themselves, in one of the processes that offer to make them.
 
-Whoever holds the office keeps it while it renews it in time; it is a register like any other. That two hold it for a moment,
-because their clocks differ, costs some reading twice: a repair changes a record only if it still is what it read.
+Whoever holds the office keeps it while it renews it in time; it is a register like any other. No clock is compared with that
+of another host: a holder counts its terms, and who has seen the count stand still for long enough, by its own clock, takes
+over. That two hold the office for a moment costs some reading twice: a repair changes a record only if it still is what it
+read.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 import msgpack
 
 from ckpt.aggregator import repair as repairs
+from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import CkptError
 from ckpt.storage.registers import Value
@@ -20,22 +23,37 @@ from ckpt.storage.registers import Value
 log = logging.getLogger("ckpt.node")
 
 OFFICE = "caretaker"
-"""The register's name, which no path has."""
+"""The register's name, which no path has. Its value: who holds the office, and the number of the term."""
 
 
-def elected(namespace: Namespace, me: str, seconds: float) -> bool:
-    """Whether this process looks after the namespace for the next so many seconds."""
-    now = time.time()
+class Election:
+    """Who looks after a namespace, as one process sees it. seconds: a term that is so old, and not renewed, is over."""
 
-    def decide(_: str, value: Value | None) -> Value | None:
-        if value is not None:
-            who, until = msgpack.unpackb(value.head)
-            if who != me and now < until:
+    def __init__(self, namespace: Namespace, me: str, seconds: float) -> None:
+        self._namespace = namespace
+        self._me = me
+        self._seconds = seconds
+        self._seen = b""
+        self._seen_at = 0.0
+
+    def won(self) -> bool:
+        """Whether this process looks after the namespace now. It is to ask again within the term."""
+        over = self._seen if time.monotonic() - self._seen_at >= self._seconds else None
+
+        def decide(_: str, value: Value | None) -> Value | None:
+            if value is None:
+                return Value(msgpack.packb([self._me, 1]))
+            who, term = msgpack.unpackb(value.head)
+            if who != self._me and value.head != over:
                 return None
-        return Value(msgpack.packb([me, now + seconds]))
+            return Value(msgpack.packb([self._me, term + 1]))
 
-    value = namespace.office(OFFICE, decide)
-    return value is not None and msgpack.unpackb(value.head)[0] == me
+        value = self._namespace.office(OFFICE, decide)
+        if value is None:
+            return False
+        if value.head != self._seen:  # what was agreed: decide is shown what a single member knows, too
+            self._seen, self._seen_at = value.head, time.monotonic()
+        return bool(msgpack.unpackb(value.head)[0] == self._me)
 
 
 class Caretaker:
@@ -45,8 +63,8 @@ class Caretaker:
         self, namespace: Namespace, me: str, every_seconds: float, rate: float | None = None, scrub_every: int = 24
     ) -> None:
         self._namespace = namespace
-        self._me = me
         self._every = every_seconds
+        self._election = Election(namespace, me, 3 * every_seconds)
         self._rate = rate
         self._scrub_every = scrub_every
         self._rounds = 0
@@ -57,7 +75,7 @@ class Caretaker:
     def _run(self) -> None:
         while not self._stop.wait(self._every):
             try:
-                if self._namespace.exists() and elected(self._namespace, self._me, 3 * self._every):
+                if self._namespace.exists() and self._election.won():
                     self.once(verify=self._rounds % self._scrub_every == 0)
                     self._rounds += 1
             except (CkptError, OSError) as error:
@@ -65,7 +83,7 @@ class Caretaker:
 
     def once(self, verify: bool) -> None:
         """One round. verify: read everything, too."""
-        found = repairs.survey(self._namespace, verify)
+        found = surveys.survey(self._namespace, verify)
         if found.whole:
             log.info("%s is whole: %d files", self._namespace.url, found.files)
             return
@@ -75,6 +93,7 @@ class Caretaker:
             self._namespace.url, done.files, done.records, done.orphans, len(done.failed), len(found.missing),
         )  # fmt: skip
 
-    def close(self) -> None:
+    def close(self, seconds: float) -> None:
+        """Begin no other round; wait so long for the end of this one. Cut off, it is harmless."""
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,12 +12,17 @@ from typing import TypeVar
 
 from ckpt.storage.errors import CkptError, StoreError, Unavailable
 
+log = logging.getLogger("ckpt")
+
 T = TypeVar("T")
 
 _LATE_SECONDS = 1.0
 
 _PROBE_SECONDS = 60.0
 """Longer than a probe takes."""
+
+_TOLD_SECONDS = 60.0
+"""Who fails now and then is not spoken of more often."""
 
 
 class Health:
@@ -31,13 +37,24 @@ class Health:
         self._probe = probe
         self._lock = threading.Lock()
         self._down: dict[str, tuple[float, int]] = {}
+        self._told: dict[str, float] = {}
 
-    def failed(self, name: str) -> None:
-        """A member did not answer."""
+    def failed(self, name: str, why: object) -> None:
+        """A member did not answer, or not well."""
+        now = time.monotonic()
         with self._lock:
-            until, _ = self._down.get(name, (0.0, 0))
-            if time.monotonic() >= until:  # else of a call that began before the first failure was known
-                self._leave_alone(name)
+            until, times = self._down.get(name, (0.0, 0))
+            if now < until:  # of a call that began before the first failure was known
+                return
+            self._leave_alone(name)
+            tell = not times and now >= self._told.get(name, now)
+            if tell:
+                self._told[name] = now + _TOLD_SECONDS
+        if tell:
+            log.warning(
+                "%s is left alone until it answers (%s); if it is down start it, if it is lost `ckpt-node admin forget` it",
+                name, why,
+            )  # fmt: skip
 
     def _leave_alone(self, name: str) -> None:
         """For a while, longer each time. Under the lock."""
@@ -71,7 +88,7 @@ class Health:
     def _ask(self, name: str, probe: Callable[[str], object]) -> None:
         try:
             probe(name)
-        except StoreError:
+        except CkptError:
             with self._lock:
                 self._leave_alone(name)
         else:
@@ -137,7 +154,7 @@ class FanOut:
             done, _ = wait(waiting, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
             if not done:
                 for name in waiting.values() if blame else ():
-                    self.health.failed(name)
+                    self.health.failed(name, f"no answer within {seconds:g} s")
                 return
             for future in done:
                 name = waiting.pop(future)
@@ -152,8 +169,8 @@ class FanOut:
             self._under_way[name][mine] = time.monotonic()
         try:
             answer = call()
-        except Unavailable:
-            self.health.failed(name)
+        except Unavailable as error:
+            self.health.failed(name, error)
             raise
         except CkptError as error:
             if isinstance(error, StoreError):

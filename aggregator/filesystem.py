@@ -8,25 +8,25 @@ were made, until they are removed.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
-import io
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from glob import has_magic
 from typing import Any, TypeVar
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import DEFAULT_CALLBACK
-from fsspec.spec import AbstractBufferedFile
-from fsspec.utils import stringify_path
+from fsspec.implementations.local import trailing_sep
+from fsspec.utils import other_paths, stringify_path
 
 from ckpt.aggregator.files import File, Head
-from ckpt.aggregator.members import SCHEME
+from ckpt.aggregator.folders import move_folder, remove_folder
+from ckpt.aggregator.members import SCHEME, join_url, split_url
 from ckpt.aggregator.namespace import Namespace, open_namespace
-from ckpt.aggregator.redundancy import parse
-from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError
+from ckpt.aggregator.opened import CkptFile, told
 
 T = TypeVar("T")
 
@@ -34,21 +34,23 @@ _PIECE_BYTES = 8 << 20
 
 
 class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
-    """One namespace. `members` is what stands between ckpt:// and the path; `redundancy` that of new files."""
+    """One namespace. `members` is what stands between ckpt:// and the path; `redundancy` that of new files; `near` the member
+    that stands on this host."""
 
     protocol = SCHEME
     root_marker = ""
     cachable = True
     mirror_sync_methods = True
 
-    def __init__(self, members: str | None = None, redundancy: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, members: str | None = None, redundancy: str | None = None, near: str | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         if not members:
             raise ValueError("ckpt:// needs members: ckpt://host:port,host:port/path, or ckpt://NAME/path, or members=")
-        query = f"?redundancy={parse(redundancy)}" if redundancy else ""
         self.members = members
         self.namespace: Namespace
-        self.namespace, _ = open_namespace(f"{SCHEME}://{members}/{query}")
+        self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
         self._threads = ThreadPoolExecutor(16, "ckpt-fs")
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -58,29 +60,20 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if isinstance(path, list):
             return [cls._strip_protocol(p) for p in path]
         text = stringify_path(path)
-        if text.startswith(f"{SCHEME}://"):
-            text = text.removeprefix(f"{SCHEME}://").partition("?")[0]
-            text = text.partition("/")[2]
-        return text.strip("/")
+        return split_url(text)[1] if text.startswith(f"{SCHEME}://") else text.strip("/")
 
     @classmethod
     def _get_kwargs_from_urls(cls, urlpath: Any) -> dict[str, Any]:
         text = stringify_path(urlpath)
         if not text.startswith(f"{SCHEME}://"):
             return {}
-        place, _, query = text.removeprefix(f"{SCHEME}://").partition("?")
-        options: dict[str, Any] = {"members": place.partition("/")[0]}
-        for item in filter(None, query.split("&")):
-            key, _, value = item.partition("=")
-            if key != "redundancy":
-                raise ValueError(f"{text}: unknown option {key!r}; there is redundancy=")
-            options["redundancy"] = value
-        return options
+        members, _, options = split_url(text)
+        return {"members": members, **options}
 
     def unstrip_protocol(self, name: str) -> str:
         """The URL of a path."""
         text = stringify_path(name)
-        return text if text.startswith(f"{SCHEME}://") else f"{SCHEME}://{self.members}/{self._strip_protocol(text)}"
+        return text if text.startswith(f"{SCHEME}://") else join_url(self.members, self._strip_protocol(text))
 
     @property
     def fsid(self) -> str:
@@ -230,23 +223,51 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             self, self._strip_protocol(path), mode, block_size or 4 << 20, autocommit, cache_options=cache_options, **options
         )
 
-    def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
-        """Move files. One that goes to a free name or in place of another file is only renamed."""
+    def mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **_: Any) -> None:
+        """Move files, and (`recursive`) folders with all that is in them, by their names: nothing is copied."""
+        if maxdepth is not None:
+            raise ValueError("mv moves a folder with all that is in it; there is no maxdepth")
+        moves = self._moves(path1, path2)
+        folders = {old for old, _ in moves if self.info(old)["type"] == "directory"}  # told before anything is moved
+        if folders and not recursive:
+            raise IsADirectoryError(
+                errno.EISDIR, "a folder; mv(…, recursive=True) moves it with all that is in it", sorted(folders)[0]
+            )
+        for old, new in moves:
+            if old in folders:
+                told(old, move_folder, self.namespace, old, new, self.namespace.rename)
+            else:
+                told(old, self.namespace.rename, old, new)
+
+    def _moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:
+        """What goes where: into a folder that is there, as fsspec copies."""
+        if isinstance(path1, list) and isinstance(path2, list):
+            return list(zip(self._strip_protocol(path1), self._strip_protocol(path2), strict=True))
         old, new = self._strip_protocol(path1), self._strip_protocol(path2)
-        if not recursive and self.isfile(old) and not self.isdir(new) and not str(path2).endswith("/"):
-            _told(old, self.namespace.rename, old, new)
-            return
-        super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **options)
+        if isinstance(old, str) and not has_magic(old):
+            into = trailing_sep(stringify_path(path2)) or (not trailing_sep(stringify_path(path1)) and self.isdir(new))
+            return [(old, f"{new}/{old.rpartition('/')[2]}".lstrip("/") if into else new)]
+        found = self.expand_path(old)
+        below = tuple(f"{path}/" for path in found)
+        found = [path for path in found if not path.startswith(below)]  # what lies in a folder goes with it
+        targets = [path.strip("/") for path in other_paths(found, new, exists=len(found) == 1, flatten=isinstance(old, list))]
+        if len(set(targets)) < len(targets):
+            raise ValueError(f"mv to {path2}: two of the files would have the same name")
+        return list(zip(found, targets, strict=True))
 
     # --- changing ----------------------------------------------------------------------------------------------
 
     async def _rm_file(self, path: str, **_: Any) -> None:
         path = self._strip_protocol(path)
+        if (await self._info(path))["type"] == "directory":
+            raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
         if not await self._do(path, self.namespace.delete, [path]):
             raise FileNotFoundError(path)
 
-    async def _rm(self, path: Any, recursive: bool = False, batch_size: int | None = None, **_: Any) -> None:
-        paths = await self._expand_path(path, recursive=recursive)
+    async def _rm(
+        self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **_: Any
+    ) -> None:
+        paths = await self._expand_path(path, recursive=recursive, maxdepth=maxdepth)
         for each in paths:
             if not recursive and (await self._info(each))["type"] == "directory":
                 raise IsADirectoryError(f"{each} is a folder; rm(…, recursive=True) removes it with all that is in it")
@@ -254,6 +275,9 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         path = self._strip_protocol(path)
+        for above in _above(path):
+            if await self._isfile(above):
+                raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", above)
         if path:
             await self._do(path, self.namespace.make_folder, path)
 
@@ -273,10 +297,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _rmdir(self, path: str) -> None:
         path = self._strip_protocol(path)
-        if await self._do(path, self.namespace.list, path):
-            raise OSError(39, "the folder is not empty", path)
-        if not await self._do(path, self.namespace.delete, [path]):
-            raise FileNotFoundError(path)
+        await self._do(path, remove_folder, self.namespace, path)
 
     def rmdir(self, path: str) -> None:
         """Remove a folder that is empty."""
@@ -295,65 +316,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _do(self, path: str, work: Callable[..., T], *args: Any) -> T:
         """Run a call of the namespace on a thread, its errors as those of a file system."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(_told, path, work, *args))
-
-
-class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
-    """An open file. What is written is visible when it is closed, not before, and not at all if it is discarded."""
-
-    def __init__(self, fs: CkptFileSystem, path: str, mode: str, block_size: int, autocommit: bool, **options: Any) -> None:
-        self._reader: Any = None
-        self._writer: Any = None
-        self._at_once = threading.Lock()
-        if mode not in ("rb", "wb", "ab", "xb"):
-            raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; a file that is there can't be changed in its middle")
-        if mode == "rb":
-            self._reader = _told(path, fs.namespace.open, path)
-            options["size"] = self._reader.file.head.nbytes
-        if mode == "xb" and _told(path, fs.namespace.stat, path) is not None:
-            raise FileExistsError(17, "there is a file of this name already", path)
-        super().__init__(fs, path, mode, block_size, autocommit, **options)
-        if mode != "rb":
-            self.blocksize = max(block_size, 1 << 20)
-        if mode == "ab":
-            there = _told(path, fs.namespace.stat, path)
-            self.loc = 0 if there is None else there.head.nbytes
-            self._base = there
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        data = bytearray(max(0, end - start))
-        count = _told(self.path, self._reader.read_into, start, memoryview(data))
-        return bytes(data[:count])
-
-    def _initiate_upload(self) -> None:
-        base = self._base if self.mode == "ab" else None
-        create = functools.partial(self.fs.namespace.create, new=self.mode == "xb", aligned=False, base=base)
-        self._writer = _told(self.path, create, self.path)
-
-    def _upload_chunk(self, final: bool = False) -> bool:
-        data = self.buffer.getbuffer()
-        if len(data):
-            _told(self.path, self._writer.append, data)
-        if final and self.autocommit:
-            self.commit()
-        return True
-
-    def commit(self) -> None:
-        """Make what was written visible."""
-        _told(self.path, self._writer.commit)
-
-    def discard(self) -> None:
-        """Forget what was written."""
-        if self._writer is not None:
-            self._writer.abort()
-        self.buffer = io.BytesIO()
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if self._reader is not None:
-                self._reader.close()
+        return await loop.run_in_executor(self._threads, functools.partial(told, path, work, *args))
 
 
 def _described(path: str, head: Head) -> dict[str, Any]:
@@ -367,24 +330,16 @@ def _described(path: str, head: Head) -> dict[str, Any]:
     }
 
 
+def _above(path: str) -> list[str]:
+    """The folders that a path lies in, without the root."""
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]
+
+
 def _range(size: int, start: int | None, end: int | None) -> tuple[int, int]:
     first = 0 if start is None else start if start >= 0 else max(0, size + start)
     last = size if end is None else end if end >= 0 else max(0, size + end)
     return first, min(last, size)
-
-
-def _told(path: str, work: Callable[..., T], *args: Any) -> T:
-    """Our errors as those that users of a file system catch."""
-    try:
-        return work(*args)
-    except NotFound as error:
-        raise FileNotFoundError(2, str(error), path) from error
-    except AlreadyExists as error:
-        raise FileExistsError(17, str(error), path) from error
-    except InvalidName as error:
-        raise ValueError(str(error)) from error
-    except StoreError as error:
-        raise OSError(5, str(error), path) from error
 
 
 def _sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: Any) -> Any:

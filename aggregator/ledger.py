@@ -37,7 +37,7 @@ from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.redundancy import Quorum
 from ckpt.storage.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import NONE, Answer, Ballot, Change, Damaged, Record, Registers, Value
+from ckpt.storage.registers import NONE, Answer, Ballot, Change, Damaged, Record, Registers, Value, is_final
 
 log = logging.getLogger("ckpt")
 
@@ -282,6 +282,9 @@ class Ledger:
             records = {m: r for m, r in promises[path].items() if isinstance(r, Record)}
             if not keepers[path].can_write(records):
                 raise _too_few(path, keepers[path], True, promises[path], errors)
+            if (settled := next((r for r in records.values() if is_final(r)), None)) is not None:
+                found[path] = settled.value
+                continue
             highest = max([highest, *(r.promised for r in records.values())])
             good = {m: r for m, r in records.items() if r.promised == ballot}
             if not keepers[path].can_write(good):

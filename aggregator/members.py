@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.redundancy import Redundancy, parse
@@ -45,6 +45,8 @@ log = logging.getLogger("ckpt")
 
 SCHEME = "ckpt"
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
+_PLAIN = "/:,[]+=@*!"
+"""Of a URL, besides letters, digits and _.-~: what stands for itself."""
 _MEMBER_KEYS = {"url", "name", "domain", "weight"}
 _KEYS = {"redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members"}
 
@@ -81,29 +83,43 @@ class Config:
 
 def parse_url(url: str) -> tuple[Config, str]:
     """The namespace of a URL, and the path in it. Raises InvalidArgument."""
-    # Not urlsplit, which refuses several addresses where one of them is in brackets.
-    scheme, _, rest = url.partition("://")
-    where, _, query = rest.partition("?")
-    names, _, path = where.partition("/")
-    if scheme != SCHEME or not names:
+    names, path, options = split_url(url)
+    if not names:
         raise InvalidArgument(f"{url}: write ckpt://host:port,host:port/path, or ckpt://NAME/path with NAME in a TOML file")
-    # Not parse_qs, which reads the + of 4+2 as a space.
-    options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&")) if key}
-    if unknown := set(options) - {"redundancy", "near"}:
-        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there are redundancy= and near=")
-    config = find(unquote(names))
+    config = find(names)
     if "near" in options:
         config = _near(config, options["near"], url)
     if "redundancy" in options:
         config = replace(config, redundancy=parse(options["redundancy"]))
-    return check(config), unquote(path).strip("/")
+    return check(config), path
+
+
+def split_url(url: str) -> tuple[str, str, dict[str, str]]:
+    """What names the members, the path, and the options of a URL: each with %20 and the like undone. Raises InvalidArgument."""
+    # Not urlsplit, which refuses several addresses where one of them is in brackets.
+    scheme, _, rest = url.partition("://")
+    if scheme != SCHEME:
+        raise InvalidArgument(f"{url}: not a URL of a namespace, which begins with {SCHEME}://")
+    where, _, query = rest.partition("?")
+    names, _, path = where.partition("/")
+    # Not parse_qs, which reads the + of 4+2 as a space.
+    options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&")) if key}
+    if unknown := set(options) - {"redundancy", "near"}:
+        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there are redundancy= and near=")
+    return unquote(names), unquote(path).strip("/"), options
+
+
+def join_url(names: str, path: str = "", **options: str | None) -> str:
+    """The counterpart of `split_url`."""
+    query = "&".join(f"{key}={quote(value, safe=_PLAIN)}" for key, value in options.items() if value)
+    return f"{SCHEME}://{quote(names, safe=_PLAIN)}/{quote(path, safe=_PLAIN)}{'?' if query else ''}{query}"
 
 
 def find(name: str) -> Config:
     """The namespace of a list of addresses, or of a name in the TOML file."""
     if "," in name or _ADDRESS.fullmatch(name):
         members = tuple(_member(url, {"url": url}) for url in name.split(",") if url)
-        return _with_access(Config(name, members, _default(len(members))), {})
+        return _with_access(Config(name, members, _default(len(members))), {}, name)
     file = config_file()
     try:
         with file.open("rb") as opened:
@@ -152,7 +168,7 @@ def from_table(name: str, table: Mapping[str, Any], where: str) -> Config:
         if isinstance(error, InvalidArgument):
             raise
         raise InvalidArgument(f"{where}: {error!r}; see the documentation of the namespace") from error
-    return _with_access(Config(name, members, redundancy, near, announced=announced), table)
+    return _with_access(Config(name, members, redundancy, near, announced=announced), table, where)
 
 
 def is_address(name: str) -> bool:
@@ -224,14 +240,20 @@ def _domain(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split("/") if part)
 
 
-def _with_access(config: Config, table: Mapping[str, Any]) -> Config:
+def _with_access(config: Config, table: Mapping[str, Any], where: str) -> Config:
     file = table.get("token_file")
     token = _read(file).decode().strip() if file else token_told()
     ca = table.get("ca_file") or os.environ.get("CKPT_CA_FILE")
     certificate = None
     if "cert_file" in table or "key_file" in table:
         certificate = (_read(table.get("cert_file", "")), _read(table.get("key_file", "")))
-    seconds = float(table.get("deadline_seconds", Access().deadline_seconds))
+    given = table.get("deadline_seconds", Access().deadline_seconds)
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise InvalidArgument(f"{where}: deadline_seconds is {given!r}; it must be a number of seconds, such as 10.0")
     return replace(config, access=Access(token, _read(ca) if ca else None, certificate, seconds))
 
 

@@ -20,12 +20,22 @@ from ckpt.aggregator.files import INLINE_BYTES, File, Head, Layout
 from ckpt.aggregator.ledger import Decide, Keepers, Ledger
 from ckpt.aggregator.members import Config, Member, is_address, parse_url
 from ckpt.aggregator.place import Place
-from ckpt.aggregator.placement import shared
+from ckpt.aggregator.placement import Spot, shared
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
+from ckpt.aggregator.told import Told, check_devices, domains
 from ckpt.aggregator.writing import FileWriter, Forgotten, Gone, new_version
 from ckpt.storage.base import Buffer
-from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, Outdated, StoreError, Unavailable
+from ckpt.storage.device import Info
+from ckpt.storage.errors import (
+    AlreadyExists,
+    Changed,
+    InvalidName,
+    NotFound,
+    Outdated,
+    StoreError,
+    Unavailable,
+)
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.pages import pages
 from ckpt.storage.registers import ABSENT, NONE, Answer, Ballot, Damaged, Record, Registers, Value
@@ -37,6 +47,7 @@ Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
 
 PATH_BYTES = 1024
 _PIECE_BYTES = 8 << 20
+_MEET_SECONDS = 1.0
 _SCRATCH_BYTES = 128 << 20
 _SCRATCH_LEAST = 256 << 10  # less than this is not worth keeping
 
@@ -71,15 +82,27 @@ class Namespace:
         self.read_seconds = 2 * seconds
         self.hedge_seconds = 0.5
         """A read that takes longer is asked of another member too."""
-        health = Health(probe=lambda name: self.places[name].info())
+        health = Health(probe=self._probe)
         self.fan_out = FanOut(health)
         self.reads = FanOut(health)
         self._scratch: list[np.ndarray] = []
         self._scratch_lock = threading.Lock()
         self._registers = {name: place.registers for name, place in self.places.items()}
         self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds, self.renew)
+        self.near = config.near
+        """The domains of this host."""
+        self._told = Told(self.fan_out)
+        self._infos: Mapping[str, Info] = {}
+        self._told_few = False
+        self._checked: Mapping[str, Info] | None = None
+        self._domains: Mapping[str, tuple[str, ...]] = {}
         self._ring: rings.Ring | None = None
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()
+
+    def _probe(self, name: str) -> None:
+        place = self.places.get(name)
+        if place is not None:  # else it was left out meanwhile
+            place.info()
 
     @property
     def ring(self) -> rings.Ring:
@@ -91,6 +114,8 @@ class Namespace:
         while found is None:
             with self._opening:
                 seconds, tolerated = self.config.access.deadline_seconds, self.config.redundancy.tolerated
+                self.meet(seconds, everyone=True)
+                self.check_devices(self.places)
                 rings.make(self._registers, self.spots, tolerated, self.fan_out, seconds)
             found = self._find()  # which may be that of another client
         return found
@@ -155,7 +180,7 @@ class Namespace:
     def nearness(self, member: str) -> int:
         """How many of the widest failure domains a member shares with this host."""
         place = self.places.get(member)
-        return 0 if place is None else shared(self.config.near, place.member.spot.domain)
+        return 0 if place is None else shared(self.near, self._domains.get(member, place.member.spot.domain))
 
     def take_scratch(self, nbytes: int) -> np.ndarray:
         """Memory for fragments, used again and again: as O_DIRECT wants it."""
@@ -255,6 +280,48 @@ class Namespace:
             )
         return {name: records for name, (records, _) in answers.items()}, errors
 
+    def meet(self, seconds: float = _MEET_SECONDS, everyone: bool = False) -> None:
+        """Learn where members stand of which the configuration does not say it. Another client may know less, or more: it only
+        proposes other places then. Waits so long for those who were not asked before, or for everyone."""
+        infos = self._told.ask(self.places, seconds, everyone)
+        if infos is self._infos:
+            return
+        with self._opening:
+            agreed = {} if self._ring is None else {name: spot.domain for name, spot in self._ring.everyone.items()}
+            known = {name: place.member.spot.domain for name, place in self.places.items()}
+            silent = {name for name in known if name not in infos or not infos[name].labels}
+            self._domains = domains({n: d or (agreed.get(n, ()) if n in silent else ()) for n, d in known.items()}, infos)
+            self.spots = self.placed(self.spots)
+            if len(self.config.near) == 1 and known.get(self.config.near[0]) == self.config.near:  # the member's own name
+                self.near = self._domains[self.config.near[0]]
+            self._infos = infos
+
+    def placed(self, spots: Iterable[Spot]) -> tuple[Spot, ...]:
+        """Members with the domains that are known by now."""
+        return tuple(replace(s, domain=self._domains.get(s.name, s.domain)) for s in spots)
+
+    def check_devices(self, names: Iterable[str]) -> None:
+        """Raises InvalidArgument where two of these members are the same device."""
+        check_devices(self._infos, names, self.url)
+
+    def _ready(self, redundancy: Redundancy) -> None:
+        """Before anything is written: know where to, and see to it that its record outlives as many members as its redundancy
+        says."""
+        self.meet()
+        if (infos := self._infos) is not self._checked:
+            self.check_devices([spot.name for spot in self.spots])
+            self._checked = infos
+        if not self.ring.bears(redundancy.tolerated, len(self.spots)):
+            from ckpt.aggregator.succession import secure
+
+            secure(self, redundancy)
+        if (known := len(self.ring.members)) < 2 * redundancy.tolerated and not self._told_few:
+            self._told_few = True
+            log.warning(
+                "%s has %d members: after the loss of %d the others do not know what there is, though %s keeps the bytes; with "
+                "%d members they do", self.url, known, redundancy.tolerated, redundancy, 2 * redundancy.tolerated,
+            )  # fmt: skip
+
     def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> None:
         """Make a record what a path is. Raises AlreadyExists if `new` and something is there, Changed if it was written on
         `base` and that is not there any more."""
@@ -273,7 +340,8 @@ class Namespace:
                 return None
             if base is not None and (old is None or (old.head.version, old.layout) != (base.head.version, base.layout)):
                 return None
-            return files.encode(replace(file, head=files.following(file.head, current)))
+            shared = file.shared if base is None or current is None else current.shared  # what it is written on
+            return files.encode(replace(file, head=files.following(file.head, current), shared=shared))
 
         value = self._ledger.update([f"/{path}"], decide, fresh=new)[f"/{path}"]
         there = None if value is None else files.decode(path, value)
@@ -383,6 +451,7 @@ class Namespace:
 
     def make_folder(self, path: str) -> None:
         """Mark a folder, so that it is there while it is empty. Raises AlreadyExists."""
+        self._ready(self.config.redundancy)
         now = time.time()
         self.publish(path, File(Head("folder", 0, now, now, new_version())), new=True)
 
@@ -392,6 +461,7 @@ class Namespace:
         """Store a whole file, atomically and durably, in place of what was there or (`new`) only where nothing was."""
         view = memoryview(data).cast("B")
         if len(view) <= INLINE_BYTES:
+            self._ready(redundancy or self.config.redundancy)
             now = time.time()
             file = File(Head("file", len(view), now, now, new_version()), data=bytes(view))
             self.publish(path, file, new)
@@ -406,13 +476,18 @@ class Namespace:
         aligned: bool = True, base: File | None = None,
     ) -> FileWriter:  # fmt: skip
         """Begin to write a file. base: what is there already and is written on."""
-        return FileWriter(
-            self, check_path(path), redundancy or self.config.redundancy, size_hint, new=new, aligned=aligned, base=base
-        )
+        redundancy = redundancy or self.config.redundancy
+        if base is not None and base.layout is not None:
+            redundancy = base.layout.redundancy
+        check_path(path)
+        self._ready(redundancy)
+        return FileWriter(self, path, redundancy, size_hint, new=new, aligned=aligned, base=base)
 
     def open(self, path: str) -> FileReader:
         """Open a file for reading; raises NotFound."""
         file = self.stat(path)
+        if self.near:  # for copies that are near
+            self.meet(0)
         if file is None or file.head.kind != "file":
             raise NotFound(f"{path} in {self.url}: {'no such file' if file is None else 'a folder, no file'}")
         return FileReader(self, path, file)
@@ -451,6 +526,7 @@ class Namespace:
         """The layout with what is gone made anew on other members."""
         from ckpt.aggregator.restoring import restore
 
+        self.meet()
         return restore(self, path, version, layout, gone)
 
     # --- for repairs -------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class _Objects:
 
     def _fail(self, member: str, holder: int, error: StoreError) -> None:
         log.warning("%s: %s takes no more: %s", self._path, member, error)
-        self._namespace.fan_out.health.failed(member)
+        self._namespace.fan_out.health.failed(member, error)
         self.failed.add(self.holders[holder].name)
 
     def commit(self) -> None:

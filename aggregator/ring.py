@@ -62,16 +62,27 @@ class Ring:
         rings = [ring for ring in (self.before, self) if ring]
         return Keepers(tuple(Group(tuple(choose(path, r.members, r.quorum.members)), r.quorum) for r in rings), self.epoch)
 
+    def bears(self, tolerated: int, available: int) -> bool:
+        """Whether every record can be read after the loss of so many members, also while records move; as far as that goes with
+        the members that are available: of twice as many as are lost, those left know what there is."""
+        needed = min(2 * tolerated, available)
+        rings = [ring for ring in (self.before, self) if ring]
+        return all(
+            needed <= len(r.members) and quorum(tolerated, len(r.members)).members <= r.quorum.members for r in rings
+        )
+
     def can_list(self, answering: Collection[str]) -> bool:
         """Whether each record is on one of these members."""
         ring = self.before or self
         return sum(s.name not in answering for s in ring.members) < ring.quorum.write
 
 
-def successor(ring: Ring, members: tuple[Spot, ...], before: Ring | None, gone: tuple[str, ...]) -> Ring:
+def successor(
+    ring: Ring, members: tuple[Spot, ...], before: Ring | None, gone: tuple[str, ...], tolerated: int
+) -> Ring:
     """A ring that may come after this one."""
     agreed_by = replace(ring, agreed_by=None)
-    return Ring(ring.epoch + 1, members, ring.tolerated, ring.namespace, before, agreed_by, gone)
+    return Ring(ring.epoch + 1, members, tolerated, ring.namespace, before, agreed_by, gone)
 
 
 def electors(ring: Ring, without: str = "") -> Keepers:

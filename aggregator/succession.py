@@ -1,4 +1,5 @@
-"""Other members for the records of a namespace: one that is gone for ever leaves, new ones come, while clients go on.
+"""Other members for the records of a namespace: one that is gone for ever leaves, new ones come, more keep each record than
+before, while clients go on.
 
 A change has two steps, each a new ring that a majority of the old members, and in the second of the new ones too, accepts:
 
@@ -14,6 +15,8 @@ a repair.
 from __future__ import annotations
 
 import logging
+import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +24,7 @@ from functools import partial
 from ckpt.aggregator import ring as rings
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.placement import Spot
+from ckpt.aggregator.redundancy import Redundancy
 from ckpt.aggregator.ring import Ring
 from ckpt.storage.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
@@ -35,9 +39,11 @@ _BATCH = 1_000
 
 def succeed(
     namespace: Namespace, spots: Iterable[Spot], gone: str = "", destroyed: bool = False,
-    progress: Progress = lambda _: None,
+    progress: Progress = lambda _: None, tolerated: int = 0,
 ) -> Ring:  # fmt: skip
     """Let these members keep the records from now on. progress: called with the number of records just moved.
+
+    tolerated: how many members may be lost, if that is more than before: as many more keep each record.
 
     gone: a member that is taken out, to which nobody writes any more. destroyed: it never comes back, which must be said for
     a namespace of two, where the other can't decide alone.
@@ -47,16 +53,49 @@ def succeed(
     members = tuple(Spot(s.name, s.domain) for s in sorted(spots, key=lambda s: s.name))
     names = {s.name for s in members}
     left_out = tuple(sorted(({*old.gone, gone} - names) - {""}))
-    if names == {s.name for s in old.members} and left_out == old.gone:
+    tolerated = max(tolerated, old.tolerated)
+    if set(members) == set(old.members) and (left_out, tolerated) == (old.gone, old.tolerated):
         return finish(namespace, gone if destroyed else "", progress)
     if not members:
         raise InvalidArgument(f"{namespace.url}: someone must keep the records; name a member that stays")
-    _invite(namespace, old, names)
+    if names != {s.name for s in old.members}:
+        namespace.meet(namespace.config.access.deadline_seconds, everyone=True)
+        namespace.check_devices(names)
+        _invite(namespace, old, names)
     before = old.before or replace(old, agreed_by=None)
     if destroyed and len(before.members) == 2:  # the other has all that was ever agreed, for it took both
         before = replace(before, members=tuple(s for s in before.members if s.name != gone))
-    _decide(namespace, old, rings.successor(old, members, before, left_out), gone if destroyed else "")
+    _decide(namespace, old, rings.successor(old, members, before, left_out, tolerated), gone if destroyed else "")
     return finish(namespace, gone if destroyed else "", progress)
+
+
+def secure(namespace: Namespace, redundancy: Redundancy) -> None:
+    """See to it that records outlive as many members as what is written with this redundancy: if the namespace was made for
+    less, more members keep each record from now on. One of those who find that at the same time does it, the others wait.
+
+    Raises Unavailable where too few of them answer.
+    """
+    tolerated, patience = redundancy.tolerated, namespace.config.access.deadline_seconds
+    seen, until = 0, 0.0
+    while not (ring := namespace.ring).bears(tolerated, len(namespace.spots)):
+        members = list(namespace.placed(ring.members))
+        if len(members) < 2 * tolerated:
+            members += [s for s in namespace.spots if s.name not in ring.everyone]
+        if ring.epoch > seen:
+            seen, until = ring.epoch, time.monotonic() + patience * random.uniform(0.5, 1)
+        if ring.before is not None and time.monotonic() < until:  # somebody is at it, or was killed
+            time.sleep(0.05)
+            namespace.renew()
+            continue
+        log.warning("%s was made for less than %s: more members keep each record now", namespace.url, redundancy)
+        try:
+            succeed(namespace, members, tolerated=tolerated)
+        except Changed:
+            namespace.renew()
+        except Unavailable as error:
+            namespace.renew()
+            told = f"{namespace.url} was made for less than {redundancy}, and more members can't keep its records now: {error}"
+            raise Unavailable(told) from error
 
 
 def _invite(namespace: Namespace, old: Ring, names: set[str]) -> None:
@@ -106,7 +145,7 @@ def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambd
         namespace.settle(batch, everywhere=False)
         progress(len(batch))
         failpoint("ring.settled")
-    moved = rings.successor(moving, moving.members, None, moving.gone)
+    moved = rings.successor(moving, moving.members, None, moving.gone, moving.tolerated)
     _decide(namespace, moving, moved, destroyed)
     failpoint("ring.moved")
     _fence(namespace, moving.before, moved.epoch, destroyed)

@@ -180,9 +180,9 @@ class FileWriter(Writer):
         spots = [s for s in namespace.spots if s.name not in self._avoided]
         well = [s for s in spots if not namespace.fan_out.health.down(s.name)]
         key = f"{self._version}/{index}"
-        found = choose(key, well, count, namespace.config.near, taken)
+        found = choose(key, well, count, namespace.near, taken)
         if len(found) < count:
-            found = choose(key, spots, count, namespace.config.near, taken)
+            found = choose(key, spots, count, namespace.near, taken)
         if len(found) < count:
             full = any(isinstance(e, NoSpace) for e in self._avoided.values())
             reasons = "; ".join(f"{name}: {error}" for name, error in self._avoided.items())

@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import psutil
 
 HERE = Path(__file__).resolve().parent
 FILE_BYTES = 64 << 20
@@ -190,12 +191,15 @@ def save_rate(made: list[Node], redundancy: str, nbytes: int) -> float:
 
     names = ",".join(n.address for n in made)
     state = {f"w{i}": np.random.default_rng(i).integers(0, 255, 64 << 20, np.uint8) for i in range(nbytes >> 26)}
-    rates = []
-    for step in range(4):
+    rates, busy = [], []
+    for step in range(6):
         url = f"ckpt://{names}/run?redundancy={redundancy}"
+        psutil.cpu_percent()
         rates.append(nbytes / 1e9 / timed(lambda s=step, u=url: ckpt.save(state, u, s, codec="none", keep=1)))
+        busy.append(psutil.cpu_percent())
         for value in state.values():
             value += 1
+    say(f"cores in use while {len(made)} nodes take it", median(busy[1:]), "%")
     return median(rates[1:])
 
 
@@ -288,7 +292,8 @@ def small(args: argparse.Namespace) -> None:
 
 
 def mending(args: argparse.Namespace) -> None:
-    from ckpt.aggregator import repair
+    from ckpt.aggregator.repair import repair
+    from ckpt.aggregator.survey import survey
 
     data = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
     limit = write_limit(args.data, data)
@@ -299,9 +304,9 @@ def mending(args: argparse.Namespace) -> None:
         for path in (made[0].folder / "objects").rglob("*"):
             if path.is_file():
                 path.unlink()
-        found = repair.survey(space)
+        found = survey(space)
         began = time.perf_counter()
-        done = repair.repair(space, found)
+        done = repair(space, found)
         rate = say("repair of a lost disk, four nodes on one disk", done.nbytes / 1e9 / (time.perf_counter() - began), "GB/s")
         say("repair / O_DIRECT limit (to reach 0.5)", rate / limit, "x")
         assert not done.failed

@@ -18,6 +18,11 @@ from peers import PEERS, Peer
 from probes import PeakMemory, drop_cache, fsync_files, quiet_step_seconds, step_seconds, stored_bytes
 from results import PeerResult
 
+STEP_ROUNDS = 3
+"""So many times as many rounds for the training step, which differs by a few percent from one to the next."""
+SETTLE_SECONDS = 1.0
+"""A virtual machine gives the memory that was freed back to its host, for a moment."""
+
 
 def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> PeerResult:
     """Save and load `repeat` times, each to a new place; once before, to warm up."""
@@ -61,19 +66,21 @@ def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> 
             found.cold_seconds.append(cold)
             found.hot_seconds.append(hot)
     if peer.background:  # apart from the timed rounds, which it would disturb
-        found.step_ratios = [step_ratio(peer, state, folder / f"step-{number}") for number in range(repeat)]
+        found.step_ratios = [step_ratio(peer, state, folder / f"step-{number}") for number in range(STEP_ROUNDS * repeat)]
     return found
 
 
 def step_ratio(peer: Peer, state: states.State, place: Path) -> float:
-    """A training step while the save runs in the background, over a quiet one."""
-    os.sync()  # else the deletion of the round before goes on beside both
-    quiet = quiet_step_seconds()
+    """A training step while the save runs in the background, over the mean of quiet ones before and after."""
+    os.sync()  # else the deletion of the round before goes on beside them
+    time.sleep(SETTLE_SECONDS)
+    before = quiet_step_seconds()
     peer.save(state, place)
     busy = step_seconds(lambda steps: peer.done())
     peer.finish()
+    after = quiet_step_seconds()
     shutil.rmtree(place)
-    return busy / quiet
+    return 2 * busy / (before + after)
 
 
 def main() -> None:

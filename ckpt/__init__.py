@@ -5,6 +5,7 @@
     state = ckpt.load(url)
 """
 
+from ckpt import data, pulse
 from ckpt.api import load, open, save
 from ckpt.checkpoint import Checkpoint, LazyArray, LeafInfo
 from ckpt.checkpointer import Checkpointer
@@ -72,7 +73,9 @@ __all__ = [
     "UnknownScheme",
     "UnsupportedLeaf",
     "__version__",
+    "data",
     "load",
     "open",
+    "pulse",
     "save",
 ]

@@ -8,15 +8,17 @@ from collections.abc import Callable, Container
 from typing import Any, Literal, overload
 
 from ckpt import session as sessions
+from ckpt.apart import check_apart
 from ckpt.checkpoint import Checkpoint
 from ckpt.codec import CodecWish
-from ckpt.fill import Filler, Finish, Rename
+from ckpt.fill import Filler, Finish
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, Wanted, wanted_blocks
+from ckpt.rename import Rename, renamed
 from ckpt.repository import Repository, Url, commit_name, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
@@ -96,7 +98,7 @@ def load(
         on the host, of the kinds that were saved.
     step: a number. The newest otherwise; where its files turn out damaged the one before is taken, with a warning.
     only: names or shell patterns of the leaves to load, such as "model.*"; the others stay as they are in `like`, and
-        are left out without it (in a list or tuple: None).
+        are left out without it (in a list or tuple: None). With `rename` they are names in `like`.
     strict: raise instead of falling back to an older step.
     rename: where the names of `like` are not those that were saved: a function from a name in `like` to the saved one, or
         {regular expression: replacement} as of re.sub.
@@ -107,7 +109,8 @@ def load(
     progress: called with the number of bytes just read, from several threads.
 
     Raises StepNotFound, LeafNotFound and LeafMismatch before anything is changed, and IntegrityError, after which the
-    arrays of `like` may hold a mixture.
+    arrays of `like` may hold a mixture. So they may after a LeafMismatch that says an object "refused the state": what it
+    takes only its load_state_dict can tell, which comes last.
     """
     repo = open_repository(named(url))
     ranks = as_group(group)
@@ -189,17 +192,24 @@ def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wante
     if only is None and wish.group.size == 1 and not once:  # else this rank may need only a part
         checkpoint.prefetch()
     tree = checkpoint.tree()
-    wanted = None
+    wanted = None if only is None else matcher(only)
+    where = checkpoint.where
+    if like is not None and wish.rename is not None:
+        with collector_paused():
+            tree = renamed(tree, like, wish.rename, wanted, where)
+        where = f"`like`, renamed for {where},"
     if only is not None:
-        require_match((name for name, _ in entries(tree)), only, checkpoint.where)
-        wanted = matcher(only)
+        require_match((name for name, _ in entries(tree)), only, where)
     with collector_paused():
-        filler = Filler(checkpoint.saved(), wanted, checkpoint.where, wish.rename)
+        filler = Filler(checkpoint.saved(), wanted, checkpoint.where)
         if like is None:
             finish = filler.rebuild(tree if wanted is None else select(tree, wanted))
         else:
             finish = filler.fill(like, tree) or (lambda: like)
-    return wanted_blocks(checkpoint.manifest(), filler.reading(), checkpoint.where), finish
+        targets = filler.reading()
+        if like is not None:
+            check_apart(targets, checkpoint.manifest(), checkpoint.where)
+    return wanted_blocks(checkpoint.manifest(), targets, checkpoint.where), finish
 
 
 def open(url: Url | None = None) -> Repository:

@@ -18,8 +18,8 @@ from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt import session as sessions
 from ckpt.api import check_step, load_newest, load_step
+from ckpt.arguments import checked_every, positive
 from ckpt.codec import CodecWish
-from ckpt.fill import Rename
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds, told_mean_time
@@ -27,13 +27,14 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.losses import Losses, as_number
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
+from ckpt.rename import Rename
 from ckpt.repository import Repository, Url, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.spikes import asked_for
-from ckpt.storage.errors import CkptError, FormatError, InvalidArgument, InvalidName, UnknownScheme
-from ckpt.tier import Tier
+from ckpt.storage.errors import CkptError, FormatError, InvalidArgument, InvalidName, Refused, UnknownScheme
+from ckpt.tier import Tier, checked_tiers
 from ckpt.tiers import Tiers
 from ckpt.together import Wish
 from ckpt.write import leave_out, staging_bytes
@@ -66,7 +67,7 @@ class Checkpointer:
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
     """
 
-    @pulses.unusable(InvalidArgument, InvalidName, UnknownScheme, FormatError)
+    @pulses.unusable(InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
     def __init__(
         self,
         url: Url | None = None,
@@ -82,10 +83,8 @@ class Checkpointer:
         verify_replicas: bool = False,
         tiers: Sequence[Tier] = (),
     ) -> None:
-        if isinstance(every, int) and every < 1:
-            raise InvalidArgument(f"every={every}: use a positive number of steps, a timedelta, 'auto' or None")
-        if in_flight < 1:
-            raise InvalidArgument(f"in_flight={in_flight}: at least one save must be allowed")
+        every, tiers = checked_every(every), checked_tiers(tiers)
+        in_flight = positive("in_flight", in_flight, "a positive number of saves")
         if in_flight > 1 and tiers:
             raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
         self._attached: list[Any] = []
@@ -296,7 +295,8 @@ class Checkpointer:
 
         Each optimizer's step() then waits, if it must, until its memory has been copied. Everything else in the state
         is still copied before `save` returns. A parameter that is changed in place by other means meanwhile makes that
-        save fail with StateChanged.
+        save fail with StateChanged, if torch counts the change, or if it is one of a whole tensor on the host. What torch does
+        not count (`.data`, a numpy view) is not found on a GPU, nor where it is of few elements: see docs/saving.md.
         """
         for optimizer in optimizers:
             register: Callable[..., Any] | None = getattr(optimizer, "register_step_pre_hook", None)

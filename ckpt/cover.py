@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckpt import arrow
 from ckpt.shard import Box
 
 Ints = npt.NDArray[np.int64]
@@ -44,7 +45,7 @@ def tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> Flags
         cut[held] = np.logical_or.reduceat(cut_rows, starts[held], axis=0)
     axes = np.count_nonzero(cut, axis=1)
     done &= axes == 0
-    for count in np.unique(axes[axes > 0]).tolist():
+    for count in arrow.distinct(axes[axes > 0]):
         members = np.flatnonzero((axes == count) & (counts > 1))
         cells = np.prod(global_shapes[members] + 1.0, axis=1, where=cut[members])
         hard = (cells > _CELLS) | (count > _MOST_AXES)

@@ -7,17 +7,20 @@ made anew where something in them changed. The result is returned as well, so th
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.modules import is_module, strangers
 from ckpt.read import Target
 from ckpt.select import entries, select, suggest
+from ckpt.shard import whole
 from ckpt.stateful import Stateful, as_stateful
 from ckpt.storage.errors import CkptError, LeafMismatch, LeafNotFound
-from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild
+from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild, scalar_bytes
 
 
 class Saved(NamedTuple):
@@ -29,9 +32,6 @@ class Saved(NamedTuple):
 
 Finish = Callable[[], Any]
 
-Rename = Callable[[str], str] | Mapping[str, str]
-"""From names in `like` to saved names: a function, or regular expressions and their replacements."""
-
 
 class Filler:
     """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
@@ -39,16 +39,12 @@ class Filler:
     `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages.
     """
 
-    def __init__(
-        self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str, rename: Rename | None = None
-    ) -> None:
+    def __init__(self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str) -> None:
         self.targets: list[tuple[str, ArrayLeaf]] = []
         self._saved = saved
         self._wanted = wanted
         self._where = where
         self._made: dict[tuple[str, str], ArrayLeaf] = {}
-        self._rename = None if rename is None else as_function(rename)
-        self._by_name: dict[str, Node] = {}
 
     def reading(self) -> list[Target]:
         """The targets by their shards."""
@@ -84,38 +80,10 @@ class Filler:
             raise LeafNotFound(f"leaf {path} is in the tree of {self._where} but in none of its manifests")
         return saved
 
-    def _renamed(self, like: Any, path: str) -> Node:
-        """A tree of the structure of `like`, with what was saved under the new name of each of its entries."""
-        assert self._rename is not None
-        if (stateful := as_stateful(like)) is not None and self._leaf(like, path) is None:
-            return {"object": self._renamed(stateful.get(), path)}
-        if isinstance(like, dict):
-            return {"dict": [[_plain_key(k), self._renamed(v, join(path, k))] for k, v in like.items()]}
-        if isinstance(like, list):
-            return [self._renamed(v, join(path, i)) for i, v in enumerate(like)]
-        if isinstance(like, tuple):
-            names = getattr(like, "_fields", range(len(like)))
-            tag = "namedtuple" if hasattr(like, "_fields") else "tuple"
-            return {tag: [self._renamed(v, join(path, n)) for n, v in zip(names, like, strict=True)]}
-        if dataclasses.is_dataclass(like) and not isinstance(like, type):
-            fields = [f.name for f in dataclasses.fields(like)]
-            return {"dataclass": [self._renamed(getattr(like, f), join(path, f)) for f in fields], "fields": fields}
-        name = self._rename(path)
-        if name in self._by_name:
-            return self._by_name[name]
-        if not self._keeps(path):
-            return None
-        raise LeafNotFound(
-            f"leaf {path} of `like`, renamed to {name}, is not in {self._where}{suggest(name, self._by_name)}"
-        )
-
     # --- with like -------------------------------------------------------------------------------------------
 
     def fill(self, like: Any, node: Node, path: str = "") -> Finish | None:
         """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
-        if self._rename is not None and path == "":
-            self._by_name = dict(entries(node))
-            node = self._renamed(like, path)
         if isinstance(node, dict) and "object" in node and as_stateful(like) is None:
             node = node["object"]
         if type(like) is dict:
@@ -217,7 +185,7 @@ class Filler:
         parts = self._items(like, node[tag], names, path)
         if not any(parts):
             return None
-        return lambda: tuple.__new__(type(like), [v if p is None else p() for v, p in zip(like, parts, strict=True)])
+        return lambda: _tuple_like(like, [v if p is None else p() for v, p in zip(like, parts, strict=True)])
 
     def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
         fields = [f.name for f in dataclasses.fields(like)]
@@ -243,9 +211,9 @@ class Filler:
     def _array(self, leaf: ArrayLeaf, node: Node, path: str) -> Finish | None:
         if not self._keeps(path):
             return None
-        if not (isinstance(node, dict) and "array" in node):
+        if not (isinstance(node, dict) and ("array" in node or "scalar" in node)):
             raise self._other_kind(leaf.value, node, path)
-        saved = self._lookup(node["array"], path)
+        saved = self._lookup(node["array"], path) if "array" in node else Saved(node["dtype"], ())
         if saved.shape != leaf.shape:
             raise LeafMismatch(
                 f"leaf {path or '(root)'}: {self._where} has shape {list(saved.shape)}, `like` has {list(leaf.shape)}; "
@@ -260,6 +228,8 @@ class Filler:
             target = leaf.target()
         except TypeError as error:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
+        if "scalar" in node:
+            return _inline(target, node)
         self.targets.append((node["array"], target))
         return None if target is leaf else _once(target)
 
@@ -274,17 +244,38 @@ class Filler:
             target = shape(self._outline(state, path), self._wanted is None)
             finish = self._dict(target, state, path) or (lambda: target)
         else:
-            finish = self._merge(stateful.get(), state, path)
+            current = stateful.get()
+            if is_module(like):
+                self._check_entries(like, current, state, path)
+            finish = self._merge(current, state, path)
 
         def load() -> Any:
             try:
                 stateful.set(finish())
             except Exception as error:
-                message = f"leaf {path or '(root)'}: {_kind(like)} refused the state of {self._where}: {error}"
+                reason = " ".join(str(error).split())
+                message = f"leaf {path or '(root)'}: {_kind(like)} refused the state of {self._where}: {reason}"
                 raise LeafMismatch(message) from error
             return like
 
         return load
+
+    def _check_entries(self, module: Any, current: Any, node: Node, path: str) -> None:
+        """Raise LeafMismatch where a module would refuse a state for its keys."""
+        if not (isinstance(node, dict) and "dict" in node and isinstance(current, dict)):
+            return
+        saved = {decode_key(key): child for key, child in node["dict"]}
+        given = {key for key, child in saved.items() if self._node_wanted(child, join(path, key))}
+        if self._wanted is not None:
+            given |= current.keys()
+        missing, unknown = strangers(module, current.keys(), given)
+        said = [f"{self._where} lacks {_some(missing)}"] * bool(missing)
+        said += [f"{self._where} has {_some(unknown)} besides"] * bool(unknown)
+        if said:
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {' and '.join(said)}, unlike the {type(module).__name__} of `like`; make that as it "
+                "was when saved, or load what both have with only="
+            )
 
     def _outline(self, node: Node, path: str) -> Any:
         """What was saved there and is to be loaded, with a `Saved` for each array."""
@@ -340,23 +331,11 @@ class Filler:
         )
 
 
-def as_function(rename: Rename) -> Callable[[str], str]:
-    """A renaming as a function; patterns are applied one after the other."""
-    if callable(rename):
-        return rename
-    patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
-
-    def apply(name: str) -> str:
-        for pattern, replacement in patterns:
-            name = pattern.sub(replacement, name)
-        return name
-
-    return apply
-
-
-def _plain_key(key: Any) -> Node:
-    """A dict key as the tree has it."""
-    return key if type(key) is str else [key]
+def _tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
+    try:
+        return tuple.__new__(type(like), values)  # not the constructor: that of a namedtuple takes each by itself
+    except TypeError:  # a type of an extension, such as torch.Size
+        return type(like)(values)
 
 
 def _once(leaf: ArrayLeaf) -> Finish:
@@ -368,6 +347,25 @@ def _once(leaf: ArrayLeaf) -> Finish:
         return made[0]
 
     return finish
+
+
+def _inline(target: ArrayLeaf, node: Node) -> Finish:
+    """Into an array without axes, from the tree."""
+    data = np.frombuffer(scalar_bytes(node), np.uint8)
+    parts = target.parts()
+
+    def finish() -> Any:
+        for leaf in [target] if parts is None else [part.leaf for part in parts]:
+            if leaf.nbytes:
+                leaf.write(whole(()), data)
+        return target.finish()
+
+    return finish
+
+
+def _some(names: list[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _kind(value: Any) -> str:

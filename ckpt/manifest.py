@@ -344,8 +344,8 @@ class Manifest:
         order = None if np.all(groups[1:] >= groups[:-1]) else np.argsort(groups, kind="stable")
         if order is not None:
             rows, groups = rows[order], groups[order]
-        numbers, begins = np.unique(groups, return_index=True)
-        cuts = [*begins.tolist(), len(rows)]
+        begins = np.flatnonzero(np.diff(groups, prepend=-1))
+        numbers, cuts = groups[begins], [*begins.tolist(), len(rows)]
         taken = [
             arrow.taken(self._read(number, names).select(names), rows[a:b] - self._starts[number])
             for number, (a, b) in zip(numbers.tolist(), itertools.pairwise(cuts), strict=True)
@@ -363,7 +363,7 @@ class Manifest:
         keep = axes < 0
         table = self._take(rows, ("offset", "shape"))
         (offset, begins), (shape, begins_shape) = (arrow.numbers_of(table.column(name)) for name in ("offset", "shape"))
-        for count in np.unique(axes[~keep]).tolist():
+        for count in arrow.distinct(axes[~keep]):
             at = np.flatnonzero(axes == count)
             if np.any(np.diff(begins)[at] != count) or np.any(np.diff(begins_shape)[at] != count):
                 raise IntegrityError(f"{self.where}: a leaf has pieces of another number of axes than {count}")

@@ -5,13 +5,14 @@ No Python object is made of a row: a million rows of ten thousand ranks are merg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpt import arrow
 from ckpt import table as tables
+from ckpt.copies import Described, require_same
 from ckpt.cover import Flags, Ints, overlap, tiled, uncovered
 from ckpt.index import Index, indexed
 from ckpt.shard import Box, intersect
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 _NOT_COPIES = "give each rank a box of its own, or say that they hold copies: ckpt.Shard(…, replica=(i, n))"
 
 
-def merge(parts: Sequence[tuple[int, pa.Table]]) -> pa.Table:
+def merge(parts: Sequence[tuple[int, pa.Table]], held: Mapping[str, Described] | None = None) -> pa.Table:
     """The manifest of a step, given each rank's number and rows; the same whatever order they come in.
+
+    held: what ranks take leaves for of which they may have stored nothing.
 
     The rows of a leaf lie together, by rank; leaves come in the order of the lowest rank that has them. Rows of boxes
     without elements are left out, and rows of a box that a lower rank stored with the same bytes. Raises StepRefused
@@ -37,7 +40,7 @@ def merge(parts: Sequence[tuple[int, pa.Table]]) -> pa.Table:
     table = _together([table for _, table in parts])
     ranks = np.repeat([rank for rank, _ in parts], [len(table) for _, table in parts])
     index = indexed([table.column("leaf")])
-    keep = _Rows(table, ranks, index).checked()
+    keep = _Rows(table, ranks, index).checked(held or {})
     if index.order is not None:
         keep = index.order[keep]
     if len(keep) < len(table) or index.order is not None:
@@ -88,9 +91,10 @@ class _Rows:
         )
         self.bytes = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
 
-    def checked(self) -> Ints:
+    def checked(self, held: Mapping[str, Described]) -> Ints:
         """Which rows the manifest needs; raise StepRefused where those are not exactly what makes the leaves."""
         self._check_claims()
+        self._check_held(held)
         self._check_bounds()
         keep = self._not_empty()
         whole = self._is_tiled(np.arange(len(self.names)), keep)
@@ -107,19 +111,20 @@ class _Rows:
     def _check_claims(self) -> None:
         axes = np.diff(self.at)
         differs = (self.dtype != self.dtype[self.first][self.leaf]) | (axes != axes[self.first][self.leaf])
-        for count in np.unique(axes).tolist():
+        for count in arrow.distinct(axes):
             rows = np.flatnonzero((axes == count) & ~differs)
             own = _matrix(self.whole, self.at[rows], count)
             first = _matrix(self.whole, self.at[self.first[self.leaf[rows]]], count)
             differs[rows[np.any(own != first, axis=1)]] = True
         if np.any(differs):
             row = int(np.argmax(differs))
-            first_row = int(self.first[self.leaf[row]])
-            raise StepRefused(
-                f"leaf {self._name(row)} is {self._claim(first_row)} on rank {self.ranks[first_row]} and "
-                f"{self._claim(row)} on rank {self.ranks[row]}; give leaves that are not one array different names, or "
-                "the same global_shape in ckpt.Shard"
-            )
+            require_same(self._name(row), self._described(int(self.first[self.leaf[row]])), self._described(row))
+
+    def _check_held(self, held: Mapping[str, Described]) -> None:
+        number = {name: i for i, name in enumerate(self.names)}
+        for name, described in held.items():
+            if (leaf := number.get(name)) is not None:
+                require_same(name, self._described(int(self.first[leaf])), described)
 
     def _check_bounds(self) -> None:
         wrong = (np.diff(self.at_offset) != np.diff(self.at)) | (np.diff(self.at_shape) != np.diff(self.at))
@@ -150,7 +155,7 @@ class _Rows:
         axes = np.diff(self.at)[self.first[leaves]]
         done = np.ones(len(leaves), bool)
         of_leaf = np.full(len(self.names), -1)
-        for count in np.unique(axes).tolist():
+        for count in arrow.distinct(axes):
             mine = np.flatnonzero(axes == count)
             of_leaf[:] = -1
             of_leaf[leaves[mine]] = mine
@@ -168,7 +173,7 @@ class _Rows:
         suspect[leaves] = True
         axes = np.diff(self.at)
         rows = np.flatnonzero(keep & suspect[self.leaf])
-        for count in np.unique(axes[rows]).tolist():
+        for count in arrow.distinct(axes[rows]):
             mine = rows[axes[rows] == count]
             boxes = [_matrix(values, self.at[mine], count) for values in (self.offset, self.shape)]
             keys = [self.leaf[mine], *boxes[0].T, *boxes[1].T]
@@ -230,8 +235,8 @@ class _Rows:
             tuple(self.shape[self.at_shape[row] : self.at_shape[row + 1]].tolist()),
         )
 
-    def _claim(self, row: int) -> str:
-        return f"{self.dtypes[int(self.dtype[row])]} of global shape {self._shape(row)}"
+    def _described(self, row: int) -> Described:
+        return Described(int(self.ranks[row]), self.dtypes[int(self.dtype[row])], self._shape(row))
 
 
 def _matrix(flat: Ints, begins: Ints, count: int) -> Ints:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt import codec, parts
+from ckpt.arguments import checked_bytes, checked_seconds, positive
 from ckpt.digest import require
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.retention import Keep
@@ -33,3 +34,6 @@ class Options:
     def __post_init__(self) -> None:
         codec.parse(self.codec)  # a wrong wish is told before anything is written
         require(self.digest)
+        checked_bytes("memory", self.memory)
+        checked_seconds("timeout", self.timeout)
+        positive("in_flight", self.in_flight, "a positive number of saves")

@@ -21,7 +21,7 @@ import numpy as np
 
 from ckpt import arrow, records
 from ckpt.claim import Attempt, Claim
-from ckpt.copies import Copies, compare
+from ckpt.copies import Copies, agreed, compare
 from ckpt.digest import digest
 from ckpt.pack import lengths
 from ckpt.records import CommitRecord
@@ -76,11 +76,12 @@ class Whole:
 
 
 def part_metadata(
-    tree: bytes, packs: Mapping[str, int], written_bytes: int, claim: Claim, copies: Copies | None
+    tree: bytes, held: str, packs: Mapping[str, int], written_bytes: int, claim: Claim, copies: Copies | None
 ) -> dict[str, str]:
     """What a part carries beside its rows."""
     return {
         "tree": tree.decode(),
+        "held": held,
         "packs": json.dumps(dict(packs)),
         "written_bytes": str(written_bytes),
         "world_size": str(claim.size),
@@ -164,6 +165,7 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     written = 0
     algorithms: dict[str, int] = {}
     sizes: dict[str, int] = {}
+    held: dict[str, int] = {}
     copies: list[tuple[int, Copies]] = []
     for part, table in zip(listed, tables, strict=True):
         said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
@@ -175,12 +177,15 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
         written += int(said["written_bytes"])
         algorithms.setdefault(said["digest"], part.rank)
         sizes.setdefault(said["world_size"], part.rank)
+        held.setdefault(said["held"], part.rank)
         if "copies" in said:
             copies.append((part.rank, json.loads(said["copies"])))
-    compare(step, copies)
     _require_one("digests by", algorithms, step)
     _require_one("counts its group as", sizes, step)
-    table = merge([(part.rank, table.replace_schema_metadata(None)) for part, table in zip(listed, tables, strict=True)])
+    known = agreed(held)
+    compare(step, copies)
+    ranks = [part.rank for part in listed]
+    table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
     tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import mmap
 import os
 import signal
@@ -77,6 +78,7 @@ class Beat:
     committed: int
     """Newest step that it knows to be committed; -1 none."""
     loss: float
+    """Of the newest step that one was given for; not a number before the first."""
     pid: int
     heard: int | None = None
     """The step to stop after that it has heard of."""
@@ -107,6 +109,7 @@ class Pulse:
                 self._fields[field] = -1
             for field in (_STOP, _HEARD, _AGREED):
                 self._fields[field] = _NEVER
+            self._floats[_LOSS] = math.nan
             self._fields[_SINCE] = time.monotonic_ns()
 
     # --- the rank ----------------------------------------------------------------------------------------------
@@ -294,11 +297,14 @@ def compute() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unusable(*kinds: type[Exception]) -> Iterator[None]:
-    """Say of these errors that another start would meet them, too."""
+    """Say of these errors, and of what comes of them, that another start would meet them, too."""
     try:
         yield
-    except kinds:
-        if (pulse := mine()) is not None:
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, kinds):
+            cause = cause.__cause__
+        if cause is not None and (pulse := mine()) is not None:
             pulse.unusable()
         raise
 

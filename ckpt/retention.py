@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from ckpt.arguments import whole
 from ckpt.claim import Claim, old_generations
 from ckpt.records import CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
@@ -33,7 +34,8 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1 or (self.every is not None and self.every < 1):
+        numbers = (self.last,) if self.every is None else (self.last, self.every)
+        if any((whole(number) or 0) < 1 for number in numbers):
             raise InvalidArgument(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
 
 
@@ -41,9 +43,9 @@ def as_keep(keep: int | Keep | None) -> Keep | None:
     """`keep=3` means the last three."""
     if keep is None or isinstance(keep, Keep):
         return keep
-    if isinstance(keep, int):
-        return Keep(keep)
-    raise TypeError(f"keep={keep!r}: use a number of steps, or ckpt.Keep")
+    if (number := whole(keep)) is None:
+        raise InvalidArgument(f"keep={keep!r}: use a number of steps, or ckpt.Keep")
+    return Keep(number)
 
 
 def expired(steps: Iterable[int], good: Iterable[int], keep: Keep) -> list[int]:

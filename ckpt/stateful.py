@@ -27,7 +27,7 @@ def as_stateful(value: Any) -> Stateful | None:
         put := getattr(value, "load_state_dict", None)
     ):
         return Stateful(get, put)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))
     if isinstance(value, np.random.Generator):
         return _bit_generator(value.bit_generator)
@@ -35,10 +35,20 @@ def as_stateful(value: Any) -> Stateful | None:
         return _bit_generator(value)
     if isinstance(value, np.random.RandomState):
         return Stateful(lambda: value.get_state(legacy=False), value.set_state)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Generator):
+    if _is_torch_generator(value):
         return Stateful(value.get_state, value.set_state)
     return None
+
+
+def is_random(value: Any) -> bool:
+    """Whether `value` is a random generator, or all of them: what each rank of a group has of its own."""
+    of_numpy = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+    return isinstance(value, (RandomState, random.Random, *of_numpy)) or _is_torch_generator(value)
+
+
+def _is_torch_generator(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Generator)
 
 
 def _bit_generator(generator: Any) -> Stateful:

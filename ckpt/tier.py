@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt import records
 from ckpt.arena import available_memory
+from ckpt.arguments import checked_bytes, checked_every
 from ckpt.interval import Every
 from ckpt.repository import MARKER, Repository, Url, new_marker, open_repository
 from ckpt.retention import Keep, as_keep
@@ -59,14 +60,20 @@ class Tier:
 
     def __post_init__(self) -> None:
         as_keep(self.keep)
-        if isinstance(self.every, int) and self.every < 1:
-            raise InvalidArgument(f"every={self.every}: use a positive number of steps, a timedelta, 'auto' or None")
-        if self.limit is not None and self.limit < 1:
-            raise InvalidArgument(f"limit={self.limit}: use a positive number of bytes, or None")
+        object.__setattr__(self, "every", checked_every(self.every))
+        checked_bytes("limit", self.limit)
 
     def counts(self, step: int) -> bool:
         """Whether this step comes here by its number."""
         return isinstance(self.every, int) and (step + 1) % self.every == 0
+
+
+def checked_tiers(tiers: Any) -> tuple[Tier, ...]:
+    """What a user gives as tiers."""
+    found = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
+    if isinstance(tiers, Tier) or not all(isinstance(tier, Tier) for tier in found):
+        raise InvalidArgument(f'tiers={tiers!r}: use a list of ckpt.Tier, as in tiers=[ckpt.Tier("memory")]')
+    return found
 
 
 def held_bytes(repo: Repository) -> int:

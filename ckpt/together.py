@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt import session as sessions
+from ckpt.arguments import check_progress, check_rename, check_share_reads, checked_patterns
 from ckpt.checkpoint import Checkpoint
-from ckpt.fill import Rename
 from ckpt.groups.base import Alone, Group
 from ckpt.read import Progress
 from ckpt.records import decode_commit, encode_commit
+from ckpt.rename import Rename
 from ckpt.repository import Repository, commit_name
 from ckpt.select import Patterns
 from ckpt.sharing import ShareReads
@@ -42,6 +43,12 @@ class Wish:
     share_reads: ShareReads = "auto"
     once: bool = False
     """To go on with a job: it will not be read again soon, and need not be kept in the page cache."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "only", checked_patterns(self.only))
+        check_rename(self.rename)
+        check_progress(self.progress)
+        check_share_reads(self.share_reads)
 
 
 def together(group: Group, work: Callable[[], T]) -> T:

@@ -20,20 +20,25 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf
 from ckpt.leaves.base import ArrayLeaf
-from ckpt.leaves.host import BytesLeaf
-from ckpt.stateful import RandomState, Stateful, as_stateful
+from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
+from ckpt.stateful import Stateful, as_stateful, is_random
 from ckpt.storage.errors import FormatError, UnsupportedLeaf
 
 Node = Any
 namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names from a file, so no static type fits
 INLINE_BYTES = 64 << 10
-"""Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole."""
+"""Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole. Of a group, leaves of each rank."""
 
 _LIKE_OWN = re.compile(r"@\d+$")  # a path that could be taken for the name of something of one rank
 _SAFE_INTEGER = 1 << 53  # beyond it, other JSON readers would round
-_FACTORIES = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool}
+_DECIMAL_BITS = 2048  # Python refuses to convert longer ones than a limit, which is 640 digits at least, from and to decimal
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple,
+    "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,7 +55,7 @@ class PerRank:
     """Something in a state of which every rank has its own: `{"reader": ckpt.PerRank(reader)}`.
 
     Each rank loads what the rank of its number saved (modulo the number of ranks that saved). Plain values that differ
-    between ranks need no PerRank, nor does `ckpt.RandomState`; arrays do, since those are taken to be equal everywhere.
+    between ranks need no PerRank, nor do random generators; arrays do, since those are taken to be equal everywhere.
     """
 
     def __init__(self, value: Any) -> None:
@@ -97,7 +102,7 @@ class _Flattener:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
-            return value if -_SAFE_INTEGER < value < _SAFE_INTEGER else {"int": str(value)}
+            return value if -_SAFE_INTEGER < value < _SAFE_INTEGER else {"int": _integer(value)}
         if kind is float:
             return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
         try:
@@ -105,6 +110,8 @@ class _Flattener:
         except TypeError as error:
             raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error
         if leaf is not None:
+            if self._rank is not None and type(leaf) is NumpyScalarLeaf:
+                return self._scalar(leaf, path)
             return self._array(leaf, path)
         return self._other(value, kind, path)
 
@@ -115,16 +122,19 @@ class _Flattener:
             return self._container(value, path, self._tuple)
         if kind is bytes or kind is bytearray:
             if len(value) > INLINE_BYTES:
-                return self._array(BytesLeaf(np.frombuffer(value, np.uint8)), path)
-            return {"bytes": base64.b64encode(value).decode()}
+                if self._may_differ():
+                    return self._of_rank(value, path)
+                return self._array(BytesLeaf(np.frombuffer(value, np.uint8), kind), path)
+            return {"bytes": base64.b64encode(value).decode(), **({"type": "bytearray"} if kind is bytearray else {})}
         if kind is complex:
             return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
         if kind in (set, frozenset):
-            return {kind.__name__: [self.node(item, join(path, "{}")) for item in sorted(value, key=repr)]}
+            items = sorted(value, key=lambda item: _shown(item, path))
+            return {kind.__name__: [self.node(item, join(path, "{}")) for item in items]}
         if kind is PerRank:
             return self._of_rank(value.value, path)
         if (stateful := as_stateful(value)) is not None:
-            if self._own is None and self._rank is not None and isinstance(value, RandomState):
+            if self._may_differ() and is_random(value):
                 return self._of_rank(value, path)
             return self._container(value, path, lambda _, p: self._object(stateful, value, p))
         if isinstance(value, dict):
@@ -139,6 +149,10 @@ class _Flattener:
             f"leaf {path or '(root)'}: a {_type_name(kind)} cannot be stored without pickle; give it state_dict() and "
             "load_state_dict(), turn it into arrays and plain values, or leave it out of the state"
         )
+
+    def _may_differ(self) -> bool:
+        """Whether other ranks may have something else under this path."""
+        return self._rank is not None and self._own is None
 
     def _of_rank(self, value: Any, path: str) -> Node:
         """What only this rank has: its arrays get names of their own."""
@@ -165,7 +179,7 @@ class _Flattener:
         prefix = path + "." if path else ""
         node: dict[str, Any] = {
             "dict": [
-                [k, self.node(v, prefix + k)] if type(k) is str else [_key(k, path), self.node(v, f"{prefix}{k}")]
+                [k, self.node(v, prefix + k)] if type(k) is str else [encode_key(k, path), self.node(v, f"{prefix}{k}")]
                 for k, v in value.items()
             ]
         }
@@ -174,8 +188,8 @@ class _Flattener:
             for known in (collections.OrderedDict, collections.Counter, collections.defaultdict):
                 if isinstance(value, known):
                     node["type"] = known.__name__
-            if isinstance(value, collections.defaultdict) and value.default_factory in _FACTORIES.values():
-                node["factory"] = getattr(value.default_factory, "__name__", None)
+            if isinstance(value, collections.defaultdict) and value.default_factory is not None:
+                node["factory"] = _factory(value.default_factory, path)
             if isinstance(metadata := getattr(value, "_metadata", None), dict):  # versions kept by torch modules
                 node["metadata"] = self.node(metadata, join(path, "_metadata"))
         return node
@@ -202,6 +216,12 @@ class _Flattener:
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
         return {"object": self.node(stateful.get(), path), "class": _type_name(type(value))}
 
+    def _scalar(self, leaf: NumpyScalarLeaf, path: str) -> Node:
+        """A numpy scalar of a rank of a group: a plain value, and not an array, which would be taken for a copy of theirs."""
+        if leaf.nbytes <= INLINE_BYTES:
+            return {"scalar": base64.b64encode(leaf.array.tobytes()).decode(), "dtype": leaf.dtype}
+        return self._of_rank(leaf.value, path) if self._may_differ() else self._array(leaf, path)
+
     def _array(self, leaf: ArrayLeaf, path: str) -> Node:
         identity = leaf.identity() if leaf.nbytes else None
         name = self._tied.get(identity) if identity is not None else None
@@ -227,11 +247,12 @@ class _Flattener:
         return node
 
 
-def _key(key: Any, path: str) -> Node:
+def encode_key(key: Any, path: str) -> Node:
     """A dict key as JSON: text stands for itself, other plain values in a list of one."""
     if isinstance(key, str):
         return str(key)
     if key is None or type(key) in (bool, int, float, bytes, tuple):
+        _shown(key, path)  # it becomes part of names
         flat = _Flattener()
         node = flat.node(key, path)
         if not flat.leaves:
@@ -239,6 +260,29 @@ def _key(key: Any, path: str) -> Node:
     raise UnsupportedLeaf(
         f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use str, int or tuple"
     )
+
+
+def _factory(factory: Callable[[], Any], path: str) -> str:
+    """The name of what a defaultdict makes its values with."""
+    for name, known in _FACTORIES.items():
+        if factory is known:
+            return name
+    raise UnsupportedLeaf(
+        f"leaf {path or '(root)'}: what this defaultdict makes its values with is code, which is not stored; use one of "
+        f"{', '.join(_FACTORIES)}, or store a plain dict"
+    )
+
+
+def _shown(value: Any, path: str) -> str:
+    try:
+        return repr(value)
+    except ValueError as error:  # beyond Python's limit for decimal digits
+        where = f"leaf {path or '(root)'}"
+        raise UnsupportedLeaf(f"{where}: so long an integer can be a value, but no dict key and not in a set") from error
+
+
+def _integer(value: int) -> str:
+    return str(value) if value.bit_length() <= _DECIMAL_BITS else hex(value)
 
 
 def _type_name(kind: type) -> str:
@@ -300,7 +344,7 @@ def empty_dict(node: Node) -> Any:
 
 
 def decode_key(key: Node) -> Any:
-    """The dict key that `_key` wrote."""
+    """The dict key that `encode_key` wrote."""
     if isinstance(key, str):
         return key
     return rebuild(key[0], _no_array)()
@@ -357,6 +401,24 @@ def _value(make: Callable[[Any], Any], tag: str) -> Callable[[Node, MakeArray], 
     return build
 
 
+def _rebuild_bytes(node: Node, _: MakeArray) -> Callable[[], Any]:
+    data = base64.b64decode(node["bytes"])
+    return lambda: bytearray(data) if node.get("type") == "bytearray" else data
+
+
+def scalar_bytes(node: Node) -> bytes:
+    """The bytes of a numpy scalar; raise FormatError where there are not as many as its dtype has."""
+    data = base64.b64decode(node["scalar"])
+    if len(data) != numpy_dtype(node["dtype"]).itemsize:
+        raise FormatError(f"the tree file has a {node['dtype']} of {len(data)} bytes")
+    return data
+
+
+def _rebuild_scalar(node: Node, _: MakeArray) -> Callable[[], Any]:
+    dtype, data = numpy_dtype(node["dtype"]), scalar_bytes(node)
+    return lambda: np.ndarray((), dtype, bytearray(data))[()]
+
+
 _BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {
     "array": lambda node, make_array: make_array(node),
     "dict": _rebuild_dict,
@@ -364,10 +426,11 @@ _BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {
     "namedtuple": _rebuild_namedtuple,
     "dataclass": _rebuild_dataclass,
     "object": lambda node, make_array: rebuild(node["object"], make_array),
-    "int": _value(int, "int"),
+    "int": _value(lambda text: int(text, 0), "int"),
     "float": _value(lambda text: struct.unpack(">d", bytes.fromhex(text))[0], "float"),
     "complex": _value(lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))), "complex"),
-    "bytes": _value(lambda text: base64.b64decode(text), "bytes"),
+    "bytes": _rebuild_bytes,
+    "scalar": _rebuild_scalar,
     "set": lambda node, make_array: _sequence(node["set"], make_array, set),
     "frozenset": lambda node, make_array: _sequence(node["frozenset"], make_array, frozenset),
 }

@@ -35,6 +35,7 @@ from ckpt.pack import PackFile, PackWriter
 from ckpt.plan import BLOCK_BYTES, Block, plan, stage
 from ckpt.quiet import be_nice, collector_paused
 from ckpt.repository import step_folder
+from ckpt.sample import Sample, can_be_sampled, differing, sample
 from ckpt.session import KnownBlock, KnownBlocks, Session
 from ckpt.storage.errors import (
     CkptError,
@@ -168,6 +169,7 @@ class _Save:
         self._known: KnownBlocks = {}
         self._known_packs: dict[str, int] = {}
         self._referenced: set[str] = set()
+        self._samples: dict[int, Sample] = {}  # of the blocks that are staged late
         self._go = threading.Event()  # the writers may begin
         self._eager_staged = threading.Event()
         self._checkpoint: Checkpoint | None = None
@@ -197,6 +199,7 @@ class _Save:
         late = set(deferred)
         eager = [i for i in range(len(self._blocks)) if i not in late]
         versions = self._versions(deferred)
+        self._samples = {i: sample(self._blocks[i], self._leaves) for i in deferred}
         thread = threading.Thread(target=self._run, args=(deferred, versions), name=f"ckpt-save-{self._step}")
         try:
             self._borrow(_budget(total, self._options))
@@ -248,7 +251,7 @@ class _Save:
     def _is_deferred(self, block: Block) -> bool:
         may = self._options.deferrable
         leaves = [self._leaves[p.leaf] for p in block.pieces]
-        return all(leaf.frozen() or (may is not None and may(leaf)) for leaf in leaves)
+        return all(leaf.frozen() or (may is not None and may(leaf) and can_be_sampled(leaf)) for leaf in leaves)
 
     def _versions(self, deferred: list[int]) -> dict[int, tuple[str, ArrayLeaf, int]]:
         """The leaves of these blocks that count their changes, by number, each with its count now."""
@@ -303,6 +306,8 @@ class _Save:
                     assert region is not None
                 failpoint("save.stage")
                 stage(block, self._leaves, region.data)
+                if (before := self._samples.get(i)) and (changed := differing(block, before, region.data)) is not None:
+                    raise self._changed(self._names[changed])
                 sums = digest_and_cells(self._algorithm, region.data[: block.nbytes].data) if summing else None
                 self._staged.put(_Staged(i, region, sums))
         except BaseException as error:
@@ -330,16 +335,17 @@ class _Save:
         self._eager_staged.wait()
         for name, leaf, version in versions.values():
             if leaf.version() != version:
-                self._fail(
-                    StateChanged(
-                        f"leaf {name} was changed while step {self._step} was being staged; this save is given up. "
-                        "Change attached parameters only through the optimizer's step(), or save without attach()"
-                    )
-                )
+                self._fail(self._changed(name))
                 break
         self._handle.staged.set()
         for _ in range(WRITERS):
             self._staged.put(None)
+
+    def _changed(self, name: str) -> StateChanged:
+        return StateChanged(
+            f"leaf {name} was changed while step {self._step} was being staged; this save is given up. "
+            "Change attached parameters only through the optimizer's step(), or save without attach()"
+        )
 
     # --- writing -----------------------------------------------------------------------------------------------
 

@@ -262,7 +262,8 @@ def _wrong(view: View, report: Report, reports: Sequence[Report]) -> Failure:
             slowest, host = min(behind, key=lambda each: (each[0].step, -each[0].silent_seconds))
             logs = f"{view.perhaps[host].logs}/{view.course.attempt}"
             return _failure(view, "hang", [slowest.rank], slowest.in_words(logs), reports, host)
-    return replace(_failure(view, wrong.cause, wrong.ranks, wrong.detail, reports, report.name), bad=wrong.bad)
+    log = f"{report.logs}/{view.course.attempt}/rank-{wrong.ranks[0]}.log" if wrong.ranks else ""
+    return replace(_failure(view, wrong.cause, wrong.ranks, wrong.detail, reports, report.name), bad=wrong.bad, log=log)
 
 
 def _failure(

@@ -21,6 +21,7 @@ from types import FrameType
 from ckpt import tier
 from ckpt.recovery import course as courses
 from ckpt.recovery import host, launch, memories, memory, metrics
+from ckpt.recovery.accounts import Accounts
 from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen
 from ckpt.recovery.console import Console
 from ckpt.recovery.coordinator import Coordinator
@@ -28,7 +29,7 @@ from ckpt.recovery.course import Course, Member, Spec
 from ckpt.recovery.guardian import Guardian
 from ckpt.recovery.keeper import Guard, Keeper
 from ckpt.recovery.launch import Share
-from ckpt.recovery.ledger import Ledger, Name, totals
+from ckpt.recovery.ledger import Name, totals
 from ckpt.recovery.limits import Limits
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.recovery.voice import Voice
@@ -80,7 +81,6 @@ class Agent:
         self._here = here
         self._state = state
         self._out = say
-        self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))
         self._incarnation = secrets.token_hex(8)
         self._mark = f"{launch.AGENT}={self._incarnation}"
         self._run = ""
@@ -89,7 +89,7 @@ class Agent:
         self._course = Course()
         self._log: list[Entry] = []
         self._watch: Watch | None = None
-        self._ledger: Ledger | None = None
+        self._accounts: Accounts | None = None
         self._warm = WarmStarts(spec.command) if here.warm and not here.through_mpi else None
         self._memory = memory.folder_of(here.folder) if spec.hosts == 1 else None
         self._keeper: Keeper | None = None
@@ -103,6 +103,7 @@ class Agent:
         self._said = ""
         self._told_stop = -1
         self._leaves = False
+        self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))  # last: what fails leaves nothing
 
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
@@ -118,7 +119,9 @@ class Agent:
                 self._join()
                 if self._status is not None:
                     return self._status
-                self._coordinator = Coordinator(self._state, self._spec.hosts == 1)
+                alone = self._spec.hosts == 1
+                self._coordinator = Coordinator(self._state, alone)
+                self._accounts = Accounts(self._here.folder, self._here.name, alone, self._log, self._coordinator)
                 self._voice = Voice(self._state, self._report(), self._guardian)
                 try:
                     return self._until_over()
@@ -137,8 +140,8 @@ class Agent:
             self._console.close()
             self._select.close()
             self._guardian.close()
-            if self._ledger is not None:
-                self._ledger.close()
+            if self._accounts is not None:
+                self._accounts.close(self._course)
             shutil.rmtree(self._pages, ignore_errors=True)
 
     def _say(self, text: str) -> None:
@@ -293,7 +296,7 @@ class Agent:
 
     def _own_environment(self) -> dict[str, str]:
         """What the ranks of this host are told beside."""
-        told = {launch.AGENT: self._incarnation}
+        told = {launch.AGENT: self._incarnation, "TORCHELASTIC_MAX_RESTARTS": str(self._spec.restarts)}
         now, *before = [each.url(self._here.name) for each in self._course.memory] or [""]
         if where := now if self._memory is None else str(self._memory):
             told[tier.VARIABLE] = where
@@ -387,6 +390,7 @@ class Agent:
             if time.monotonic() >= self._tidy_at:
                 self._tidy_at = time.monotonic() + _TIDY_SECONDS
                 host.reap()
+                self._guardian.look()
                 if self._warm is not None:
                     launch.prepare(self._warm, self._share, self._pages)
 
@@ -414,9 +418,13 @@ class Agent:
         self._voice.say(mine)
         before = self._course
         wrote = self._coordinator.turn(before, mine)
-        if before.leader == self._here.name:
-            self._account_turn(before, mine)
+        assert self._accounts is not None
+        self._accounts.turn(before, mine)
         return wrote
+
+    def _account(self, name: Name) -> None:
+        assert self._accounts is not None
+        self._accounts.spent(self._course, name)
 
     def _serve(self) -> Web | None:
         if self._here.metrics is None:
@@ -431,32 +439,6 @@ class Agent:
         watch = self._watch
         beats = {} if watch is None else watch.beats
         return metrics.text(list(self._log), totals(self._here.folder), True, beats, time.monotonic())
-
-    # --- where the time goes -----------------------------------------------------------------------------------
-
-    def _account_turn(self, course: Course, mine: Report) -> None:
-        last = course.last
-        assert last is not None
-        if last.kind not in ("start", "stop"):
-            waits = self._spec.hosts > 1 or last.facts.get("wait", 0) > 0
-            self._account("wait" if waits else "spawn" if last.kind == "run" else "decide")
-            return
-        here = [report for report in self._coordinator.reports().values() if report.attempt == course.attempt]
-        first = self._coordinator.reports().get(course.members[0].name, mine)
-        step, committed = min((r.step for r in here), default=-1), max((r.committed for r in here), default=-1)
-        self._account(first.spent if first in here else "spawn", step, committed)
-        wrongs = [report.wrong for report in here if report.wrong is not None]
-        if wrongs and self._ledger is not None:
-            self._ledger.instead("detect", max(wrong.silent_seconds for wrong in wrongs))
-
-    def _account(self, name: Name, step: int = -1, committed: int = -1) -> None:
-        """Of the run: by the agent that leads it, from when it leads."""
-        if self._course.leader != self._here.name:
-            return
-        if self._ledger is None:
-            first = self._course.last is not None and self._course.last.kind == "run"
-            self._ledger = Ledger(self._here.folder, None if first else time.monotonic())
-        self._ledger.now(name, max(0, self._course.attempt), step, committed)
 
     # --- the end -----------------------------------------------------------------------------------------------
 

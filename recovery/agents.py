@@ -159,6 +159,11 @@ class Roll:
         """Those that live, and those that may: they were not listened to for long enough."""
         return {name: seen.report for name, seen in self._seen.items() if self._now - seen.at <= self.lost_seconds}
 
+    def silent_seconds(self, name: str) -> float:
+        """Since it was heard last; 0 where it never was."""
+        seen = self._seen.get(name)
+        return 0.0 if seen is None else self._now - seen.at
+
 
 def listen(state: State, seconds: float = 3 * SAY_SECONDS) -> dict[str, Report]:
     """The agents that say something new while one listens for so long, or until all that are known have."""

@@ -53,6 +53,10 @@ class Coordinator:
         """Of all agents that live, as heard last."""
         return self._told
 
+    def silent_seconds(self, name: str) -> float:
+        """How long an agent has said nothing; 0 where nothing is known of it."""
+        return self._roll.silent_seconds(name)
+
     def _note(self, course: Course, now: float) -> None:
         """When the entries came, by the clock of this host: of several of one kind, the first."""
         last = course.last
@@ -81,5 +85,3 @@ class Coordinator:
         failpoint("coordinator.lead")
         text = f"{mine.name} coordinates from now on" + (f", as {course.leader} is gone" if course.leader else "")
         return self._state.append(course.number, [Draft(course.attempt, "lead", text, {"name": mine.name})])
-
-

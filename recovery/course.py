@@ -158,6 +158,11 @@ def _noted(course: Course, entry: Entry) -> Course:
     return replace(course, left_out=facts.get("left_out", course.left_out), spares=facts.get("spares", course.spares))
 
 
+def is_failure(entry: Entry) -> bool:
+    """Not an end that somebody wanted."""
+    return entry.kind == "failure" and entry.facts["cause"] not in WANTED
+
+
 # --- entries -----------------------------------------------------------------------------------------------------
 
 

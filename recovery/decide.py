@@ -37,6 +37,8 @@ class Failure:
     """Whose ranks failed first."""
     bad: Bad | None = None
     """The loss by which it diverged."""
+    log: str = ""
+    """The file of what the first of them has said; "" where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,10 @@ USELESS = 3
 """So many failures in a row at the same place, and it is the program that must be mended."""
 
 
+_SOON_STEPS = 32
+"""What fails within so many steps of a restore may fail for what was restored."""
+
+
 def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = ()) -> Decision:
     """What to do after the last of these failures. budget: before it. skip: batches that are passed over already."""
     now = budget.after(failures[-1])
@@ -95,7 +101,7 @@ def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = ()) -> De
 
 def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
     last = failures[-1]
-    what = f"{_who(last)} {_does(last)} {_at(last)}"
+    what, look = f"{_who(last)} {_does(last)} {_at(last)}", f"look at {last.log or 'the log'}"
     if last.cause == "asked":
         return Decision("halt", what)
     if last.cause == "preempted":
@@ -103,7 +109,7 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
     if last.cause == "straggler":
         return Decision("restart", f"{what}; all start again from what was saved, and leave {last.host} out")
     if last.cause == "unusable" and all(failure.step < 0 for failure in failures):
-        return Decision("halt", f"{what}; another start would not change that")
+        return Decision("halt", f"{what}; another start would not change that{'; ' + look if last.log else ''}")
     if last.bad is not None and now.left >= 0:
         told = roll_back([failure.bad for failure in failures if failure.bad is not None], skip)
         action: Literal["restart", "halt"] = "halt" if told.action == "halt" else "restart"
@@ -113,17 +119,31 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
         alike = []  # it has begun before: it is not the program that must be mended, but storage or a network that is away
     if now.useless >= USELESS and len(alike) >= USELESS:
         return Decision(
-            "halt", f"{what}; {USELESS} times in a row, at the same place, with no newer step saved: look at the log"
+            "halt", f"{what}; {USELESS} times in a row, at the same place, with no newer step saved: {look}"
         )
     if now.left < 0:
-        return Decision("halt", f"{what}; {now.most} restarts without a newer step: look at the log")
+        return Decision("halt", f"{what}; {now.most} restarts without a newer step: {look}")
     # At once after progress; where it fails again and again, something outside may need time.
     wait = 0.0 if now.useless <= 1 else min(30.0, 0.5 * 2.0 ** (now.useless - 2))
-    if now.useless == USELESS - 1 and len(alike) >= USELESS - 1 and last.committed > 0:
+    if now.useless >= USELESS - 1 and last.committed > 0 and (len(alike) >= USELESS - 1 or _twice_soon(failures)):
         source = f"from a step before {last.committed}, which may be the reason: it failed twice soon after it"
         return Decision("restart", f"{what}; all ranks start again {source}", wait, last.committed)
     source = f"from step {last.committed}, or a newer one" if last.committed >= 0 else "from what is saved, if anything"
     return Decision("restart", f"{what}; all ranks start again {source}", wait)
+
+
+def _twice_soon(failures: Sequence[Failure]) -> bool:
+    """Whether the last two came of themselves, soon after the same step was restored, wherever each did."""
+    pair = failures[-2:]
+    same = len({failure.committed for failure in pair}) == 1
+    return len(pair) == 2 and same and all(_of_itself(f) and 0 <= f.step - f.committed <= _SOON_STEPS for f in pair)
+
+
+def _of_itself(failure: Failure) -> bool:
+    """Not by what comes from outside: no program ends itself by these signals."""
+    if failure.cause == "signal":
+        return not failure.detail.endswith(("SIGKILL", "SIGTERM"))
+    return failure.cause in ("exit", "hang")
 
 
 # --- who takes part ----------------------------------------------------------------------------------------------

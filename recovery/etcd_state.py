@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.aggregator.etcd import Etcd, parse_url
 from ckpt.recovery.state import Draft, Entry, State
-from ckpt.storage.errors import StoreError
+from ckpt.storage.errors import InvalidArgument, StoreError
 
 _SECONDS = 1.0
 """How long a call waits. The ranks go on without; only what is noticed meanwhile waits."""
@@ -25,6 +26,8 @@ class EtcdState(State):
     remote = True
 
     def __init__(self, url: str) -> None:
+        if not re.fullmatch(r"etcd://[^/]+/[\w.-]+", url):
+            raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it a file in --run-dir is the state")
         endpoints, name = parse_url(url)
         self._etcd = Etcd(endpoints, _SECONDS)
         self._folder = f"/ckpt-run/{name}/"

@@ -28,14 +28,33 @@ class Guardian:
     too; 0 never."""
 
     def __init__(self, mark: str, pages: Path, lost_seconds: float = 0.0) -> None:
-        command = [sys.executable, "-m", "ckpt.recovery.guardian", mark, str(pages), str(lost_seconds)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        host.own(self._process.pid)
+        self._command = [sys.executable, "-m", "ckpt.recovery.guardian", mark, str(pages), str(lost_seconds)]
+        self._sessions: set[int] = set()
+        self._dead: list[subprocess.Popen[bytes]] = []
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(self._command, stdin=subprocess.PIPE, start_new_session=True)
+        host.own(process.pid)
+        return process
+
+    def look(self) -> None:
+        """Start another where it was killed. To be called often."""
+        if self._process.poll() is None:
+            return
+        with contextlib.suppress(OSError):  # no memory for one just now: the next look tries again
+            process = self._started()
+            self._dead.append(self._process)  # kept, as another thread may be writing to its pipe
+            self._process = process
+        for session in self._sessions:
+            self._tell(f"+{session}")
 
     def add(self, session: int) -> None:
+        self._sessions.add(session)
         self._tell(f"+{session}")
 
     def remove(self, session: int) -> None:
+        self._sessions.discard(session)
         self._tell(f"-{session}")
 
     def beat(self) -> None:
@@ -44,7 +63,7 @@ class Guardian:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed: then only the caller ends the ranks
+        with contextlib.suppress(OSError):  # it was killed: until `look`, only the caller ends the ranks
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
     def close(self) -> None:

@@ -297,8 +297,9 @@ def keep() -> None:
     from ckpt.storage.server import NodeOptions
 
     folder, address, certificate, key = json.loads(sys.stdin.readline())
+    token = token_told()
     options = NodeOptions(
-        token=token_told(),
+        tokens=(lambda: (token,)) if token else None,
         certificate=(Path(certificate).read_bytes(), Path(key).read_bytes()) if certificate else None,
     )
     nodes = _Nodes(Path(folder), address, options)

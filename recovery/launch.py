@@ -15,7 +15,7 @@ from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt.pulse import Pulse
 from ckpt.recovery import host, mpi
-from ckpt.recovery.warm import Forged, WarmStarts
+from ckpt.recovery.warm import Cold, Forged, NoScript, WarmStarts, split
 from ckpt.storage.errors import CkptError, Unavailable
 
 
@@ -86,9 +86,13 @@ def environment(share: Share, number: int, page: Path) -> Mapping[str, str]:
     told = {
         "RANK": str(number), "LOCAL_RANK": str(local), "WORLD_SIZE": str(share.world), "LOCAL_WORLD_SIZE": str(share.count),
         "GROUP_RANK": str(share.host), "GROUP_WORLD_SIZE": str(share.world // share.count), "ROLE_RANK": str(number),
-        "ROLE_WORLD_SIZE": str(share.world), "MASTER_ADDR": share.address, "MASTER_PORT": str(share.port),
-        "TORCHELASTIC_RUN_ID": share.run, "TORCHELASTIC_RESTART_COUNT": str(share.attempt), "CKPT_RUN": share.run,
-        "CKPT_ATTEMPT": str(share.attempt), pulses.VARIABLE: str(page), "PYTHONUNBUFFERED": "1",
+        "ROLE_WORLD_SIZE": str(share.world), "ROLE_NAME": "default",
+        "MASTER_ADDR": share.address, "MASTER_PORT": str(share.port), "TORCHELASTIC_RUN_ID": share.run,
+        "TORCHELASTIC_RESTART_COUNT": str(share.attempt), "CKPT_RUN": share.run, "CKPT_ATTEMPT": str(share.attempt),
+        pulses.VARIABLE: str(page), "PYTHONUNBUFFERED": "1",
+        # Not those of the torchrun that this agent may run under: its store is at another port, its error file is its own.
+        "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": "",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }  # fmt: skip
     if share.count > 1 and "OMP_NUM_THREADS" not in os.environ:
         told["OMP_NUM_THREADS"] = "1"
@@ -104,6 +108,7 @@ def start(
     """
     numbers = range(share.first, share.first + share.count)
     files = [logs / f"rank-{number}.log" for number in numbers]
+    _check(command)
     ranks: list[Rank] = []
     process: subprocess.Popen[bytes] | Forged
     try:
@@ -129,6 +134,16 @@ def start(
             f"{command[0]} can't be started: {error.strerror}; give a command that runs by itself"
         ) from error
     return ranks
+
+
+def _check(command: Sequence[str]) -> None:
+    """What Python would say at each start, and only in the log."""
+    try:
+        split(command)
+    except NoScript as error:
+        raise CkptError(f"{' '.join(command)} can't be started: {error}; give the path of the script") from error
+    except Cold:
+        pass
 
 
 def prepare(warm: WarmStarts, share: Share, pages: Path) -> None:

@@ -1,18 +1,20 @@
 """Where the time went: every second of a run has one name, and their sum is the wall time.
 
-A file of lines, one for each stretch of time. The last one is under way and is written again in its place, so that what a
-run leaves when it is killed is right up to a moment before.
+A file of lines, one for each stretch of time. The newest ones are written again in their place, so that what a run leaves when
+it is killed is right up to a moment before, and what is noticed late can still change their names. On several hosts each agent
+that leads has a file of its own: one that stood still, and does not know yet that another leads, spoils none but its own.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,8 +24,12 @@ Name = Literal["useful", "redo", "stall", "restore", "spawn", "detect", "stop", 
 NAMES: tuple[Name, ...] = get_args(Name)
 
 FILE = "ledger.jsonl"
+"""Of a run on one host."""
 
+_FILES = "ledger*.jsonl"
 _WRITE_SECONDS = 0.5
+_OPEN_SECONDS = 10.0
+"""What ended longer ago keeps its name. A lost host is noticed sooner."""
 _STARTING_SECONDS = 10.0
 """Longer than Python takes to start. A shell that has become this process (`exec ckpt-run …`) may be hours old."""
 
@@ -41,29 +47,38 @@ class Line:
     """The newest that all ranks had done at its end; -1 none, or nobody said."""
     committed: int = -1
     """The newest committed step, likewise."""
+    since: float = 0.0
+    """From when on who wrote it has accounted without a gap, in seconds since 1970."""
 
     @property
     def began(self) -> float:
         return self.at - self.seconds
 
 
+def file_of(host: str) -> str:
+    """The ledger of one host of several."""
+    return f"ledger-{host}.jsonl"
+
+
 class Ledger:
-    """Accounts for the time since `began`, by CLOCK_MONOTONIC; by default since this process was started.
+    """Accounts in a file for the time since `began`, by CLOCK_MONOTONIC; by default since this process was started.
 
     A disk that is full stops nothing: what could not be written is kept, and written as soon as that goes.
     """
 
-    def __init__(self, folder: Path, began: float | None = None) -> None:
-        self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(self, path: Path, began: float | None = None) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._place = os.lseek(self._file, 0, os.SEEK_END)
         # A line that a crash has cut off is left alone: the next one begins behind it.
         cut = self._place > 0 and os.pread(self._file, 1, self._place - 1) != b"\n"
-        self._ended = b"\n" if cut else b""  # lines that are complete and not on the disk yet
+        self._before = b"\n" if cut else b""
+        self._ended: list[Line] = []  # not on the disk for good yet, in order
         self._failed = False
         # One offset for the whole run: its lines follow each other without a gap, whatever is done to the clock.
         self._clock = time.time() - time.monotonic()
-        self._began = self._until = process_began() if began is None else began
-        self._written = self._until
+        self._began = self._until = self._written = process_began() if began is None else began
+        self._since = round(self._began + self._clock, 6)
         self._name: Name = "spawn"
         self._attempt = 0
         self._step = self._committed = -1
@@ -79,43 +94,58 @@ class Ledger:
             self._write()
 
     def instead(self, name: Name, seconds: float) -> None:
-        """The last so many seconds, as far as they are in the line under way, were spent on this."""
-        self._end_line(max(self._began, self._until - max(0.0, seconds)))
+        """The last so many seconds of this attempt were spent on this; beyond the line under way at most about ten."""
+        moment = self._until - max(0.0, seconds)
+        while self._began > moment and self._ended and self._ended[-1].attempt == self._attempt:
+            line = self._ended.pop()
+            self._began = line.began - self._clock
+            if self._began < moment:
+                self._ended.append(replace(line, at=moment + self._clock, seconds=moment - self._began))
+                self._began = moment
+        if self._began < moment:
+            self._end_line(moment)
         self._name = name
 
     def _end_line(self, moment: float) -> None:
         """The line under way ends here, and the next one begins."""
-        self._ended += self._line(moment)
+        self._ended.append(self._line(moment))
         self._began = moment
 
-    def _line(self, until: float) -> bytes:
-        seconds = round(until - self._began, 6)
-        if seconds <= 0:
-            return b""
-        line: dict[str, object] = {
-            "at": round(until + self._clock, 6), "name": self._name, "seconds": seconds, "attempt": self._attempt,
-        }  # fmt: skip
-        line |= {key: step for key, step in (("step", self._step), ("committed", self._committed)) if step >= 0}
-        return json.dumps(line).encode() + b"\n"
+    def _line(self, until: float) -> Line:
+        at, seconds = until + self._clock, until - self._began
+        return Line(at, self._name, seconds, self._attempt, self._step, self._committed, self._since)
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        data = self._ended + self._line(self._until)
+        settled = sum(line.at - self._clock < self._until - _OPEN_SECONDS for line in self._ended)
+        for_good = self._before + b"".join(map(_text, self._ended[:settled]))
+        data = for_good + b"".join(map(_text, [*self._ended[settled:], self._line(self._until)]))
         try:
             if os.pwrite(self._file, data, self._place) == len(data):
                 os.ftruncate(self._file, self._place + len(data))
-                self._place += len(self._ended)
-                self._ended, self._failed = b"", False
+                self._place += len(for_good)
+                self._before, self._failed = b"", False
+                del self._ended[:settled]
         except OSError as error:
             if not self._failed:
-                log.warning("%s can't be written: %s; it is tried again and again", FILE, error.strerror)
+                log.warning("%s can't be written: %s; it is tried again and again", self._path.name, error.strerror)
             self._failed = True
 
-    def close(self) -> None:
-        """With the time until now."""
-        self.now(self._name, self._attempt, self._step, self._committed)
+    def close(self, over: bool = True) -> None:
+        """With the time until now; where it is not `over`, and others account for that, up to the last call."""
+        if over:
+            self.now(self._name, self._attempt, self._step, self._committed)
         self._write()
         os.close(self._file)
+
+
+def _text(line: Line) -> bytes:
+    seconds = round(line.seconds, 6)
+    if seconds <= 0:
+        return b""
+    said: dict[str, object] = {"at": round(line.at, 6), "name": line.name, "seconds": seconds, "attempt": line.attempt}
+    said |= {key: step for key, step in (("step", line.step), ("committed", line.committed)) if step >= 0}
+    return json.dumps(said | {"since": line.since}).encode() + b"\n"
 
 
 def process_began() -> float:
@@ -132,9 +162,14 @@ def process_began() -> float:
 
 def lines(folder: Path) -> list[Line]:
     """All that is in a folder, in order. What a crash has cut off is left out."""
+    return joined([lines_in(path) for path in sorted(folder.glob(_FILES))])
+
+
+def lines_in(path: Path) -> list[Line]:
+    """Those of one file; none where it is not there."""
     found = []
     try:
-        with (folder / FILE).open() as file:
+        with path.open() as file:
             for text in file:
                 try:
                     line = Line(**json.loads(text))
@@ -145,6 +180,27 @@ def lines(folder: Path) -> list[Line]:
     except FileNotFoundError:
         pass
     return found
+
+
+def joined(ledgers: Sequence[Sequence[Line]]) -> list[Line]:
+    """Those of agents that led one after the other. Pure.
+
+    One that stood still accounts on until it learns that another leads: from when that one accounts, it is right.
+    """
+    if len(ledgers) == 1:
+        return list(ledgers[0])
+    terms = sorted({(line.since, number) for number, ledger in enumerate(ledgers) for line in ledger})
+    until = {
+        (since, number): next((other for other, whose in terms[i + 1 :] if whose != number), math.inf)
+        for i, (since, number) in enumerate(terms)
+    }
+    found = []
+    for number, ledger in enumerate(ledgers):
+        for line in ledger:
+            end = min(line.at, until[line.since, number])
+            if (seconds := round(end - line.began, 6)) > 0:
+                found.append(replace(line, at=end, seconds=seconds))
+    return sorted(found, key=lambda line: line.at)
 
 
 def totals(folder: Path) -> Mapping[str, float]:

@@ -1,5 +1,6 @@
-"""How long a rank may say nothing. Of a step it is learned from how long steps took before; how long a load or a save takes
-depends on where it goes and what is under way there, and says nothing of the next one. A pure calculation."""
+"""How long a rank may say nothing, learned for each phase from how long it took before. Steps are much alike. How long a load
+or a save takes depends on where it goes and what is under way there, so that all but steps are given far more time. A pure
+calculation."""
 
 from __future__ import annotations
 
@@ -14,8 +15,19 @@ FIRST_SECONDS: Mapping[str, float] = {
 }  # fmt: skip
 """Where nothing is learned. A first step may compile; after the last save the program does what it likes."""
 
+_LEARNED = ("step", "save", "load", "eval", "compile")
+
 _ENOUGH = 8
 _KEPT = 256
+
+
+def first_seconds(seconds: float) -> Mapping[str, float]:
+    """The same for all phases, where nothing is learned; but for what comes after the last save."""
+    return {phase: inf if phase == "end" else seconds for phase in FIRST_SECONDS}
+
+
+def _none_seen() -> Mapping[str, deque[float]]:
+    return {phase: deque(maxlen=_KEPT) for phase in _LEARNED}
 
 
 @dataclass(slots=True)
@@ -25,13 +37,20 @@ class Limits:
     factor: float = 30.0
     """Times what is usual; three times the longest that was seen in any case."""
     least_seconds: float = 10.0
+    """Of a step. Other phases are given `factor` times as long at least."""
     first_seconds: Mapping[str, float] = field(default_factory=lambda: FIRST_SECONDS)
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """Where nothing is learned, and never more than that."""
+    _seen: Mapping[str, deque[float]] = field(default_factory=_none_seen)
 
     def learn(self, phase: str, seconds: float) -> None:
         """It took so long from one beat to the next."""
-        if phase == "step":
-            self._steps.append(seconds)
+        if phase in self._seen:
+            self._seen[phase].append(seconds)
+
+    def cut_off(self, phase: str, seconds: float) -> None:
+        """A rank was taken to hang after so long. Where that was wrong, all but a step have more time at the next start."""
+        if phase != "step":
+            self.learn(phase, seconds)
 
     @property
     def floor(self) -> float:
@@ -40,11 +59,12 @@ class Limits:
 
     def usual_step(self) -> float:
         """What a step takes as a rule; one second where nothing is known."""
-        return median(self._steps) if self._steps else 1.0
+        return median(self._seen["step"]) if self._seen["step"] else 1.0
 
     def of(self, phase: str) -> float:
         """The limit of a phase."""
-        first = self.first_seconds[phase]
-        if phase != "step" or len(self._steps) < _ENOUGH:
+        first, seen = self.first_seconds[phase], self._seen.get(phase, ())
+        if len(seen) < _ENOUGH:
             return first
-        return max(self.least_seconds, min(first, max(self.factor * median(self._steps), 3 * max(self._steps))))
+        least = self.least_seconds if phase == "step" else self.factor * self.least_seconds
+        return max(self.least_seconds, min(first, max(least, self.factor * median(seen), 3 * max(seen))))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ckpt.pulse import Beat
+from ckpt.recovery.course import is_failure
 from ckpt.recovery.ledger import NAMES, goodput
 from ckpt.recovery.state import Entry
 from ckpt.storage.web import Page, Web
@@ -54,7 +56,7 @@ def serve(host: str, port: int, text: Callable[[], str]) -> Web:
 
 
 def _of_record(entries: Sequence[Entry], up: bool) -> list[_Family]:
-    failures = Counter(str(e.facts["cause"]) for e in entries if e.kind == "failure")
+    failures = Counter(str(e.facts["cause"]) for e in entries if is_failure(e))
     decisions = Counter(str(e.facts["action"]) for e in entries if e.kind == "decision")
     return [
         _Family("ckpt_run_up", "gauge", "Whether it runs.", [({}, int(up))]),
@@ -97,7 +99,10 @@ def _of_ranks(beats: Mapping[int, Beat], now: float) -> list[_Family]:
             "ckpt_run_committed_step", "gauge", "The newest committed step; -1 none.",
             [({}, max(beat.committed for beat in heard.values()))],
         ),
-        _Family("ckpt_run_loss", "gauge", "As the first rank gave it to step().", [({}, first.loss)]),
+        _Family(
+            "ckpt_run_loss", "gauge", "As the first rank gave it to step().",
+            [] if math.isnan(first.loss) else [({}, first.loss)],
+        ),
         _Family("ckpt_run_rank_step", "gauge", "Done last; -1 none.", _by("rank", {k: b.step for k, b in heard.items()})),
         _Family(
             "ckpt_run_rank_silent_seconds", "gauge", "Since the rank said something.",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from ckpt.recovery.course import is_failure
 from ckpt.recovery.ledger import NAMES, Line, Name, goodput
 from ckpt.recovery.simulate import Point
 from ckpt.recovery.state import Entry
@@ -68,7 +69,7 @@ def draw_run(lines: Sequence[Line], entries: Sequence[Entry], file: Path) -> Non
     below.set_xlim(0, max(sum(seconds.values()) / scale, 1e-9))
     below.set_xlabel(unit, fontsize=9, color=FAINT, loc="right")
     fig.suptitle(_title(entries), fontsize=11, color=TEXT, x=0.01, ha="left", family="monospace")
-    fig.savefig(file, dpi=150)
+    fig.savefig(file, dpi=150, format="png")
     plt.close(fig)
 
 
@@ -108,7 +109,7 @@ def draw_sweep(points: Sequence[Point], title: str, file: Path) -> None:
     for ax in (above, below):
         _plain(ax)
     fig.suptitle(title, fontsize=11, color=TEXT, x=0.01, ha="left")
-    fig.savefig(file, dpi=150)
+    fig.savefig(file, dpi=150, format="png")
     plt.close(fig)
 
 
@@ -216,7 +217,7 @@ def _marks(lines: Sequence[Line], starts: Sequence[float], entries: Sequence[Ent
     begins = [line.began for line in lines]
     found = []
     for entry in entries:
-        if entry.kind != "failure" or not lines:
+        if not is_failure(entry) or not lines:
             continue
         at = max(0, bisect_right(begins, entry.at) - 1)
         while at > 0 and lines[at].name in ("stop", "decide", "detect") and lines[at - 1].attempt == entry.attempt:

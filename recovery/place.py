@@ -19,18 +19,27 @@ def name_of(launcher: str, environ: Mapping[str, str]) -> str:
     """What a launcher calls this host."""
     if launcher == "slurm" and environ.get("SLURMD_NODENAME"):
         return environ["SLURMD_NODENAME"]
-    if launcher == "torchrun" and environ.get("GROUP_RANK"):
-        return f"host-{int(environ['GROUP_RANK']):04d}"
+    if launcher == "torchrun" and (number := environ.get("GROUP_RANK")):
+        if not (number.isascii() and number.isdigit()):
+            raise InvalidArgument(f"GROUP_RANK={number!r} is no number of a host; unset it, or start ckpt-run by torchrun")
+        return f"host-{int(number):04d}"
     if launcher == "k8s" and environ.get("HOSTNAME"):  # the name of the pod: a stateful set keeps it
         return environ["HOSTNAME"]
     return socket.gethostname()
+
+
+def check_name(name: str) -> str:
+    """The name of a host, which names files too. Raises InvalidArgument."""
+    if not re.fullmatch(r"[^\W_][\w.-]{0,199}", name, re.ASCII):
+        raise InvalidArgument(f"{name!r} can't be the name of a host: give letters, digits, '-', '_' and '.' as --name")
+    return name
 
 
 def hosts_of(launcher: str, environ: Mapping[str, str]) -> int | None:
     """How many hosts a launcher has started agents on; None where it does not say."""
     variable = {"slurm": "SLURM_STEP_NUM_NODES", "torchrun": "GROUP_WORLD_SIZE"}.get(launcher)
     value = environ.get(variable, "") if variable else ""
-    return int(value) if value.isdigit() else None
+    return int(value) if value.isascii() and value.isdigit() else None
 
 
 def address_of(state: str | None) -> str:

@@ -34,6 +34,10 @@ class Cold(Exception):
     """A command that can't be started warm, and why."""
 
 
+class NoScript(Cold):
+    """Nor can it be started cold: Python will not find its script."""
+
+
 def split(command: Sequence[str]) -> tuple[list[str], list[str]]:
     """`python -u train.py --lr 1` as (python -u) and (train.py --lr 1); a module as (-m, module, …). Raises Cold."""
     if not _PYTHON.fullmatch(os.path.basename(command[0])):
@@ -61,6 +65,8 @@ def split(command: Sequence[str]) -> tuple[list[str], list[str]]:
     if at >= len(command):
         raise Cold("python is given no script")
     script = command[at]
+    if not os.path.exists(script):
+        raise NoScript(f"there is no {script} here")
     if not os.path.isfile(script) or script.endswith(".pyc") or zipfile.is_zipfile(script):
         raise Cold(f"{script} is no file of Python source")
     return flags, [*command[at:]]

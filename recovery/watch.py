@@ -149,14 +149,15 @@ class Watch:
 
     def look(self, now: float) -> list[Rank]:
         """See how they are; returns those that have ended since. now: by CLOCK_MONOTONIC."""
-        if now - self._looked > _ABSENT_SECONDS:  # it was this process, or the whole host, that stood still
+        before = self._looked
+        if now - before > _ABSENT_SECONDS:  # it was this process, or the whole host, that stood still
             self._forgiven = now
             self._stopped.clear()
         self._looked = now
         ended = [rank for rank in self._running.values() if rank.ended()]
         for rank in ended:
             del self._running[rank.number]
-        self._listen()
+        self._listen(before)
         failed = sorted((rank for rank in ended if rank.status != 0), key=self._order)
         if self.wrong is None:
             bad = self._bad()  # ranks whose loss was good fail, too, where another leaves out a save
@@ -170,14 +171,15 @@ class Watch:
                 self.wrong = self._silent(now)
         return ended
 
-    def _listen(self) -> None:
-        """What they say, and how long it took them."""
+    def _listen(self, looked: float) -> None:
+        """What they say, and how long it took them. looked: when they were heard before."""
         for rank in self.ranks:
             before, beat = self._beats[rank.number], rank.pulse.read()
             if beat.beats != before.beats:
-                if before.pid:  # on the average, where several came since the last look
+                if before.pid:  # on the average, where several came since the last look: the first lasted until that
                     took = (beat.since - before.since) / (beat.beats - before.beats)
-                    self._limits.learn(before.phase, took)
+                    if before.since >= self._forgiven:
+                        self._limits.learn(before.phase, max(took, looked - before.since))
                     self._measures[rank.number].learn(before, beat)
                 self._beats[rank.number] = beat
         if self._first_committed < 0:
@@ -206,8 +208,11 @@ class Watch:
         beats = [self._beats[number] for number in self._running]
         least = self._limits.floor
         late = [beat for beat in beats if beat.pid and self._silence(beat, now) > least]
-        if not any(self._silence(beat, now) > self._limits.of(beat.phase) for beat in late):
+        late = [beat for beat in late if self._silence(beat, now) > self._limits.of(beat.phase)]
+        if not late:
             return None
+        for beat in late:
+            self._limits.cut_off(beat.phase, self._silence(beat, now))
         # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
         slow = self.slowest(now)
         assert slow is not None
@@ -237,14 +242,22 @@ class Watch:
                 pool.submit(self._keep_stack, rank, spy)
 
     def _keep_stack(self, rank: Rank, spy: str | None) -> None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            if spy is not None:
-                command = [spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
-                with (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out:
-                    subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_SPY_SECONDS, check=False)
-            elif self._beats[rank.number].pid == rank.pid and host.state(rank.pid) != "T":
+        if spy is not None and _spied(spy, rank):
+            return
+        if self._beats[rank.number].pid == rank.pid and host.state(rank.pid) != "T":
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, STACKS)  # into its own log
                 time.sleep(0.2)
+
+
+def _spied(spy: str, rank: Rank) -> bool:
+    """Whether py-spy has written the stacks of a rank; it may not be allowed to, or not know this Python."""
+    command = [spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_SPY_SECONDS, check=False)
+        return done.returncode == 0
+    return False
 
 
 def _py_spy() -> str | None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.storage.errors import InvalidArgument
+
+log = logging.getLogger("ckpt.node")
+
+_LEAST_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +30,48 @@ class Access:
 def is_loopback(host: str) -> bool:
     """Whether only this host reaches it: what listens elsewhere wants token and TLS."""
     return host.startswith("127.") or host.strip("[]") in ("localhost", "::1")
+
+
+class TokenFile:
+    """The tokens in a file, one a line, as they are now: who changes the file needs to restart nothing. With two lines the old
+    one is right, too, until its line goes.
+
+    Raises InvalidArgument where the file is of no use at first; later what was right before stays right, and it is logged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._known = self._stamp()
+        self._tokens = self._read()
+
+    def __call__(self) -> tuple[str, ...]:
+        with self._lock:
+            stamp = self._stamp()
+            if stamp != self._known:
+                self._known = stamp
+                try:
+                    self._tokens = self._read()
+                    log.info("%s has changed: its tokens are asked for from now on", self._file)
+                except InvalidArgument as error:
+                    log.warning("%s; the tokens that it had stay", error)
+            return self._tokens
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            found = os.stat(self._file)
+        except OSError:
+            return ()
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def _read(self) -> tuple[str, ...]:
+        try:
+            tokens = tuple(filter(None, map(str.strip, self._file.read_text().splitlines())))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(f"the token file {self._file} can't be read: {error}") from error
+        if min(map(len, tokens), default=0) < _LEAST_CHARACTERS:
+            raise InvalidArgument(
+                f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_LEAST_CHARACTERS} or more, "
+                "such as of `openssl rand -hex 16`"
+            )
+        return tokens

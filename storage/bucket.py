@@ -33,6 +33,7 @@ from ckpt.storage.registers import (
     Record,
     Registers,
     Value,
+    accepts,
     check_same,
     checksum,
     decode_ballot,
@@ -40,6 +41,7 @@ from ckpt.storage.registers import (
     final,
     is_final,
     taken,
+    with_promise,
 )
 
 _THREADS = 16
@@ -114,10 +116,8 @@ class BucketRegisters(Registers):
 
     def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
         def promise(record: Answer) -> tuple[Record | None, Answer]:
-            if isinstance(record, Damaged) or record.promised >= ballot:
-                return None, record
-            new = Record(ballot, record.accepted, record.value)
-            return new, new
+            new = with_promise(record, ballot)
+            return new, new or record
 
         return self._changed(lambda name: promise, names, epoch)
 
@@ -130,8 +130,7 @@ class BucketRegisters(Registers):
             def step(record: Answer) -> tuple[Record | None, bool]:
                 if isinstance(record, Record) and record.accepted == ballot and record.value == wanted[name]:
                     return None, True  # by a try that seemed to fail
-                good = heal if isinstance(record, Damaged) else record.promised <= ballot
-                return (Record(ballot, ballot, wanted[name]), True) if good else (None, False)
+                return (Record(ballot, ballot, wanted[name]), True) if accepts(record, ballot, heal) else (None, False)
 
             return step
 
@@ -145,9 +144,7 @@ class BucketRegisters(Registers):
             ballot = change.expected.next_step(writer)
 
             def step(record: Answer) -> tuple[Record | None, bool]:
-                if isinstance(record, Damaged):
-                    return None, False
-                if record.accepted == ballot and record.value == change.value:
+                if isinstance(record, Record) and record.accepted == ballot and record.value == change.value:
                     return None, True  # by a try that seemed to fail
                 return (Record(ballot, ballot, change.value), True) if taken(record, change) else (None, False)
 

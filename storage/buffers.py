@@ -14,6 +14,51 @@ from ckpt.storage.pages import pages
 _UNIT = 1 << 20
 
 
+class Loan:
+    """A buffer that one sender fills. It keeps it while another `_UNIT` of bytes comes in time, and once it is full."""
+
+    def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
+        self._memory: mmap.mmap | None = memory
+        self._nbytes = nbytes
+        self._heard_at = 0
+        self._heard = time.monotonic()
+        self._lock = threading.Lock()
+        self.filled = 0
+
+    def add(self, data: memoryview) -> None:
+        """Append to what came. Raises Unavailable where the buffer was taken back meanwhile."""
+        with self._lock:
+            if self._memory is None:
+                raise Unavailable("the bytes came so slowly that the buffer was given to another writer; send the append again")
+            self._memory[self.filled : self.filled + len(data)] = data
+            self.filled += len(data)
+            if self.filled - self._heard_at >= _UNIT:
+                self._heard_at, self._heard = self.filled, time.monotonic()
+
+    def whole(self) -> memoryview:
+        """All bytes, which came: the buffer can't be taken back any more. To be released before the loan ends."""
+        with self._lock:
+            if self._memory is None or self.filled < self._nbytes:
+                raise Unavailable("the buffer was given to another writer; send the append again")
+            return memoryview(self._memory)[: self._nbytes]
+
+    def take_back(self, seconds: float) -> mmap.mmap | None:
+        """The memory, where it waits for bytes and next to none came for so many seconds."""
+        with self._lock:
+            if self.filled == self._nbytes or time.monotonic() - self._heard < seconds:
+                return None
+            return self._given()
+
+    def end(self) -> mmap.mmap | None:
+        """The memory, unless it was taken back."""
+        with self._lock:
+            return self._given()
+
+    def _given(self) -> mmap.mmap | None:
+        memory, self._memory = self._memory, None
+        return memory
+
+
 class Buffers:
     """Up to `capacity` bytes of buffers. Whoever wants more waits, and that slows the senders down."""
 
@@ -21,20 +66,26 @@ class Buffers:
         self._capacity = capacity
         self._held = 0
         self._idle: list[mmap.mmap] = []
+        self._lent: set[Loan] = set()
         self._changed = threading.Condition()
 
     @contextmanager
-    def borrow(self, nbytes: int, seconds: float) -> Iterator[memoryview]:
-        """Memory of at least `nbytes`, for as long as the context lasts; Unavailable where none comes free in time."""
-        found = self._take(max(_UNIT, -(-nbytes // _UNIT) * _UNIT), seconds)
-        view = memoryview(found)
+    def borrow(self, nbytes: int, seconds: float) -> Iterator[Loan]:
+        """Memory of `nbytes`, for as long as the context lasts; Unavailable where none comes free in time.
+
+        Who waits takes it from a sender of whom next to nothing comes for half of that time.
+        """
+        loan = Loan(self._take(max(_UNIT, -(-nbytes // _UNIT) * _UNIT), seconds), nbytes)
+        with self._changed:
+            self._lent.add(loan)
         try:
-            yield view
+            yield loan
         finally:
-            view.release()
             with self._changed:
-                self._idle.append(found)
-                self._changed.notify()
+                self._lent.discard(loan)
+                if (memory := loan.end()) is not None:
+                    self._idle.append(memory)
+                    self._changed.notify()
 
     def _take(self, length: int, seconds: float) -> mmap.mmap:
         until = time.monotonic() + seconds
@@ -53,4 +104,7 @@ class Buffers:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise Unavailable(f"no buffer of {length} bytes came free within {seconds:g} s: too many writers at once")
-                self._changed.wait(left)
+                if taken := next(filter(None, (loan.take_back(seconds / 2) for loan in self._lent)), None):
+                    self._idle.append(taken)
+                else:
+                    self._changed.wait(min(left, seconds / 10))

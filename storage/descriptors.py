@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pickle import PickleBuffer
 
 from ckpt.storage.base import ALIGNMENT, Reader
-from ckpt.storage.errors import AlreadyExists, NoSpace, NotFound, StoreError
+from ckpt.storage.errors import AlreadyExists, NoSpace, NotFound, Refused, StoreError
 from ckpt.storage.failpoints import failpoint
 
 _ADVICE = {
@@ -24,6 +24,9 @@ _ADVICE = {
 }
 
 
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+
+
 @contextmanager
 def told(doing: str, where: str) -> Iterator[None]:
     """Turn an OSError into a StoreError that says what was being done and where."""
@@ -35,7 +38,8 @@ def told(doing: str, where: str) -> Iterator[None]:
         raise AlreadyExists(f"{doing} {where}: it exists already") from error
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "see the cause")
-        kind = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        full, refused = error.errno in (errno.ENOSPC, errno.EDQUOT), error.errno in _REFUSED
+        kind = NoSpace if full else Refused if refused else StoreError
         raise kind(f"{doing} {where} failed: {error.strerror or error}; {advice}") from error
 
 

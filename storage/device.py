@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,10 +23,10 @@ from ckpt.storage.sums import CELL_BYTES, bad_cells
 OBJECTS = "objects"
 REGISTERS = "registers.sqlite"
 IDENTITY = "device.json"
-
-
 QUARANTINE = "quarantine"
 LOCK = "lock"
+
+_COUNT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,50 @@ class DeviceStore(LocalStore):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._real = os.path.realpath(self.root)
+        self._used = 0
+        self._counted: float | None = None  # when
+        self._alone = False
+        self._counting = threading.Lock()
+
+    def count_alone(self) -> None:
+        """Count what is there, once: nobody else writes here from now on."""
+        self._alone = True
+        self.used_bytes()
+
+    def used_bytes(self) -> int:
+        """Bytes that all objects take. Where others write, too, that is counted anew from time to time."""
+        now = time.monotonic()
+        if self._counted is None or not (self._alone or now - self._counted < _COUNT_SECONDS):
+            self._used, self._counted = sum(entry.nbytes for entry in self.list()), now
+        return self._used
+
+    def _taken(self, nbytes: int) -> None:
+        with self._counting:
+            self._used += nbytes
+
+    # A name that two give and take at the same moment may be counted wrongly until the next start. No lock is worth that: the
+    # objects of a namespace have names that are never used again.
+
+    def _publish(self, temporary: str, path: str) -> None:
+        more = _size(temporary) - _size(path)
+        super()._publish(temporary, path)
+        self._taken(more)
+
+    def _publish_new(self, temporary: str, path: str) -> None:
+        super()._publish_new(temporary, path)
+        self._taken(_size(path))
+
+    def _remove(self, path: str) -> None:
+        less = _size(path)
+        super()._remove(path)
+        self._taken(-less)
+
+    def put_aside(self, name: str, target: str) -> None:
+        """Move an object out of the store. Raises OSError."""
+        path = self._path(name)
+        less = _size(path)
+        os.replace(path, target)
+        self._taken(-less)
 
     def _path(self, name: str) -> str:
         path = super()._path(name)
@@ -76,6 +121,13 @@ class DeviceStore(LocalStore):
         if os.path.islink(real) or not real.startswith(self._real + os.sep):
             raise InvalidName(f"{name} leads through a symbolic link out of {self.root}; remove the link")
         return path
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 class Device:
@@ -115,11 +167,9 @@ class Device:
         where = Path(self.path)
         while not where.exists():
             where = where.parent
-        disk = shutil.disk_usage(where)
-        if self._capacity is None:
-            return disk.used, disk.free
-        used = sum(entry.nbytes for entry in self.store.list())
-        return used, max(0, min(disk.free, self._capacity - used))
+        free = shutil.disk_usage(where).free
+        used = self.store.used_bytes()
+        return used, free if self._capacity is None else max(0, min(free, self._capacity - used))
 
     def info(self) -> Info:
         """Who this is and how it is."""
@@ -143,7 +193,7 @@ class Device:
         target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         try:
-            os.replace(self.store._path(name), target)
+            self.store.put_aside(name, target)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -169,6 +219,8 @@ class Device:
             os.close(lock)
             raise StoreError(f"another ckpt-node serves {self.path} already; one folder, one node") from error
         self._lock = lock
+        self.store.sweep_temporaries("")  # of a node that was killed; nobody else writes here
+        self.store.count_alone()
 
     def close(self) -> None:
         if self._lock is not None:

@@ -39,7 +39,7 @@ class Unavailable(StoreError):
 
 
 class Refused(StoreError):
-    """A wrong or missing token or certificate."""
+    """A wrong or missing token, certificate, key or permission, or a place that takes nothing: waiting does not help."""
 
 
 class InvalidName(StoreError, ValueError):

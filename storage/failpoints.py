@@ -1,8 +1,8 @@
 """Named places where a test can stop, kill or fail this process. Free when off: one test of an empty dict.
 
 `CKPT_FAILPOINTS="save.pack.append=kill@3,save.commit=error"` kills the process with SIGKILL at the third pass of the
-first point and raises OSError(EIO) at the second. Actions: kill, error (EIO), full (ENOSPC), sleep:0.5 (seconds). `@*`
-means every pass.
+first point and raises OSError(EIO) at the second. Actions: kill, stop (SIGSTOP, as a host that hangs), error (EIO), full
+(ENOSPC), sleep:0.5 (seconds). `@*` means every pass.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def _hit(name: str) -> None:
             continue
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif action == "error":
             raise OSError(errno.EIO, f"injected at fail point {name}")
         elif action == "full":
@@ -49,7 +51,7 @@ def _hit(name: str) -> None:
         elif action.startswith("sleep:"):
             time.sleep(float(action[6:]))
         else:
-            raise ValueError(f"fail point {name}: unknown action {action!r}; use kill, error, full or sleep:SECONDS")
+            raise ValueError(f"fail point {name}: unknown action {action!r}; use kill, stop, error, full or sleep:SECONDS")
 
 
 set_failpoints(os.environ.get("CKPT_FAILPOINTS", ""))

@@ -56,7 +56,7 @@ class LocalStore(Store):
         path, temporary = self._put_temporary(name, data)
         try:
             with told("publishing", path):
-                os.replace(temporary, path)
+                self._publish(temporary, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -69,7 +69,7 @@ class LocalStore(Store):
         path, temporary = self._put_temporary(name, data)
         try:
             with told("publishing", path):
-                _link_new(temporary, path)
+                self._publish_new(temporary, path)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -78,7 +78,13 @@ class LocalStore(Store):
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
-        return LocalWriter(path, size_hint, self._direct)
+        return LocalWriter(path, size_hint, self._direct, publish=self._publish)
+
+    def _publish(self, temporary: str, path: str) -> None:
+        os.replace(temporary, path)
+
+    def _publish_new(self, temporary: str, path: str) -> None:
+        _link_new(temporary, path)
 
     def _put_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
         path = self._path(name)
@@ -108,7 +114,7 @@ class LocalStore(Store):
             parent = os.path.dirname(parent)
         for folder in reversed(missing):
             with told("making the directory", folder), suppress(FileExistsError):
-                os.mkdir(folder)
+                _make(folder)
             _fsync_folder(os.path.dirname(folder))
         self._folders.add(path)
 
@@ -244,12 +250,14 @@ def _link_new(temporary: str, path: str) -> None:
 
 
 class LocalWriter(Writer):
-    """reuse: puts a file whose pages may be written over at a path, if it has one."""
+    """reuse: puts a file whose pages may be written over at a path, if it has one. publish: gives a whole file its name."""
 
     def __init__(
-        self, path: str, size_hint: int, direct: bool, reuse: Callable[[str, int], bool] | None = None
-    ) -> None:
+        self, path: str, size_hint: int, direct: bool, reuse: Callable[[str, int], bool] | None = None,
+        publish: Callable[[str, str], None] = os.replace,
+    ) -> None:  # fmt: skip
         self._path = path
+        self._publish = publish
         self._temporary = temporary_name(path)
         self._reserved = 0
         self._published = False
@@ -294,7 +302,7 @@ class LocalWriter(Writer):
         self._file.close()
         with told("publishing", self._path):
             failpoint("local.rename")
-            os.replace(self._temporary, self._path)
+            self._publish(self._temporary, self._path)
         self._published = True
         _fsync_folder(os.path.dirname(self._path))
         return length
@@ -321,6 +329,15 @@ def _reserve(fd: int, start: int, nbytes: int) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
+
+
+def _make(folder: str) -> None:
+    try:
+        os.mkdir(folder)
+    except FileNotFoundError as error:
+        if os.path.isdir(os.path.dirname(folder)):
+            raise PermissionError(errno.EPERM, "that file system takes no directories", folder) from error
+        raise
 
 
 @functools.cache

@@ -94,20 +94,31 @@ def ask(door: Door, verb: str, argument: str, seconds: float) -> list[int]:
 class NearServer:
     """Hands out descriptors until `close`.
 
-    give: what a verb and its argument name, open for as long as the context lasts. Raises OSError where there are no such
-    sockets.
+    give: what a verb and its argument name, open for as long as the context lasts. tokens: that clients of the wire must know;
+    when they change, so does the secret. Raises OSError where there are no such sockets.
     """
 
-    def __init__(self, give: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float) -> None:
-        self.door = Door(f"ckpt-node-{secrets.token_hex(16)}", secrets.token_bytes(32), lease_seconds)
+    def __init__(
+        self, give: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float,
+        tokens: Callable[[], tuple[str, ...]],
+    ) -> None:  # fmt: skip
+        self._name = f"ckpt-node-{secrets.token_hex(16)}"
+        self._key = secrets.token_bytes(32)
+        self._lease_seconds = lease_seconds
+        self._tokens = tokens
         self._give = give
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{self.door.name}")
+        self._listener.bind(f"\0{self._name}")
         self._listener.listen(_BACKLOG)
         self._asking: SimpleQueue[socket.socket | None] = SimpleQueue()
         for work in (self._accept, *[self._serve] * _THREADS):
             threading.Thread(target=work, name="ckpt-node-near", daemon=True).start()
+
+    @property
+    def door(self) -> Door:
+        secret = hmac.digest(self._key, "\n".join(self._tokens()).encode(), "sha256")
+        return Door(self._name, secret, self._lease_seconds)
 
     def _accept(self) -> None:
         """Let those in who say something: who is silent keeps no thread from others."""
@@ -149,7 +160,8 @@ class NearServer:
         peer.settimeout(_PATIENCE_SECONDS)
         packet = peer.recv(_PACKET_BYTES)
         code, asked = packet[:_CODE_BYTES], packet[_CODE_BYTES:]
-        if not hmac.compare_digest(code, _code(self.door.secret, b"client", asked)):
+        secret = self.door.secret
+        if not hmac.compare_digest(code, _code(secret, b"client", asked)):
             return
         with ExitStack() as held:
             found: Sequence[int] = ()
@@ -163,7 +175,7 @@ class NearServer:
                 log.exception("%s failed", asked[_NONCE_BYTES:])
                 told = wire.encode_error(StoreError(f"the node failed: {error}; see its log"))
             answer = wire.pack([len(found), told])
-            socket.send_fds(peer, [_code(self.door.secret, b"node", asked[:_NONCE_BYTES] + answer) + answer], found)
+            socket.send_fds(peer, [_code(secret, b"node", asked[:_NONCE_BYTES] + answer) + answer], found)
 
     def close(self) -> None:
         self._closed = True
@@ -172,13 +184,14 @@ class NearServer:
 
 
 def listen(
-    give: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float
-) -> NearServer | None:
+    give: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float,
+    tokens: Callable[[], tuple[str, ...]] = tuple,
+) -> NearServer | None:  # fmt: skip
     """Hand out descriptors; None where this system has no such sockets."""
     if sys.platform != "linux":
         return None
     try:
-        return NearServer(give, lease_seconds)
+        return NearServer(give, lease_seconds, tokens)
     except OSError as error:
         log.info("clients of this host go over the wire: %s", error)
         return None

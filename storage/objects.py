@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.errors import AlreadyExists, NotFound, StoreError, UnknownScheme
+from ckpt.storage.errors import AlreadyExists, NotFound, Refused, StoreError, UnknownScheme
 from ckpt.storage.upload import CONCURRENCY, PART_BYTES, UploadWriter
 
 _CLIENT = {"timeout": "120s"}  # of one request; obstore's 30 s are too few for eight parts at once on a slow line
@@ -188,17 +188,19 @@ class ObjectStore(Store):
         except FileNotFoundError as error:
             if reads and not any(mark in str(error) for mark in _NO_BUCKET):
                 raise NotFound(f"{where}: no such object") from error
-            raise StoreError(f"{where} failed: the bucket does not exist; create it or correct the URL") from error
+            raise Refused(f"{where} failed: the bucket does not exist; create it or correct the URL") from error
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise StoreError(f"{where} failed: {_brief(error)}; {_credentials_advice(self.url)}") from error
+            raise Refused(f"{where} failed: {_brief(error)}; {_credentials_advice(self.url)}") from error
         except (exceptions.BaseError, OSError) as error:
+            kind: type[StoreError] = Refused
             if any(mark in str(error) for mark in _NO_BUCKET):
                 advice = "the bucket does not exist; create it or correct the URL"
             elif "credential" in str(error).lower() or _METADATA_SERVICE in str(error):
                 advice = _credentials_advice(self.url)
             else:
+                kind = StoreError
                 advice = "check the network and the endpoint (AWS_ENDPOINT_URL); it was tried several times"
-            raise StoreError(f"{where} failed: {_brief(error)}; {advice}") from error
+            raise kind(f"{where} failed: {_brief(error)}; {advice}") from error
 
 
 class _ObjectReader(Reader):
@@ -244,7 +246,7 @@ def _connect(url: str) -> Any:
         return from_url(url, **options)
     except (exceptions.BaseError, ValueError) as error:
         advice = "write scheme://bucket/folder and set what is missing"
-        raise StoreError(f"{url} cannot be opened: {_brief(error)}; {advice}") from error
+        raise Refused(f"{url} cannot be opened: {_brief(error)}; {advice}") from error
 
 
 def _boto3_credentials() -> dict[str, Any]:

@@ -173,13 +173,14 @@ class Registers(ABC):
 
 
 def final(value: Value) -> Record:
-    """A record that can't be changed any more: no proposal comes to its promise."""
+    """A record that can't be changed any more."""
     return Record(_LAST, _LAST, value)
 
 
 def is_final(answer: Answer) -> bool:
-    """Whether a record says that it can't be changed any more."""
-    return isinstance(answer, Record) and answer.promised.round >= _LAST.round
+    """Whether a record says that it can't be changed any more. Its promise does not tell: another may have been asked for one
+    as high."""
+    return isinstance(answer, Record) and answer.accepted == _LAST
 
 
 def check_same(there: Answer, name: str, value: Value) -> None:
@@ -188,9 +189,23 @@ def check_same(there: Answer, name: str, value: Value) -> None:
         raise Changed(f"{name} was agreed upon before, and is something else; this member belongs to another namespace")
 
 
-def taken(record: Record, change: Change) -> bool:
+def with_promise(record: Answer, ballot: Ballot) -> Record | None:
+    """The register after it has promised this ballot; None where it does not."""
+    if isinstance(record, Damaged) or is_final(record) or record.promised >= ballot:
+        return None
+    return Record(ballot, record.accepted, record.value)
+
+
+def accepts(record: Answer, ballot: Ballot, heal: bool) -> bool:
+    """Whether a register takes a value that is proposed by this ballot."""
+    return heal if isinstance(record, Damaged) else record.promised <= ballot and not is_final(record)
+
+
+def taken(record: Answer, change: Change) -> bool:
     """Whether a register accepts a direct change. Nothing higher may be promised: a promise was given to a proposer that
     has read the register and counts on finding it so."""
+    if isinstance(record, Damaged) or is_final(record):
+        return False
     return record.accepted == change.expected and record.promised <= change.expected
 
 

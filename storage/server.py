@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from ckpt.storage import near, wire
-from ckpt.storage.base import check_name
+from ckpt.storage.base import Reader, check_name
 from ckpt.storage.buffers import Buffers
 from ckpt.storage.device import Device
 from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError, Unavailable
@@ -33,14 +33,14 @@ log = logging.getLogger("ckpt.node")
 
 _READ_BYTES = 4 << 20
 _LIST_ENTRIES = 5_000
-_USAGE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     """How a node serves. See `ckpt-node --help`."""
 
-    token: str | None = None
+    tokens: Callable[[], tuple[str, ...]] | None = None
+    """Those that clients must know one of, asked at every call; see access.TokenFile."""
     certificate: tuple[bytes, bytes] | None = None
     """Chain and key, PEM."""
     client_ca: bytes | None = None
@@ -58,14 +58,15 @@ class NodeOptions:
 
 
 class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses every call without the right token, before anything of it is read."""
+    """Refuses every call without a right token, before anything of it is read."""
 
-    def __init__(self, token: str) -> None:
-        self._token = f"Bearer {token}".encode()
+    def __init__(self, tokens: Callable[[], tuple[str, ...]]) -> None:
+        self._tokens = tokens
 
     def start_call(self, info: flight.CallInfo, headers: dict[str, list[Any]]) -> None:
         given = [h if isinstance(h, bytes) else h.encode() for h in headers.get("authorization", [])]
-        if not any(hmac.compare_digest(h, self._token) for h in given):
+        right = [f"Bearer {token}".encode() for token in self._tokens()]
+        if not any(hmac.compare_digest(g, r) for g in given for r in right):
             raise flight.FlightUnauthenticatedError("a wrong or missing token; give the one of this node (--token-file)")
 
 
@@ -78,24 +79,22 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._device = device
         self._options = options
         self._buffers = Buffers(options.buffer_bytes)
-        self._usage_known = (0.0, 0, 0)
-        self._usage_lock = threading.Lock()
         self.identity = device.identity()
         self.uploads = Uploads(device.store, self._left, options.lease_seconds)
         self.counters: dict[tuple[str, str], float] = {}
+        self._sending: set[_Sending] = set()
         self._counting = threading.Lock()
         self.draining = False
         verbs = [name.removeprefix("_verb_") for name in dir(self) if name.startswith("_verb_")]
         self._verbs: dict[str, Callable[..., Any]] = {v.replace("_", "."): getattr(self, f"_verb_{v}") for v in verbs}
         device.lock()
-        device.store.sweep_temporaries("")  # of a node that was killed; nobody else writes here
-        self._near = near.listen(self._descriptors, options.lease_seconds) if options.near else None
+        self._near = near.listen(self._descriptors, options.lease_seconds, options.tokens or tuple) if options.near else None
         super().__init__(
             f"{scheme}://{host}:{port}",
             tls_certificates=[options.certificate] if options.certificate else None,
             verify_client=options.client_ca is not None,
             root_certificates=options.client_ca,
-            middleware={"token": _Token(options.token)} if options.token else None,
+            middleware={"token": _Token(options.tokens)} if options.tokens else None,
         )
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._expire, name="ckpt-node-reaper", daemon=True)
@@ -104,13 +103,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     # --- state -------------------------------------------------------------------------------------------------
 
     def usage(self) -> tuple[int, int]:
-        """Bytes used and free, not older than some seconds."""
-        with self._usage_lock:
-            known_at, used, free = self._usage_known
-            if time.monotonic() - known_at > _USAGE_SECONDS or not known_at:
-                used, free = self._device.usage()
-                self._usage_known = (time.monotonic(), used, free)
-            return used, free
+        """Bytes that the objects take, and bytes that are free for more."""
+        return self._device.usage()
 
     def _left(self, promised: int) -> int:
         """Bytes that are free beside those promised to uploads, which are on the disk already, but in no listing."""
@@ -134,6 +128,11 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         while not self._stop.wait(min(5.0, self._options.lease_seconds / 2)):
             for name in self.uploads.expire():
                 log.warning("upload of %s was thrown away: nothing came for %g s", name, self._options.lease_seconds)
+            with self._counting:
+                sending = list(self._sending)
+            for each in sending:
+                if each.expire(self._options.lease_seconds):
+                    log.warning("%s is closed: its reader took nothing for %g s", each.name, self._options.lease_seconds)
 
     # --- Flight ------------------------------------------------------------------------------------------------
 
@@ -146,13 +145,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             raise InvalidArgument(f"this node knows no {action.type!r}: it speaks version {wire.VERSION} of the protocol")
         if action.body.size > wire.MESSAGE_BYTES:
             raise InvalidArgument(f"a message of {action.body.size} bytes is too long; {wire.MESSAGE_BYTES} is the most")
-        try:
-            arguments = wire.unpack(action.body)
-            answer = verb(*arguments)
-        except (ValueError, TypeError) as error:
-            if isinstance(error, CkptError):
-                raise
-            raise InvalidArgument(f"{action.type}: {error}") from error
+        answer = verb(*wire.unpack(action.body))
         for part in answer if isinstance(answer, _Parts) else [answer]:
             yield flight.Result(wire.pack(part))
 
@@ -164,20 +157,19 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             key, nbytes, expected = wire.unpack(descriptor.command)
             if not 0 <= nbytes <= wire.MESSAGE_BYTES:
                 raise InvalidArgument(f"an append of {nbytes} bytes is refused; {wire.MESSAGE_BYTES} is the most")
-            with self._buffers.borrow(nbytes, self._options.wait_seconds) as buffer:
-                done = 0
+            with self._buffers.borrow(nbytes, self._options.wait_seconds) as loan:
                 for chunk in reader:
                     data = wire.column(chunk.data)
-                    if done + len(data) > nbytes:
+                    if loan.filled + len(data) > nbytes:
                         raise InvalidArgument(f"more came than the {nbytes} bytes that were announced")
-                    buffer[done : done + len(data)] = data
-                    done += len(data)
-                if done < nbytes:
-                    raise IntegrityError(f"{done} of {nbytes} bytes came; send the append again")
-                if digest(buffer[:nbytes]) != expected:
-                    raise IntegrityError("the bytes that came are not those that were sent; send the append again")
-                failpoint("node.append")
-                position = self.uploads.append(key, buffer[:nbytes])
+                    loan.add(data)
+                if loan.filled < nbytes:
+                    raise IntegrityError(f"{loan.filled} of {nbytes} bytes came; send the append again")
+                with loan.whole() as came:
+                    if digest(came) != expected:
+                        raise IntegrityError("the bytes that came are not those that were sent; send the append again")
+                    failpoint("node.append")
+                    position = self.uploads.append(key, came)
             self.count("bytes_received", "put", nbytes)
             writer.write(pa.py_buffer(wire.pack(position)))
             yield position
@@ -190,16 +182,18 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _get(self, ticket: flight.Ticket) -> flight.FlightDataStream:
         name, position, nbytes = wire.unpack(ticket.ticket)
+        if min(position, nbytes) < 0:
+            raise InvalidArgument(f"{name} has no {nbytes} bytes at {position}")
         failpoint("node.get")
-        reader = self._device.store.open(name)
+        sending = _Sending(name, self._device.store.open(name))
 
         def batches() -> Iterator[pa.RecordBatch]:
             done = 0
-            with reader:
+            with self._sent(sending):
                 while done < nbytes:
                     length = min(_READ_BYTES, nbytes - done)
                     buffer = pa.allocate_buffer(length)
-                    got = reader.read_into(position + done, memoryview(buffer))
+                    got = sending.read_into(position + done, memoryview(buffer))
                     self.count("bytes_sent", "get", got)
                     if got:
                         column = pa.Array.from_buffers(pa.uint8(), got, [None, buffer])
@@ -210,6 +204,18 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
         return flight.GeneratorStream(wire.SCHEMA, self._answer("get.read", batches))
 
+    @contextmanager
+    def _sent(self, sending: _Sending) -> Iterator[None]:
+        """An object is on its way to a client."""
+        with self._counting:
+            self._sending.add(sending)
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._sending.discard(sending)
+            sending.close()
+
     def _answer(self, verb: str, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Run a handler; its errors go to the client with their kind."""
         began = time.perf_counter()
@@ -218,15 +224,9 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             self.count("calls", verb)
         except flight.FlightError:
             raise
-        except CkptError as error:
-            self.count("errors", verb)
-            if not isinstance(error, NotFound):
-                log.info("%s refused: %s", verb, error)
-            raise flight.FlightServerError(str(error), extra_info=wire.encode_error(error)) from error
         except Exception as error:
             self.count("errors", verb)
-            log.exception("%s failed", verb)
-            told = StoreError(f"the node failed in {verb}: {error}; see its log")
+            told = _told(verb, error)
             raise flight.FlightServerError(str(told), extra_info=wire.encode_error(told)) from error
         finally:
             self.count("seconds", verb, time.perf_counter() - began)
@@ -241,12 +241,14 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _verb_put(self, name: str, data: bytes, new: bool) -> None:
         self._may_write()
-        if len(data) > self.usage()[1]:
-            raise NoSpace(f"{name} of {len(data)} bytes does not fit: {self.usage()[1]} bytes are free on this node")
+        if len(data) > (free := self.usage()[1]):
+            raise NoSpace(f"{name} of {len(data)} bytes does not fit: {free} bytes are free on this node")
         (self._device.store.put_new if new else self._device.store.put)(name, data)
 
     def _verb_create(self, name: str, size_hint: int) -> str:
         self._may_write()
+        if size_hint < 0:
+            raise InvalidArgument(f"{name} can't have {size_hint} bytes")
         return self.uploads.create(check_name(name), size_hint)
 
     def _verb_reserve(self, key: str, needed: int, wanted: int) -> int:
@@ -381,6 +383,51 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     def _may_change(self) -> None:
         if self._options.read_only:
             raise Unavailable("this node is read-only")
+
+
+class _Sending:
+    """An object that a client reads. Flight has no way to end the call of one that takes nothing, but the file need not stay
+    open for it: who deletes it wants its space."""
+
+    def __init__(self, name: str, reader: Reader) -> None:
+        self.name = name
+        self._reader: Reader | None = reader
+        self._lock = threading.Lock()
+        self._taken = time.monotonic()
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        with self._lock:
+            if self._reader is None:
+                raise Unavailable(f"{self.name} was closed, for nothing of it was taken for too long; read it again")
+            got = self._reader.read_into(position, buffer)
+            self._taken = time.monotonic()
+            return got
+
+    def expire(self, seconds: float) -> bool:
+        """Close the file where nothing was asked of it for so long."""
+        with self._lock:
+            if self._reader is None or time.monotonic() - self._taken < seconds:
+                return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+
+
+def _told(verb: str, error: Exception) -> CkptError:
+    """What the client of a call that failed is told. It is logged: in one event."""
+    if isinstance(error, NotFound):
+        return error
+    if isinstance(error, CkptError | ValueError | TypeError):  # the last two: what came is not of this protocol
+        told = error if isinstance(error, CkptError) else InvalidArgument(f"{verb} was called wrongly: {error}")
+        log.info("%s refused: %s", verb, told)
+        return told
+    log.error("%s failed: %s", verb, error, exc_info=error)
+    return StoreError(f"the node failed in {verb}: {error}; see its log")
 
 
 class _Parts:

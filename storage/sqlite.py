@@ -27,6 +27,7 @@ from ckpt.storage.registers import (
     Record,
     Registers,
     Value,
+    accepts,
     check_same,
     checksum,
     decode_ballot,
@@ -34,6 +35,7 @@ from ckpt.storage.registers import (
     final,
     is_final,
     taken,
+    with_promise,
 )
 
 _GROUP = 64
@@ -82,10 +84,9 @@ class SqliteRegisters(Registers):
             answers: list[Answer] = []
             for name in names:
                 record = _get(db, name)
-                if isinstance(record, Record) and record.promised < ballot:
-                    record = Record(ballot, record.accepted, record.value)
-                    _put(db, name, record)
-                answers.append(record)
+                if (new := with_promise(record, ballot)) is not None:
+                    _put(db, name, new)
+                answers.append(new or record)
             return answers
 
         return self._writing(promise, epoch)
@@ -96,8 +97,7 @@ class SqliteRegisters(Registers):
         def take(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for name, value in values:
-                record = _get(db, name)
-                good = heal if isinstance(record, Damaged) else record.promised <= ballot
+                good = accepts(_get(db, name), ballot, heal)
                 if good:
                     _put(db, name, Record(ballot, ballot, value))
                 answers.append(good)
@@ -109,8 +109,7 @@ class SqliteRegisters(Registers):
         def take(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for change in changes:
-                record = _get(db, change.name)
-                good = isinstance(record, Record) and taken(record, change)
+                good = taken(_get(db, change.name), change)
                 if good:
                     ballot = change.expected.next_step(writer)
                     _put(db, change.name, Record(ballot, ballot, change.value))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,9 @@ class Web:
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                log.info("%s: no answer to %s: %s", thread, client_address[0], sys.exc_info()[1])
 
         self._http = Server((host, port), Handler)
         self._http.daemon_threads = True

@@ -44,7 +44,7 @@ def unpack(data: Any) -> Any:
     try:
         return msgpack.unpackb(data, max_bin_len=MESSAGE_BYTES, max_str_len=MESSAGE_BYTES, max_array_len=_LIST)
     except (msgpack.UnpackException, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not a message of this protocol: {error}") from error
+        raise ValueError(f"not a message of this protocol: {str(error) or type(error).__name__}") from error
 
 
 def batch(data: memoryview) -> pa.RecordBatch:
@@ -54,7 +54,9 @@ def batch(data: memoryview) -> pa.RecordBatch:
 
 
 def column(received: pa.RecordBatch) -> memoryview:
-    """The counterpart of `batch`."""
+    """The counterpart of `batch`. Raises ValueError."""
+    if received.num_columns != 1 or received.column(0).type != pa.uint8():
+        raise ValueError("not a batch of this protocol: one column of uint8 is")
     array = received.column(0)
     data = array.buffers()[1]
     if data is None:

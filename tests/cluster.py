@@ -48,15 +48,16 @@ def three_nodes(folder: Path) -> Iterator[str]:
 class Process:
     """A node as users start it."""
 
-    def __init__(self, folder: Path, *options: str, port: int = 0, failpoints: str = "") -> None:
+    def __init__(self, folder: Path, *options: str, port: int = 0, failpoints: str = "", host: str = "127.0.0.1") -> None:
         self.folder = folder
+        self._host = host
         self._command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *options]
         self.port = port
         self._failpoints = failpoints
         self.start()
 
     def start(self) -> None:
-        command = [*self._command, "--listen", f"127.0.0.1:{self.port}", "--monitor", "127.0.0.1:0"]
+        command = [*self._command, "--listen", f"{self._host}:{self.port}", "--monitor", f"{self._host}:0"]
         self.log: list[str] = []
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=os.environ | {"CKPT_FAILPOINTS": self._failpoints}
@@ -64,19 +65,32 @@ class Process:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            if found := re.search(r"serving .* at 127\.0\.0\.1:(\d+) \(metrics at 127\.0\.0\.1:(\d+)\)", line):
+            if found := re.search(r"serving .* at \S+:(\d+) \(metrics at \S+:(\d+)\)", line):
                 self.port, self.monitor = int(found[1]), int(found[2])
                 break
         else:
             raise RuntimeError(f"the node did not start: {''.join(self.log)}")
-        self.address = f"127.0.0.1:{self.port}"
-        threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True).start()
+        self.address = f"{self._host}:{self.port}"
+        self._reading = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True)
+        self._reading.start()
+
+    def ended(self) -> None:
+        """Wait for the end, and for all that it has said."""
+        self.process.wait(60)
+        self._reading.join(60)
 
     def signal(self, number: int) -> None:
         """Sent; with SIGSTOP this returns when every thread stands still, not before."""
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def stopped(self) -> bool:
+        """Whether it stands still, after SIGSTOP."""
+        if self.process.poll() is not None:
+            return False
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -34,6 +34,9 @@ def main() -> None:
         with (folder / "begun").open("a") as file:
             file.write(f"{start}\n")
         for step in range(start, steps):
+            if fault.startswith("hung-"):
+                with ckpt.pulse.phase(fault[5:]):
+                    time.sleep(seconds if (step, rank, attempt) != (at, who, 0) else 1e6)
             time.sleep(seconds * (10 if fault == "jitter" and step % 7 == rank else 1))
             state["w"].local[...] += np.sin(step * 1.7 + rank)
             if step == at and rank == who and (attempt == 0):

@@ -264,6 +264,41 @@ def test_a_step_that_fails_twice_is_passed_over() -> None:
     assert told == [("restart", None), ("restart", None), ("restart", 9), ("halt", None)]
 
 
+def test_steps_that_fail_soon_after_restore_are_passed_over_wherever_that_is() -> None:
+    """One after the other, each after two failures; a step that is made anew counts from then on."""
+    failures: list[Failure] = []
+    budget = Course().budget
+    told = []
+    for committed, step in [(9, 9), (9, 12), (9, 10), (4, 7), (4, 8), (2, 5), (9, 11)]:
+        failures.append(failure("a", committed, step=step))
+        decision = decide(failures, budget)
+        budget = decision.budget
+        told.append((decision.action, decision.before))
+    assert [before for _, before in told] == [None, None, 9, None, 4, None, None]
+    assert {action for action, _ in told} == {"restart"}
+
+
+@pytest.mark.parametrize(("cause", "steps"), [("lost", 1), ("stopped", 1), ("out of memory", 1), ("exit", 100), ("hang", 100)])
+def test_a_step_is_not_blamed_for_what_comes_from_outside_or_late(cause: str, steps: int) -> None:
+    failures: list[Failure] = []
+    budget = Course().budget
+    for turn in range(5):
+        failures.append(failure("a", committed=9, cause=cause, step=9 + steps + turn))
+        decision = decide(failures, budget)
+        budget = decision.budget
+        assert (decision.action, decision.before) == ("restart", None)
+
+
+@pytest.mark.parametrize(("name", "before"), [("SIGKILL", None), ("SIGSEGV", 9), ("SIGABRT", 9)])
+def test_a_step_may_be_the_reason_of_a_crash(name: str, before: int | None) -> None:
+    crashes = [replace(failure("a", 9, "signal", step), detail=f"was killed by {name}") for step in (10, 12, 11)]
+    budget = Course().budget
+    for turn in range(3):
+        decision = decide(crashes[: turn + 1], budget)
+        budget = decision.budget
+    assert decision.before == before
+
+
 def test_who_lives() -> None:
     """By the clock of who listens: what was said before is no sign of life, and its own absence is nobody's death."""
     roll = Roll()

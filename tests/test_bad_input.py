@@ -6,12 +6,14 @@ import collections
 import dataclasses
 import io
 import json
+import random
 import socket
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,9 @@ BAD_LEAVES: dict[str, Callable[[], Any]] = {
     "datetime": lambda: datetime(2024, 1, 1),
     "deque": lambda: collections.deque([1]),
     "range": lambda: range(3),
+    "SystemRandom": random.SystemRandom,
+    "defaultdict": lambda: collections.defaultdict(lambda: 5, {"a": 1}),
+    "defaultdict of a class": lambda: collections.defaultdict(Slots),
     "Python objects": lambda: np.array([object()], object),
     "object field": lambda: np.zeros(2, [("a", "O"), ("b", "i4")]),
     "masked": masked,
@@ -107,13 +112,56 @@ def test_the_state_itself_cannot_be_stored(root: Path) -> None:
         (lambda t: t.eye(3).to_sparse_csr(), "indices and values"),
         (lambda t: t.empty(3, device="meta"), "meta"),
         (lambda t: t.quantize_per_tensor(t.ones(3), 0.1, 0, t.qint8), "scales"),
+        (lambda t: t.nested.nested_tensor([t.ones(2), t.ones(3)]), "unbind()"),
+        (lambda t: t.nested.nested_tensor([t.ones(2), t.ones(3)], layout=t.jagged), "unbind()"),
+        (lambda t: t.nn.UninitializedParameter(), "run the module once"),
+        (lambda t: wrapped(t), "bytes of a Wrapper cannot be reached"),
+        (lambda t: fake(t), "bytes of a FakeTensor cannot be reached"),
+        (lambda t: masked_tensor(t), "bytes of a MaskedTensor cannot be reached"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_that_are_not_plain_memory(root: Path, make: Callable[[Any], Any], word: str) -> None:
     torch = pytest.importorskip("torch")
+    bad = make(torch)
     with refused(ckpt.UnsupportedLeaf, "leaf m.w", word, root=root):
-        ckpt.save({"m": {"w": make(torch)}}, root, 5)
+        ckpt.save({"m": {"w": bad}}, root, 5)
+    with refused(ckpt.LeafMismatch, "leaf embed of `like` cannot be filled", word, root=root):
+        ckpt.load(root, {"embed": bad})
+
+
+def test_a_lazy_module(root: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with refused(ckpt.UnsupportedLeaf, "leaf model.weight", "lazy module", "run", root=root):
+        ckpt.save({"model": torch.nn.LazyLinear(3)}, root, 5)
+
+
+def wrapped(torch: Any) -> Any:
+    """A tensor that has no memory of its own."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls: Any, inner: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+            raise RuntimeError(f"{function} is not for me,\nnor is anything else")
+
+    return Wrapper(torch.ones(3))
+
+
+def fake(torch: Any) -> Any:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def masked_tensor(torch: Any) -> Any:
+    from torch.masked import masked_tensor
+
+    return masked_tensor(torch.arange(3.0), torch.tensor([True, False, True]))
 
 
 def test_a_traced_jax_value(root: Path) -> None:
@@ -126,6 +174,9 @@ def test_keys_that_cannot_be_stored(root: Path) -> None:
     for key in (object(), Colour.RED, frozenset([1]), np.float32(1)):
         with refused(ckpt.UnsupportedLeaf, "leaf m", "key", root=root):
             ckpt.save({"m": {key: 1}}, root, 5)
+    for state in ({1 << 20_000: 1}, {(1, 1 << 20_000): 1}, {1 << 20_000, "a"}):
+        with refused(ckpt.UnsupportedLeaf, "leaf m", "integer", root=root):
+            ckpt.save({"m": state}, root, 5)
     with refused(ckpt.UnsupportedLeaf, "UTF-8", root=root):  # half of a pair: no such text can be written
         ckpt.save({"m\ud800": np.ones(3)}, root, 5)
 
@@ -167,7 +218,15 @@ def test_a_state_that_is_nested_too_deeply(root: Path) -> None:
         ({"digest": "md5"}, ckpt.FormatError, "blake3"),
         ({"keep": 0}, ValueError, "at least the last step"),
         ({"keep": -1}, ValueError, "at least the last step"),
-        ({"keep": "3"}, TypeError, "ckpt.Keep"),
+        ({"keep": "3"}, ckpt.InvalidArgument, "ckpt.Keep"),
+        ({"keep": 2.5}, ckpt.InvalidArgument, "ckpt.Keep"),
+        ({"memory": "1G"}, ckpt.InvalidArgument, "memory='1G'"),
+        ({"memory": 0}, ckpt.InvalidArgument, "positive number of bytes"),
+        ({"memory": 1e9}, ckpt.InvalidArgument, "positive number of bytes"),
+        ({"timeout": "x"}, ckpt.InvalidArgument, "timeout='x'"),
+        ({"timeout": None}, ckpt.InvalidArgument, "number of seconds"),
+        ({"timeout": float("nan")}, ckpt.InvalidArgument, "number of seconds"),
+        ({"timeout": 0}, ckpt.InvalidArgument, "number of seconds"),
     ],
     ids=str,
 )
@@ -187,11 +246,57 @@ def test_step_numbers(root: Path, step: Any) -> None:
 
 
 def test_options_of_a_checkpointer(root: Path) -> None:
-    for options in ({"every": 0}, {"every": -5}, {"in_flight": 0}, {"keep": 0}, {"codec": "zstd"}, {"digest": "md5"}):
-        with pytest.raises((ValueError, ckpt.CkptError)) as told:
+    for options in (
+        {"every": 0}, {"every": -5}, {"every": "10m"}, {"every": 2.5}, {"every": True}, {"every": -timedelta(1)},
+        {"in_flight": 0}, {"in_flight": "2"}, {"keep": "3"}, {"memory": "1G"}, {"timeout": "x"}, {"timeout": None},
+        {"tiers": ["memory"]}, {"tiers": "memory"}, {"tiers": ckpt.Tier("memory")}, {"tiers": 3},
+    ):  # fmt: skip
+        with refused(ckpt.InvalidArgument, next(iter(options)), root=root):
             ckpt.Checkpointer(root, **options)
-        one_line(told)
+    for options in ({"codec": "zstd"}, {"digest": "md5"}):
+        with refused(ckpt.FormatError, root=root):
+            ckpt.Checkpointer(root, **options)
     ckpt.save(state_of(5), root, 5)  # none of them holds the repository
+
+
+def test_numbers_of_numpy_are_numbers(root: Path) -> None:
+    """As a configuration may have them; a number that is not seen as one would be taken for "auto"."""
+    two = np.int64(2)
+    tiers = [ckpt.Tier(root.parent / "near", every=two, limit=np.int64(1 << 30))]
+    assert tiers[0].counts(1)
+    assert not tiers[0].counts(2)
+    with ckpt.Checkpointer(root, every=two, keep=two, memory=np.int64(1 << 20), in_flight=two, timeout=np.float32(5)) as saver:
+        for step in range(10, 14):
+            saver.step(step, state_of(step))
+    assert ckpt.open(root).steps() == [11, 13]
+
+
+@pytest.mark.parametrize("options", [{"limit": "1G"}, {"limit": 0}, {"every": "10m"}, {"every": 0}, {"keep": "3"}], ids=str)
+def test_options_of_a_tier(options: dict[str, Any]) -> None:
+    with refused(ckpt.InvalidArgument, next(iter(options))):
+        ckpt.Tier("memory", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"only": 3}, "model.*"), ({"only": b"embed"}, "model.*"), ({"only": ["embed", 3]}, "model.*"),
+        ({"rename": "x"}, "regular expression"), ({"rename": {"(": "x"}}, "unterminated"), ({"rename": {3: "x"}}, "regular"),
+        ({"rename": {"x": r"\2"}}, "group reference"), ({"rename": {"x": None}}, "regular"),
+        ({"progress": 3}, "function"), ({"share_reads": "never"}, "'auto', True or False"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_load(root: Path, options: dict[str, Any], word: str) -> None:
+    with refused(ckpt.InvalidArgument, next(iter(options)), word, root=root):
+        ckpt.load(root, state_of(0), **options)
+    if "only" not in options and "progress" not in options:
+        with ckpt.Checkpointer(root, every=None) as saver, refused(ckpt.InvalidArgument, next(iter(options)), word):
+            saver.restore(state_of(0), **options)
+
+
+def test_patterns_may_come_from_an_iterator(root: Path) -> None:
+    assert list(ckpt.load(root, only=iter(["embed", "step"]))) == list(ckpt.load(root, only=["embed", "step"]))
 
 
 def test_a_closed_checkpointer(root: Path) -> None:
@@ -329,6 +434,54 @@ def test_a_module_that_refuses_its_state(root: Path, tmp_path: Path) -> None:
     with refused(ckpt.CkptError, "model"):
         ckpt.load(tmp_path / "m", {"model": torch.nn.BatchNorm1d(3)})
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_module_of_other_entries_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    def like(bias: bool, norm: bool = False) -> dict[str, Any]:
+        layers = [torch.nn.Linear(2, 2, bias=bias), *([torch.nn.BatchNorm1d(2)] * norm)]
+        return {"a": np.zeros(3), "model": torch.nn.Sequential(*layers), "z": np.zeros(3)}
+
+    saved = {"a": np.ones(3), "model": torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)), "z": np.ones(3)}
+    ckpt.save(saved, tmp_path, 0)
+    ckpt.save(saved | {"model": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))}, tmp_path, 1)
+    for step, mine, words in (
+        (0, like(bias=True), ["lacks 0.bias"]),
+        (1, like(bias=False), ["has 0.bias, 1.bias, 1.weight besides"]),
+        (0, like(bias=True, norm=True), ["lacks 0.bias"]),  # a norm loads in its own way, the layer before it does not
+    ):
+        before = mine["model"][0].weight.detach().clone()
+        with refused(ckpt.LeafMismatch, "leaf model", "Sequential", "only=", *words):
+            ckpt.load(tmp_path, mine, step=step)
+        assert torch.equal(mine["model"][0].weight, before)
+        assert not any(mine[key].any() for key in "az")
+    mine = like(bias=True)
+    ckpt.load(tmp_path, mine, step=0, only=["model.0.weight", "z"])
+    assert torch.equal(mine["model"][0].weight, saved["model"][0].weight)
+    assert (mine["a"].any(), mine["z"].all()) == (False, True)
+
+
+def test_a_module_that_makes_up_for_what_was_not_saved(tmp_path: Path) -> None:
+    """With hooks, or a load of its own, a module may take what it has no entries for."""
+    torch = pytest.importorskip("torch")
+    old = torch.nn.Linear(2, 2)
+    ckpt.save({"model": {"w": old.weight.detach(), "bias": old.bias.detach()}}, tmp_path)
+
+    def rename(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[prefix + "weight"] = state.pop(prefix + "w")
+
+    class Own(torch.nn.Linear):
+        def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+            rename(self, state, prefix)
+            super()._load_from_state_dict(state, prefix, *rest)
+
+    hooked = torch.nn.Linear(2, 2)
+    hooked.register_load_state_dict_pre_hook(rename)
+    for model in (hooked, Own(2, 2)):
+        ckpt.load(tmp_path, {"model": model})
+        assert torch.equal(model.weight, old.weight)
+        assert torch.equal(model.bias, old.bias)
 
 
 # --- the future, and forgeries ---------------------------------------------------------------------------------
@@ -486,3 +639,10 @@ def test_names_that_would_leave_the_root(tmp_path: Path) -> None:
             with refused(ckpt.InvalidName, "not a valid object name"):
                 call(name)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_save_while_another_thread_imports_masked_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy.ma", types.ModuleType("numpy.ma"))  # as it is in the middle of it
+    ckpt.save({"a": np.arange(3)}, tmp_path, step=0)
+    monkeypatch.undo()
+    assert ckpt.load(tmp_path)["a"].tolist() == [0, 1, 2]

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_registers import Flaky, ledger, words
+from test_registers import Flaky, check_final, ledger, words
 
 import ckpt
+from ckpt.aggregator import moving
 from ckpt.aggregator import repair as repairs
+from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import parse
@@ -57,6 +59,10 @@ def test_promises_and_changes(registers: Registers) -> None:
     assert registers.change([Change("y", NONE, Value(b"2"))], "w") == [False]
     registers.prepare(["y"], Ballot(1, "p"))
     assert registers.change([Change("y", NONE.next_step("w"), Value(b"4"))], "v") == [False], "a promise was given"
+
+
+def test_what_is_final(registers: Registers) -> None:
+    check_final(registers)
 
 
 def test_names_and_listings(registers: Registers) -> None:
@@ -151,8 +157,10 @@ def test_one_history(bucket: str, seed: int) -> None:
 
 
 def mixed(folder: Path, bucket: str, redundancy: str = "2x") -> Namespace:
-    """Two directories and a bucket."""
-    members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(2)]
+    """Two directories and a bucket; for three copies another directory, which keeps records only."""
+    members: list[dict[str, Any]] = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(2)]
+    if redundancy == "3x":
+        members.append({"url": str(folder / "disk2"), "name": "disk2", "weight": 0})
     members.append({"url": f"{bucket}/member", "name": "bucket"})
     return Namespace(from_table("test", {"members": members, "redundancy": redundancy, "deadline_seconds": 10.0}, "the test"))
 
@@ -169,7 +177,7 @@ def test_files(tmp_path: Path, bucket: str, redundancy: str) -> None:
     assert sorted(other.list()) == sorted(CONTENT)
     for path, data in CONTENT.items():
         assert other.get(path) == data
-    found = repairs.survey(other, verify=True)
+    found = surveys.survey(other, verify=True)
     assert found.whole, found
     held = set(other.places["bucket"].inventory())
     assert held, "the bucket holds a part of them"
@@ -187,10 +195,10 @@ def test_rot_in_the_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
     data[1000] ^= 1
     s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=bytes(data))
     assert namespace.get("f") == CONTENT["d/f4"]
-    found = repairs.survey(namespace, verify=True)
+    found = surveys.survey(namespace, verify=True)
     assert [f.path for f in found.damaged] == ["f"]
     assert repairs.repair(namespace, found).files == 1
-    assert repairs.survey(namespace, verify=True).whole
+    assert surveys.survey(namespace, verify=True).whole
     keys = [o["Key"] for o in s3_client.list_objects_v2(Bucket=bucket.removeprefix("s3://"))["Contents"]]
     assert sum(key.startswith("member/quarantine/") for key in keys) == 1
 
@@ -207,11 +215,11 @@ def test_a_lost_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
     for path, data in CONTENT.items():
         assert again.get(path) == data
     assert isinstance(again.places["bucket"].registers.read(["/d/none"])[0], Damaged)
-    found = repairs.survey(again)
+    found = surveys.survey(again)
     assert found.damaged
     assert not found.lost
     repairs.repair(again, found)
-    assert repairs.survey(again, verify=True).whole
+    assert surveys.survey(again, verify=True).whole
     assert again.places["bucket"].registers.read(["/d/none"]) == [Record()]
 
 
@@ -222,14 +230,14 @@ def test_a_bucket_takes_the_place_of_a_disk(tmp_path: Path, bucket: str) -> None
         first.put(path, data)
     members.append({"url": f"{bucket}/member", "name": "bucket"})
     namespace = Namespace(from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
-    assert not repairs.forget(namespace, "disk1").failed
+    assert not moving.forget(namespace, "disk1").failed
     assert set(namespace.ring.everyone) == {"disk0", "disk2", "bucket"}
     rest = Namespace(
         from_table("test", {"members": [m for m in members if m["name"] != "disk1"], "redundancy": "2x"}, "the test")
     )
     for path, data in CONTENT.items():
         assert rest.get(path) == data
-    assert repairs.survey(rest, verify=True).whole
+    assert surveys.survey(rest, verify=True).whole
 
 
 def test_checkpoints(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from ckpt.storage.errors import InvalidArgument
 torch = pytest.importorskip("torch")
 
 PROGRAM = str(Path(__file__).parent / "data_program.py")
+REPOSITORY = Path(__file__).parent.parent
 
 
 class Numbers:
@@ -287,8 +289,36 @@ def test_another_dataset() -> None:
 
 
 def test_importing_it_is_light() -> None:
-    code = "import ckpt.data, sys; assert 'torch' not in sys.modules"
+    code = "import ckpt, sys; ckpt.data.Loader; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+DOCS = [file.read_text() for file in [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "README.md"]]
+
+
+def test_the_loop_of_the_docs_as_it_is_written(tmp_path: Path) -> None:
+    before = f"""
+import ckpt, torch
+dataset, total, url = torch.randn(1024, 8), 6, {str(tmp_path)!r}
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def train_step(model, batch):
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
+    (loop,) = re.findall(r"```python\n(data = ckpt.*?)```", (REPOSITORY / "docs/loop.md").read_text(), re.DOTALL)
+    after = "assert (step, data.batch, len(batch)) == (5, 5, 256)"
+    subprocess.run([sys.executable, "-c", before + loop + after], check=True, timeout=120)
+
+
+def test_what_the_docs_name_is_there_without_another_import() -> None:
+    calls = {call for text in DOCS for call in re.findall(r"\bckpt(?:\.[a-zA-Z_]+)+(?=\()", text)}
+    assert {"ckpt.data.Loader", "ckpt.pulse.compute", "ckpt.pulse.phase", "ckpt.tiers.drain"} <= calls
+    subprocess.run([sys.executable, "-c", "\n".join(["import ckpt", *sorted(calls)])], check=True, timeout=60)
 
 
 # --- Stream ----------------------------------------------------------------------------------------------------

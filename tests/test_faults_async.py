@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import assert_clean, assert_same, failing, finish, one_line, python, state_of, write_into
 
 import ckpt
+from ckpt.leaves.host import NumpyLeaf
+from ckpt.plan import LeafSpec, plan, stage
+from ckpt.sample import differing, sample
 
 torch = pytest.importorskip("torch")
 
@@ -109,17 +115,27 @@ def test_two_saves_in_flight_both_hold_the_optimizer(tmp_path: Path) -> None:
     assert_equal(ckpt.load(tmp_path, step=1), want)
 
 
-@pytest.mark.parametrize("change", ["add_", "copy_", "zero_"])
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "add_": lambda w: w.add_(1),
+    "copy_": lambda w: w.copy_(w * 2),
+    "zero_": lambda w: w.zero_(),
+    # torch does not count these
+    "data": lambda w: w.data.add_(1),
+    "average": lambda w: w.data.mul_(0.999),
+    "numpy": lambda w: w.detach().numpy().fill(7),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_changes_of_attached_memory_are_detected(tmp_path: Path, change: str) -> None:
     model, optimizer = model_and_optimizer()
-    weight = model[1].weight
     saver = ckpt.Checkpointer(tmp_path)
     saver.attach(optimizer)
     saver.save(0, {"model": model}).result()
     with failing(SLOW):
         handle = saver.save(1, {"model": model})
         with torch.no_grad():
-            {"add_": lambda: weight.add_(1), "copy_": lambda: weight.copy_(weight * 2), "zero_": weight.zero_}[change]()
+            CHANGES[change](model[1].weight)
         with pytest.raises(ckpt.StateChanged) as told:
             handle.result()
     one_line(told, "model.1.weight", "step 1", "step()")
@@ -129,6 +145,32 @@ def test_other_changes_of_attached_memory_are_detected(tmp_path: Path, change: s
     assert_equal(ckpt.load(tmp_path)["model"], copied(model))
     assert ckpt.open(tmp_path).steps() == [0, 2]
     assert_clean(tmp_path, folders=False)
+
+
+def test_attached_memory_that_is_not_contiguous_is_copied_at_once(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(8, 8).t()[:, ::2])
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with failing(SLOW), ckpt.Checkpointer(tmp_path) as saver:
+        saver.attach(optimizer)
+        handle = saver.save(0, {"w": weight})
+        weight.data.zero_()
+        handle.result()
+    assert torch.equal(ckpt.load(tmp_path)["w"], torch.ones(8, 4))
+
+
+@given(st.integers(1, 2000), st.integers(1, 5), st.data())
+def test_what_a_sample_sees(size: int, leaves: int, data: st.DataObject) -> None:
+    """A changed leaf, whichever it is and however its bytes lie in the block; nothing where nothing changed."""
+    held = [NumpyLeaf(np.arange(size * (i + 1), dtype=np.int32)) for i in range(leaves)]
+    (block,) = plan([LeafSpec(str(i), x.dtype, x.shape, x.itemsize, x.nbytes, None) for i, x in enumerate(held)]).blocks
+    before = sample(block, held)
+    staged = np.empty(block.nbytes, np.uint8)
+    stage(block, held, staged)
+    assert differing(block, before, staged) is None
+    changed = data.draw(st.integers(0, leaves - 1))
+    held[changed].array += 1
+    stage(block, held, staged)
+    assert differing(block, before, staged) == changed
 
 
 def test_what_is_not_attached_is_copied_before_save_returns(tmp_path: Path) -> None:

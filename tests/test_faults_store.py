@@ -281,7 +281,7 @@ def test_permission_denied(tmp_path_factory: pytest.TempPathFactory, how: str, w
         if (how, where) == ("load", "generations"):
             assert out == "done\n"
         else:
-            assert out.startswith("StoreError ")
+            assert out.startswith("Refused ")
             one_line(out.rstrip("\n"), "permission denied", str(root))
         assert {n for n in files(root) if "generations" not in n} == {n for n in before if "generations" not in n}
         assert_same(ckpt.load(root, step=0), state_of(0))

@@ -25,6 +25,7 @@ from fsspec.tests.abstract import (
     AbstractPutTests,
 )
 
+import ckpt
 from ckpt.aggregator.filesystem import CkptFileSystem
 from ckpt.storage.testing import pattern
 
@@ -89,6 +90,32 @@ def test_a_url_is_all_it_needs(address: str, filesystem: CkptFileSystem) -> None
     assert found.cat(path) == b"hello"
     assert found.unstrip_protocol("a/b.txt") == url
     assert fsspec.core.url_to_fs(url)[0] is filesystem
+
+
+def test_one_rule_for_urls(address: str, filesystem: CkptFileSystem) -> None:
+    near = address.split(",")[1]
+    with fsspec.open(f"ckpt://{address}/a/b?near={near}&redundancy=3x", "wb") as file:
+        file.write(b"1" * 100_000)
+    found, path = fsspec.core.url_to_fs(f"ckpt://{address}/a/b?near={near}&redundancy=3x")
+    assert found.cat(path) == b"1" * 100_000
+    assert found.namespace.config.near == (near,)
+    layout = filesystem.namespace.stat("a/b").layout
+    assert layout is not None
+    assert str(layout.redundancy) == "3x"
+    with pytest.raises(ValueError, match="near= names one of the nodes"):
+        fsspec.open(f"ckpt://{address}/a/b?near=host9:7070")
+    with pytest.raises(ValueError, match="unknown option 'far'"):
+        fsspec.open(f"ckpt://{address}/a/b?far={near}")
+    url = f"ckpt://{address}/my%20run%25"
+    ckpt.save({"w": np.arange(3.0)}, url, 1)
+    assert filesystem.exists(url)
+    assert filesystem.ls("", detail=False) == ["a", "my run%"]
+    for name in ("my run%", "a b", "ü", "100%25", "what?", "50%#+&=,:[x]"):
+        filesystem.pipe(name, b"1") if name != "my run%" else None
+        again = filesystem.unstrip_protocol(name)
+        assert filesystem._strip_protocol(again) == name
+        assert fsspec.core.url_to_fs(again) == (filesystem, name)
+        assert filesystem.exists(again)
 
 
 def test_looking(filesystem: CkptFileSystem) -> None:
@@ -175,6 +202,67 @@ def test_folders(filesystem: CkptFileSystem) -> None:
     assert fs.cat("t") == b"1"
     fs.touch("t")
     assert fs.cat("t") == b""
+
+
+def test_what_would_lose_something_is_refused(filesystem: CkptFileSystem) -> None:
+    fs = filesystem
+    everything = {"d/a": b"1", "d/e/b": b"2", "file": b"precious", "o": b"3"}
+    fs.pipe(everything)
+    fs.mkdir("empty")
+    for refused, error in (
+        (lambda: fs.rmdir("file"), NotADirectoryError),
+        (lambda: fs.rmdir("d"), OSError),
+        (lambda: fs.rmdir("none"), FileNotFoundError),
+        (lambda: fs.rmdir(""), OSError),
+        (lambda: fs.rm("d"), IsADirectoryError),
+        (lambda: fs.rm(["o", "d"]), IsADirectoryError),
+        (lambda: fs.rm_file("empty"), IsADirectoryError),
+        (lambda: fs.rm_file("d"), IsADirectoryError),
+        (lambda: fs.mkdir("file"), FileExistsError),
+        (lambda: fs.mkdir("file/below"), NotADirectoryError),
+        (lambda: fs.makedirs("file/below/it", exist_ok=True), NotADirectoryError),
+        (lambda: fs.pipe("empty", b"x"), FileExistsError),
+        (lambda: fs.open("empty", "ab"), IsADirectoryError),
+        (lambda: fs.mv("d", "x"), IsADirectoryError),
+        (lambda: fs.mv("d", "d/x", recursive=True), OSError),
+        (lambda: fs.mv("d", "d/", recursive=True), OSError),
+        (lambda: fs.mv("d", "d", recursive=True), OSError),
+        (lambda: fs.mv("d/", "file", recursive=True), NotADirectoryError),
+        (lambda: fs.mv("d/", "x", recursive=True, maxdepth=1), ValueError),
+        (lambda: fs.mv(["o", "none"], "y/"), FileNotFoundError),
+        (lambda: fs.mv(["d/a", "x/a"], "y/"), ValueError),
+        (lambda: fs.mv("none", "x"), FileNotFoundError),
+    ):
+        with pytest.raises(error):
+            refused()
+        assert fs.cat(fs.find("")) == everything
+        assert fs.isdir("empty")
+    with pytest.raises(IsADirectoryError, match="mv"):
+        fs.mv("d", "x")
+    fs.rm("d", recursive=True, maxdepth=1)
+    assert fs.find("d") == ["d/e/b"]
+
+
+def test_moving_folders(filesystem: CkptFileSystem) -> None:
+    fs = filesystem
+    big = pattern(100_000)
+    fs.pipe({"d/a": b"1", "d/e/b": big, "o": b"3"})
+    fs.mkdir("d/empty")
+    fs.mkdir("there")
+    fs.mv("o", "there")
+    fs.mv("d", "there", recursive=True)
+    assert fs.find("") == ["there/d/a", "there/d/e/b", "there/o"]
+    assert fs.isdir("there/d/empty")
+    assert not fs.exists("d")
+    fs.mv("there/d/", "new", recursive=True)
+    assert fs.cat("new/e/b") == big
+    fs.mv("new/*", "flat/", recursive=True)
+    assert fs.find("") == ["flat/a", "flat/e/b", "there/o"]
+    fs.mv(["flat/a", "there/o"], ["1", "2"])
+    assert fs.find("") == ["1", "2", "flat/e/b"]
+    fs.mv(["1", "2"], "both")
+    assert fs.find("both") == ["both/1", "both/2"]
+    assert fs.namespace.stat("flat/e/b").head.nbytes == len(big)
 
 
 def test_open_files(filesystem: CkptFileSystem) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import TESTS
+from support import TESTS, one_line
 
 import ckpt
 
@@ -104,3 +104,26 @@ def test_a_registered_pytree(tmp_path: Path) -> None:
     assert like.value["pair"].a.tolist() == [0, 1, 2, 3, 4]
     assert like.value["pair"].b[0].tolist() == [[1, 1], [1, 1]]
     assert like.value["pair"].b[1] == 3
+
+
+def test_leaves_of_a_tree_that_have_one_name(tmp_path: Path) -> None:
+    """Each comes back to its own place; where only one of them is asked for, it is not guessed which."""
+    import jax
+    from jax import numpy as jnp
+
+    from ckpt.adapters.jax import Tree
+
+    def made(start: float) -> dict[str, object]:
+        first, second, third = (jnp.full(2, start + i) for i in range(3))
+        return {"a.b": first, "a": {"b": second}, "a.b~": third, "": jnp.full(2, start + 3), "value": jnp.full(2, start + 4)}
+
+    want = made(1.0)
+    ckpt.save({"train": Tree(want)}, tmp_path, 0)
+    like = Tree(made(50.0))
+    ckpt.load(tmp_path, {"train": like})
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, like.value, want))
+    alone = Tree({"a.b": jnp.zeros(2)})
+    with pytest.raises(ckpt.LeafMismatch) as told:
+        ckpt.load(tmp_path, {"train": alone})
+    one_line(told, "leaf train", "two leaves were saved as a.b")
+    assert alone.value["a.b"].tolist() == [0, 0]

@@ -17,17 +17,21 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
+import click
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run import Run
 
-from ckpt.pulse import Beat
-from ckpt.recovery import metrics
-from ckpt.recovery.ledger import FILE, NAMES, Ledger, Line, goodput, lines, process_began, totals
+from ckpt.pulse import Beat, Pulse
+from ckpt.recovery import course, metrics
+from ckpt.recovery.decide import Failure
+from ckpt.recovery.ledger import FILE, NAMES, Ledger, Line, file_of, goodput, joined, lines, process_began, totals
 from ckpt.recovery.record import FILE as RECORD
 from ckpt.recovery.record import Record
-from ckpt.recovery.state import Entry
+from ckpt.recovery.state import Draft, Entry
+from ckpt.storage.errors import CkptError
+from ckpt.tools import ask as commands
 
 ROUNDING = 1e-4
 """Each line is rounded to a microsecond."""
@@ -131,8 +135,8 @@ def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
 def test_the_report_as_a_picture(done: tuple[Run, float], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run, _ = done
-    file = tmp_path / "run.png"
-    assert "failures" in report(run, "--png", str(file))
+    file = tmp_path / "run.of-today"  # whatever its name is
+    assert "3 failures" in report(run, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
     json.loads(report(run, "--json"))
 
@@ -155,14 +159,69 @@ def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """A run on two hosts that b led from the middle on, and that was asked to end."""
+    record = Record(tmp_path)
+    drafts = [
+        course.run(0, "r", course.Spec(("true",), 2, hosts=2)),
+        Draft(0, "lead", "a coordinates", {"name": "a"}),
+        Draft(0, "start", "4 ranks on a, b: true", {"members": [], "memory": []}),
+        Draft(0, "lead", "b coordinates from now on, as a is gone", {"name": "b"}),
+        course.failed(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
+        Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
+    ]
+    assert record.append(0, drafts)
+    record.close()
+    for name in "ab":
+        ledger = Ledger(tmp_path / file_of(name), time.monotonic() - 1)
+        ledger.now("useful", 0)
+        ledger.close()
+    return tmp_path
+
+
+def ask(command: click.Command, folder: Path, *options: str) -> int:
+    return int(command.main(["--run-dir", str(folder), *options], standalone_mode=False))
+
+
+def test_an_end_that_was_wanted_is_no_failure(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ask(commands.report, asked) == 0
+    said = capfd.readouterr()
+    assert "; 0 failures\n" in said.out
+    assert not said.err
+    assert ask(commands.report, asked, "--prometheus") == 0
+    assert "ckpt_run_failures_total" not in capfd.readouterr().out
+
+
+def test_a_report_says_whose_time_is_not_in_it(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (asked / file_of("a")).unlink()
+    assert ask(commands.report, asked) == 0
+    assert "this is a part of the time only: a coordinated, too" in capfd.readouterr().err
+    assert ask(commands.report, asked, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["not_here"] == ["a"]
+
+
+def test_what_is_asked_of_a_run_that_is_no_more(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its agents were killed, or it has ended: all say the same."""
+    for text in ("its agents are gone", "it was asked to end"):
+        assert ask(commands.status, asked) == 1
+        assert capfd.readouterr().out.startswith(f"it does not run: {text}")
+        for command in (commands.plan, commands.drain):
+            with pytest.raises(CkptError, match=f"it does not run: {text}"):
+                ask(command, asked)
+        with contextlib.closing(Record(asked)) as record:
+            record.append(6, [Draft(0, "end", "it was asked to end", {"status": 143})])
+
+
 # --- by itself -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2), st.floats(0, 0.01), st.booleans()), max_size=20))
 def test_the_sum_is_the_time(tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, float, bool]]) -> None:
     folder = tmp_path_factory.mktemp("ledger")
     began = time.monotonic()
-    ledger = Ledger(folder, began)
+    ledger = Ledger(folder / FILE, began)
     for name, attempt, seconds, instead in calls:
         if instead:
             ledger.instead(name, seconds)  # type: ignore[arg-type]
@@ -177,26 +236,72 @@ def test_the_sum_is_the_time(tmp_path_factory: pytest.TempPathFactory, calls: li
 
 
 def test_what_was_noticed_late_changes_its_name(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, time.monotonic() - 10)
+    ledger = Ledger(tmp_path / FILE, time.monotonic() - 10)
     ledger.now("useful", 0)
     ledger.instead("detect", 4)
     ledger.now("stop", 0)
-    ledger.instead("wait", 100)  # no more than the line under way has
+    ledger.now("useful", 1)
+    ledger.instead("wait", 100)  # no more than this attempt has
     ledger.close()
     seconds = totals(tmp_path)
     assert seconds["useful"] == pytest.approx(6, abs=0.1)
     assert seconds["detect"] == pytest.approx(4, abs=1e-5)
-    assert "spawn" not in seconds
+    assert "stop" in seconds
+    assert [line.attempt for line in lines(tmp_path) if line.name == "wait"] == [1]
+
+
+def test_what_was_noticed_late_changes_lines_that_had_ended(tmp_path: Path) -> None:
+    """Also such as are on the disk; ranks that wait for a lost one change from one name to another meanwhile."""
+    ledger = Ledger(tmp_path / FILE, time.monotonic() - 3)
+    for name in ("useful", "stall", "useful"):
+        ledger.now(name, 0)  # type: ignore[arg-type]
+        time.sleep(0.05)
+    ledger.now("stall", 0)
+    ledger._write()
+    assert len(lines(tmp_path)) > 2
+    ledger.instead("detect", 2.0)
+    ledger.close()
+    found = lines(tmp_path)
+    assert_no_gap(found)
+    assert [line.name for line in found] == ["useful", "detect"]
+    assert found[1].seconds == pytest.approx(2.0, abs=0.1)
+
+
+def test_who_stood_still_counts_no_second_twice() -> None:
+    """a leads to 10 and stands still; b leads from there to 20, c, in whose place a comes again, from there."""
+    a = [Line(5, "spawn", 5, 0, since=0.0), Line(18, "useful", 13, 0, since=0.0), Line(19, "stall", 1, 0, since=0.0)]
+    b = [Line(20, "detect", 10, 0, since=10.0), Line(25, "useful", 5, 1, since=10.0)]
+    again = [Line(30, "useful", 10, 1, since=20.0)]
+    found = joined([b, a + again])
+    assert_no_gap(found)
+    assert [(line.name, line.seconds) for line in found] == [("spawn", 5), ("useful", 5), ("detect", 10), ("useful", 10)]
+    assert joined([a]) == a
+    assert joined([]) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 9), st.floats(0, 9)), min_size=1, max_size=8))
+def test_the_time_of_many_leaders_is_the_time(terms: list[tuple[str, float, float]]) -> None:
+    """Each begins where the one before has ended, which goes on for a while."""
+    files: dict[str, list[Line]] = {name: [] for name in "abc"}
+    at = 1e9
+    for (name, seconds, more), (after, *_) in pairwise([*terms, ("", 0.0, 0.0)]):
+        more = more if after not in ("", name) else 0.0
+        files[name].append(Line(at + seconds + more, "useful", seconds + more, 0, since=at))
+        at += seconds
+    found = joined(list(files.values()))
+    assert_no_gap(found)
+    assert sum(line.seconds for line in found) == pytest.approx(at - 1e9, abs=1e-4)
 
 
 def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, time.monotonic() - 5)
+    ledger = Ledger(tmp_path / FILE, time.monotonic() - 5)
     ledger.now("useful", 0)
     ledger.close()
     whole = lines(tmp_path)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"at": 17, "name": "use')
-    again = Ledger(tmp_path, time.monotonic() - 3)
+    again = Ledger(tmp_path / FILE, time.monotonic() - 3)
     again.now("redo", 1)
     again.close()
     assert lines(tmp_path)[: len(whole)] == whole
@@ -208,7 +313,7 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path, caplog: pyt
     """A limit on the size of files is what a disk that has no more room looks like, short writes included."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    ledger = Ledger(tmp_path, time.monotonic() - 100)
+    ledger = Ledger(tmp_path / FILE, time.monotonic() - 100)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         for number in range(6):
@@ -230,7 +335,8 @@ def test_when_a_process_began() -> None:
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     began, then = map(float, done.stdout.split())
-    assert before <= began < then <= time.monotonic()
+    tick = 1 / os.sysconf("SC_CLK_TCK")  # in which the system counts when a process began
+    assert before - tick <= began < then <= time.monotonic()
     assert process_began() <= time.monotonic()
 
 
@@ -245,6 +351,7 @@ def test_metrics_of_a_run_under_way() -> None:
         Entry(2, 1.0, 0, "failure", "", {"cause": 'a "bad"\nday\\'}),
         Entry(3, 1.0, 0, "decision", "", {"action": "restart"}),
         Entry(4, 1.0, 1, "start", "", {}),
+        Entry(5, 2.0, 1, "failure", "", {"cause": "preempted"}),
     ]
     beats = {
         0: Beat(5, 7, "step", 90.0, 4, 0.25, 11, None, None), 1: Beat(5, 6, "step", 99.5, 3, 0.5, 12, None, None),
@@ -256,7 +363,7 @@ def test_metrics_of_a_run_under_way() -> None:
     }
     assert samples["ckpt_run_up",] == 1
     assert samples["ckpt_run_attempt",] == 1
-    assert samples["ckpt_run_failures_total", 'a "bad"\nday\\'] == 1
+    assert [key for key in samples if key[0] == "ckpt_run_failures_total"] == [("ckpt_run_failures_total", 'a "bad"\nday\\')]
     assert samples["ckpt_run_decisions_total", "restart"] == 1
     assert samples["ckpt_run_goodput_ratio",] == 0.75
     assert samples["ckpt_run_step",] == 6, "the rank that has said nothing yet does not count"
@@ -264,6 +371,14 @@ def test_metrics_of_a_run_under_way() -> None:
     assert samples["ckpt_run_loss",] == 0.25
     assert samples["ckpt_run_rank_silent_seconds", "0"] == 10
     assert "ckpt_run_up 0\n" in metrics.text([], {}, False)
+
+
+def test_a_loss_that_nobody_gave_is_no_metric(tmp_path: Path) -> None:
+    page = Pulse(tmp_path / "0-0", new=True)
+    page.beat(1, 3)
+    assert "ckpt_run_loss" not in metrics.text([], {}, True, {0: page.read()})
+    page.loss(0.0)
+    assert "ckpt_run_loss 0.0\n" in metrics.text([], {}, True, {0: page.read()})
 
 
 def test_metrics_over_http() -> None:

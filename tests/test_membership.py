@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 from cluster import Here, directories, nodes_config
 from test_registers import Flaky
 
+from ckpt.aggregator import moving
 from ckpt.aggregator import repair as repairs
+from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.files import File
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
@@ -53,7 +56,7 @@ def test_looking_makes_nothing(tmp_path: Path) -> None:
     assert namespace.stat("a") is None
     assert namespace.list() == {}
     for look in (
-        lambda: repairs.survey(namespace), lambda: repairs.rebalance(namespace), lambda: repairs.forget(namespace, "disk0")
+        lambda: surveys.survey(namespace), lambda: moving.rebalance(namespace), lambda: moving.forget(namespace, "disk0")
     ):  # fmt: skip
         with pytest.raises(NotFound, match="holds nothing: nobody ever wrote there"):
             look()
@@ -73,7 +76,7 @@ def test_a_disk_that_was_used_alone(tmp_path: Path, order: tuple[int, ...]) -> N
         both = some(tmp_path, *order)
         with pytest.raises(InvalidArgument, match="belong to different namespaces|holds records of another namespace"):
             assert both.get("ours") == DATA  # where it was not heard of yet
-            repairs.rebalance(both)
+            moving.rebalance(both)
     assert some(tmp_path, 0, 1, 2).get("ours") == DATA
     assert some(tmp_path, 3).get("theirs") == DATA
 
@@ -83,7 +86,7 @@ def test_two_namespaces_are_not_joined(tmp_path: Path) -> None:
         some(tmp_path, *numbers).put(f"of{numbers[0]}", DATA)
     for numbers in ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (3, 0)):
         with pytest.raises(CkptError, match="different namespaces|another namespace"):
-            repairs.rebalance(some(tmp_path, *numbers))
+            moving.rebalance(some(tmp_path, *numbers))
     for numbers in ((0, 1, 2), (3, 4, 5)):
         assert list(some(tmp_path, *numbers).list()) == [f"of{numbers[0]}"]
 
@@ -122,10 +125,10 @@ def test_the_wrong_one_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / "disk1").write_text("broken")
     for name in ("disk0", "disk2"):
         with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2"):
-            repairs.forget(some(tmp_path, 0, 1, 2), name)
+            moving.forget(some(tmp_path, 0, 1, 2), name)
     namespace.put("b", DATA)
     four = some(tmp_path, 0, 1, 2, 3)
-    assert not repairs.forget(four, "disk1").failed
+    assert not moving.forget(four, "disk1").failed
     assert some(tmp_path, 0, 2, 3).get("b") == DATA
 
 
@@ -137,7 +140,7 @@ def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
     set_failpoints("ring.moving=error")
     try:
         with pytest.raises(OSError, match="injected"):
-            repairs.forget(three, "disk1")
+            moving.forget(three, "disk1")
     finally:
         set_failpoints("")
     shutil.rmtree(tmp_path / "disk2")
@@ -145,10 +148,10 @@ def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
     four = some(tmp_path, 0, 1, 2, 3)
     assert four.ring.before is not None
     assert four.get("a") == DATA
-    assert not repairs.forget(four, "disk2", destroyed=True).failed
+    assert not moving.forget(four, "disk2", destroyed=True).failed
     assert set(four.ring.everyone) == {"disk0", "disk3"}
     four.put("b", DATA)
-    assert not repairs.forget(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
+    assert not moving.forget(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
     rest = some(tmp_path, 0, 3)
     assert rest.get("a") == rest.get("b") == DATA
     finish(rest)
@@ -174,7 +177,7 @@ def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
     back = some(tmp_path, 0, 1, 2, 3, 4)
     assert path in back.list()
     assert back.get(path) == b"precious"
-    repairs.repair(back, repairs.survey(back))
+    repairs.repair(back, surveys.survey(back))
     assert back.get(path) == b"precious"
 
 
@@ -198,24 +201,55 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
 
     thread = threading.Thread(target=write)
     thread.start()
-    while len(acknowledged) < 20:
-        time.sleep(0.01)
-    admin = Namespace(nodes_config(nodes, redundancy=redundancy))
-    done = repairs.forget(admin, nodes[2].address)
-    assert not done.failed
-    there = len(acknowledged)
-    while len(acknowledged) < there + 20:
-        time.sleep(0.01)
-    over.set()
-    thread.join()
+    try:
+        while len(acknowledged) < 20:
+            time.sleep(0.01)
+        admin = Namespace(nodes_config(nodes, redundancy=redundancy))
+        done = moving.forget(admin, nodes[2].address)
+        assert not done.failed
+        there = len(acknowledged)
+        while len(acknowledged) < there + 20:
+            time.sleep(0.01)
+    finally:
+        over.set()
+        thread.join()
     nodes[2].close()
     shutil.rmtree(tmp_path / "n2")
     rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], redundancy=redundancy))
     for number in acknowledged:
         assert rest.get(f"f{number}") == pattern(50_000, number)
-    assert repairs.survey(rest, verify=True).whole
+    assert surveys.survey(rest, verify=True).whole
     for each in (writer, admin, rest, *(nodes[i] for i in (0, 1, 3))):
         each.close()
+
+
+def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to be moved is deleted by its writer: the file moves all the same, and nothing has failed."""
+    namespace = some(tmp_path, 0, 1, redundancy="1x")
+    real, seeds, restored = moving.restore, count(), []
+
+    def write() -> None:
+        while not namespace.exists() or "disk1" not in holders(namespace, "a"):
+            namespace.put("a", pattern(50_000, next(seeds)))
+
+    def late(*given: Any, **named: Any) -> Any:
+        restored.append(given)
+        if len(restored) == 1:
+            namespace.delete(["a"])
+            write()
+        return real(*given, **named)
+
+    write()
+    monkeypatch.setattr(moving, "restore", late)
+    assert not moving.drain(namespace, "disk1").failed
+    assert len(restored) == 2
+    assert holders(namespace, "a") == {"disk0"}
+    namespace.close()
+
+
+def holders(namespace: Namespace, path: str) -> set[str]:
+    file = namespace.stat(path)
+    return set() if file is None or file.layout is None else {h.member for h in file.layout.holders}
 
 
 def test_growing_under_a_client(tmp_path: Path) -> None:
@@ -223,7 +257,7 @@ def test_growing_under_a_client(tmp_path: Path) -> None:
     nodes = [Here(tmp_path / f"n{i}") for i in range(7)]
     old = Namespace(nodes_config(nodes[:3]))
     old.put("a", DATA)
-    repairs.rebalance(Namespace(nodes_config(nodes)))
+    moving.rebalance(Namespace(nodes_config(nodes)))
     assert old.get("a") == DATA
     old.put("b", DATA)
     late = Namespace(nodes_config(nodes[:3]))
@@ -239,7 +273,7 @@ def test_growing_under_a_client(tmp_path: Path) -> None:
 def test_drained_onto_others_only(tmp_path: Path) -> None:
     namespace = some(tmp_path, 0, 1)
     namespace.put("a", DATA)
-    done = repairs.drain(namespace, "disk0")
+    done = moving.drain(namespace, "disk0")
     assert "more members are needed" in done.failed["a"]
     assert namespace.get("a") == DATA
 
@@ -275,9 +309,9 @@ def test_both_objects_are_rotten_in_different_pieces(tmp_path: Path) -> None:
     assert first[0] is not None
     spoil(tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.holder != first[0].holder))
     assert namespace.get("f") == whole
-    done = repairs.repair(namespace, repairs.survey(namespace, verify=True))
+    done = repairs.repair(namespace, surveys.survey(namespace, verify=True))
     assert not done.failed
-    assert repairs.survey(namespace, verify=True).whole
+    assert surveys.survey(namespace, verify=True).whole
     assert namespace.get("f") == whole
 
 
@@ -300,12 +334,12 @@ def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeyp
         return made
 
     monkeypatch.setattr(repairs, "restore", restore)
-    repairs.repair(namespace, repairs.survey(namespace, verify=True))
+    repairs.repair(namespace, surveys.survey(namespace, verify=True))
     monkeypatch.undo()
-    found = repairs.survey(namespace, verify=True)
+    found = surveys.survey(namespace, verify=True)
     assert [len(f.gone.objects) for f in found.damaged] == [0], "one fragment is bad, and no object is missing"
     assert not repairs.repair(namespace, found).failed
-    assert repairs.survey(namespace, verify=True).whole
+    assert surveys.survey(namespace, verify=True).whole
 
 
 # --- a bucket, whose check and change are two requests -------------------------------------------------------------

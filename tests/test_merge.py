@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt import manifest
+from ckpt.copies import Described
 from ckpt.cover import overlap, tiled, uncovered
 from ckpt.manifest import Layout, StoredBlock
 from ckpt.merge import merge
@@ -95,6 +96,17 @@ def test_shapes_that_contradict_each_other() -> None:
 def test_dtypes_that_contradict_each_other() -> None:
     parts = [part(1, [Held("w", (8,), box((0, 4)))]), part(2, [Held("w", (8,), box((4, 8)), dtype="int32")])]
     refused(parts, "leaf w", "float32 of global shape (8,) on rank 1", "int32 of global shape (8,) on rank 2")
+
+
+def test_what_a_rank_without_rows_takes_a_leaf_for() -> None:
+    """Of a leaf that nobody stored it does not matter: a tied one may go by another name there."""
+    parts = [part(0, [Held("w", (8,), box((0, 8)))]), part(7, [])]
+    held = {"w": Described(7, "float32", (8,)), "other": Described(7, "int8", (1,))}
+    assert manifest.decode(manifest.write_table(merge(parts, held), {"digest": "xxh3-128"}), "x").leaves().keys() == {"w"}
+    for dtype, shape in (("float32", (8, 1)), ("int32", (8,)), ("float32", ())):
+        with pytest.raises(StepRefused) as error:
+            merge(parts, {"w": Described(7, dtype, shape)})
+        assert f"float32 of global shape (8,) on rank 0 and {dtype} of global shape {shape} on rank 7;" in str(error.value)
 
 
 @pytest.mark.parametrize("outside", [box((4, 9)), box((-1, 4)), box((9, 9)), Box((4, 0), (4, 1)), Box((), ())])

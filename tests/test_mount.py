@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 from cluster import Process
@@ -33,26 +35,47 @@ def _fuse() -> str | None:
 pytestmark = pytest.mark.skipif(_fuse() is not None, reason=_fuse() or "")
 
 
+class Mounted:
+    """A mounted namespace of three nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = [Process(folder / f"n{i}") for i in range(3)]
+        self.folder = folder / "mnt"
+        self.folder.mkdir()
+        self.url = f"ckpt://{','.join(n.address for n in self.nodes)}/"
+        self.mount()
+
+    def mount(self) -> None:
+        command = [sys.executable, "-m", "ckpt.tools.mount", self.url, str(self.folder)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 60
+        while not os.path.ismount(self.folder):
+            if self.process.poll() is not None or time.monotonic() > until:
+                assert self.process.stderr is not None
+                self.process.kill()
+                pytest.fail(f"not mounted: {self.process.stderr.read()}")
+            time.sleep(0.05)
+
+    def unmount(self) -> None:
+        subprocess.run([shutil.which("fusermount3") or "fusermount", "-uz", str(self.folder)], check=False)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        self.unmount()
+        for node in self.nodes:
+            node.close()
+
+
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Path]:
-    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
-    folder = tmp_path / "mnt"
-    folder.mkdir()
-    url = f"ckpt://{','.join(n.address for n in nodes)}/"
-    command = [sys.executable, "-m", "ckpt.tools.mount", url, str(folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while not os.path.ismount(folder):
-        if process.poll() is not None or time.monotonic() > until:
-            assert process.stderr is not None
-            process.kill()
-            pytest.fail(f"not mounted: {process.stderr.read()}")
-        time.sleep(0.05)
-    yield folder
-    subprocess.run([shutil.which("fusermount3") or "fusermount", "-uz", str(folder)], check=False)
-    process.wait(30)
-    for node in nodes:
-        node.close()
+def mounted(tmp_path: Path) -> Iterator[Mounted]:
+    made = Mounted(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mount(mounted: Mounted) -> Path:
+    return mounted.folder
 
 
 def test_programs(mount: Path, tmp_path: Path) -> None:
@@ -93,6 +116,69 @@ def test_what_is_refused(mount: Path) -> None:
     (mount / "d" / "x").write_bytes(b"")
     with pytest.raises(OSError, match="not empty"):
         (mount / "d").rmdir()
+
+
+def test_write_sync_rename(mount: Path) -> None:
+    (mount / "final").write_bytes(b"before")
+    for data in (b"payload", pattern(19_000_001)):
+        with NamedTemporaryFile(dir=mount, delete=False) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            assert Path(file.name).read_bytes() == data
+            os.replace(file.name, mount / "final")
+            assert (mount / "final").read_bytes() == data
+        folder = os.open(mount, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        assert os.listdir(mount) == ["final"]
+        assert (mount / "final").read_bytes() == data
+
+
+def test_names_change_while_it_is_written(mount: Path) -> None:
+    with open(mount / "a", "wb", buffering=0) as file:
+        file.write(b"1")
+        (mount / "a").rename(mount / "b")
+        file.write(b"2")
+    assert (mount / "b").read_bytes() == b"12"
+    with open(mount / "u", "wb", buffering=0) as file:
+        file.write(b"zz")
+        (mount / "u").unlink()
+        file.write(b"zz")
+    (mount / "old").mkdir()
+    with open(mount / "old" / "x", "wb", buffering=0) as file, open(mount / "b", "ab", buffering=0) as replaced:
+        file.write(b"1" * 100_000)
+        replaced.write(b"3")
+        (mount / "new").mkdir()
+        (mount / "old").rename(mount / "new")
+        (mount / "new" / "x").replace(mount / "b")
+        file.write(b"2")
+    assert (mount / "b").read_bytes() == b"1" * 100_000 + b"2"
+    assert sorted(os.listdir(mount)) == ["b", "new"]
+    assert os.listdir(mount / "new") == []
+    (mount / "full").mkdir()
+    (mount / "full" / "x").write_bytes(b"x")
+    with pytest.raises(OSError, match="not empty"):
+        (mount / "new").rename(mount / "full")
+    assert (mount / "full" / "x").read_bytes() == b"x"
+
+
+def test_what_was_synced_survives_the_mount(mounted: Mounted) -> None:
+    files = {n: os.open(mounted.folder / str(n), os.O_CREAT | os.O_WRONLY) for n in (10, 100_000, 9_000_000)}
+    for n, file in files.items():
+        os.write(file, b"x" * n)
+        os.fsync(file)
+        os.write(file, b"later")
+    mounted.process.kill()
+    mounted.unmount()
+    for file in files.values():
+        with pytest.raises(OSError, match="not connected"):
+            os.fsync(file)
+        with suppress(OSError):  # of the mount that is gone
+            os.close(file)
+    mounted.mount()
+    for n in files:
+        assert (mounted.folder / str(n)).read_bytes() == b"x" * n
 
 
 def test_checkpoints_through_it(mount: Path) -> None:

@@ -19,11 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.aggregator import erasure, files, members
-from ckpt.aggregator.namespace import Namespace, check_path
+from ckpt.aggregator import erasure, files, members, moving
+from ckpt.aggregator.members import from_table
+from ckpt.aggregator.namespace import Namespace, check_path, open_namespace
 from ckpt.aggregator.placement import Spot, choose, spread
 from ckpt.aggregator.redundancy import Redundancy, parse
 from ckpt.aggregator.store import NamespaceStore
+from ckpt.aggregator.told import domains
+from ckpt.storage.device import Info
 from ckpt.storage.errors import (
     AlreadyExists,
     IntegrityError,
@@ -33,6 +36,7 @@ from ckpt.storage.errors import (
     StoreError,
     Unavailable,
 )
+from ckpt.storage.server import NodeOptions
 from ckpt.storage.testing import StoreContract, pattern
 
 
@@ -180,9 +184,10 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("url", "message"),
     [
         ("ckpt://", "write ckpt://host:port"),
-        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; it has a, b"),
+        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; it has a, b, c"),
         ("ckpt://a/x", "is no member: use host:port"),
         ("ckpt://b/x", "unknown key 'wieght'"),
+        ("ckpt://c/x", r"c.toml, \[namespaces.c\]: deadline_seconds is 'soon'; it must be a number of seconds"),
         ("ckpt://h:1,h:1/x", "is there twice"),
         ("ckpt://h:1,h:2/x?redundancy=3x", "needs 3 members, there are 2"),
         ("ckpt://h:1,h:2/x?redundancy=much", "use 1x, 2x, 3x"),
@@ -192,6 +197,8 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[namespaces.a]\nmembers = ["hdfs://b"]\n[namespaces.b]\nmembers = [{url = "h:1", wieght = 2}]\n')
+    with file.open("a") as opened:
+        opened.write('[namespaces.c]\nmembers = ["h:1"]\ndeadline_seconds = "soon"\n')
     monkeypatch.setenv("CKPT_CONFIG", str(file))
     with pytest.raises(InvalidArgument, match=message):
         members.parse_url(url)
@@ -384,6 +391,71 @@ def test_two_clients_that_replace(tmp_path: Path) -> None:
         client.close()
 
 
+# --- what members say of themselves ----------------------------------------------------------------------------
+
+
+def test_domains_as_they_are_told() -> None:
+    def info(*labels: tuple[str, str]) -> Info:
+        return Info("x", 0, 0, labels=labels)
+
+    none: tuple[str, ...] = ()
+    assert domains({"a": none, "b": ("r9",)}, {"a": info()}) == {"a": (), "b": ("r9",)}
+    told = {"a": info(("rack", "r1"), ("host", "h1")), "b": info(("rack", "r2"))}
+    assert domains({"a": none, "b": ("r9",), "c": none}, told) == {"a": ("r1", "h1"), "b": ("r9",), "c": ("c", "c")}
+    assert domains({"a": ("a",), "b": ("b",), "c": ("c",)}, told)["a"] == ("r1", "h1", "a"), "near= names it"
+
+
+def test_nodes_say_where_they_stand(tmp_path: Path) -> None:
+    """Six nodes in three racks, named by their addresses only: the two copies of a file are never in one rack."""
+    nodes = [Here(tmp_path / f"n{i}", NodeOptions(labels=(("rack", f"r{i // 2}"), ("host", f"h{i}")))) for i in range(6)]
+    rack = {node.address: f"r{i // 2}" for i, node in enumerate(nodes)}
+    url = f"ckpt://{','.join(rack)}"
+    for near in ("", f"&near={nodes[3].address}"):
+        namespace, _ = open_namespace(f"{url}/?redundancy=2x{near}")
+        for i in range(30):
+            namespace.put(f"f{i}", pattern(70_000, i))
+            held = [member for member, _ in holders(namespace, f"f{i}")]
+            assert len({rack[m] for m in held}) == 2
+            assert not near or nodes[3].address in held
+    assert {s.domain[0] for s in namespace.ring.members} == {"r0", "r1", "r2"}, "records are spread, too"
+    nodes[0].close()  # of which it is not known where it stands, to whom comes now
+    later = quick(nodes_config(nodes))
+    for i in range(10):
+        later.put(f"g{i}", pattern(70_000, i))
+        assert len({rack[m] for m, _ in holders(later, f"g{i}")}) == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt.tools.node", "admin", "status", f"{url}/"], capture_output=True, text=True, check=False
+    )
+    assert all(f"r{i // 2}/h{i}" in done.stdout for i in range(1, 6)), done.stdout + done.stderr
+    for node in nodes[1:]:
+        node.close()
+
+
+def test_one_node_under_two_names(tmp_path: Path) -> None:
+    """What is kept twice there would be lost at once."""
+    node, other = Here(tmp_path / "n0"), Here(tmp_path / "n1")
+    port = node.address.rpartition(":")[2]
+    twice, _ = open_namespace(f"ckpt://{node.address},localhost:{port}/?redundancy=2x")
+    with pytest.raises(InvalidArgument, match=f"{node.address} and localhost:{port} are the same device"):
+        twice.put("a", pattern(100_000))
+    assert not twice.exists()
+    folders = [str(tmp_path / "d"), f"{tmp_path}/x/../d"]
+    with pytest.raises(InvalidArgument, match="are the same device"):
+        Namespace(from_table("test", {"members": folders, "redundancy": "2x"}, "the test")).put("a", b"1")
+    good, _ = open_namespace(f"ckpt://{node.address},{other.address}/")
+    good.put("a", pattern(100_000))
+    grown, _ = open_namespace(f"ckpt://{node.address},{other.address},localhost:{port}/")
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="are the same device"):
+            grown.put("b", pattern(100_000))
+    with pytest.raises(InvalidArgument, match="are the same device"):
+        moving.rebalance(grown)
+    assert grown.get("a") == pattern(100_000)
+    assert set(grown.ring.everyone) == {node.address, other.address}
+    for each in (node, other):
+        each.close()
+
+
 # --- nodes that fail -------------------------------------------------------------------------------------------
 
 
@@ -458,7 +530,7 @@ def test_too_few_nodes(processes: list[Process]) -> None:
     namespace.close()
 
 
-def test_checkpoints(processes: list[Process]) -> None:
+def test_checkpoints(processes: list[Process], caplog: pytest.LogCaptureFixture) -> None:
     """A node is lost between save and load, and another in the middle of a save."""
     url = f"ckpt://{','.join(p.address for p in processes)}/run?redundancy=2x"
     state: dict[str, Any] = {"w": np.random.default_rng(0).standard_normal((512, 4096)), "step": 1}
@@ -466,6 +538,10 @@ def test_checkpoints(processes: list[Process]) -> None:
     processes[0].kill()
     got = ckpt.load(url)
     assert np.array_equal(got["w"], state["w"])
+    lost = f"{processes[0].address} is left alone until it answers"
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and lost in r.getMessage()]
+    assert len(told) == 1
+    assert "start it" in told[0]
     state["w"] += 1
     ckpt.save(state, url, 2, keep=1)
     processes[0].start()

@@ -17,6 +17,7 @@ import pytest
 from cluster import directories
 
 from ckpt.aggregator import repair as repairs
+from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import parse
 from ckpt.storage.errors import Changed, NotFound, StoreError, Unavailable
@@ -54,7 +55,7 @@ def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
 @pytest.fixture
 def old_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that nobody names are collected at once."""
-    monkeypatch.setattr(repairs, "GRACE_SECONDS", -60.0)
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
 
 
 def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
@@ -99,10 +100,10 @@ def test_a_renaming_that_was_cut_off_and_another(open_one: Callable[[], Namespac
     one.rename("q", "s")
     one.delete(["s"])
     assert one.get("r") == FIRST
-    repairs.repair(one, repairs.survey(one))
+    repairs.repair(one, surveys.survey(one))
     assert one.get("r") == FIRST
     one.delete(["r"])
-    repairs.repair(one, repairs.survey(one))
+    repairs.repair(one, surveys.survey(one))
     assert not any(place.inventory() for place in one.places.values())
 
 
@@ -114,7 +115,7 @@ def test_a_repair_of_what_was_renamed_meanwhile(open_one: Callable[[], Namespace
     assert file.layout is not None
     holder = file.layout.holders[0]
     one.places[holder.member].store.delete([holder.name])
-    found = repairs.survey(one)
+    found = surveys.survey(one)
     one.rename("x", "y")
     repairs.repair(one, found)
     assert one.get("y") == FIRST
@@ -133,8 +134,8 @@ def test_a_scrub_while_a_file_is_renamed(
         return read(names)
 
     monkeypatch.setattr(one, "read_records", late)
-    found = repairs.survey(one)
-    monkeypatch.setattr(repairs, "GRACE_SECONDS", -60.0)
+    found = surveys.survey(one)
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
     repairs.repair(one, found)
     assert one.get("a") == FIRST
 
@@ -147,7 +148,7 @@ def test_records_of_a_newer_version(open_one: Callable[[], Namespace], old_enoug
     assert value is not None
     newer = Value(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
     one.update_record("n", lambda _, there: newer if there == value else None)
-    found = repairs.survey(one)
+    found = surveys.survey(one)
     assert found.unreadable == ["n", "n", "n", "n"] or set(found.unreadable) == {"n"}
     assert not found.orphans
     assert not found.whole
@@ -164,13 +165,13 @@ def test_a_half_done_write_and_a_scrub(open_one: Callable[[], Namespace], old_en
         other.put("x", SECOND)
     there = swap(one, members[0], Down())
     assert one.get("x") == FIRST
-    repairs.repair(one, repairs.survey(one))
+    repairs.repair(one, surveys.survey(one))
     assert one.get("x") == FIRST
     swap(one, members[0], there)
     fresh = open_one()
     found = fresh.get("x")
     assert found in (FIRST, SECOND)
-    repairs.repair(fresh, repairs.survey(fresh))
+    repairs.repair(fresh, surveys.survey(fresh))
     assert fresh.get("x") == found
 
 
@@ -255,10 +256,10 @@ def test_rot_in_the_head_of_a_record(open_one: Callable[[], Namespace], tmp_path
     db.close()
     again = open_one()
     assert list(again.list()) == ["x"]
-    found = repairs.survey(again, verify=True)
+    found = surveys.survey(again, verify=True)
     assert found.lagging == ["x"]
     repairs.repair(again, found)
-    assert repairs.survey(again, verify=True).whole
+    assert surveys.survey(again, verify=True).whole
 
 
 def test_an_empty_disk_in_the_place_of_a_lost_one(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
@@ -274,8 +275,8 @@ def test_an_empty_disk_in_the_place_of_a_lost_one(open_one: Callable[[], Namespa
         assert again.get(f"x{i}") == FIRST
         with pytest.raises(StoreError, match="there already"):
             again.put(f"x{i}", SECOND, new=True)
-    repairs.repair(again, repairs.survey(again))
-    assert repairs.survey(again).whole
+    repairs.repair(again, surveys.survey(again))
+    assert surveys.survey(again).whole
     mine = [f"/x{i}" for i in range(10) if "disk0" in again.ring.keepers(f"/x{i}").members]
     assert all(getattr(r, "value", None) is not None for r in again.places["disk0"].registers.read(mine))
 

@@ -26,6 +26,7 @@ from netns import hosts_on_a_wire
 
 import ckpt
 from ckpt.aggregator import repair as repairs
+from ckpt.aggregator import survey as surveys
 from ckpt.storage import failpoints, near, wire
 from ckpt.storage.access import Access
 from ckpt.storage.client import NodeStore
@@ -200,10 +201,10 @@ def test_rot(tmp_path: Path) -> None:
             file.write(bytes([byte[0] ^ 1]))
         for _ in range(2):
             assert namespace.get("a") == DATA
-        found = repairs.survey(namespace, verify=True)
+        found = surveys.survey(namespace, verify=True)
         assert [health.path for health in found.damaged] == ["a"]
         assert not repairs.repair(namespace, found).failed
-        assert repairs.survey(namespace, verify=True).whole
+        assert surveys.survey(namespace, verify=True).whole
     finally:
         namespace.close()
         for node in nodes:

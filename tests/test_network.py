@@ -12,6 +12,7 @@ import pytest
 from netns import Hosts, hosts_on_a_wire
 
 from ckpt.aggregator import repair as repairs
+from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
 
@@ -80,8 +81,8 @@ def test_each_client_reaches_other_nodes(hosts: Hosts, tmp_path: Path) -> None:
             assert here.get(f"both/{i}") == f"c{who} {i}".encode()
     hosts.mend(4, 0)
     hosts.mend(5, 3)
-    repairs.repair(here, repairs.survey(here))
-    found = repairs.survey(here, verify=True)
+    repairs.repair(here, surveys.survey(here))
+    found = surveys.survey(here, verify=True)
     assert found.whole, found
     assert found.files == 3 * count + 1
     here.close()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 from cluster import Here, Process
 
+from ckpt.storage import device as devices
 from ckpt.storage import wire
-from ckpt.storage.access import Access
+from ckpt.storage.access import Access, TokenFile
 from ckpt.storage.client import NodeStore
+from ckpt.storage.device import Device
 from ckpt.storage.errors import (
+    AlreadyExists,
     IntegrityError,
     InvalidArgument,
     InvalidName,
@@ -59,7 +66,7 @@ class TestNodeStore(StoreContract):
 
 
 def test_a_wrong_token(tmp_path: Path) -> None:
-    node = Here(tmp_path, NodeOptions(token="the right one, long enough"))
+    node = Here(tmp_path, NodeOptions(tokens=lambda: ("the right one, long enough",)))
     try:
         NodeStore(node.address, Access(token="the right one, long enough")).put("a", b"1")
         for access in (Access(), Access(token="a wrong one"), Access(token="")):
@@ -74,6 +81,38 @@ def test_a_wrong_token(tmp_path: Path) -> None:
                 store.get("a")
         assert (tmp_path / "objects" / "a").read_bytes() == b"1"
         assert not (tmp_path / "objects" / "b").exists()
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_token_that_is_replaced(tmp_path: Path, near: bool) -> None:
+    """At first both are right, then the old one is not any more: not for who was let in before, either."""
+    file = tmp_path / "token"
+    tokens = {which: f"the {which} one, long enough" for which in ("old", "new")}
+    file.write_text(tokens["old"] + "\n")
+    node = Here(tmp_path / "node", NodeOptions(tokens=TokenFile(file), near=near))
+    try:
+        old, new = (NodeStore(node.address, Access(token=tokens[which], deadline_seconds=20)) for which in tokens)
+        old.put("a", b"1")
+        assert old.get("a") == b"1"
+        upload = old.create("b")
+        with pytest.raises(Refused):
+            new.get("a")
+        file.write_text("\n".join(tokens.values()))
+        assert old.get("a") == new.get("a") == b"1"
+        file.write_text(tokens["new"])
+        assert new.get("a") == b"1"
+        for call in (lambda: old.get("a"), lambda: old.put("c", b""), upload.commit):
+            with pytest.raises(Refused, match="wrong or missing token"):
+                call()
+        for useless in ("short", ""):
+            file.write_text(useless)
+            assert new.get("a") == b"1", "nobody is let in, and nobody locked out, by a mistake"
+            with pytest.raises(Refused):
+                old.get("a")
+        file.unlink()
+        assert new.get("a") == b"1"
     finally:
         node.close()
 
@@ -118,12 +157,30 @@ def test_oversized_messages(store: NodeStore) -> None:
 def test_garbage(node: Here, store: NodeStore) -> None:
     with store.told("test"):
         client = store.client()
-    garbage = [("put", b"\xc1\xff"), ("put", b""), ("put", wire.pack([1])), ("no", b""), ("registers.read", wire.pack([5]))]
+    garbage = [("list", wire.pack([5]))]
+    garbage += [("put", b"\xc1\xff"), ("put", b""), ("put", wire.pack([1])), ("no", b""), ("registers.read", wire.pack([5]))]
     for verb, body in garbage:
         with pytest.raises(InvalidArgument), store.told("test"):
             list(client.do_action(flight.Action(verb, body), store.options()))
-    with pytest.raises((InvalidArgument, StoreError)), store.told("test"):
-        list(client.do_get(flight.Ticket(b"\xc1"), store.options()))
+    tickets = [b"\xc1", wire.pack([1]), wire.pack(["a", "x", 3]), wire.pack(["a", -5, 3]), wire.pack([None, 0, 1])]
+    store.put("a", b"123")
+    for ticket in tickets:
+        with pytest.raises(InvalidArgument), store.told("test"):
+            list(client.do_get(flight.Ticket(ticket), store.options()))
+    key = store.call("create", "b", 0)
+    text = pa.record_batch([["hello"]], names=["s"])
+    good = wire.batch(memoryview(b"hello"))
+    wrong = [(b"", good), (wire.pack([1]), good), (wire.pack([key, "x", b""]), good), (wire.pack([key, 5, b""]), text)]
+    for command, batch in wrong:
+        with pytest.raises(InvalidArgument), store.told("test"):
+            writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), batch.schema, store.options())
+            with suppress(pa.ArrowException):  # it may be refused before
+                writer.write_batch(batch)
+                writer.done_writing()
+                reader.read()
+            writer.close()
+    with pytest.raises(InvalidArgument):
+        store.call("create", "c", -(1 << 60))
     assert store.info().state == "serving"
 
 
@@ -151,10 +208,53 @@ def test_a_full_node(tmp_path: Path) -> None:
             store.create("c", 8_000_000)
             del writer
         write(store, "d", pattern(4 << 20))
-        node.server._usage_known = (0.0, 0, 0)
         assert store.info().used_bytes == 4 << 20
     finally:
         node.close()
+
+
+def test_used(tmp_path: Path) -> None:
+    """The bytes of the objects, at every moment: nothing else that the disk holds."""
+    node = Here(tmp_path)
+    try:
+        store = NodeStore(node.address)
+        assert store.info().used_bytes == 0
+        store.put("a", bytes(1000))
+        store.put("a", bytes(500))
+        store.put_new("b/c", bytes(20))
+        with pytest.raises(AlreadyExists):
+            store.put_new("b/c", bytes(3000))
+        write(store, "b/d", pattern(100_000))
+        write(store, "b/d", pattern(90_000))
+        with store.create("torn", 5000) as writer:
+            writer.append(memoryview(pattern(5000)))
+        assert store.info().used_bytes == 500 + 20 + 90_000
+        store.delete(["a", "never"])
+        assert store.info().used_bytes == 20 + 90_000
+        store.quarantine("b/d")
+        store.quarantine("b/d")
+        assert store.info().used_bytes == 20
+        with pytest.raises(NotFound):
+            store.get("b/d")
+        write(store, "e", pattern(7000))
+    finally:
+        node.close()
+    again = Here(tmp_path)
+    try:
+        assert again.server.usage()[0] == 20 + 7000, "counted at the start"
+    finally:
+        again.close()
+
+
+def test_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is a member by itself has many writers."""
+    first, second = Device(tmp_path), Device(tmp_path)
+    assert first.usage()[0] == 0
+    first.store.put("a", bytes(100))
+    assert first.usage()[0] == 100
+    monkeypatch.setattr(devices, "_COUNT_SECONDS", 0.0)
+    second.store.put("b", bytes(10))
+    assert first.usage()[0] == second.usage()[0] == 110
 
 
 def test_a_read_only_node(tmp_path: Path) -> None:
@@ -181,6 +281,7 @@ def test_a_client_that_vanished(tmp_path: Path) -> None:
         assert not len(node.server.uploads)
         with pytest.raises(NotFound, match="write the object anew"):
             writer.append(memoryview(b"more"))
+        writer.abort()
         assert list(store.list()) == []
         assert not [p for p in (tmp_path / "objects").rglob("*") if p.is_file()]
     finally:
@@ -210,6 +311,7 @@ def test_the_command(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{node.monitor}/metrics") as answer:
             text = answer.read().decode()
         assert f'ckpt_node_bytes_received_total{{verb="put"}} {float(len(data))}' in text or "3.145728e+06" in text
+        assert f"ckpt_node_used_bytes {float(len(data))}" in text or "used_bytes 3.145728e+06" in text
         with urllib.request.urlopen(f"http://127.0.0.1:{node.monitor}/healthz") as answer:
             assert answer.read() == b"serving\n"
         node.signal(signal.SIGTERM)
@@ -241,6 +343,42 @@ def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
         node.close()
 
 
+def test_over_ipv6(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    node = Process(tmp_path / "data", "--no-near", host="[::1]")
+    try:
+        store = NodeStore(node.address)
+        store.put("a", b"1")
+        assert store.get("a") == b"1"
+        with urllib.request.urlopen(f"http://[::1]:{node.monitor}/healthz") as answer:
+            assert answer.read() == b"serving\n"
+    finally:
+        node.close()
+
+
+def test_a_line_an_event(tmp_path: Path) -> None:
+    """What is refused, and what nobody has thought of."""
+    node = Process(tmp_path / "data", "--no-near", failpoints="node.get=error")
+    try:
+        store = NodeStore(node.address, Access(deadline_seconds=20))
+        with pytest.raises(StoreError, match="see its log"):
+            store.get("a")
+        for verb in ("list", "put"):
+            with pytest.raises(InvalidArgument, match="called wrongly"):
+                store.call(verb, 5)
+        node.signal(signal.SIGTERM)
+        assert node.process.wait(60) == 0
+        node.ended()
+        assert [line for line in node.log if not re.match(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) ", line)] == []
+        assert len(node.log) == 1 + 3 + 2
+        assert [line for line in node.log if "ERROR" in line and "Traceback" in line and "injected" in line]
+    finally:
+        node.close()
+
+
 def test_a_stopped_node(tmp_path: Path) -> None:
     node = Process(tmp_path / "data")
     try:
@@ -267,6 +405,20 @@ def certificates(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
+def test_useless_certificates(tmp_path: Path) -> None:
+    cert, key = certificates(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    wrong = certificates(other)[1]
+    for options, told in (([cert, wrong], "--tls-cert"), ([cert, key, __file__], "--tls-ca")):
+        named = [str(x) for pair in zip(("--tls-cert", "--tls-key", "--tls-ca"), options, strict=False) for x in pair]
+        command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "data"), "--listen", "127.0.0.1:0", *named]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert told in done.stderr
+
+
 def test_tls(tmp_path: Path) -> None:
     cert, key = certificates(tmp_path)
     token = tmp_path / "token"
@@ -291,6 +443,8 @@ def test_tls(tmp_path: Path) -> None:
         (["--data", "d", "--listen", "0.0.0.0:0"], "can be reached from other hosts"),
         (["--data", "d", "--listen", "here"], "write HOST:PORT"),
         (["--data", "d", "--capacity", "much"], "is no size"),
+        (["--data", "d", "--listen", "::1:7070"], "such as 127.0.0.1:7070 or [::1]:7070"),
+        (["--data", "d", "--capacity", "-5"], "is no size"),
         (["--data", "d", "--domain", "rack"], "KEY=VALUE"),
         (["--data", "d", "--tls-cert", __file__], "go together"),
         (["--data", "d", "--token-file", "/dev/null"], "use 16 or more"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import math
+import random
 import threading
 import time
 import warnings
@@ -13,13 +14,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import assert_clean, drop_cache, finish, is_cached, python
+from support import SOAK, assert_clean, assert_same, drop_cache, finish, is_cached, python
 
 import ckpt
+from ckpt.copies import agreed, describe
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
 from ckpt.schedule import LEAD_SECONDS, next_step
@@ -27,6 +30,7 @@ from ckpt.shard import Box, flat_boxes
 from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import O_DIRECT, LocalStore
+from ckpt.tree import encode_tree, flatten
 
 Work = Callable[[Group], Any]
 
@@ -178,10 +182,12 @@ def cuts(draw: st.DrawFn, length: int, count: int) -> list[int]:
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...], size: int) -> list[list[Any]]:
-    """For each rank how it holds an array of `shape`: uneven grids with copies, several boxes, or flattened ranges."""
-    kind = draw(st.sampled_from(["grid", "flat", "whole", "boxes"]))
+    """For each rank how it holds an array of `shape`: meshes, uneven grids with copies, several boxes, or flattened ranges."""
+    kind = draw(st.sampled_from(["mesh", "mesh", "grid", "flat", "whole", "boxes"]))
     if kind == "whole":
         return [["whole"] for _ in range(size)]
+    if kind == "mesh":
+        return on_mesh(shape, draw(meshes(size)), draw)
     if kind == "flat":
         edges = draw(cuts(int(np.prod(shape)), size))
         return [["flat", a, b] for a, b in itertools.pairwise(edges)]
@@ -194,6 +200,30 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], size: int) -> list[list[Any
     edges = draw(cuts(shape[axis], size // copies))
     spans = list(itertools.pairwise(edges))
     return [["grid", box_along(shape, axis, *spans[r // copies]), (r % copies, copies)] for r in range(size)]
+
+
+@st.composite
+def meshes(draw: st.DrawFn, size: int) -> tuple[int, ...]:
+    """The shape of a mesh of one to three dimensions with `size` places."""
+    found = [n for k in (1, 2, 3) for n in itertools.product(range(1, size + 1), repeat=k) if math.prod(n) == size]
+    return draw(st.sampled_from(found))
+
+
+def on_mesh(shape: tuple[int, ...], mesh: tuple[int, ...], draw: st.DrawFn) -> list[list[Any]]:
+    """For each place of a mesh the boxes that the placements of a DTensor give it, some dimensions replicating."""
+    from ckpt.leaves.dtensor import shard_boxes
+
+    cut = st.none() | st.tuples(st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2]))
+    cuts = tuple(draw(cut) for _ in mesh)
+    found = []
+    for at in itertools.product(*map(range, mesh)):
+        boxes = [box for box, _ in shard_boxes(shape, mesh, at, cuts)] or [Box((0,) * len(shape), (0,) * len(shape))]
+        number, count = 0, 1
+        for n, i, c in zip(mesh, at, cuts, strict=True):
+            if c is None:
+                number, count = number * n + i, count * n
+        found.append(["boxes", boxes, (number, count)])
+    return found
 
 
 def box_along(shape: tuple[int, ...], axis: int, low: int, high: int) -> Box:
@@ -211,7 +241,8 @@ def held(array: np.ndarray, how: list[Any], fill: bool) -> Any:
     if how[0] == "flat":
         return ckpt.Shard(local(array.reshape(-1)[how[1] : how[2]]), array.shape, flat=how[1])
     if how[0] == "boxes":
-        return ckpt.Shard([local(array[b.slices()]) for b in how[1]], array.shape, [b.offset for b in how[1]])
+        replica = how[2] if len(how) > 2 else (0, 1)
+        return ckpt.Shard([local(array[b.slices()]) for b in how[1]], array.shape, [b.offset for b in how[1]], replica=replica)
     return ckpt.Shard(local(array[how[1].slices()]), array.shape, how[1].offset, replica=how[2])
 
 
@@ -222,13 +253,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.soak
-@settings(max_examples=40 if os.environ.get("CKPT_SOAK") != "1" else 1000, deadline=None,
+@settings(max_examples=1000 if SOAK else 40, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
 @given(data=st.data())
 def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """numpy is the reference: what a rank loads is the slice of the whole."""
     root = tmp_path_factory.mktemp("any")
-    writers, readers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    sizes = st.sampled_from([1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4])
+    writers, readers = data.draw(sizes), data.draw(sizes)
     arrays, before, after = {}, {}, {}
     for i in range(data.draw(st.integers(1, 3))):
         shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
@@ -406,6 +438,81 @@ def test_values_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
     assert sorted(ckpt.open(tmp_path)[0]) == ["reader.buffer@0", "reader.buffer@1", "reader.buffer@2", "w"]
 
 
+def generators(seed: int) -> dict[str, Any]:
+    """One of each kind of random generator, some numbers into its stream."""
+    torch = pytest.importorskip("torch")
+    found: dict[str, Any] = {
+        "philox": np.random.Generator(np.random.Philox(seed)), "pcg": np.random.default_rng(seed),
+        "bits": np.random.SFC64(seed), "old": np.random.RandomState(seed), "python": random.Random(seed),
+        "torch": torch.Generator().manual_seed(seed),
+    }  # fmt: skip
+    draws(found, 3 + seed)
+    return found
+
+
+def draws(made: dict[str, Any], count: int = 4) -> list[Any]:
+    """The next numbers of each generator."""
+    torch = pytest.importorskip("torch")
+    return [
+        made["philox"].random(count).tolist(), made["pcg"].integers(9, size=count).tolist(),
+        np.random.Generator(made["bits"]).random(count).tolist(), made["old"].rand(count).tolist(),
+        [made["python"].random() for _ in range(count)], torch.rand(count, generator=made["torch"]).tolist(),
+    ]  # fmt: skip
+
+
+def test_random_generators_of_each_rank_go_on_where_they_were(tmp_path: Path) -> None:
+    all_well(on_ranks(3, lambda g: ckpt.save({"random": generators(g.rank)}, tmp_path, 0, group=g)))
+    for size in (3, 4, 1):
+        like = [{"random": generators(77 + rank)} for rank in range(size)]
+        loaded = all_well(on_ranks(size, lambda g, like=like: ckpt.load(tmp_path, like[g.rank], group=g)))
+        for rank, state in enumerate(loaded):
+            assert draws(state["random"]) == draws(generators(rank % 3)), f"rank {rank} of {size}"
+
+
+@pytest.mark.parametrize("nbytes", [100, (64 << 10) + 1, 300_000, 9 << 20])
+def test_bytes_of_each_rank_come_back_to_it(tmp_path: Path, nbytes: int) -> None:
+    """However long they are, and whether their lengths are the same."""
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": np.arange(50_000.0), "same length": bytes([65 + rank]) * nbytes, "other": bytes(rank * nbytes)}
+
+    all_well(on_ranks(3, lambda g: ckpt.save(state(g.rank), tmp_path, 0, group=g)))
+    for size in (3, 5):
+        like = {"w": np.zeros(50_000), "same length": b"", "other": b""}
+        new = all_well(on_ranks(size, lambda g: ckpt.load(tmp_path, group=g)))
+        filled = all_well(on_ranks(size, lambda g, like=like: ckpt.load(tmp_path, dict(like), group=g)))
+        for rank in range(size):
+            assert_equal(new[rank], state(rank % 3))
+            assert_equal(filled[rank], state(rank % 3))
+
+
+def numpy_scalars(rank: int) -> dict[str, Any]:
+    return {
+        "float": np.float64(rank + 0.5), "flag": np.bool_(rank % 2), "text": np.str_("r" * rank), "none": np.void(b""),
+        "time": np.datetime64("2024-01-01") + rank, "half": ml_dtypes.bfloat16(rank), "same": np.int16(-7),
+        "record": np.array((rank, b"x"), [("a", "<i4"), ("b", "S3")])[()], "long": np.bytes_(bytes([65 + rank]) * 70_000),
+    }  # fmt: skip
+
+
+def test_numpy_scalars_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
+    """They are plain values, like Python's numbers, and no copies of one array."""
+    def as_saved(rank: int) -> dict[str, Any]:
+        return numpy_scalars(rank) | {"own": ckpt.PerRank(np.float32(rank))}
+
+    all_well(on_ranks(2, lambda g: ckpt.save(as_saved(g.rank), tmp_path, 0, group=g)))
+    for rank, loaded in enumerate(all_well(on_ranks(2, lambda g: ckpt.load(tmp_path, group=g)))):
+        assert_same(loaded, numpy_scalars(rank) | {"own": np.float32(rank)})
+    like = [numpy_scalars(1 - rank) | {"float": np.zeros(()), "text": np.str_("r" * rank)} for rank in range(2)]
+    for rank, loaded in enumerate(all_well(on_ranks(2, lambda g: ckpt.load(tmp_path, like[g.rank], group=g)))):
+        assert loaded["float"] is like[rank]["float"]  # an array without axes is filled in place
+        assert_same(loaded | {"float": loaded["float"][()]}, numpy_scalars(rank))
+    sharded = {"float": ckpt.Shard(np.zeros(()), (), ())}
+    assert ckpt.load(tmp_path, sharded, group=None)["float"].local == 0.5
+    with pytest.raises(ckpt.LeafMismatch, match="leaf float: .* has dtype float64, `like` has float32"):
+        ckpt.load(tmp_path, {"float": np.float32(0)}, group=None)
+    with pytest.raises(ckpt.LeafMismatch, match=r"leaf float: .* has shape \[\], `like` has \[2\]"):
+        ckpt.load(tmp_path, {"float": np.zeros(2)}, group=None)
+
+
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
@@ -459,6 +566,52 @@ def test_different_shapes_are_refused(tmp_path: Path) -> None:
         assert "leaf w" in str(error)
         assert "(8,) on rank 0" in str(error)
         assert "(9,) on rank 1" in str(error)
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    # What a rank has as `w`, and the shapes of ranks 0 and 1. One rank writes all of it, so that no row tells.
+    "plain": (lambda r: np.full(4 + r, 0.5), "(4,)", "(5,)"),
+    "axes": (lambda r: np.full((1,) * r, 3.0), "()", "(1,)"),
+    "dtype": (lambda r: np.ones(4, "f4" if r else "f8"), "(4,)", "(4,)"),
+    "empty": (lambda r: np.ones((0, 3 + r)), "(0, 3)", "(0, 4)"),
+    "copy of a shard": (lambda r: ckpt.Shard(np.ones(4), (4 + r,), (0,), replica=(r, 2)), "(4,)", "(5,)"),
+    "no elements here": (lambda r: ckpt.Shard(np.ones(0 if r else 4), (4 + r,), (0,)), "(4,)", "(5,)"),
+    "plain and shard": (lambda r: np.ones(5) if r else ckpt.Shard(np.ones(4), (4,), (0,)), "(4,)", "(5,)"),
+}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_copies_that_are_not_one_array_are_refused(tmp_path: Path, kind: str, verify: bool) -> None:
+    make, first, second = CONTRADICTIONS[kind]
+    both = lambda rank: {"a": np.ones(3), "w": make(rank), "z": [np.ones(2), 5]}  # noqa: E731
+    for error in refused(tmp_path, both, verify_replicas=verify):
+        assert isinstance(error, ckpt.StepRefused)
+        dtype = "float32" if kind == "dtype" else "float64"
+        said = f"leaf w is float64 of global shape {first} on rank 0 and {dtype} of global shape {second} on rank 1; give"
+        assert str(error).startswith(said), error
+
+
+def test_a_module_of_another_size_is_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for error in refused(tmp_path, lambda rank: {"m": torch.nn.Linear(3, 3 + rank)}):
+        assert "m.weight is float32 of global shape (3, 3) on rank 0 and float32 of global shape (4, 3) on rank 1" in str(error)
+        assert "ckpt.PerRank" in str(error)
+
+
+def test_what_ranks_hold_is_told_shortly(tmp_path: Path) -> None:
+    """One text for all ranks of a DDP state, small beside its tree; nothing of what a rank's rows tell, or is its own."""
+    def state(rank: int) -> dict[str, Any]:
+        layers = {f"layers.{i}.{n}.weight": np.full((8, 8), rank) for i in range(100) for n in ("up", "down", "norm")}
+        mine = ckpt.Shard(np.ones(3), (6,), (3 * rank,))
+        return {"model": layers, "mine": mine, "own": ckpt.PerRank(np.ones(rank + 1)), "none": np.ones(0)}
+
+    flats = [flatten(state(rank), rank) for rank in range(2)]
+    assert describe(flats[0]) == describe(flats[1])
+    known = agreed({describe(flats[0]): 0})
+    assert set(known) == {name for name in flats[0].leaves if name.startswith("model")} | {"none"}
+    assert known["model.layers.7.up.weight"] == (0, "int64", (8, 8))
+    assert len(describe(flats[0])) < len(encode_tree(flats[0].node)) / 5
 
 
 def test_a_rank_that_cannot_store_its_leaf_tells_the_others(tmp_path: Path) -> None:

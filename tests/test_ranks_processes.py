@@ -116,7 +116,7 @@ CASES = [
 
 def killed(root: Path, point: str, victim: int, k: int) -> None:
     """A job whose rank `victim` dies at a point: every rank of it ends, and the next job goes on from a whole step."""
-    ended = ends(start(SIZE, "train", root, steps=4, victim=victim, failpoints=f"{point}=kill@{k}", timeout=8))
+    ended = ends(start(SIZE, "train", root, steps=k + 2, victim=victim, failpoints=f"{point}=kill@{k}", timeout=8))
     assert ended[victim][0] == -signal.SIGKILL, ended[victim]
     committed = [line["committed"] for _, lines, _ in ended for line in lines if "committed" in line]
     for rank, (status, _, err) in enumerate(ended):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ckpt.aggregator.fanout import FanOut, Health
 from ckpt.aggregator.ledger import Group, Keepers, Ledger
 from ckpt.aggregator.redundancy import Quorum, quorum
-from ckpt.storage.errors import StoreError, Unavailable
+from ckpt.storage.errors import Changed, StoreError, Unavailable
 from ckpt.storage.registers import (
     NONE,
     Answer,
@@ -31,6 +31,7 @@ from ckpt.storage.registers import (
     Value,
     decode_ballot,
     encode_ballot,
+    is_final,
 )
 from ckpt.storage.sqlite import SqliteRegisters
 
@@ -93,6 +94,28 @@ def test_promises(registers: SqliteRegisters) -> None:
     assert registers.accept([("x", Value(b"h", b"b"))], high) == [True]
     assert record(registers, "x") == Record(high, high, Value(b"h", b"b"))
     assert registers.prepare(["x"], Ballot(3, "")) == [Record(Ballot(3, ""), high, Value(b"h", b"b"))]
+
+
+def check_final(registers: Registers) -> None:
+    """What is agreed for ever is not changed by anybody, however high the ballot, and is told from what is not."""
+    high, value = Ballot(1 << 61, "p"), Value(b"agreed")
+    registers.learn("x", value)
+    there = record(registers, "x")
+    assert is_final(there)
+    assert registers.prepare(["x"], high) == [there]
+    assert registers.accept([("x", Value(b"other"))], high) == [False]
+    assert registers.change([Change("x", there.accepted, Value(b"other"))], "w") == [False]
+    assert record(registers, "x") == there
+    registers.prepare(["y"], high)
+    assert not is_final(record(registers, "y"))
+    registers.learn("y", value)
+    assert is_final(record(registers, "y"))
+    with pytest.raises(Changed, match="was agreed upon before"):
+        registers.learn("y", Value(b"other"))
+
+
+def test_what_is_final(registers: SqliteRegisters) -> None:
+    check_final(registers)
 
 
 def test_direct_changes(registers: SqliteRegisters) -> None:
@@ -304,6 +327,23 @@ def test_a_half_done_change_is_settled(tmp_path: Path) -> None:
     ledger(registers).settle(["x"])
     rest = registers | {"m0": Flaky(registers["m0"], random.Random(0), 1.0)}
     assert words(ledger(rest).read(["x"])["x"]) == ["half"], "without the first member too: a read has settled it"
+
+
+@pytest.mark.parametrize("who", ["m0", "m1", "m2"])
+def test_one_knows_that_it_is_final(tmp_path: Path, who: str) -> None:
+    """The others may not have heard of it. A proposal beside it says what it is, and leaves them so that they can be told."""
+    registers: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
+    book = ledger(registers)
+    book.update(["x"], lambda _, value: Value(b"", b"agreed"))
+    registers[who].learn("x", Value(b"", b"agreed"))
+    for register in registers.values():
+        register.prepare(["x"], Ballot(1, "dead"))  # each proposal meets a promise first
+    first = book.update(["x", "y"], lambda _, value: Value(b"", b"mine") if value is None else None)
+    assert (words(first["x"]), words(first["y"])) == (["agreed"], ["mine"])
+    assert words(book.read(["x"])["x"]) == ["agreed"]
+    for register in registers.values():
+        register.learn("x", Value(b"", b"agreed"))
+        assert record(register, "y").accepted.round < 100, "no ballot of others goes by it"
 
 
 def test_too_few_members(tmp_path: Path) -> None:

@@ -9,19 +9,25 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster import Process, directories
+from cluster import Here, Process, directories
 
+from ckpt.aggregator import moving
 from ckpt.aggregator import repair as repairs
+from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.files import File
+from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.redundancy import parse
 from ckpt.aggregator.succession import succeed
 from ckpt.storage.errors import InvalidArgument, StoreError
 from ckpt.storage.registers import Damaged, Record
+from ckpt.storage.server import NodeOptions
 from ckpt.storage.testing import pattern
 
 
@@ -46,7 +52,7 @@ def large(namespace: Namespace, path: str = "d/f4") -> File:
 
 def whole(namespace: Namespace, redundancy: str) -> None:
     """Everything is there, as redundant as it should be, and nothing else."""
-    found = repairs.survey(namespace, verify=True)
+    found = surveys.survey(namespace, verify=True)
     assert found.whole, found
     assert found.files == len(content())
     for path, data in content().items():
@@ -63,13 +69,13 @@ def whole(namespace: Namespace, redundancy: str) -> None:
 def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
     """New empty folders in the place of lost ones, one after the other."""
     namespace = filled(tmp_path, redundancy)
-    assert repairs.survey(namespace, verify=True).whole
+    assert surveys.survey(namespace, verify=True).whole
     namespace.close()
     for i in range(3):
         for j in range(lost):
             shutil.rmtree(tmp_path / f"disk{(i + j) % 6}" / "objects", ignore_errors=True)
         namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
-        found = repairs.survey(namespace)
+        found = surveys.survey(namespace)
         assert [f.spare for f in found.damaged] == sorted(f.spare for f in found.damaged), "the most endangered first"
         done = repairs.repair(namespace, found)
         assert not done.failed
@@ -86,8 +92,8 @@ def test_rot(tmp_path: Path) -> None:
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
     victim.write_bytes(raw)
-    assert repairs.survey(namespace).whole, "lists do not show it"
-    found = repairs.survey(namespace, verify=True)
+    assert surveys.survey(namespace).whole, "lists do not show it"
+    found = surveys.survey(namespace, verify=True)
     assert [(f.path, f.state, f.rotten) for f in found.damaged] == [("d/f4", "endangered", ((holder.member, holder.name),))]
     assert not repairs.repair(namespace, found).failed
     whole(namespace, "2x")
@@ -103,12 +109,48 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
     assert file.layout is not None
     for holder in file.layout.holders:
         (tmp_path / holder.member / "objects" / holder.name).unlink()
-    found = repairs.survey(namespace)
+    found = surveys.survey(namespace)
     assert [(f.path, f.state) for f in found.lost] == [("d/f4", "lost")]
     done = repairs.repair(namespace, found)
     assert list(done.failed) == ["d/f4"]
-    assert repairs.survey(namespace).lost, "its record stays: the members may come back"
+    assert surveys.survey(namespace).lost, "its record stays: the members may come back"
     namespace.close()
+
+
+def test_what_can_not_be_checked_is_not_whole(tmp_path: Path) -> None:
+    namespace = Namespace(directories(tmp_path, 4))
+    for i in range(20):
+        namespace.put(f"f{i}", pattern(50_000, i))
+
+    def lose(nbytes: int) -> None:
+        for folder in tmp_path.glob("disk*/objects/*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    found = surveys.survey(namespace, True, lose)
+    assert found.unread > 0
+    assert (found.missing, found.damaged) == ({}, []), "they were there when it began"
+    assert not found.whole
+
+
+def test_what_is_deleted_during_a_scrub_is_not_missed(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x")
+
+    def delete(nbytes: int) -> None:
+        namespace.delete(list(content()))
+
+    assert surveys.survey(namespace, True, delete).unread == 0
+
+
+def test_a_probe_of_who_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = filled(tmp_path, "2x")
+    health, broken = namespace.fan_out.health, []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+    monkeypatch.setattr(health, "_first_seconds", 0.0)
+    health.failed("disk2", "it is lost")
+    namespace.leave_out("disk2")
+    while health.down("disk2") and not broken:
+        time.sleep(0.01)
+    assert not broken
 
 
 def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +159,9 @@ def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     writer = namespace.create("torn")
     writer.append(memoryview(pattern(1 << 20)))
     writer._commit_objects()
-    assert repairs.survey(namespace).whole
-    monkeypatch.setattr(repairs, "GRACE_SECONDS", -10.0)
-    found = repairs.survey(namespace)
+    assert surveys.survey(namespace).whole
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    found = surveys.survey(namespace)
     assert sum(map(len, found.orphans.values())) == 2
     assert repairs.repair(namespace, found).orphans == 2
     whole(namespace, "2x")
@@ -138,13 +180,13 @@ def test_deleted_files_do_not_come_back(tmp_path: Path, monkeypatch: pytest.Monk
     left.close()
     (tmp_path / "disk1").unlink()
     (tmp_path / "away").rename(tmp_path / "disk1")
-    monkeypatch.setattr(repairs, "GRACE_SECONDS", -10.0)
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
     back = Namespace(directories(tmp_path, 4))
     for _ in range(2):
-        found = repairs.survey(back)
+        found = surveys.survey(back)
         assert not any(p in back.list() for p in ("d/f3", "d/f4"))
         repairs.repair(back, found)
-    assert repairs.survey(back).whole
+    assert surveys.survey(back).whole
     assert back.stat("d/f3") is None
     held = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(4))
     file = back.stat("d/f2")
@@ -165,10 +207,10 @@ def test_records_that_were_lost(tmp_path: Path) -> None:
         assert namespace.get(path) == data
     namespace.places["disk2"].registers.start_anew()
     assert isinstance(namespace.places["disk2"].registers.read(["/none"])[0], Damaged), "it may not say that there is nothing"
-    found = repairs.survey(namespace)
+    found = surveys.survey(namespace)
     assert found.lagging
     repairs.repair(namespace, found)
-    assert not repairs.survey(namespace).lagging
+    assert not surveys.survey(namespace).lagging
     assert namespace.places["disk2"].registers.read(["/none"]) == [Record()]
     whole(namespace, "2x")
     namespace.close()
@@ -179,9 +221,9 @@ def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
     filled(tmp_path, "2x", 4).close()
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk holds something
     program = (
-        "import sys; from pathlib import Path; from cluster import directories; from ckpt.aggregator import repair\n"
-        "from ckpt.aggregator.namespace import Namespace\n"
-        "n = Namespace(directories(Path(sys.argv[1]), 4)); repair.repair(n, repair.survey(n)); print('done'); n.close()"
+        "import sys; from pathlib import Path; from cluster import directories\n"
+        "from ckpt.aggregator.namespace import Namespace; from ckpt.aggregator.repair import repair, survey\n"
+        "n = Namespace(directories(Path(sys.argv[1]), 4)); repair(n, survey(n)); print('done'); n.close()"
     )
     environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill", "PYTHONPATH": os.path.dirname(__file__)}
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -190,7 +232,7 @@ def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
     namespace = Namespace(directories(tmp_path, 4))
     for path, data in content().items():
         assert namespace.get(path) == data
-    assert not repairs.repair(namespace, repairs.survey(namespace)).failed
+    assert not repairs.repair(namespace, surveys.survey(namespace)).failed
     whole(namespace, "2x")
     namespace.close()
 
@@ -198,7 +240,7 @@ def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
 def test_at_a_bounded_rate(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))
-    found = repairs.survey(namespace)
+    found = surveys.survey(namespace)
     assert found.damaged
     began = time.monotonic()
     done = repairs.repair(namespace, found, bytes_per_second=10e6)
@@ -212,12 +254,12 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     assert file.layout is not None
     holder = file.layout.holders[0]
     (tmp_path / holder.member / "objects" / holder.name).unlink()
-    found = repairs.survey(namespace)
+    found = surveys.survey(namespace)
     namespace.put("d/f4", pattern(100_000, 9))
     repairs.repair(namespace, found)
     assert namespace.get("d/f4") == pattern(100_000, 9)
-    monkeypatch.setattr(repairs, "GRACE_SECONDS", -10.0)
-    assert repairs.survey(namespace, verify=True).whole, "and no object is left over"
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    assert surveys.survey(namespace, verify=True).whole, "and no object is left over"
     namespace.close()
 
 
@@ -225,12 +267,34 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 def test_draining(tmp_path: Path, redundancy: str) -> None:
     """All goes elsewhere, of files that lie there alone too; then its disk may go."""
     namespace = filled(tmp_path, redundancy, 7)
-    assert not repairs.drain(namespace, "disk1").failed
+    assert not moving.drain(namespace, "disk1").failed
     assert not namespace.places["disk1"].inventory()
     whole(namespace, redundancy)
     with pytest.raises(InvalidArgument, match="disk9 is no member"):
-        repairs.drain(namespace, "disk9")
+        moving.drain(namespace, "disk9")
     namespace.close()
+
+
+def test_draining_what_is_read_only(tmp_path: Path) -> None:
+    """It could delete nothing. Taken out for ever it can be, and nothing is lost."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
+
+    def opened() -> Namespace:
+        members = [{"url": node.address, "name": f"n{i}"} for i, node in enumerate(nodes)]
+        return Namespace(from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
+
+    with closing(opened()) as namespace:
+        for path, data in content().items():
+            namespace.put(path, data)
+    nodes[0].close()
+    nodes[0] = Here(tmp_path / "n0", NodeOptions(read_only=True))
+    with closing(opened()) as namespace:
+        with pytest.raises(InvalidArgument, match="n0 is read-only, so that it can't delete"):
+            moving.drain(namespace, "n0")
+        assert not moving.forget(namespace, "n0").failed
+        assert surveys.survey(namespace, verify=True).whole
+    for node in nodes:
+        node.close()
 
 
 def test_rebalancing(tmp_path: Path) -> None:
@@ -240,7 +304,7 @@ def test_rebalancing(tmp_path: Path) -> None:
         namespace.put(f"f{i}", pattern(40_000, i))
     namespace.close()
     grown = Namespace(directories(tmp_path, 6))
-    done = repairs.rebalance(grown)
+    done = moving.rebalance(grown)
     assert not done.failed
     held = {name: len(place.inventory()) for name, place in grown.places.items()}
     assert sum(held.values()) == 80
@@ -248,8 +312,8 @@ def test_rebalancing(tmp_path: Path) -> None:
     assert done.nbytes <= 40_000 * (held["disk4"] + held["disk5"]), "only what the new ones take"
     for i in range(40):
         assert grown.get(f"f{i}") == pattern(40_000, i)
-    assert not repairs.rebalance(grown).files
-    assert repairs.survey(grown, verify=True).whole
+    assert not moving.rebalance(grown).files
+    assert surveys.survey(grown, verify=True).whole
     grown.close()
 
 
@@ -322,7 +386,7 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
                     raw[draw.randrange(len(raw))] ^= 0x40
                     victim.write_bytes(raw)
         elif action == "repair":
-            done = repairs.repair(namespace, repairs.survey(namespace, verify=True))
+            done = repairs.repair(namespace, surveys.survey(namespace, verify=True))
             assert not done.failed, (seed, done.failed)
             hurt.clear()
         elif action == "open":
@@ -398,9 +462,9 @@ def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
                 if path.is_file():
                     path.unlink()
             until = time.monotonic() + 60
-            while not repairs.survey(namespace).whole and time.monotonic() < until:
+            while not surveys.survey(namespace).whole and time.monotonic() < until:
                 time.sleep(0.2)
-            assert repairs.survey(namespace, verify=True).whole
+            assert surveys.survey(namespace, verify=True).whole
             at_work = [c for c in carers if any("made whole" in line for line in c.log)]
             assert len(at_work) == 1 + victim, "one at a time"
             if not victim:

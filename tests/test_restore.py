@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.dtypes import numpy_dtype
+from ckpt.groups.threads import ThreadGroup
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.shard import contiguous_start, whole
 from ckpt.tools import contents
@@ -300,6 +302,27 @@ def test_only_some_leaves(saved: tuple[Path, dict[str, Any]], tmp_path: Path) ->
     assert missing.returncode == 1
     assert "modle.*" in missing.stderr
     assert not (tmp_path / "none.npz").exists()
+
+
+def test_numpy_scalars_of_a_group(tmp_path: Path) -> None:
+    """They stand in the tree: a .pt has Python's numbers for them, and bytes of what those can't say."""
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": np.arange(4), "rate": np.float32(rank + 0.5), "day": np.datetime64("2024-01-01"), "on": np.bool_(rank)}
+
+    ranks = [
+        threading.Thread(target=ckpt.save, args=(state(g.rank), tmp_path / "run", 0), kwargs={"group": g})
+        for g in ThreadGroup.make(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert run(tmp_path / "run", tmp_path / "out.pt").returncode == 0
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert loaded.pop("w").tolist() == [0, 1, 2, 3]
+    assert loaded == {"rate": 0.5, "day": np.datetime64("2024-01-01").tobytes(), "on": False}
+    assert run(tmp_path / "run", tmp_path / "out.npz").returncode == 0
+    assert open_npz(tmp_path / "out.npz")[2]["rate"] == {"scalar": "AAAAPw==", "dtype": "float32"}
 
 
 def test_a_state_that_is_one_array(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 import math
 import random
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import ckpt
+from ckpt import tree
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -147,6 +149,64 @@ def test_plain_values_and_containers(tmp_path):
     same(loaded, state)
     assert loaded["default"].default_factory is list
     assert type(loaded["counter"]) is collections.Counter
+
+
+@given(st.integers(-20_000, 20_000).map(lambda bits: (1 << abs(bits)) * (1 if bits > 0 else -1)), st.integers(-1, 1))
+@settings(max_examples=30, deadline=None)
+def test_integers_of_any_length(power, more):
+    """Also those that Python refuses to convert to decimal."""
+    value = power + more
+    flat = tree.flatten({"a": value})
+    node = json.loads(tree.encode_tree(flat.node))["tree"]
+    assert tree.rebuild(node, None)() == {"a": value}
+
+
+class Configuration(dict):
+    pass
+
+
+class Layers(list):
+    pass
+
+
+def test_subclasses_of_containers(tmp_path):
+    """They come back as what they are based on; what stands in `like` stays what it is."""
+    state = {"c": Configuration(a=1), "l": Layers([1, np.ones(2)]), "t": torch.Size([1, 2])}
+    ckpt.save(state, tmp_path / "r")
+    same(ckpt.load(tmp_path / "r"), {"c": {"a": 1}, "l": [1, np.ones(2)], "t": (1, 2)})
+    like = {"c": Configuration(a=0), "l": Layers([0, np.zeros(2)]), "t": torch.Size([0, 0])}
+    loaded = ckpt.load(tmp_path / "r", like)
+    same(loaded, state)
+    assert loaded["c"] is like["c"]
+
+
+@pytest.mark.parametrize("size", [0, 3, 100_000])
+def test_bytes_and_bytearrays(tmp_path, size):
+    state = {"b": bytes(size), "a": bytearray(b"\1" * size), "set": {b"x"}}
+    ckpt.save(state, tmp_path / "r")
+    loaded = ckpt.load(tmp_path / "r")
+    same(loaded, state)
+    loaded["a"] += b"more"
+    assert ckpt.load(tmp_path / "r", {"a": bytearray(), "b": b""}, only=["a", "b"])["a"] == state["a"]
+    same(ckpt.load(tmp_path / "r", {"b": b"", "a": bytearray(), "set": set()}), state)
+
+
+@pytest.mark.parametrize("factory", [None, int, list, dict, tuple, collections.Counter, collections.OrderedDict], ids=str)
+def test_defaultdicts(tmp_path, factory):
+    state = {"d": collections.defaultdict(factory, {"a": 1})}
+    ckpt.save(state, tmp_path / "r")
+    loaded = ckpt.load(tmp_path / "r")
+    same(loaded, state)
+    assert loaded["d"].default_factory is factory
+
+
+def test_long_integers(tmp_path):
+    state = {"a": 10**5000, "b": [-(10**5000)], "c": 10**600}
+    ckpt.save(state, tmp_path / "r")
+    assert ckpt.load(tmp_path / "r") == state
+    assert ckpt.load(tmp_path / "r", {"a": 0, "b": [0], "c": 0}) == state
+    assert tree.rebuild({"int": "-36893488147419103232"}, None)() == -(1 << 65)  # as older steps have it
+    assert tree.flatten(-(1 << 65)).node == {"int": "-36893488147419103232"}
 
 
 def test_two_entries_of_one_name(tmp_path):

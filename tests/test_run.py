@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -16,21 +17,31 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import SOAK
 
 import ckpt
-from ckpt.pulse import Pulse
-from ckpt.recovery import host, memory
+from ckpt.pulse import PHASES, Pulse
+from ckpt.recovery import agent, host, memory
+from ckpt.recovery.course import Spec
 from ckpt.recovery.decide import USELESS, Budget, Failure, decide
 from ckpt.recovery.launch import Share, free_port
 from ckpt.recovery.launch import start as start_ranks
 from ckpt.recovery.launch import stop as stop_ranks
 from ckpt.recovery.ledger import totals
-from ckpt.recovery.limits import Limits
+from ckpt.recovery.limits import FIRST_SECONDS, Limits, first_seconds
 from ckpt.recovery.place import address_of
+from ckpt.recovery.record import Record
+from ckpt.recovery.watch import Watch
+from ckpt.storage.errors import CkptError
 from ckpt.storage.web import Page, Web
+from ckpt.tools.common import Number
+from ckpt.tools.run import command as run_command
+from ckpt.tools.simulate import command as simulate
 
 PROGRAM = str(Path(__file__).parent / "run_program.py")
 
@@ -208,6 +219,36 @@ def test_a_rank_hangs(start: Callable[..., Run], fault: str) -> None:
     assert "main" in kept
 
 
+def test_a_py_spy_that_may_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the rank writes its stacks itself."""
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\necho 'Error: Permission Denied'; exit 1")
+    spy.chmod(0o755)
+    program = (
+        "import ckpt.pulse as p, time\np.mine().beat(2, 7)\n"
+        "def waits_for_ever():\n    open('begun', 'w').close(); time.sleep(1000)\nwaits_for_ever()"
+    )
+    share = Share("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
+    (tmp_path / "pages").mkdir()
+    here = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), sys.executable, "-c", program]
+    ranks = start_ranks(here, share, tmp_path / "pages", tmp_path / "logs")
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < until, ranks[0].log.read_text()
+            time.sleep(0.01)
+        watch = Watch(ranks, Limits(), -1)
+        watch.look(time.monotonic())
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # py-spy is looked for beside it
+        watch.keep_stacks()
+        assert "Permission Denied" in (tmp_path / "logs" / "rank-0.stacks").read_text()
+        while "waits_for_ever" not in ranks[0].log.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        stop_ranks(ranks, "")
+
+
 @pytest.mark.parametrize(
     ("fault", "detail"), [("raise", r"exited with status 1 \(RuntimeError: a bad batch\)"), ("exit", "status 7")]
 )
@@ -243,11 +284,41 @@ def test_a_job_that_always_fails(start: Callable[..., Run]) -> None:
     run = start(fault=("always", 0, 0))
     assert run.end() == 1
     assert len(run.failures()) == USELESS
-    assert run.said.strip().endswith("times in a row, at the same place, with no newer step saved: look at the log")
+    look = f"look at {run.files}/logs/2/rank-0.log"
+    assert run.said.strip().endswith(f"times in a row, at the same place, with no newer step saved: {look}")
     assert "RuntimeError: there is no data" in run.said
     command = [sys.executable, "-m", "ckpt.tools.run", "why", "--run-dir", str(run.files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "halt: rank 0 exited with status 1 (RuntimeError: there is no data) before the first step" in done.stdout
+
+
+ROTTEN = """
+import ckpt, numpy as np, os
+attempt = int(os.environ["CKPT_ATTEMPT"])
+with ckpt.Checkpointer("repo", every=5, keep=5) as ck:
+    state, start = ck.restore({"a": np.zeros(3)})
+    with open("restored", "a") as file:
+        print(start - 1, file=file)
+    for step in range(start, 30):
+        state["a"] += 1
+        if step == 9 and attempt == 0:
+            state["a"][:] = -1e9
+        if state["a"][0] < 0 and step == 10 + attempt % 4:
+            raise RuntimeError("spoiled")
+        ck.step(step, state)
+        ck.wait()
+np.save("end.npy", state["a"])
+"""
+
+
+def test_a_step_that_is_whole_and_rotten(tmp_path: Path) -> None:
+    """It makes the job fail a few steps later, each time elsewhere: after two of these an older one is taken."""
+    command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", ROTTEN]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "restored").read_text().split() == ["-1", "9", "9", "4"]
+    assert "from a step before 9, which may be the reason: it failed twice soon after it" in done.stderr
+    assert np.load(tmp_path / "end.npy").tolist() == [30.0] * 3
 
 
 def test_steps_of_different_length_are_no_hang(start: Callable[..., Run]) -> None:
@@ -344,6 +415,38 @@ def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
     assert sum(host.state(pid) not in ("", "Z") for pid in pids) == 0
 
 
+def test_the_guardian_is_killed_and_then_ckpt_run(start: Callable[..., Run]) -> None:
+    """Another has taken its place, and ends what the ranks have started."""
+    run = start(steps=10_000, fault=("child", 0, 1))
+    run.until_step(12)
+    (pages,) = [Path(e["facts"]["pages"]) for e in run.record() if e["kind"] == "start"]
+
+    def guardians() -> list[int]:
+        words = [b"ckpt.recovery.guardian", os.fsencode(pages)]
+        found = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if has(p, words)]
+        return [pid for pid in found if host.state(pid) not in ("", "Z")]
+
+    (first,) = guardians()
+    os.kill(first, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while first in guardians() or not guardians():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    pids = [*(run.pid(rank) for rank in range(RANKS)), int((run.folder / "child").read_text())]
+    run.close()
+    assert none_left(pids)
+    while pages.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def has(file: Path, words: list[bytes]) -> bool:
+    """Whether a command line names all of them."""
+    with contextlib.suppress(OSError):
+        return set(words) <= set(file.read_bytes().split(b"\0"))
+    return False
+
+
 def test_children_of_a_killed_rank_end_with_it(start: Callable[..., Run]) -> None:
     run = start(fault=("child", 0, 1))
     run.until_step(3)
@@ -384,16 +487,54 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
         (["--dir", "/proc/none", "--", "true"], 1, "--dir can't be used: "),
         (["--dir", str(Path(__file__).parent), "--", "true"], 1, "is not a checkpoint repository; name an empty or a new"),
         (["--address", "192.0.2.1", "--", "true"], 1, "give one of this host as --address"),
+        (["--metrics", "127.0.0.1:99999", "--", "true"], 1, "write HOST:PORT, such as 127.0.0.1:9200"),
+        (["--metrics", f"{'ü' * 70}.b:80", "--", "true"], 1, ".b:80: write HOST:PORT, such as 127.0.0.1:9200"),
+        (["--launcher", "torchrun", "--", "true"], 1, "GROUP_RANK='x' is no number of a host"),
+        (["--nnodes", "2", "--name", "a/b", "--", "true"], 1, "'a/b' can't be the name of a host: give letters"),
+        (["--state", "sqlite:///x", "--", "true"], 1, "--state sqlite:///x: write etcd://HOST:PORT,…/NAME"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environ = os.environ | {"GROUP_RANK": "x"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
     assert done.returncode == status, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert status != 1 or len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.glob("run/logs/0/rank-0.log")) or arguments == ["--", "/none/such"]
+
+
+def test_what_is_no_number() -> None:
+    for option in ("grace", "patience", "give-up", "hang", "first-hang", "spike", "straggler", "straggler-after"):
+        with pytest.raises(click.BadParameter, match="nan is no number that can be used here"):
+            run_command.main([f"--{option}", "nan", "--", "true"], standalone_mode=False)
+
+
+def test_numbers_of_options() -> None:
+    for text in ("nan", "inf", "-1", "x", ""):
+        with pytest.raises(click.BadParameter):
+            Number(0).convert(text, None, None)
+    assert Number(0, never=True).convert("inf", None, None) == math.inf
+    assert Number(0).convert("2.5", None, None) == 2.5
+    with pytest.raises(click.BadParameter, match="nan is no number"):
+        simulate.main(["--days", "nan"], standalone_mode=False)
+
+
+def test_an_address_of_another_host_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_shared_memory", lambda: str(tmp_path))
+    with contextlib.closing(Record(tmp_path)) as record:
+        with pytest.raises(CkptError, match="give one of this host as --address"):
+            agent.Agent(Spec(("true",), 1), agent.Here("a", tmp_path, "192.0.2.1"), record, print)
+        assert not list(tmp_path.glob("ckpt-run-*"))
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--run-dir", str(tmp_path / "run"), "--"]
+    done = subprocess.run([*command, "python", "-u", "nosuch.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    said = "ckpt-run: python -u nosuch.py can't be started: there is no nosuch.py here; give the path of the script\n"
+    assert done.stderr == said
 
 
 @pytest.mark.parametrize("url", ["nowhere://x", "of-others"])
@@ -407,7 +548,9 @@ def test_a_program_with_a_url_that_cannot_be_used(tmp_path: Path, url: str) -> N
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert url in line
-    assert line.endswith("before the first step; another start would not change that")
+    why, _, log = line.partition("; look at ")
+    assert why.endswith("before the first step; another start would not change that")
+    assert url in Path(log).read_text()
 
 
 def test_a_program_that_names_no_url(tmp_path: Path) -> None:
@@ -601,10 +744,53 @@ def test_limits_are_learned() -> None:
     for _ in range(20):
         limits.learn("step", 400.0)
     assert limits.of("step") == 900, "never more than was given"
-    for _ in range(20):
-        limits.learn("save", 0.1)
-    assert limits.of("save") == 1800, "what one save took says nothing of the next"
     assert limits.of("end") == float("inf")
+
+
+@pytest.mark.parametrize("phase", ["step", "save", "load", "eval", "compile"])
+def test_the_limit_of_each_phase_is_learned(phase: str) -> None:
+    limits = Limits(least_seconds=1)
+    for _ in range(7):
+        limits.learn(phase, 0.02)
+    assert limits.of(phase) == FIRST_SECONDS[phase]
+    for _ in range(93):
+        limits.learn(phase, 0.02)
+    assert limits.of(phase) == (1 if phase == "step" else 30)
+    others = set(FIRST_SECONDS) - {phase}
+    assert all(limits.of(each) == FIRST_SECONDS[each] for each in others)
+
+
+def test_a_load_that_was_cut_off_is_given_more_time() -> None:
+    limits = Limits(least_seconds=1)
+    for phase in ("load", "step"):
+        for _ in range(20):
+            limits.learn(phase, 0.02)
+        limits.cut_off(phase, 31)
+    assert (limits.of("load"), limits.of("step")) == (93, 1)
+
+
+def test_one_limit_for_all_phases_as_long_as_nothing_is_learned() -> None:
+    limits = Limits(least_seconds=1, first_seconds=first_seconds(3))
+    assert {limits.of(phase) for phase in PHASES if phase != "end"} == {3}
+    assert limits.of("end") == float("inf")
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(FIRST_SECONDS)), st.floats(1e-4, 30), st.lists(st.floats(1, 10), min_size=1, max_size=60))
+def test_no_limit_is_below_ten_times_what_is_usual(phase: str, usual: float, times: list[float]) -> None:
+    limits = Limits(least_seconds=1)
+    for each in times:
+        assert limits.of(phase) >= usual * each
+        limits.learn(phase, usual * each)
+
+
+@pytest.mark.parametrize("phase", ["save", "eval"])
+def test_a_hang_that_is_no_step(start: Callable[..., Run], phase: str) -> None:
+    run = start("--hang", "1", "--first-hang", "5", fault=(f"hung-{phase}", 22, 2))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("hang", [2])]
+    assert f"in phase '{phase}'" in run.said
 
 
 def test_a_page(tmp_path: Path) -> None:

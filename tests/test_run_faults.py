@@ -450,20 +450,24 @@ def test_an_exception_while_others_wait_in_a_collective(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "words", "times"),
     [
-        ("ckpt://127.0.0.1:1/run", "127.0.0.1:1"),
-        ("{}/file/repo", "Not a directory"),
-        ("/proc/nowhere", "/proc/nowhere"),
+        ("ckpt://127.0.0.1:1/run", "127.0.0.1:1", USELESS),  # it may be about to start
+        ("{}/file/repo", "Not a directory", 1),
+        ("/proc/nowhere", "takes no directories", 1),
     ],
 )
-def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, words: str) -> None:
-    """The job is given up, with what the ranks have said of it."""
+def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, words: str, times: int) -> None:
+    """The job is given up, with what the ranks have said of it; at once where waiting does not help."""
     (tmp_path / "file").touch()
     run = start("--cold", url=url.format(tmp_path))
     assert run.end() == 1
-    *_, last = run.said.splitlines()
-    assert re.search(rf"ckpt-run: ranks? [012, ]+ exited with status 1 \(.*{words}.*look at the log$", last), run.said
+    lines = run.said.splitlines()
+    found = re.search(rf"ckpt-run: ranks? [012, ]+ exited with status 1 \(.*{words}.*look at (.*)$", lines[-1])
+    assert found, run.said
+    assert len(lines) == times
+    assert words in Path(found[1]).read_text()
+    assert "whether a rank has died" not in run.said
     assert "Traceback" not in run.said
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from test_run import none_left
 
 from ckpt.aggregator.etcd import Etcd
 from ckpt.recovery import host
+from ckpt.recovery.ledger import lines, totals
 from ckpt.recovery.state import Entry
 from ckpt.storage.errors import StoreError
 
@@ -223,6 +225,47 @@ def test_a_stopped_agent_that_comes_back(job: Callable[..., Job], place: int) ->
     is_right(run, 4)
 
 
+def is_accounted(job: Job) -> dict[str, float]:
+    """The time by its names: from the start of the run to its end, without a gap, and no second twice."""
+    found, log = lines(job.folder / "run"), job.log()
+    for one, other in pairwise(found):
+        assert abs(other.began - one.at) < 1e-3, (one, other)
+    assert found[0].began < log[0].at < log[-1].at < found[-1].at
+    return dict(totals(job.folder / "run"))
+
+
+def test_every_second_is_accounted_where_the_leader_stands_still(job: Callable[..., Job]) -> None:
+    """It comes back while another leads, and does not know it yet."""
+    run = job("--spares", "1", hosts=2, steps=100_000)
+    for name in "abc":
+        run.start(name)
+    run.until_step(5)
+    leader = next(e.facts["name"] for e in run.log() if e.kind == "lead")
+    os.kill(run.agents[leader].pid, signal.SIGSTOP)
+    run.until(lambda log: sum(e.kind == "lead" for e in log) == 2, "led by another")
+    time.sleep(1)  # the other one writes lines, too
+    os.kill(run.agents[leader].pid, signal.SIGCONT)
+    assert run.ask("drain").returncode == 0
+    assert set(run.ends(*"abc").values()) == {0}
+    assert len(list((run.folder / "run").glob("ledger-*.jsonl"))) == 2
+    assert is_accounted(run).get("detect", 0.0) >= (2.0 if leader in starts(run.log())[0] else 0.0)
+
+
+def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
+    run = job("--spares", "1", hosts=2, steps=100_000)
+    for name in "abc":
+        run.start(name)
+    run.until_step(5)
+    log = run.log()
+    leader = next(e.facts["name"] for e in log if e.kind == "lead")
+    lost = next(name for name in starts(log)[0] if name != leader)
+    run.agents[lost].kill()
+    run.until(lambda log: len(starts(log)) == 2, "gone on")
+    assert run.ask("drain").returncode == 0
+    assert set(run.ends(*(set("abc") - {lost})).values()) == {0}
+    assert is_accounted(run)["detect"] >= 2.5
+
+
 def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
     """At once, under its name: its ranks are no more, so all start again, with it."""
     run = job()
@@ -362,6 +405,7 @@ def test_status_and_plan(job: Callable[..., Job]) -> None:
     assert "4 ranks on" in planned
     assert "rank 3 was killed by SIGKILL" in run.ask("plan", "--dry-run", "--fail", "3").stdout
     assert run.ask("plan", "--lose", "nobody").returncode == 1
+    assert "there is no rank 6; there are 6 ranks, from 0 on" in run.ask("plan", "--fail", "6").stderr
     assert [e.kind for e in run.log()] == [e.kind for e in log], "nothing was done"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage import objects
+from ckpt.storage import errors, objects
 from ckpt.storage.errors import NotFound, StoreError, UnknownScheme
 from ckpt.storage.objects import ObjectStore
 from ckpt.storage.testing import in_threads, names, write
@@ -166,6 +166,7 @@ def test_missing_bucket_is_told_as_such(s3_endpoint: str) -> None:
     ):
         with pytest.raises(StoreError, match=r"s3://no-such-bucket/run.*bucket does not exist; create it") as failure:
             call()
+        assert errors.Refused in (type(failure.value), type(failure.value.__cause__)), "waiting does not help"
         assert not isinstance(failure.value, NotFound), "a missing bucket is no missing object"
         assert "\n" not in str(failure.value)
         assert failure.value.__cause__ is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -228,10 +229,23 @@ def test_a_place_twice(places: Places, tiers: Any, word: str) -> None:
         ckpt.Checkpointer(places.run, tiers=tiers(places), group=None)
 
 
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}, {"limit": 0}])
-def test_a_tier_that_makes_no_sense(wrong: dict[str, int]) -> None:
-    with pytest.raises(ckpt.InvalidArgument):
-        ckpt.Tier("memory", **wrong)
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("every", value) for value in (0, -1, True, 2.5, "10", "often", timedelta(seconds=-1), [1])),
+        *(("keep", value) for value in (False, 1.5, "2")),
+        *(("limit", value) for value in (0, -1, True, 1e9, "1GB")),
+    ],
+)
+def test_a_tier_that_makes_no_sense(argument: str, value: Any) -> None:
+    with pytest.raises(ckpt.InvalidArgument, match=re.escape(f"{argument}={value!r}: use a ")):
+        ckpt.Tier("memory", **{argument: value})
+
+
+def test_a_tier_that_makes_sense() -> None:
+    for every in (1, timedelta(seconds=1), "auto", None):
+        ckpt.Tier("memory", every=every, keep=None, limit=1)  # type: ignore[arg-type]
+    assert ckpt.Tier("memory", keep=ckpt.Keep(2, every=10)).keep == ckpt.Keep(2, every=10)
 
 
 def test_without_ckpt_run_memory_is_a_folder_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import TESTS
+from support import SOAK, TESTS
 
 import ckpt
 
@@ -55,7 +55,7 @@ def torchrun(size: int, program: Path, *arguments: str, **more: str) -> subproce
         command, env=environment(**more), stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ def check(size: int, root: Path, *checks: str) -> None:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Repositories that four ranks have written, one for each layout."""
     root = tmp_path_factory.mktemp("torch")
-    ours = ("save_layouts", "load_layouts", "pipeline", "sharded_tensor")
+    ours = ("save_layouts", "load_layouts", "pipeline", "sharded_tensor", "save_meshes")
     check(4, root, *ours, "dcp_save", "dcp_load", "dcp_of_ours", "dcp_refused")
     return root
 
@@ -84,13 +84,20 @@ def test_four_ranks_in_every_layout(root: Path) -> None:
 
 
 def test_two_ranks_load_what_four_saved(root: Path) -> None:
-    check(2, root, "load_layouts", "dcp_load")
+    check(2, root, "load_layouts", "load_meshes", "dcp_load")
 
 
 def test_one_process_loads_what_four_saved(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_program, "ROOT", root)
     torch_program.load_layouts()
     torch_program.dcp_load()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="by make soak: eight processes")
+def test_eight_ranks_on_a_cube(tmp_path: Path) -> None:
+    check(8, tmp_path, "save_meshes")
+    check(2, tmp_path, "load_meshes")
 
 
 # --- ModelState in one process ---------------------------------------------------------------------------------
@@ -289,3 +296,32 @@ def test_a_dcp_script_changes_two_lines(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path).steps() == [3, 5]
     lines = [line for line in (EXAMPLES / "dcp_swap.py").read_text().splitlines() if "# was" in line]
     assert len(lines) == 2
+
+
+MEETS = """
+import json, os, sys, torch
+torch.distributed.init_process_group("gloo")
+sum = torch.ones(1) * (1 + torch.distributed.get_rank())
+torch.distributed.all_reduce(sum)
+told = {name: value for name, value in os.environ.items() if name.startswith(("TORCH", "ROLE_", "GROUP_"))}
+with open(os.environ["RANK"] + ".json", "w") as file:
+    json.dump([sum.item(), told], file)
+if os.environ["CKPT_ATTEMPT"] == "0":
+    sys.exit(3)
+"""
+
+
+def test_ckpt_run_under_torchrun(tmp_path: Path) -> None:
+    """What the outer torchrun has told is not meant for the ranks: they meet at a store of their own, after a restart too."""
+    run = [sys.executable, "-m", "ckpt.tools.run", "--launcher", "torchrun", "-n", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", *run]
+    done = subprocess.run(
+        [*command, "--", sys.executable, "-c", MEETS], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        sum, told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert sum == 3
+        assert int(told["TORCHELASTIC_RESTART_COUNT"]) >= 1
+        assert told["TORCHELASTIC_MAX_RESTARTS"] == "10"
+        assert (told["ROLE_RANK"], told["ROLE_NAME"], told["TORCHELASTIC_ERROR_FILE"]) == (str(rank), "default", "")

@@ -6,7 +6,11 @@ rank makes the same: what was saved in one layout must come back in another bit 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import os
+import random
 import sys
 import warnings
 from fractions import Fraction
@@ -21,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -225,6 +229,53 @@ def sharded_tensor() -> None:
     like = {"w": make(False)}
     ckpt.load(ROOT / "older", like)
     assert torch.equal(like["w"].local_shards()[0].tensor, rows[3 * rank : 3 * rank + 3])
+
+
+SEEDS = range(8 if os.environ.get("CKPT_SOAK") == "1" else 1)
+
+
+def on_mesh(seed: int, mesh: DeviceMesh, order: int, fill: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Tensors of random shapes with random placements over a mesh of three dimensions, and what they are whole.
+
+    order: 1, or -1 for the placements the other way round. The seed gives the same shapes to any mesh.
+    """
+    drawn = random.Random(seed)
+    state, want = {}, {}
+    for i in range(16):
+        shape = [drawn.randint(1, 11) for _ in range(drawn.randint(1, 3))]
+        placements = [drawn.choice([Replicate(), *map(Shard, range(len(shape)))]) for _ in range(3)][::order]
+        want[f"x{i}"] = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * i + seed
+        state[f"x{i}"] = distribute_tensor(want[f"x{i}"] * fill, mesh, placements)
+    return state, want
+
+
+def meshes_of_three() -> list[tuple[int, int, int]]:
+    size = dist.get_world_size()
+    return [m for m in itertools.product(range(1, size + 1), repeat=3) if math.prod(m) == size and max(m) < size]
+
+
+def save_meshes() -> None:
+    """DTensors over every mesh of three dimensions, into other placements, another mesh, and one process."""
+    shapes = meshes_of_three() or [(1, 1, dist.get_world_size())]
+    for seed, mesh_shape in itertools.product(SEEDS, shapes):
+        url = ROOT / "meshes" / f"{seed}-{'x'.join(map(str, mesh_shape))}"
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b", "c"))
+        state, want = on_mesh(seed, mesh, 1, True)
+        ckpt.save(state, url, 0)
+        other = init_device_mesh("cpu", shapes[(shapes.index(mesh_shape) + 1) % len(shapes)], mesh_dim_names=("a", "b", "c"))
+        for like, _ in (on_mesh(seed, mesh, -1, False), on_mesh(seed, other, 1, False)):
+            ckpt.load(url, like)
+            same({name: full(value) for name, value in like.items()}, want, f"{mesh_shape}, seed {seed}")
+        same(ckpt.load(url, group=None), want, f"{mesh_shape}, seed {seed}, whole")
+
+
+def load_meshes() -> None:
+    """What other ranks saved so, into a mesh of these."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("a", "b", "c"))
+    for url in sorted((ROOT / "meshes").iterdir()):
+        like, want = on_mesh(int(url.name.split("-")[0]), mesh, 1, False)
+        ckpt.load(url, like)
+        same({name: full(value) for name, value in like.items()}, want, url.name)
 
 
 # --- DCP -------------------------------------------------------------------------------------------------------

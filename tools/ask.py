@@ -6,9 +6,9 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,7 @@ from ckpt.tools.common import emit
 
 if TYPE_CHECKING:
     from ckpt.recovery.agents import Report
+    from ckpt.recovery.course import Course
     from ckpt.recovery.state import Entry
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -57,8 +58,8 @@ def status(run_dir: Path, state: str | None) -> int:
     entries = _entries(run_dir, state)
     course = Course().went_on(entries)
     reports = _living(run_dir, state)
-    if course.over or not reports:
-        emit(f"it does not run: {(course.last or entries[-1]).text}")
+    if why_not := _why_not(course, reports):
+        emit(common.printable(why_not))
         return 1
     spec, first = course.spec, {member.name: member.first for member in course.members}
     assert spec is not None
@@ -82,6 +83,13 @@ def status(run_dir: Path, state: str | None) -> int:
     for text in course.slow.values():
         emit(common.printable(text))
     return 0
+
+
+def _why_not(course: Course, reports: Mapping[str, Report]) -> str:
+    """Why a run is not under way; "" where it is."""
+    if course.over and course.last is not None:
+        return f"it does not run: {course.last.text}"
+    return "" if reports else "it does not run: its agents are gone; start ckpt-run again, and it goes on"
 
 
 def _ranks(report: Report) -> Iterator[tuple[str, ...]]:
@@ -120,8 +128,8 @@ def drain(run_dir: Path, state: str | None) -> int:
     opened = open_state(run_dir, state)
     while True:
         course = Course().went_on(_entries(run_dir, state))
-        if course.over or not _living(run_dir, state):
-            raise CkptError(f"it does not run: {course.last.text if course.over and course.last else 'its agents are gone'}")
+        if why_not := _why_not(course, {} if course.over else _living(run_dir, state)):
+            raise CkptError(why_not)
         if opened.append(course.number, [Draft(course.attempt, "request", "drain", {})]):
             break
     emit("it saves and ends; see `ckpt-run status`")
@@ -136,9 +144,16 @@ def drain(run_dir: Path, state: str | None) -> int:
 @click.option("--fail", type=click.IntRange(0), metavar="RANK", help="Suppose that this rank is killed.")
 def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...], fail: int | None) -> int:
     """Say what would be decided if something went wrong now, without doing it."""
+    from ckpt.recovery.course import Course
     from ckpt.recovery.dry_run import suppose
 
     entries, reports = _entries(run_dir, state), _living(run_dir, state)
+    course = Course().went_on(entries)
+    if why_not := _why_not(course, reports):
+        raise CkptError(why_not)
+    ranks = sum(member.count for member in course.members)
+    if fail is not None and fail >= ranks:
+        raise CkptError(f"there is no rank {fail}; there are {common.count(ranks, 'rank')}, from 0 on")
     for name in lose:
         if name not in reports:
             raise CkptError(f"{name} is no host of this run; there are {', '.join(sorted(reports))}")
@@ -177,10 +192,12 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw it into this file.")
 def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, png: Path | None) -> int:
     """Print where the time of a run went, or draw it."""
+    from ckpt.recovery.course import is_failure
     from ckpt.recovery.ledger import NAMES, goodput, lines, totals
 
     entries, seconds = _entries(run_dir, state), totals(run_dir)
-    failures = sum(entry.kind == "failure" for entry in entries)
+    failures = sum(map(is_failure, entries))
+    elsewhere = _elsewhere(run_dir, entries)
     slow = [entry for entry in entries if entry.kind == "note" and "straggler" in entry.facts]
     total = sum(seconds.values())
     if png is not None:
@@ -194,7 +211,7 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
         emit(text(entries, seconds, bool(_living(run_dir, state))).rstrip())
     elif as_json:
         common.emit_json({
-            "seconds": dict(seconds), "failures": failures, "goodput": goodput(seconds),
+            "seconds": dict(seconds), "failures": failures, "goodput": goodput(seconds), "not_here": elsewhere,
             "stragglers": [{"attempt": entry.attempt, **entry.facts} for entry in slow],
         })  # fmt: skip
     else:
@@ -204,7 +221,21 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
         emit(f"{total:.2f} s in all; {common.count(failures, 'failure')}")
         for entry in slow:
             emit(f"attempt {entry.attempt}: {common.printable(entry.text)}")
+    if elsewhere:
+        common.complain(
+            "ckpt-run report", f"this is a part of the time only: {', '.join(elsewhere)} coordinated, too, and accounted in "
+            "another --run-dir; bring the ledger-*.jsonl of all into one",
+        )  # fmt: skip
     return 0
+
+
+def _elsewhere(run_dir: Path, entries: Sequence[Entry]) -> list[str]:
+    """The hosts of a run on several that led it, and whose ledgers are not in this folder."""
+    from ckpt.recovery.ledger import file_of
+
+    spec: dict[str, Any] = next((entry.facts["spec"] for entry in reversed(entries) if entry.kind == "run"), {})
+    led = {str(entry.facts["name"]) for entry in entries if entry.kind == "lead"}
+    return sorted(name for name in led if spec.get("hosts", 1) > 1 and not (run_dir / file_of(name)).exists())
 
 
 def _step(step: int) -> str:

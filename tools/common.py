@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,20 @@ Advance = Callable[[int], None]
 
 INTERRUPTED = 128 + signal.SIGINT
 _PIPE_CLOSED = 128 + signal.SIGPIPE
+
+
+class Number(click.FloatRange):
+    """A number for an option: nothing compares with `nan`, so it is refused; `inf` is taken where it means "never"."""
+
+    def __init__(self, least: float, *, min_open: bool = False, never: bool = False) -> None:
+        super().__init__(least, min_open=min_open)
+        self._never = never
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or (math.isinf(number) and not self._never):
+            self.fail(f"{value} is no number that can be used here.", param, ctx)
+        return number
 
 
 def run(command: click.Command) -> NoReturn:
@@ -89,11 +104,18 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 @contextmanager
-def progress(total: int, label: str) -> Iterator[Advance]:
-    """A bar on stderr that counts bytes, where that is a terminal (or FORCE_COLOR says so)."""
+def progress(total: int | None, label: str) -> Iterator[Advance]:
+    """A bar on stderr that counts bytes, where that is a terminal (or FORCE_COLOR says so). total: None where nobody knows."""
+    with growing_progress(label, total) as (_, advance):
+        yield advance
+
+
+@contextmanager
+def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[Advance, Advance]]:
+    """Such a bar, whose total grows: what adds to that, and what advances it."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _: None
+        yield _nothing, _nothing
         return
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -101,7 +123,18 @@ def progress(total: int, label: str) -> Iterator[Advance]:
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
+        expected = total or 0
+
+        def expect(nbytes: int) -> None:
+            nonlocal expected
+            expected += nbytes
+            bar.update(task, total=expected)
+
+        yield expect, lambda nbytes: bar.advance(task, nbytes)
+
+
+def _nothing(_: int) -> None:
+    pass
 
 
 def size(nbytes: float) -> str:

@@ -1,7 +1,8 @@
 """ckpt-mount: a namespace as a directory, through FUSE.
 
-Each byte of a file is written once, in any order, and is there, durably, when the file is closed. What would change a file
-that is there is refused (EOPNOTSUPP); replacing it and writing on at its end are not. Closing tells where that failed.
+Each byte of a file is written once, in any order, and is there, durably, when the file is closed, renamed, or fsync returns:
+so the usual write, fsync, rename is safe. What would change a file that is there is refused (EOPNOTSUPP); replacing it and
+writing on at its end are not. Closing, fsync and rename tell where that failed.
 """
 
 from __future__ import annotations
@@ -12,132 +13,27 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 import ckpt
-from ckpt.aggregator.files import INLINE_BYTES, File, Head
+from ckpt.aggregator.files import Head
+from ckpt.aggregator.folders import move_folder, remove_folder
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.reading import FileReader
-from ckpt.aggregator.writing import FileWriter
-from ckpt.storage.errors import AlreadyExists, CkptError, InvalidName, NoSpace, NotFound, Refused, Unavailable
+from ckpt.storage.errors import AlreadyExists, Changed, CkptError, InvalidName, NoSpace, NotFound, Refused, Unavailable
 from ckpt.tools import common
+from ckpt.tools.writes import Writing
 
-_PIECE_BYTES = 8 << 20
-_WINDOWS = 32
-"""Parts of a file that may be incomplete at a time; each takes 8 MiB."""
+_HIDDEN = ".fuse_hidden"
+"""How libfuse begins the name that it gives a file which is removed, or replaced, while it is open: until it is closed."""
 _NUMBERS = (
     (NotFound, errno.ENOENT), (AlreadyExists, errno.EEXIST), (InvalidName, errno.EINVAL), (NoSpace, errno.ENOSPC),
-    (Refused, errno.EACCES), (Unavailable, errno.EHOSTDOWN),
+    (Refused, errno.EACCES), (Unavailable, errno.EHOSTDOWN), (Changed, errno.ESTALE),
 )  # fmt: skip
-
-
-class _Window:
-    """A part of a file in memory, until all of it was written."""
-
-    def __init__(self) -> None:
-        self.data = bytearray(_PIECE_BYTES)
-        self.filled: list[tuple[int, int]] = []  # in order, apart from each other
-
-    def put(self, begin: int, data: bytes) -> bool:
-        """Take bytes; whether the window is full now."""
-        end = begin + len(data)
-        self.data[begin:end] = data
-        apart = [(b, e) for b, e in self.filled if e < begin or b > end]
-        touching = [(b, e) for b, e in self.filled if not (e < begin or b > end)]
-        merged = (min([begin, *(b for b, _ in touching)]), max([end, *(e for _, e in touching)]))
-        self.filled = sorted([*apart, merged])
-        return self.filled == [(0, _PIECE_BYTES)]
-
-
-class _Writing:
-    """A file that is being written, in any order, each byte once. Every close of it makes visible what there is."""
-
-    def __init__(self, namespace: Namespace, path: str, there: File | None) -> None:
-        self._namespace = namespace
-        self._path = path
-        self._there = there
-        self._writer: FileWriter | None = None
-        self._windows: dict[int, _Window] = {}
-        self._stored: set[int] = set()  # windows that are full and gone to the members
-        self._solid = 0 if there is None else there.head.nbytes  # nothing below can be changed any more
-        self.length = self._solid
-        self._dirty = False
-        self.handles = 0
-        self.lock = threading.Lock()
-
-    def write(self, data: bytes, offset: int) -> int:
-        with self.lock:
-            if offset < self._solid:
-                raise OSError(errno.EOPNOTSUPP, "what a file has can't be changed")
-            self._dirty = True
-            done = 0
-            while done < len(data):
-                number, begin = divmod(offset + done, _PIECE_BYTES)
-                part = data[done : done + _PIECE_BYTES - begin]
-                if number in self._stored or (number not in self._windows and len(self._windows) >= _WINDOWS):
-                    raise OSError(errno.EOPNOTSUPP, "each byte is written once, and not in too many places at a time")
-                if self._windows.setdefault(number, _Window()).put(begin, part):
-                    self._store(number)
-                done += len(part)
-            self.length = max(self.length, offset + len(data))
-        return len(data)
-
-    def cut(self, length: int) -> None:
-        """ftruncate: longer, or shorter as far as nothing of it is visible yet."""
-        with self.lock:
-            if length < self._solid:
-                raise OSError(errno.EOPNOTSUPP, "a file can be emptied, not cut")
-            self._dirty = self._dirty or length != self.length
-            self.length = length
-
-    def publish(self) -> None:
-        """Make visible, durably, what was written."""
-        with self.lock:
-            if not self._dirty:
-                return
-            there = self._there
-            small = there is None or there.layout is None
-            if self.length <= INLINE_BYTES and small and not self._stored:
-                window = self._windows.get(0)
-                content = bytes(there.data or b"") if there is not None else b""
-                data = bytearray(window.data[: self.length] if window is not None else bytes(self.length))
-                data[: len(content)] = content
-                self._there = self._namespace.put(self._path, data)
-                self._windows.clear()
-            else:
-                for number in sorted(self._windows):
-                    self._store(number)
-                writer = self._begun()
-                writer.cut(self.length)
-                self._there = writer.publish()
-                self._writer = None
-            self._solid = self.length
-            self._stored.clear()
-            self._dirty = False
-
-    def _store(self, number: int) -> None:
-        window = self._windows.pop(number)
-        if not window.filled:
-            return
-        begin = max(window.filled[0][0], self._solid - number * _PIECE_BYTES)
-        end = window.filled[-1][1]
-        self._begun().write_at(number * _PIECE_BYTES + begin, memoryview(window.data)[begin:end])
-        if window.filled == [(0, _PIECE_BYTES)]:
-            self._stored.add(number)
-
-    def _begun(self) -> FileWriter:
-        if self._writer is None:
-            self._writer = self._namespace.create(self._path, aligned=False, base=self._there)
-        return self._writer
-
-    def end(self) -> None:
-        """Throw away what could not be made visible."""
-        if self._writer is not None:
-            self._writer.abort()
 
 
 class Tree:
@@ -146,8 +42,8 @@ class Tree:
     def __init__(self, namespace: Namespace, root: str) -> None:
         self._namespace = namespace
         self._root = root
-        self._open: dict[int, FileReader | _Writing] = {}
-        self._written: dict[str, _Writing] = {}
+        self._open: dict[int, FileReader | Writing] = {}
+        self._written: dict[str, Writing] = {}
         self._next = 1
         self._lock = threading.Lock()
         self._began = time.time()
@@ -222,13 +118,17 @@ class Tree:
             writing = self._written.get(full)
         if writing is None:
             there = self._namespace.stat(full)
-            writing = _Writing(self._namespace, full, None if flags & os.O_TRUNC else there)
+            if there is None or there.head.kind != "file":
+                raise OSError(errno.ENOENT if there is None else errno.EISDIR, path)
+            keeps = there.head.nbytes and not flags & os.O_TRUNC
+            writing = Writing(self._namespace, full, there if keeps else None)
         return self._join(full, writing)
 
     def create(self, path: str, mode: int, info: Any = None) -> int:
         full = self._path(path)
         self._namespace.put(full, b"", new=True)
-        return self._join(full, _Writing(self._namespace, full, None))
+        self._removed(full)  # by another client, if it is still being written here
+        return self._join(full, Writing(self._namespace, full, None))
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
         full = self._path(path)
@@ -254,28 +154,29 @@ class Tree:
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
         writing = self._open[handle]
-        if not isinstance(writing, _Writing):
+        if not isinstance(writing, Writing):
             raise OSError(errno.EBADF, path)
         return writing.write(data, offset)
 
     def flush(self, path: str, handle: int) -> None:
-        """Close: the only call whose error the program sees."""
+        """Close, which tells the program whether it failed."""
         writing = self._open.get(handle)
-        if isinstance(writing, _Writing):
+        if isinstance(writing, Writing):
             writing.publish()
 
     def fsync(self, path: str, datasync: int, handle: int) -> None:
-        """What is written is durable when the file is closed, which can't be done before its end is known."""
+        """Make what was written until now durable, and visible: from here on it can't be changed, only written on."""
+        self.flush(path, handle)
 
     def release(self, path: str, handle: int) -> None:
         with self._lock:
             held = self._open.pop(handle, None)
-            if isinstance(held, _Writing):
+            if isinstance(held, Writing):
                 held.handles -= 1
                 if held.handles:
                     return
-                if self._written.get(self._path(path)) is held:
-                    del self._written[self._path(path)]
+                if self._written.get(held.path) is held:
+                    del self._written[held.path]
         if isinstance(held, FileReader):
             held.close()
         elif held is not None:
@@ -284,35 +185,50 @@ class Tree:
     # --- names -------------------------------------------------------------------------------------------------
 
     def unlink(self, path: str) -> None:
-        if not self._namespace.delete([self._path(path)]):
+        full = self._path(path)
+        there = self._namespace.delete([full])
+        self._removed(full)
+        if not there:
             raise OSError(errno.ENOENT, path)
 
     def mkdir(self, path: str, mode: int) -> None:
         self._namespace.make_folder(self._path(path))
 
     def rmdir(self, path: str) -> None:
-        full = self._path(path)
-        if self._namespace.list(full):
-            raise OSError(errno.ENOTEMPTY, path)
-        self._namespace.delete([full])
+        with suppress(FileNotFoundError):  # it was there by its files alone, which are gone
+            remove_folder(self._namespace, self._path(path))
 
     def rename(self, old: str, new: str) -> None:
         first, second = self._path(old), self._path(new)
         file = self._namespace.stat(first)
         if file is not None and file.head.kind == "file":
-            self._namespace.rename(first, second)
+            self._rename(first, second)
+        else:
+            move_folder(self._namespace, first, second, self._rename)
+
+    def _rename(self, old: str, new: str) -> None:
+        """Of a file, which may be open for writing: then what was written goes with it, and what is still to be."""
+        with self._lock:
+            writing = self._written.get(old)
+        if writing is None:
+            self._namespace.rename(old, new)
+        elif new.rpartition("/")[2].startswith(_HIDDEN):
+            writing.remove(new)
+        else:
+            writing.rename(new)
+        if old == new:
             return
-        below = self._namespace.list(first)
-        if file is None and not below:
-            raise OSError(errno.ENOENT, old)
-        self._namespace.make_folder(second)
-        for name, head in below.items():
-            target = second + name[len(first) :]
-            if head.kind == "file":
-                self._namespace.rename(name, target)
-            else:
-                self._namespace.make_folder(target)
-        self._namespace.delete([*(n for n, h in below.items() if h.kind == "folder"), first])
+        self._removed(new)
+        with self._lock:
+            if writing is not None and writing.handles:
+                self._written[new] = self._written.pop(old)
+
+    def _removed(self, path: str) -> None:
+        """What is written to it through handles that are open goes nowhere."""
+        with self._lock:
+            writing = self._written.pop(path, None)
+        if writing is not None:
+            writing.remove()
 
     # What a copying program asks for, and nothing here depends on.
     def chmod(self, path: str, mode: int) -> None: ...
@@ -325,13 +241,13 @@ class Tree:
         self.getattr(path)
         return 0
 
-    def _keep(self, what: FileReader | _Writing) -> int:
+    def _keep(self, what: FileReader | Writing) -> int:
         with self._lock:
             handle, self._next = self._next, self._next + 1
             self._open[handle] = what
         return handle
 
-    def _join(self, path: str, writing: _Writing) -> int:
+    def _join(self, path: str, writing: Writing) -> int:
         """Another handle of a file that is being written: all of them write one file."""
         with self._lock:
             writing = self._written.setdefault(path, writing)
@@ -374,8 +290,9 @@ Examples:
 def command(url: str, folder: Path, background: bool, allow_other: bool) -> int:
     """Show the namespace at URL as the directory FOLDER.
 
-    Each byte of a file is written once, and is there when the file is closed. Files can be replaced, renamed, removed and
-    written on at their end; what would change what they have is refused (EOPNOTSUPP).
+    Each byte of a file is written once, and is there, durably, when the file is closed or fsync returns. Files can be replaced,
+    renamed, removed and written on at their end; what would change what they have, or had when fsync returned, is refused
+    (EOPNOTSUPP). A rename keeps what was written until then.
     """
     options = {"foreground": not background, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True}
     if allow_other:

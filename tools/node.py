@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
-import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING
 import click
 
 import ckpt
-from ckpt.storage.access import is_loopback
-from ckpt.storage.errors import InvalidArgument
+from ckpt.storage.access import TokenFile, is_loopback
+from ckpt.storage.errors import InvalidArgument, StoreError
 from ckpt.tools import common
 from ckpt.tools.common import count, emit, size
 
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
     from ckpt.aggregator.caretaker import Caretaker
     from ckpt.aggregator.etcd import Announcement
     from ckpt.aggregator.namespace import Namespace
-    from ckpt.aggregator.repair import Repaired, Survey
+    from ckpt.aggregator.repair import Repaired
+    from ckpt.aggregator.survey import Survey
+    from ckpt.storage.server import NodeServer
 
 log = logging.getLogger("ckpt.node")
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_END_SECONDS = 3.0
+"""What the end of the server may take beyond the time for the calls under way."""
 _ANY = ("0.0.0.0", "[::]", "::")
 
 
@@ -43,7 +48,12 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
             number = float(text.removesuffix(unit)) * _UNITS[unit]
         except ValueError:
             self.fail(f"{value!r} is no size: write 500GB or 2TB", param, ctx)
+        if not 1 <= number < 1 << 63:
+            self.fail(f"{value!r} is no size: write 500GB or 2TB", param, ctx)
         return int(number)
+
+
+_RATE = click.option("--rate", type=_Size(), metavar="SIZE", help="Write no more than this a second, such as 200MB.")
 
 
 @click.group(
@@ -77,15 +87,17 @@ SIGTERM ends it once the writes under way are done.""",
 @click.option("--cluster", metavar="NAME", help="The cluster to announce it in. Goes with --etcd.")
 @click.option("--advertise", metavar="HOST:PORT", help="Where clients reach it; its name. Default: --listen. Goes with --etcd.")
 @click.option("--repair", "repairing", metavar="URL", help="Look after this namespace, when no other node does.")
-@click.option("--repair-every", default=600.0, show_default=True, metavar="SECONDS", help="How often it is looked through.")
-@click.option("--drain-seconds", default=30.0, show_default=True, help="How long SIGTERM waits for writes under way.")
+@click.option("--repair-every", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="How often it is looked through.")
+@click.option("--repair-rate", type=_Size(), metavar="SIZE", help="Repairs write no more than this a second, such as 200MB.")
+@click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(0), help="SIGTERM waits so long.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 @click.pass_context
 def command(
     context: click.Context, data: Path | None, listen: str, monitor: str | None, domain: str, capacity: int | None,
     token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
     read_only: bool, no_near: bool, etcd: str | None, cluster: str | None, advertise: str | None, repairing: str | None,
-    repair_every: float, drain_seconds: float,
+    repair_every: float, repair_rate: int | None, drain_seconds: float,
 ) -> int:  # fmt: skip
     """Serve the folder --data as one node, or (admin) look after a namespace of nodes."""
     if context.invoked_subcommand is not None:
@@ -106,15 +118,15 @@ def command(
     from ckpt.storage.server import NodeOptions
 
     options = NodeOptions(
-        token=_token(token_file),
-        certificate=None if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes()),
-        client_ca=None if tls_ca is None else tls_ca.read_bytes(),
+        tokens=_tokens(token_file),
+        certificate=None if tls_cert is None or tls_key is None else _certificate(tls_cert, tls_key),
+        client_ca=None if tls_ca is None else _authority(tls_ca),
         read_only=read_only,
         labels=_labels(domain),
         near=not no_near,
     )
     at = _address(monitor, "--monitor") if monitor else (host, port + 1 if port else 0)
-    care = (repairing, repair_every) if repairing else None
+    care = (repairing, repair_every, repair_rate) if repairing else None
     return _serve(data, capacity, (host, port), at, options, announcing, care, drain_seconds)
 
 
@@ -156,26 +168,36 @@ def _announcing(endpoints: str | None, cluster: str | None, advertise: str | Non
         raise click.UsageError(str(error)) from error
 
 
+class _OneLine(logging.Formatter):
+    """A line an event, tracebacks and whatever clients say included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " | ".join(line.strip() for line in super().format(record).splitlines() if line.strip(" ^~"))
+
+
 def _serve(
     data: Path, capacity: int | None, listen: tuple[str, int], monitor: tuple[str, int], options: object,
-    announcing: _Announcing | None, care: tuple[str, float] | None, drain_seconds: float,
+    announcing: _Announcing | None, care: tuple[str, float, int | None] | None, drain_seconds: float,
 ) -> int:  # fmt: skip
     from ckpt.storage.device import Device
     from ckpt.storage.monitor import Monitor
     from ckpt.storage.server import NodeOptions, NodeServer
 
     assert isinstance(options, NodeOptions)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     device = Device(data, capacity)
     try:
-        with socket.create_server(listen):  # gRPC's own error says less, in more lines
-            pass
+        family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+        with socket.create_server((listen[0].strip("[]"), listen[1]), family=family):
+            pass  # gRPC's own error says less, in more lines
     except OSError as error:
         told = f"can't listen on {listen[0]}:{listen[1]}: {error.strerror or error}; choose another --listen"
         raise InvalidArgument(told) from error
     server = NodeServer(device, *listen, options)
     try:
-        monitoring = Monitor(server, *monitor)
+        monitoring = Monitor(server, monitor[0].strip("[]"), monitor[1])
     except OSError as error:
         told = f"can't listen on {monitor[0]}:{monitor[1]}: {error.strerror}; choose another --monitor"
         raise InvalidArgument(told) from error
@@ -196,43 +218,80 @@ def _serve(
     )  # fmt: skip
     caretaker = _caretaker(server.identity, *care) if care else None
     stop.wait()  # it serves since it was made; `serve` would only wait, and take the signals
-    if caretaker is not None:
-        caretaker.close()
-    if announced is not None:
-        announced.close()
+    until = time.monotonic() + drain_seconds
     log.info("draining: %d uploads under way", len(server.uploads))
-    left = server.drain(drain_seconds)
-    if left:
-        log.warning("%d uploads were thrown away: they were not done within %g s", left, drain_seconds)
-    server.shutdown()
-    monitoring.close()
-    device.close()
+    ending = threading.Thread(target=_end, args=(server, caretaker, announced, until), name="ckpt-node-end", daemon=True)
+    ending.start()
+    ending.join(max(0.0, until - time.monotonic()) + _END_SECONDS)
+    stuck = ending.is_alive()
+    if stuck:
+        log.warning("calls under way were cut off: their clients did not let them end within %g s", drain_seconds)
+    else:
+        monitoring.close()
+        device.close()
     log.info("ended")
+    if stuck:  # Flight has no other way out of a call, and waits for them at the end of the process, too
+        logging.shutdown()
+        os._exit(0)
     return 0
 
 
-def _caretaker(identity: str, url: str, every: float) -> Caretaker:
+def _end(server: NodeServer, caretaker: Caretaker | None, announced: Announcement | None, until: float) -> None:
+    """Let what is under way come to its end."""
+    server.draining = True
+    if announced is not None:
+        announced.close()
+    left = server.drain(max(0.0, until - time.monotonic()))
+    if left:
+        log.warning("%d uploads were thrown away: they were not done when the time for it was over", left)
+    if caretaker is not None:
+        caretaker.close(max(0.0, until - time.monotonic()))
+    server.shutdown()
+
+
+def _caretaker(identity: str, url: str, every: float, rate: int | None) -> Caretaker:
     from ckpt.aggregator.caretaker import Caretaker
     from ckpt.aggregator.namespace import open_namespace
 
-    return Caretaker(open_namespace(url)[0], identity, every)
+    return Caretaker(open_namespace(url)[0], identity, every, rate)
 
 
-def _token(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    token = file.read_text().strip()
-    if len(token) < 16:
-        raise click.UsageError(
-            f"the token in {file} has {len(token)} characters; use 16 or more, such as of `openssl rand -hex 16`"
-        )
-    return token
+def _tokens(file: Path | None) -> TokenFile | None:
+    try:
+        return None if file is None else TokenFile(file)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _certificate(chain: Path, key: Path) -> tuple[bytes, bytes]:
+    """What is in the files, once that is known to be of use: gRPC says only that the server did not start."""
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
+    except OSError as error:
+        what = f"--tls-cert {chain} with --tls-key {key}: {error.strerror or error}"
+        told = f"{what}; give a chain and its key, PEM, not encrypted"
+        raise InvalidArgument(told) from error
+    return chain.read_bytes(), key.read_bytes()
+
+
+def _authority(file: Path) -> bytes:
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(file)
+    except OSError as error:
+        told = f"--tls-ca {file}: {error.strerror or error}; give the certificates of an authority, PEM"
+        raise InvalidArgument(told) from error
+    return file.read_bytes()
 
 
 def _address(text: str, option: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise click.UsageError(f"{option} {text}: write HOST:PORT, such as 127.0.0.1:7070")
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or bare or not port.isdigit() or int(port) > 65535:
+        raise click.UsageError(f"{option} {text}: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070")
     return host, int(port)
 
 
@@ -263,21 +322,23 @@ def status(url: str, as_json: bool) -> int:
     Exit status: 0 all members answer, 1 some do not.
     """
     from ckpt.aggregator.namespace import open_namespace
+    from ckpt.aggregator.told import labelled
 
     namespace, _ = open_namespace(url)
     calls = {name: place.info for name, place in namespace.places.items()}
     answers, errors = namespace.fan_out.ask(calls, namespace.config.access.deadline_seconds)
+    domains = {n: "/".join(place.member.spot.domain or labelled(answers.get(n))) for n, place in namespace.places.items()}
     if as_json:
         members = [
-            {"member": n, "state": answers[n].state, "used_bytes": answers[n].used_bytes, "free_bytes": answers[n].free_bytes}
-            if n in answers else {"member": n, "state": "down", "error": str(errors[n])}
+            {"member": n, "state": answers[n].state, "used_bytes": answers[n].used_bytes, "free_bytes": answers[n].free_bytes,
+             "domain": domains[n]}
+            if n in answers else {"member": n, "state": "down", "error": str(errors[n]), "domain": domains[n]}
             for n in namespace.places
         ]  # fmt: skip
         common.emit_json({"url": namespace.url, "redundancy": str(namespace.config.redundancy), "members": members})
         return int(bool(errors))
     rows = []
-    for name, place in namespace.places.items():
-        domain = "/".join(place.member.spot.domain)
+    for name, domain in domains.items():
         if name in answers:
             info = answers[name]
             used, free = ("" if n is None else size(n) for n in (info.used_bytes, info.free_bytes))
@@ -310,6 +371,7 @@ def scrub(url: str, quick: bool, as_json: bool) -> int:
                 "url": namespace.url, "files": found.files, "bytes": found.nbytes, "whole": found.whole,
                 "damaged": [{"path": f.path, "state": f.state, "spare": f.spare} for f in found.damaged],
                 "orphans": found.orphans, "lagging": found.lagging, "missing": {m: str(e) for m, e in found.missing.items()},
+                "unread_bytes": found.unread, "exposed": None if found.exposed is None else str(found.exposed),
             }
         )  # fmt: skip
         return int(not found.whole)
@@ -320,7 +382,7 @@ def scrub(url: str, quick: bool, as_json: bool) -> int:
 @admin.command("repair", context_settings=_SETTINGS)
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Repair what lists show to be missing; read nothing to find rot.")
-@click.option("--rate", type=_Size(), metavar="SIZE", help="Write no more than this a second, such as 200MB.")
+@_RATE
 def repair(url: str, quick: bool, rate: int | None) -> int:
     """Make whole what a scrub finds, the most endangered files first. Can be cut off and run again.
 
@@ -347,51 +409,75 @@ def repair(url: str, quick: bool, rate: int | None) -> int:
 @admin.command("drain", context_settings=_SETTINGS)
 @click.argument("url")
 @click.argument("member")
-def drain(url: str, member: str) -> int:
-    """Move all that lies on MEMBER to the others, before its disk goes. Give it the weight 0 or --read-only first.
+@_RATE
+def drain(url: str, member: str, rate: int | None) -> int:
+    """Move all that lies on MEMBER to the others, before its disk goes. Give it the weight 0 in the TOML file first.
 
     It still keeps records: `forget` it before it goes for ever.
     """
-    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator import moving
     from ckpt.aggregator.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
-    with common.progress(0, "moving") as advance:
-        return _moved(repairs.drain(namespace, member, advance))
+    with common.progress(_holds(namespace, member), "moving") as advance:
+        return _moved(moving.drain(namespace, member, _paced(advance, rate)))
 
 
 @admin.command("rebalance", context_settings=_SETTINGS)
 @click.argument("url")
-def rebalance(url: str) -> int:
+@_RATE
+def rebalance(url: str, rate: int | None) -> int:
     """Move files to where they would be written today: onto members that are new, or were away. New ones keep records, too."""
-    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator import moving
     from ckpt.aggregator.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
-    with common.progress(0, "moving") as advance:
-        return _moved(repairs.rebalance(namespace, advance))
+    with common.growing_progress("moving") as (expect, advance):
+        return _moved(moving.rebalance(namespace, _paced(advance, rate), expect))
 
 
 @admin.command("forget", context_settings=_SETTINGS)
 @click.argument("url")
 @click.argument("member")
 @click.option("--destroyed", is_flag=True, help="It never comes back: go on even if, of two members, one alone is left.")
-def forget(url: str, member: str, destroyed: bool) -> int:
+@_RATE
+def forget(url: str, member: str, destroyed: bool, rate: int | None) -> int:
     """Take MEMBER out for ever, whether it answers or is lost: what it holds and keeps goes to the others.
 
     URL still names it, and a new one in its place if there is one. Clients go on meanwhile; change their URLs after that.
     """
-    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator import moving
     from ckpt.aggregator.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
-    with common.progress(0, "moving") as advance:
-        done = repairs.forget(namespace, member, destroyed, advance)
+    with common.progress(_holds(namespace, member), "moving") as advance:
+        done = moving.forget(namespace, member, destroyed, _paced(advance, rate))
     status = _moved(done)
     if not status:
         emit(f"{member} is forgotten: stop it, and take it out of the URLs")
         emit(f"records are kept by {', '.join(namespace.ring.everyone)}")
     return status
+
+
+def _holds(namespace: Namespace, member: str) -> int | None:
+    """The bytes on a member; None where it does not say."""
+    try:
+        return namespace.places[member].info().used_bytes if member in namespace.places else None
+    except StoreError:
+        return None
+
+
+def _paced(advance: common.Advance, rate: int | None) -> common.Advance:
+    """What holds up whoever writes more than `rate` bytes a second."""
+    from ckpt.aggregator.repair import Pace
+
+    pace = Pace(rate)
+
+    def paced(nbytes: int) -> None:
+        advance(nbytes)
+        pace(nbytes)
+
+    return paced
 
 
 def _moved(done: Repaired) -> int:
@@ -402,13 +488,13 @@ def _moved(done: Repaired) -> int:
 
 
 def _surveyed(namespace: Namespace, verify: bool) -> Survey:
-    from ckpt.aggregator import repair as repairs
+    from ckpt.aggregator.survey import survey
 
     if not verify:
-        return repairs.survey(namespace)
+        return survey(namespace)
     total = sum(h.nbytes for h in namespace.list().values()) * namespace.config.redundancy.overhead
     with common.progress(int(total), "checking") as advance:
-        return repairs.survey(namespace, True, advance)
+        return survey(namespace, True, advance)
 
 
 def _show(namespace: Namespace, found: Survey) -> None:
@@ -421,6 +507,8 @@ def _show(namespace: Namespace, found: Survey) -> None:
         emit(f"{count(len(found.lagging), 'record')} not the same on all members that keep them")
     for member, error in found.missing.items():
         emit(f"{member} is missing: {error}")
+    if found.exposed:
+        emit(f"records outlive fewer members than {found.exposed} says: repair, or name more members and rebalance")
     if found.unread:
         emit(f"{size(found.unread)} could not be checked")
     whole = "all whole" if found.whole else "not all whole"

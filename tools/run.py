@@ -41,32 +41,34 @@ _FILE = click.Path(exists=True, dir_okay=False, resolve_path=True)
     "--restarts", type=click.IntRange(0), default=10, show_default=True, help="Restarts in a row without a newer step.",
 )
 @click.option(
-    "--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to save in, after SIGTERM.",
+    "--grace", type=common.Number(0), default=30.0, show_default=True, help="Seconds to save in, after SIGTERM.",
 )
 @click.option(
-    "--patience", type=click.FloatRange(0), default=30.0, show_default=True,
+    "--patience", type=common.Number(0, never=True), default=30.0, show_default=True,
     help="Seconds to wait for a host in place of a lost one, before going on with fewer.",
 )
 @click.option(
-    "--give-up", type=click.FloatRange(0), default=600.0, show_default=True,
+    "--give-up", type=common.Number(0, never=True), default=600.0, show_default=True,
     help="Seconds to wait for too few hosts, and for all of them at first.",
 )
 @click.option(
-    "--hang", type=click.FloatRange(1), default=10.0, show_default=True, help="Least seconds of silence that are a hang.",
+    "--hang", type=common.Number(1, never=True), default=10.0, show_default=True,
+    help="Least seconds of silence that are a hang, in a step; elsewhere, as in a save, 30 times as many.",
 )
 @click.option(
-    "--first-hang", type=click.FloatRange(1), help="The same as long as nothing is learned.  [default: 900]",
+    "--first-hang", type=common.Number(1, never=True),
+    help="Most seconds of silence, in any phase, and as long as little is learned of it.  [default: 900 in a step]",
 )
 @click.option(
-    "--spike", type=click.FloatRange(0, min_open=True), metavar="FACTOR",
+    "--spike", type=common.Number(0, min_open=True), metavar="FACTOR",
     help="A loss that is so many times the usual spread above the usual is a failure; 10 is a good value. Off unless given.",
 )
 @click.option(
-    "--straggler", type=click.FloatRange(1, min_open=True), metavar="FACTOR",
+    "--straggler", type=common.Number(1, min_open=True), metavar="FACTOR",
     help="Go on without a host that has a rank FACTOR times as slow as the median, where a spare waits; else it is only said.",
 )
 @click.option(
-    "--straggler-after", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+    "--straggler-after", type=common.Number(0, min_open=True), default=60.0, show_default=True,
     help="Seconds that a rank must have been slow.",
 )
 @click.option("--again", is_flag=True, help="Begin anew where the run on several hosts has come to its end.")
@@ -106,7 +108,7 @@ def command(
     """
     from ckpt.recovery.agent import Agent, Here
     from ckpt.recovery.course import Spec
-    from ckpt.recovery.limits import FIRST_SECONDS, Limits
+    from ckpt.recovery.limits import FIRST_SECONDS, Limits, first_seconds
     from ckpt.recovery.state import open_state
     from ckpt.repository import DIRECTORY
     from ckpt.spikes import FACTOR
@@ -127,13 +129,9 @@ def command(
         raise InvalidArgument(f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME")
     if directory is not None:
         os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it
-    name = name or place.name_of(launcher, os.environ)
+    name = place.check_name(name or place.name_of(launcher, os.environ))
     lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_name(run_dir, name)
-    first = dict(FIRST_SECONDS)
-    if first_hang is not None:
-        first = {phase: max(seconds, first_hang) for phase, seconds in first.items()}
-        first["start"] = first["step"] = first_hang
-    limits = Limits(least_seconds=hang, first_seconds=first)
+    limits = Limits(least_seconds=hang, first_seconds=FIRST_SECONDS if first_hang is None else first_seconds(first_hang))
     address = (address or "").strip("[]") or place.address_of(state if hosts > 1 else None)
     guard = _guard(address, token_file, tls_cert, tls_key, ca_file, insecure) if memory and hosts > 1 else None
     here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec", again, guard)
@@ -188,7 +186,12 @@ def _listen(address: str | None) -> tuple[str, int] | None:
     if address is None:
         return None
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    try:
+        host.encode("idna")
+        usable = bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
+    except UnicodeError:
+        usable = False
+    if not usable:
         raise InvalidArgument(f"--metrics {address}: write HOST:PORT, such as 127.0.0.1:9200")
     return host.strip("[]"), int(port)
 

@@ -41,7 +41,7 @@ def _time(flag: str, default: str, text: str) -> Callable[[_Command], _Command]:
 @_time("--repair", "4h", "Until a host that was lost is back.")
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Hosts that stand by.")
 @click.option("--every", type=time, multiple=True, help="An interval to try, as often as wanted. Default: around Daly's.")
-@click.option("--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
+@click.option("--days", type=common.Number(0, min_open=True), default=30.0, show_default=True)
 @click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="Runs for each interval.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw goodput by interval into this file.")

@@ -16,7 +16,7 @@ from ckpt.read import Target
 from ckpt.select import matcher, select
 from ckpt.tools.common import Advance, optional
 from ckpt.tools.contents import PIECE_BYTES, Array, Contents, as_raw
-from ckpt.tree import Node, rebuild
+from ckpt.tree import Node, flatten, rebuild, scalar_bytes
 
 TENSOR_TYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -108,6 +108,9 @@ def plain(node: Node) -> Node:
     for tag in ("tuple", "namedtuple", "frozenset"):
         if tag in node:
             return {"tuple": [plain(n) for n in node[tag]]}
+    if "scalar" in node:
+        value = rebuild(node, lambda _: lambda: None)().item()
+        return flatten(value if isinstance(value, (bool, int, float, complex, str, bytes)) else scalar_bytes(node)).node
     if "set" in node:
         return {"set": [plain(n) for n in node["set"]]}
     if "dict" in node:

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ckpt import session as sessions
+from ckpt.apart import check_apart
 from ckpt.api import check_step
 from ckpt.checkpoint import Checkpoint
 from ckpt.codec import CodecWish
@@ -341,6 +342,7 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
             place = _place(tensor.detach(), checkpoint.saved()[node["array"]].dtype, tuple(item.lengths))
             targets.append(Target(node["array"], place, Box(offset, tuple(item.lengths))))
             tensors.append((item, tensor, place))
+        check_apart(targets, checkpoint.manifest(), checkpoint.where)
         checkpoint.read([t for t in targets if t.leaf.nbytes] + filler.reading())
         for item, tensor, place in tensors:
             if place.value.dtype != tensor.dtype:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.sharded import Shard
+from ckpt.select import children
 from ckpt.shard import Replica
 from ckpt.storage.errors import InvalidArgument, LeafMismatch
+from ckpt.tree import Node, join
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +73,21 @@ class ModelState:
             elif not everything:
                 del state["optimizer"]
         return state
+
+    def renamed(self, tree: Node, saved_name: Callable[[str], str], entry: Callable[[Any, str], Node]) -> Node:
+        """What was saved of this model under other names: the optimizer's state follows its parameters.
+
+        tree: of the saved state. saved_name: of an entry of this state. entry(value, name): what was saved for that one.
+        """
+        state = self.state_dict()
+        parts = [["model", entry(state["model"], "model")]]
+        if self._optimizers:
+            homes = dict(_parameters_of(tree, ""))
+            found = {name: homes.get(saved_name(f"model.{name}")) for name in state["optimizer"]["group_of"]}
+            known = {name: home for name, home in found.items() if home is not None}
+            if known:
+                parts.append(["optimizer", _optimizer_node(known)])
+        return {"dict": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict_like` gave, filled. Entries of other models are passed over."""
@@ -273,6 +290,40 @@ def _names_of(optimizer: Any, names: dict[Any, str]) -> list[str]:
             "optimizer after the model was wrapped or sharded, or give ModelState all its models"
         )
     return [names[p] for p in parameters]
+
+
+class _Home(NamedTuple):
+    """Where the optimizer's state of a parameter was saved."""
+
+    optimizer: dict[str, dict[str, Node]]
+    """The parts of that optimizer (state, group_of, groups) by their keys."""
+    name: str
+    """Of the parameter, there."""
+
+
+def _parameters_of(node: Node, path: str) -> Iterator[tuple[str, _Home]]:
+    """The tensors of every ModelState in a tree that has an optimizer, by their names in the tree."""
+    parts = dict(children(node, ""))
+    optimizer = {part: dict(children(n, "")) for part, n in children(parts.get("optimizer"), "")}
+    if "model" in parts and optimizer.keys() >= {"state", "group_of", "groups"}:
+        for name, _ in children(parts["model"], ""):
+            yield join(join(path, "model"), name), _Home(optimizer, name)
+        return
+    for name, child in children(node, path):
+        yield from _parameters_of(child, name)
+
+
+def _optimizer_node(homes: dict[str, _Home]) -> Node:
+    """The state of an optimizer over these parameters. A group is called by the first of them that is in it."""
+    state, group_of = [], []
+    groups: dict[tuple[int, str], list[Node]] = {}
+    for name, (optimizer, saved) in homes.items():
+        if saved in optimizer["state"]:
+            state.append([name, optimizer["state"][saved]])
+        if (label := optimizer["group_of"].get(saved)) in optimizer["groups"]:
+            groups.setdefault((id(optimizer), label), [name, optimizer["groups"][label]])
+            group_of.append([name, groups[id(optimizer), label][0]])
+    return {"dict": [["state", {"dict": state}], ["group_of", {"dict": group_of}], ["groups", {"dict": [*groups.values()]}]]}
 
 
 def _load(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]) -> None:

@@ -98,7 +98,9 @@ class Group(ABC):
         """
         try:
             yield
-        except (RuntimeError, ValueError, StoreError) as error:
+        except StoreError as error:  # it says itself what to do
+            raise GroupError(f"{self!r}: {doing} failed: {first_line(error)}") from error
+        except (RuntimeError, ValueError) as error:
             raise GroupError(
                 f"{self!r}: {doing} failed: {first_line(error)}; see whether a rank has died, and restart the job"
             ) from error

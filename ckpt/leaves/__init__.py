@@ -12,7 +12,7 @@ import numpy as np
 from ckpt.leaves import host, sharded
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf, NumpyScalarLeaf
-from ckpt.storage.errors import FormatError, LeafMismatch
+from ckpt.storage.errors import CkptError, FormatError, LeafMismatch
 
 
 def as_leaf(value: Any) -> ArrayLeaf | None:
@@ -22,7 +22,16 @@ def as_leaf(value: Any) -> ArrayLeaf | None:
         maker = _makers[kind]
     except KeyError:
         maker = _makers[kind] = _maker(kind)
-    return None if maker is None else maker(value)
+    if maker is None:
+        return None
+    try:
+        return maker(value)
+    except (TypeError, CkptError, MemoryError):
+        raise
+    except Exception as error:  # frameworks raise what they like for an array that has no memory of its own
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        message = f"the bytes of a {kind.__name__} cannot be reached ({reason}): store the plain arrays behind it"
+        raise TypeError(message) from error
 
 
 _makers: dict[type, Callable[[Any], ArrayLeaf | None] | None] = {}
@@ -53,7 +62,7 @@ def _maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
 def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
     """Return a new leaf of unset bytes, to be filled by a load and then taken by `.value`."""
     if kind in ("numpy", "scalar", "bytes"):
-        return host.empty_leaf(kind, dtype, shape)
+        return host.empty_leaf(kind, dtype, shape, attributes)
     if kind not in ("torch", "jax"):
         raise FormatError(f"a {kind!r} array: a newer ckpt may know it, or give `like` with arrays of another kind")
     try:

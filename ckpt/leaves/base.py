@@ -21,6 +21,16 @@ class Part(NamedTuple):
     replica: Replica = ONLY
 
 
+class Memory(NamedTuple):
+    """Where the elements of an array lie: `start` is the address of the first one, strides are in bytes."""
+
+    device: str
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+
 class ArrayLeaf(ABC):
     """An array as bytes in C order: read by a save, written by a load.
 
@@ -50,6 +60,10 @@ class ArrayLeaf(ABC):
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for two leaves that show the same memory in the same way: tied weights. None where that can't be."""
+        return None
+
+    def memory(self) -> Memory | None:
+        """Where `write` puts the elements; None where that is nowhere else known."""
         return None
 
     def attributes(self) -> dict[str, Any]:

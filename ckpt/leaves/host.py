@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
 from ckpt.dtypes import dtype_name, numpy_dtype
-from ckpt.leaves.base import ArrayLeaf, Bytes
+from ckpt.leaves.base import ArrayLeaf, Bytes, Memory
 from ckpt.shard import Box
 
 
@@ -23,6 +24,10 @@ class HostLeaf(ArrayLeaf):
 
     def write(self, box: Box, data: Bytes) -> None:
         np.copyto(self.array[_index(box)], data.view(self.array.dtype).reshape(box.shape))
+
+    def memory(self) -> Memory:
+        array = self.array
+        return Memory("cpu", array.__array_interface__["data"][0], array.shape, array.strides, self.itemsize)
 
     def target(self) -> ArrayLeaf:
         if not self.array.flags.writeable:
@@ -50,7 +55,8 @@ class NumpyLeaf(HostLeaf):
     __slots__ = ()
 
     def __init__(self, value: np.ndarray[Any, Any] | np.generic) -> None:
-        if isinstance(value, np.ma.MaskedArray):
+        # A module that another thread imports just now is there, and lacks the class; nor are there objects of it then.
+        if isinstance(value, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
             raise TypeError("a masked array is two arrays: store .data and .mask")
         self.value = value
         array = np.asarray(value)
@@ -88,19 +94,28 @@ class BytesLeaf(NumpyLeaf):
 
     kind = "bytes"
 
-    __slots__ = ()
+    __slots__ = ("_type",)
+
+    def __init__(self, value: np.ndarray[Any, Any], made: type[bytes] | type[bytearray] = bytes) -> None:
+        super().__init__(value)
+        self._type = made
 
     def finish(self) -> Any:
-        return bytes(self.flat) if self.flat is not None else b""
+        return self._type() if self.flat is None else self._type(self.flat)
+
+    def attributes(self) -> dict[str, Any]:
+        return {"type": "bytearray"} if self._type is bytearray else {}
 
     def identity(self) -> None:
         return None
 
 
-def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...]) -> ArrayLeaf:
-    """A new array of unset bytes; `kind` is numpy, scalar or bytes."""
-    made = {"numpy": NumpyLeaf, "scalar": NumpyScalarLeaf, "bytes": BytesLeaf}[kind]
-    return made(np.empty(shape, numpy_dtype(dtype)))
+def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
+    """A new array of unset bytes; `kind` is numpy, scalar or bytes, of which `type` in the attributes may say bytearray."""
+    value = np.empty(shape, numpy_dtype(dtype))
+    if kind == "bytes":
+        return BytesLeaf(value, bytearray if attributes.get("type") == "bytearray" else bytes)
+    return NumpyLeaf(value) if kind == "numpy" else NumpyScalarLeaf(value)
 
 
 def _opaque(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

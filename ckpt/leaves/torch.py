@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.leaves.base import ArrayLeaf, Bytes
+from ckpt.leaves.base import ArrayLeaf, Bytes, Memory
 from ckpt.leaves.host import HostLeaf, flat_bytes
 from ckpt.shard import Box, contiguous_start
 
@@ -24,8 +24,13 @@ _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.qui
 
 def as_leaf(value: torch.Tensor) -> ArrayLeaf:
     """Return the leaf of a tensor; raise TypeError for one that is not plain memory."""
-    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter and is_sharded(value):
-        return sharded_leaf(value)
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        if torch.nn.parameter.is_lazy(value):
+            raise TypeError("a parameter of a lazy module has no shape yet: run the module once before it is saved or loaded")
+        if is_sharded(value):
+            return sharded_leaf(value)
+    if value.is_nested:
+        raise TypeError("a nested tensor is several: store what its unbind() gives")
     if value.layout is not torch.strided:
         raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
     if value.dtype in _QUANTIZED:
@@ -155,6 +160,11 @@ class DeviceLeaf(_Tensor):
         source = torch.from_numpy(data).view(self._plain.dtype).view(box.shape)
         with torch.no_grad():
             self._plain[box.slices()].copy_(source)
+
+    def memory(self) -> Memory | None:
+        plain = self._plain
+        strides = tuple(step * self.itemsize for step in plain.stride())
+        return Memory(str(plain.device), plain.data_ptr(), self.shape, strides, self.itemsize)
 
     def on_cuda(self) -> bool:
         return self._ready is not None

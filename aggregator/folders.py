@@ -1,0 +1,85 @@
+"""Folders as programs of a file system know them. A namespace keeps names only: a folder is the files below it, and a mark."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+
+from ckpt.aggregator import files
+from ckpt.aggregator.files import File, Head
+from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.writing import new_version
+from ckpt.storage.errors import AlreadyExists
+from ckpt.storage.registers import Value
+
+
+def is_folder(namespace: Namespace, path: str) -> bool:
+    """Whether a path is a folder; the root is one."""
+    file = namespace.stat(path) if path else None
+    return not path or (file.head.kind == "folder" if file is not None else bool(namespace.list(path)))
+
+
+def remove_folder(namespace: Namespace, path: str) -> None:
+    """Remove a folder that is empty, and nothing else. Raises OSError: ENOENT, ENOTDIR or ENOTEMPTY."""
+    version = new_version()
+    before: File | None = None
+
+    def decide(_: str, value: Value | None) -> Value | None:
+        nonlocal before
+        there = None if value is None else files.decode(path, value)
+        if files.had(there, version):
+            return None  # done already, in a try that seemed to fail
+        before = there
+        if there is None or there.head.kind != "folder":
+            return None
+        now = time.time()
+        return files.encode(File(files.following(Head("deleted", 0, now, now, version), there)))
+
+    if not path:
+        raise OSError(errno.EBUSY, "the root of a namespace can't be removed", path)
+    file = namespace.stat(path)
+    if (file is None or file.head.kind == "folder") and namespace.list(path):
+        raise OSError(errno.ENOTEMPTY, "the folder is not empty", path)
+    if file is not None:
+        namespace.update_record(path, decide)
+    if before is None or not before.exists:
+        raise FileNotFoundError(errno.ENOENT, "no such folder", path)
+    if before.head.kind != "folder":
+        raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", path)
+
+
+def move_folder(namespace: Namespace, old: str, new: str, rename: Callable[[str, str], None]) -> None:
+    """Give a folder and all that is in it another name, in place of an empty folder or nothing. Cut off in the middle, some is
+    at the old name and some at the new one, each file whole. rename: of one file.
+
+    Raises OSError: ENOENT, EINVAL (into itself), ENOTDIR or ENOTEMPTY (what is at the new name).
+    """
+    if new == old:
+        return
+    if not old or f"{new}/".startswith(f"{old}/"):
+        raise OSError(errno.EINVAL, "a folder can't be moved into itself", old)
+    mark, target, below = namespace.stat(old), namespace.stat(new), namespace.list(old)
+    if mark is None and not below:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
+    if target is not None and target.head.kind != "folder":
+        raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", new)
+    if namespace.list(new):
+        raise OSError(errno.ENOTEMPTY, "the folder is not empty", new)
+    _mark(namespace, new)
+    for name, head in below.items():
+        to = new + name[len(old) :]
+        if head.kind == "file":
+            rename(name, to)
+        else:
+            _mark(namespace, to)
+    namespace.delete([*(name for name, head in below.items() if head.kind == "folder"), old])
+
+
+def _mark(namespace: Namespace, path: str) -> None:
+    try:
+        namespace.make_folder(path)
+    except AlreadyExists:
+        if not is_folder(namespace, path):
+            raise

@@ -1,0 +1,93 @@
+"""A file of the namespace as fsspec opens it, and our errors as those of a file system."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fsspec.spec import AbstractBufferedFile
+
+from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError
+
+if TYPE_CHECKING:
+    from ckpt.aggregator.filesystem import CkptFileSystem
+
+T = TypeVar("T")
+
+
+def told(path: str, work: Callable[..., T], *args: Any) -> T:
+    """Our errors as those that users of a file system catch."""
+    try:
+        return work(*args)
+    except NotFound as error:
+        raise FileNotFoundError(2, str(error), path) from error
+    except AlreadyExists as error:
+        raise FileExistsError(17, str(error), path) from error
+    except InvalidName as error:
+        raise ValueError(str(error)) from error
+    except StoreError as error:
+        raise OSError(5, str(error), path) from error
+
+
+class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
+    """An open file. What is written is visible when it is closed, not before, and not at all if it is discarded."""
+
+    def __init__(self, fs: CkptFileSystem, path: str, mode: str, block_size: int, autocommit: bool, **options: Any) -> None:
+        self._reader: Any = None
+        self._writer: Any = None
+        self._at_once = threading.Lock()
+        if mode not in ("rb", "wb", "ab", "xb"):
+            raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; a file that is there can't be changed in its middle")
+        if mode == "rb":
+            self._reader = told(path, fs.namespace.open, path)
+            options["size"] = self._reader.file.head.nbytes
+        if mode == "xb" and told(path, fs.namespace.stat, path) is not None:
+            raise FileExistsError(17, "there is a file of this name already", path)
+        there = told(path, fs.namespace.stat, path) if mode == "ab" else None
+        if there is not None and there.head.kind != "file":
+            raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
+        super().__init__(fs, path, mode, block_size, autocommit, **options)
+        if mode != "rb":
+            self.blocksize = max(block_size, 1 << 20)
+        if mode == "ab":
+            self.loc = 0 if there is None else there.head.nbytes
+            self._base = there
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data = bytearray(max(0, end - start))
+        count = told(self.path, self._reader.read_into, start, memoryview(data))
+        return bytes(data[:count])
+
+    def _initiate_upload(self) -> None:
+        base = self._base if self.mode == "ab" else None
+        create = functools.partial(self.fs.namespace.create, new=self.mode == "xb", aligned=False, base=base)
+        self._writer = told(self.path, create, self.path)
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        data = self.buffer.getbuffer()
+        if len(data):
+            told(self.path, self._writer.append, data)
+        if final and self.autocommit:
+            self.commit()
+        return True
+
+    def commit(self) -> None:
+        """Make what was written visible."""
+        told(self.path, self._writer.commit)
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        if self._writer is not None:
+            self._writer.abort()
+        self.buffer = io.BytesIO()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._reader is not None:
+                self._reader.close()
