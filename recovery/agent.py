@@ -417,10 +417,11 @@ class Agent:
         mine = self._report()
         self._voice.say(mine)
         before = self._course
-        wrote = self._coordinator.turn(before, mine)
         assert self._accounts is not None
-        self._accounts.turn(before, mine)
-        return wrote
+        try:
+            return self._coordinator.turn(before, mine)
+        finally:  # also where it can't be known whether something was written: what was heard is heard once
+            self._accounts.turn(before, mine)
 
     def _account(self, name: Name) -> None:
         assert self._accounts is not None

@@ -421,8 +421,9 @@ def test_the_commands(tmp_path: Path) -> None:
         assert "4 of 4 members answer; new files are written as 2x" in done.stdout
         done = admin("scrub", url)
         assert (done.returncode, "4 files, 12.0 MB" in done.stdout, "all whole" in done.stdout) == (0, True, True), done
-        (tmp_path / "n0" / "objects").rename(tmp_path / "lost")  # at once: the node may be removing something there
-        (tmp_path / "n0" / "objects").mkdir()
+        disk = next(tmp_path.glob("n*/objects"))  # of a node that holds something
+        disk.rename(tmp_path / "lost")  # at once: the node may be removing something there
+        disk.mkdir()
         done = admin("scrub", "--quick", url)
         assert done.returncode == 1
         assert "endangered, 0 more of its fragments may be lost" in done.stdout
@@ -451,7 +452,7 @@ def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
     nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
     url = f"ckpt://{','.join(node.address for node in nodes)}"
     namespace, _ = open_namespace(url)
-    for i in range(6):
+    for i in range(24):  # so that each node holds some
         namespace.put(f"f{i}", pattern(100_000, i))
     carers = [
         Process(tmp_path / f"c{i}", "--repair", url, "--repair-every", "0.3", failpoints="") for i in range(2)
@@ -469,7 +470,7 @@ def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
             assert len(at_work) == 1 + victim, "one at a time"
             if not victim:
                 at_work[0].kill()
-        for i in range(6):
+        for i in range(24):
             assert namespace.get(f"f{i}") == pattern(100_000, i)
     finally:
         for node in (*nodes, *carers):
