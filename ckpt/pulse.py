@@ -91,11 +91,11 @@ class Beat:
 
 
 class Pulse:
-    """The page at `path`, made where it is not there."""
+    """The page at `path`. new: it is made; whoever looks for it finds all of it, or nothing."""
 
     def __init__(self, path: str | os.PathLike[str], *, new: bool = False) -> None:
-        flags = os.O_RDWR | (os.O_CREAT if new else 0)
-        file = os.open(path, flags, 0o600)
+        made = f"{os.fspath(path)}.new" if new else path
+        file = os.open(made, os.O_RDWR | (os.O_CREAT if new else 0), 0o600)
         try:
             if new:
                 reserve(file, _BYTES)
@@ -111,6 +111,7 @@ class Pulse:
                 self._fields[field] = _NEVER
             self._floats[_LOSS] = math.nan
             self._fields[_SINCE] = time.monotonic_ns()
+            os.replace(made, path)
 
     # --- the rank ----------------------------------------------------------------------------------------------
 

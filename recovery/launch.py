@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 import subprocess
 import time
@@ -17,6 +18,8 @@ from ckpt.pulse import Pulse
 from ckpt.recovery import host, mpi
 from ckpt.recovery.warm import Cold, Forged, NoScript, WarmStarts, split
 from ckpt.storage.errors import CkptError, Unavailable
+
+_PORTS, _TRIES = 10_000, 32
 
 
 @dataclass(slots=True)
@@ -181,12 +184,31 @@ def stop(ranks: Sequence[Rank], mark: str) -> None:
 
 
 def free_port(address: str) -> int:
-    """One that nobody listens on now, at an address of this host."""
+    """One that nobody listens on now, at an address of this host.
+
+    It is below those that the kernel gives to who connects: one of these would be taken before rank 0 listens there.
+    """
+    least = _first_given()
+    some = random.SystemRandom().sample(range(max(1024, least - _PORTS), max(1024 + _TRIES, least)), _TRIES)
+    return next(filter(None, (_bound(address, port) for port in some)), 0) or _bound(address, 0)
+
+
+def _bound(address: str, port: int) -> int:
+    """The port, where it can be listened on, and 0 where it is taken. 0 as the port: any."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as found:
             found.bind(place)
-            port: int = found.getsockname()[1]
-            return port
+            return int(found.getsockname()[1])
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and port:
+            return 0
         raise CkptError(f"{address} can't be listened on: {error.strerror}; give one of this host as --address") from error
+
+
+def _first_given() -> int:
+    """The least of the ports that the kernel gives to who connects."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 49152  # RFC 6335

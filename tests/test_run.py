@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -26,7 +27,7 @@ from support import SOAK
 
 import ckpt
 from ckpt.pulse import PHASES, Pulse
-from ckpt.recovery import agent, host, memory
+from ckpt.recovery import agent, host, launch, memory
 from ckpt.recovery.course import Spec
 from ckpt.recovery.decide import USELESS, Budget, Failure, decide
 from ckpt.recovery.launch import Share, free_port
@@ -583,6 +584,20 @@ def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> N
     stop_ranks([rank], "")
     assert host.state(rank.process.pid) == ""
     assert none_left([child])
+
+
+def test_the_port_of_a_job_is_none_that_a_connection_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives those of its own range to who connects, at any moment before rank 0 listens."""
+    least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port("127.0.0.1") for _ in range(50)}
+    assert len(found) > 40
+    assert max(found) < least
+    monkeypatch.setattr(launch, "_first_given", lambda: 2000)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [port])
+        assert free_port("127.0.0.1") not in (0, port)
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")

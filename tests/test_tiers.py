@@ -238,12 +238,18 @@ def test_a_place_twice(places: Places, tiers: Any, word: str) -> None:
     ],
 )
 def test_a_tier_that_makes_no_sense(argument: str, value: Any) -> None:
-    with pytest.raises(ckpt.InvalidArgument, match=re.escape(f"{argument}={value!r}: use a ")):
+    say = "use a number of steps" if argument == "keep" else "use a positive number of"
+    with pytest.raises(ckpt.InvalidArgument, match=re.escape(f"{argument}={value!r}: {say}")):
         ckpt.Tier("memory", **{argument: value})
 
 
+def test_a_tier_that_keeps_nothing() -> None:
+    with pytest.raises(ckpt.InvalidArgument, match="at least the last step must be kept"):
+        ckpt.Tier("memory", keep=0)
+
+
 def test_a_tier_that_makes_sense() -> None:
-    for every in (1, timedelta(seconds=1), "auto", None):
+    for every in (1, timedelta(0), timedelta(seconds=1), "auto", None):
         ckpt.Tier("memory", every=every, keep=None, limit=1)  # type: ignore[arg-type]
     assert ckpt.Tier("memory", keep=ckpt.Keep(2, every=10)).keep == ckpt.Keep(2, every=10)
 

@@ -322,6 +322,6 @@ def test_ckpt_run_under_torchrun(tmp_path: Path) -> None:
     for rank in range(2):
         sum, told = json.loads((tmp_path / f"{rank}.json").read_text())
         assert sum == 3
-        assert int(told["TORCHELASTIC_RESTART_COUNT"]) >= 1
+        assert told["TORCHELASTIC_RESTART_COUNT"] == "1"
         assert told["TORCHELASTIC_MAX_RESTARTS"] == "10"
         assert (told["ROLE_RANK"], told["ROLE_NAME"], told["TORCHELASTIC_ERROR_FILE"]) == (str(rank), "default", "")

@@ -100,7 +100,10 @@ def _ranks(report: Report) -> Iterator[tuple[str, ...]]:
     takes = {pace.rank: f"{1e3 * pace.seconds:.3g} ms" for pace in report.paces}
     numbers = (page.name.removeprefix(f"{attempt}-") for page in pages.glob(f"{attempt}-*"))
     for number in sorted(int(number) for number in numbers if number.isdigit()):
-        beat = Pulse(pages / f"{attempt}-{number}").read()
+        try:
+            beat = Pulse(pages / f"{attempt}-{number}").read()
+        except FileNotFoundError:  # the run has just ended
+            continue
         silent, step = f"{time.monotonic() - beat.since:.1f} s", _step(beat.step)
         yield str(number), str(beat.pid or "?"), beat.phase, step, _step(beat.committed), silent, takes.get(number, "")
 
@@ -179,7 +182,10 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
     if not pid:
         raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is not known")
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "abort": signal.SIGABRT}[fault]
-    os.kill(pid, number)
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError as error:
+        raise CkptError(f"rank {rank}, process {pid}, has just ended") from error
     emit(f"{number.name} was sent to rank {rank}, process {pid}")
     return 0
 
