@@ -229,7 +229,7 @@ def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Start
 def test_a_save_in_the_background_fails(start: Starter, point: str) -> None:
     run = start(fault=f"points:0:{point}")
     ends_well(run)
-    assert [cause for cause, _ in run.failures()] == ["exit"]
+    assert [cause for cause, _ in run.failures()] == ["exit"], run.said
     assert f"injected at fail point {point.partition('=')[0]}" in run.said
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
 
