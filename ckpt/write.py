@@ -172,6 +172,7 @@ class _Save:
         self._samples: dict[int, Sample] = {}  # of the blocks that are staged late
         self._go = threading.Event()  # the writers may begin
         self._eager_staged = threading.Event()
+        self._appending = threading.Event()
         self._checkpoint: Checkpoint | None = None
 
     # --- the two ways ------------------------------------------------------------------------------------------
@@ -272,6 +273,7 @@ class _Save:
         self._go.set()
 
     def _end(self) -> None:
+        self._appending.set()  # or never will be
         self._session.claim.end(self._attempt)
         if self._arena is not None:
             arenas.pool.give_back(self._arena)
@@ -355,7 +357,7 @@ class _Save:
 
     def _write_and_commit(self, stager: threading.Thread) -> None:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit: let it overlap with writing
-            threading.Thread(target=manifest.warm, name="ckpt-import").start()
+            threading.Thread(target=self._import, name="ckpt-import").start()
         prefix = f"{step_folder(self._step)}/pack/{self._attempt.name}"
         total = sum(round_up(b.nbytes) for b in self._blocks)
         packs: list[PackFile] = []
@@ -395,6 +397,11 @@ class _Save:
         self._session.committed(self._step, checkpoint.commit.files(), self._options.in_flight)
         self._session.claim.end(self._attempt)  # its files belong to the step now
         self._session.sweep(self._options.keep, self._step, self.committer.retired)
+
+    def _import(self) -> None:
+        """What the commit needs, once the disk is busy: before that it would only keep the first blocks from it."""
+        self._appending.wait()
+        manifest.warm()
 
     def _write(self, packs: PackWriter) -> None:
         try:
@@ -439,6 +446,7 @@ class _Save:
                 padded = region.data[: round_up(stored)]  # the raw bytes are not needed any more
                 padded[:stored] = encoded
                 padded[stored:] = 0
+        self._appending.set()
         self._tuner.write_began()
         try:
             pack, position = packs.append(padded.data)
