@@ -35,6 +35,8 @@ READER = "read"
 """Not a peer: as many processes that only read what ckpt has written, for what the disk gives at that moment."""
 MORE = (3, 2, 1)
 """Numbers of ranks that load what four have saved."""
+STALL_ROUNDS = 7
+"""The slowest of four ranks on few cores differs by a third from one round to the next."""
 
 Result = dict[str, Any]
 
@@ -137,7 +139,7 @@ def rank(args: argparse.Namespace) -> Result:
         found |= {"stall": [], "copy": []}
         with ckpt.Checkpointer(args.data / "stall", every=None, keep=1, codec="none") as saver:
             targets = [local(v).clone() for v in state.values()]
-            for number in range(args.repeat + 1):
+            for number in range(STALL_ROUNDS + 1):
                 copy = timed(lambda: [t.copy_(local(v)) for t, v in zip(targets, state.values(), strict=True)])
                 dist.barrier()
                 began = time.perf_counter()
