@@ -264,8 +264,11 @@ def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*(set("abc") - {lost})).values()) == {0}
     took, log = is_accounted(run), run.log()
+    cause = next(e.facts["cause"] for e in log if e.kind == "failure")
+    assert cause in ("lost", "exit"), "a rank may miss those of the other host in a save before the agent does"
     handed_over = sum(e.kind == "lead" for e in log) > 1  # a slow machine: who leads now found the failure written
-    assert took.get("detect", 0.0) >= (0.0 if handed_over else 2.5), (took, [(e.kind, e.text) for e in log])
+    least = 2.5 if cause == "lost" and not handed_over else 0.0
+    assert took.get("detect", 0.0) >= least, (took, [(e.kind, e.text) for e in log])
 
 
 def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
