@@ -7,10 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TypeVar
 
 from ckpt.storage.errors import CkptError, StoreError, Unavailable
+from ckpt.storage.threads import Threads
 
 log = logging.getLogger("ckpt")
 
@@ -100,7 +101,7 @@ class FanOut:
 
     def __init__(self, health: Health, threads: int = 64) -> None:
         self.health = health
-        self._pool = ThreadPoolExecutor(threads, "ckpt-member")
+        self._pool = Threads(threads, "ckpt-member")
         self._most = threads // 3
         self._lock = threading.Lock()
         self._under_way: dict[str, dict[object, float]] = {}  # calls that a thread is in, and since when
@@ -189,7 +190,7 @@ class FanOut:
 
 def in_order(call: Callable[[T], object], items: Iterable[T], threads: int, name: str) -> None:
     """Call for each item, so many at once, the first ones first. After an error no more are begun."""
-    with ThreadPoolExecutor(threads, name) as pool:
+    with Threads(threads, name) as pool:
         work = [pool.submit(call, item) for item in items]
         try:
             for each in work:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ckpt.repository import Repository, commit_name, step_folder
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, NotFound, RanksMissing, StepRefused
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.threads import Threads
 from ckpt.tree import Node
 from ckpt.trees import merge_trees, settle
 
@@ -191,36 +191,9 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
 
 
 def _read_all(store: Store, listed: Sequence[Listed]) -> list[Any]:
-    """The tables of the parts, read by several threads.
-
-    Not by a pool of concurrent.futures: it takes no work once the program has come to its end, where this save may still be
-    under way.
-    """
-    found: list[Any] = [None] * len(listed)
-    errors: list[BaseException] = []
-    numbers = iter(range(len(listed)))
-    lock = threading.Lock()
-
-    def work() -> None:
-        while not errors:
-            with lock:
-                i = next(numbers, None)
-            if i is None:
-                return
-            try:
-                found[i] = _read(store, listed[i])
-            except BaseException as error:
-                errors.append(error)
-
-    readers = [threading.Thread(target=work, name="ckpt-parts") for _ in range(min(_READERS, len(listed)) - 1)]
-    for reader in readers:
-        reader.start()
-    work()
-    for reader in readers:
-        reader.join()
-    if errors:
-        raise errors[0]
-    return found
+    """The tables of the parts, read by several threads."""
+    with Threads(min(_READERS, len(listed) or 1), "ckpt-parts") as pool:
+        return list(pool.map(lambda part: _read(store, part), listed))
 
 
 def _read(store: Store, part: Listed) -> Any:

@@ -15,7 +15,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgpack
@@ -43,6 +42,7 @@ from ckpt.storage.registers import (
     taken,
     with_promise,
 )
+from ckpt.storage.threads import Threads
 
 _THREADS = 16
 _KEY_BYTES = 900
@@ -63,7 +63,7 @@ class Bucket:
         self.url = url.rstrip("/")
         self._root = ObjectStore(self.url)
         self.store = ObjectStore(f"{self.url}/{OBJECTS}")
-        self._pool = ThreadPoolExecutor(_THREADS, "ckpt-bucket")
+        self._pool = Threads(_THREADS, "ckpt-bucket")
         self.registers = BucketRegisters(self._root, self._pool)
 
     def info(self) -> Info:
@@ -104,7 +104,7 @@ class Bucket:
 class BucketRegisters(Registers):
     """Registers as objects that are replaced only as they were read."""
 
-    def __init__(self, store: ObjectStore, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, store: ObjectStore, pool: Threads) -> None:
         self._store = store
         self._pool = pool
 

@@ -19,7 +19,6 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -27,6 +26,7 @@ from ckpt.claim import Owner, alive, this_process
 from ckpt.groups.base import Group, late
 from ckpt.storage.base import Store
 from ckpt.storage.errors import GroupError, NotFound
+from ckpt.storage.threads import Threads
 
 log = logging.getLogger("ckpt")
 
@@ -258,7 +258,7 @@ def _split(together: bytes) -> list[bytes]:
 
 def _get_all(store: Store, names: Sequence[str]) -> list[bytes | None]:
     """Many small objects, by several threads: of a thousand ranks in a bucket they take seconds each otherwise."""
-    with ThreadPoolExecutor(min(16, len(names) or 1)) as pool:
+    with Threads(min(16, len(names) or 1), "ckpt-meeting") as pool:
         return list(pool.map(lambda name: _get(store, name), names))
 
 
