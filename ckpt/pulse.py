@@ -98,7 +98,7 @@ class Pulse:
         file = os.open(made, os.O_RDWR | (os.O_CREAT if new else 0), 0o600)
         try:
             if new:
-                reserve(file, _BYTES)
+                _reserve_named(file, made)
             self._map = mmap.mmap(file, _BYTES)
         finally:
             os.close(file)
@@ -240,6 +240,14 @@ def reserve(file: int, nbytes: int) -> None:
         os.posix_fallocate(file, 0, nbytes)
     else:
         os.ftruncate(file, nbytes)
+
+
+def _reserve_named(file: int, path: str | os.PathLike[str]) -> None:
+    """As `reserve`, for a page; an error names it."""
+    try:
+        reserve(file, _BYTES)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 _mine: Pulse | None = None

@@ -493,7 +493,7 @@ def _drained(repo: Repository) -> str:
     source = TieredRepository([r for r in repos if r is not record])
     step = max(_newest(r) for r in source.places)
     if step < 0:
-        return f"{repo.url} holds no step"
+        return ""
     there = _newest(record)
     with suppress(NotFound, IntegrityError):
         if there > step and record.record(there).order > source.commit(step).order:

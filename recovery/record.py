@@ -37,7 +37,10 @@ class Record(State):
             self._db = self._connect("FULL")
             self._reports = self._connect("OFF")  # what an agent says now is of no use after a crash
         except sqlite3.Error as error:
-            raise CkptError(f"{self.path} can't be used: {error}; remove it, or give another --run-dir") from error
+            damaged = getattr(error, "sqlite_errorname", "").startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT"))
+            # Else it may well be the record of a run.
+            then = "remove it" if damaged else "free space on this disk, and check it"
+            raise CkptError(f"{self.path} can't be used: {error}; {then}, or give another --run-dir") from error
 
     def _connect(self, synchronous: str) -> sqlite3.Connection:
         until = time.monotonic() + _BUSY_SECONDS

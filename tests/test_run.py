@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -819,3 +820,23 @@ def test_a_page(tmp_path: Path) -> None:
     assert (beat.beats, beat.step, beat.phase, beat.committed) == (1, 7, "step", 5)
     assert beat.loss != beat.loss
     assert abs(time.monotonic() - beat.since) < 60
+
+
+def test_only_a_record_that_is_none_is_to_be_removed(tmp_path: Path) -> None:
+    """It holds what was decided: a disk that is full, or can't be read now, is no reason to delete it."""
+    (tmp_path / "run.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(CkptError, match="remove it, or give another --run-dir"):
+        Record(tmp_path)
+    (tmp_path / "other" / "run.sqlite").mkdir(parents=True)
+    with pytest.raises(CkptError, match="free space on this disk, and check it, or give another --run-dir"):
+        Record(tmp_path / "other")
+
+
+def test_no_room_for_a_page_names_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "0-0"))):
+        Pulse(tmp_path / "0-0", new=True)
+    assert not (tmp_path / "0-0").exists()
