@@ -11,8 +11,9 @@ import asyncio
 import errno
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from glob import has_magic
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.implementations.local import trailing_sep
 from fsspec.utils import other_paths, stringify_path
 
-from ckpt.aggregator.files import File, Head
+from ckpt.aggregator.files import Head
 from ckpt.aggregator.folders import move_folder, remove_folder
 from ckpt.aggregator.members import SCHEME, join_url, split_url
 from ckpt.aggregator.namespace import Namespace, open_namespace
@@ -110,6 +111,30 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             if here["type"] == "file":
                 found[path] = here
         return [found[name] if detail else name for name in sorted(found)]
+
+    async def _isfile(self, path: str) -> bool:
+        return await self._type(path) == "file"
+
+    async def _isdir(self, path: str) -> bool:
+        return await self._type(path) == "directory"
+
+    async def _type(self, path: str) -> str | None:
+        """None where nothing is. What can't be looked at is neither there nor not: that is an error."""
+        try:
+            found: str = (await self._info(path))["type"]
+            return found
+        except FileNotFoundError:
+            return None
+
+    async def _walk(
+        self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = None, below: Any = None,
+        **options: Any,
+    ) -> AsyncIterator[tuple[str, Any, Any]]:  # fmt: skip
+        """A folder that can't be listed is an error, unless `on_error` says otherwise: those who copy or remove what is in it
+        would take it for empty. below: on_error once more, which fsspec does not hand on to the folders below by itself."""
+        on_error = on_error or below or _raise_unless_gone
+        async for found in super()._walk(path, maxdepth, topdown, on_error, below=on_error, **options):
+            yield found
 
     async def _find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
         path = self._strip_protocol(path)
@@ -305,9 +330,11 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         path = self._strip_protocol(path)
-        file: File | None = await self._do(path, self.namespace.stat, path)
-        if file is None or truncate:
+        if truncate:
             await self._do(path, self.namespace.put, path, b"")
+        elif await self._do(path, self.namespace.stat, path) is None:
+            with suppress(FileExistsError):  # another one made it meanwhile
+                await self._do(path, self.namespace.put, path, b"", True)
 
     def touch(self, path: str, truncate: bool = True, **options: Any) -> None:
         """Make an empty file, or (`truncate=False`) leave what is there."""
@@ -328,6 +355,12 @@ def _described(path: str, head: Head) -> dict[str, Any]:
         "mtime": head.modified,
         "ukey": head.version,
     }
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """Of a listing: a folder may go while its parent is walked through."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _above(path: str) -> list[str]:

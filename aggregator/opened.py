@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
 
-from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError
+from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, StoreError, error_number
 
 if TYPE_CHECKING:
     from ckpt.aggregator.filesystem import CkptFileSystem
@@ -23,14 +23,10 @@ def told(path: str, work: Callable[..., T], *args: Any) -> T:
     """Our errors as those that users of a file system catch."""
     try:
         return work(*args)
-    except NotFound as error:
-        raise FileNotFoundError(2, str(error), path) from error
-    except AlreadyExists as error:
-        raise FileExistsError(17, str(error), path) from error
     except InvalidName as error:
         raise ValueError(str(error)) from error
-    except StoreError as error:
-        raise OSError(5, str(error), path) from error
+    except StoreError as error:  # OSError makes itself the subclass of its number
+        raise OSError(error_number(error), str(error), path) from error
 
 
 class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
@@ -64,7 +60,8 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def _initiate_upload(self) -> None:
         base = self._base if self.mode == "ab" else None
-        create = functools.partial(self.fs.namespace.create, new=self.mode == "xb", aligned=False, base=base)
+        new = self.mode == "xb" or (self.mode == "ab" and base is None)  # what another writes meanwhile is not replaced
+        create = functools.partial(self.fs.namespace.create, new=new, aligned=False, base=base)
         self._writer = told(self.path, create, self.path)
 
     def _upload_chunk(self, final: bool = False) -> bool:
@@ -77,7 +74,15 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def commit(self) -> None:
         """Make what was written visible."""
-        told(self.path, self._writer.commit)
+        told(self.path, self._commit)
+
+    def _commit(self) -> None:
+        try:
+            self._writer.commit()
+        except AlreadyExists as error:
+            if self.mode == "ab":  # nothing was there when it was opened
+                raise Changed(f"{error}, written by another meanwhile; nothing was added, do it again") from error
+            raise
 
     def discard(self) -> None:
         """Forget what was written."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class CkptError(Exception):
     """Base of every error this package raises on purpose. The message says what, where and what to do next."""
@@ -107,3 +109,16 @@ class StepRefused(CkptError):
 
 class RanksMissing(StepRefused):
     """Ranks did not bring their part of a step in time."""
+
+
+# --- as a file system says it --------------------------------------------------------------------------------
+
+_NUMBERS = (
+    (NotFound, errno.ENOENT), (AlreadyExists, errno.EEXIST), (InvalidName, errno.EINVAL), (NoSpace, errno.ENOSPC),
+    (Refused, errno.EACCES), (Unavailable, errno.EHOSTDOWN), (Changed, errno.ESTALE),
+)  # fmt: skip
+
+
+def error_number(error: CkptError) -> int:
+    """The errno of an error, for programs that know only those."""
+    return next((number for kind, number in _NUMBERS if isinstance(error, kind)), errno.EIO)

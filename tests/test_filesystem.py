@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from fsspec.tests.abstract import (
 
 import ckpt
 from ckpt.aggregator.filesystem import CkptFileSystem
+from ckpt.aggregator.opened import told
+from ckpt.storage.errors import AlreadyExists, Changed, NoSpace, NotFound, Refused, StoreError, Unavailable
 from ckpt.storage.testing import pattern
 
 
@@ -297,6 +300,96 @@ def test_open_files(filesystem: CkptFileSystem) -> None:
         fs.open("none")
     with pytest.raises(ValueError, match="can't name a file"):
         fs.pipe("a/../b", b"")
+
+
+def test_what_another_wrote_meanwhile_stays(filesystem: CkptFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = filesystem
+    for path, before, after in (("none", None, b"2" * 10), ("empty", b"", b"2" * 100_000), ("a", b"0", b"2")):
+        if before is not None:
+            fs.pipe(path, before)
+        for size in (1, 100_000):
+            file = fs.open(path, "ab")
+            file.write(b"1" * size)
+            fs.pipe(path, after)
+            with pytest.raises(OSError, match="meanwhile|while it was written on") as refused:
+                file.close()
+            assert refused.value.errno == errno.ESTALE
+            assert fs.cat(path) == after
+            fs.rm(path)
+            if before is not None:
+                fs.pipe(path, before)
+    stat = fs.namespace.stat
+
+    def late(path: str) -> Any:
+        found = stat(path)
+        fs.pipe(path, b"precious")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fs.namespace, "stat", late)
+        fs.touch("t", truncate=False)
+    assert fs.cat("t") == b"precious"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(
+    filesystem: CkptFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = filesystem
+    everything = {f"r/s{i}/f{j}": b"x" for i in range(3) for j in range(2)}
+    fs.pipe(everything)
+    listed = fs.namespace.list
+
+    def some(folder: str = "") -> Any:
+        if folder == "r/s1":
+            raise Unavailable("two members are missing")
+        return listed(folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fs.namespace, "list", some)
+        for work in (
+            lambda: fs.get("r", str(tmp_path / "got"), recursive=True),
+            lambda: fs.cp("r", "copy", recursive=True),
+            lambda: fs.rm("r", recursive=True),
+            lambda: list(fs.walk("r")),
+            lambda: fs.glob("r/**/f*"),
+            lambda: fs.find("r", withdirs=True),
+            lambda: fs.find("r", maxdepth=2),
+            lambda: fs.isdir("r/s1"),
+            lambda: fs.isfile("r/s1"),
+        ):
+            with pytest.raises(OSError, match="two members are missing") as refused:
+                work()
+            assert refused.value.errno == errno.EHOSTDOWN
+        told_of: list[OSError] = []
+        roots = ["r", "r/s0", "r/s1", "r/s2"]
+        assert [root for root, _, _ in fs.walk("r", on_error="omit")] == roots
+        assert [root for root, _, _ in fs.walk("r", on_error=told_of.append)] == roots
+        assert [error.errno for error in told_of] == [errno.EHOSTDOWN]
+        with pytest.raises(OSError, match="two members are missing"):
+            list(fs.walk("r", on_error="raise"))
+    assert fs.cat(fs.find("")) == everything
+    walk = fs.walk("r")
+    assert next(walk)[0] == "r"
+    fs.rm("r/s1", recursive=True)  # meanwhile
+    assert [files for _, _, files in walk] == [["f0", "f1"], [], ["f0", "f1"]]
+    assert not fs.isdir("r/s1")
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (NotFound, errno.ENOENT), (AlreadyExists, errno.EEXIST), (NoSpace, errno.ENOSPC), (Refused, errno.EACCES),
+        (Unavailable, errno.EHOSTDOWN), (Changed, errno.ESTALE), (StoreError, errno.EIO),
+    ],
+)  # fmt: skip
+def test_errors_have_their_numbers(error: type[StoreError], number: int) -> None:
+    def fail() -> None:
+        raise error("why")
+
+    with pytest.raises(OSError, match="why") as caught:
+        told("a/b", fail)
+    assert (caught.value.errno, caught.value.filename) == (number, "a/b")
+    assert type(caught.value) is type(OSError(number, "why"))
 
 
 def test_transactions(filesystem: CkptFileSystem) -> None:

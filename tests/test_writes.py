@@ -108,6 +108,27 @@ def test_what_others_did_meanwhile(tree: Tree, namespace: Namespace) -> None:
     assert namespace.get("log") == b"new"
 
 
+def test_what_others_wrote_into_an_empty_file(tree: Tree, namespace: Namespace) -> None:
+    other = Tree(namespace, "")
+    for size in (5, 50_000):
+        for flags in (0, os.O_APPEND):  # made here, and found here
+            if flags:
+                namespace.put("log", b"")
+            first = written(tree, "/log", b"1" * size, flags)
+            second = written(other, "/log", b"2" * size, os.O_APPEND)
+            close(other, "/log", second)
+            with pytest.raises(Changed):
+                close(tree, "/log", first)
+            assert namespace.get("log") == b"2" * size
+            tree.unlink("/log")
+    namespace.put("log", b"")
+    handle = tree.open("/log", os.O_WRONLY | os.O_TRUNC)
+    tree.write("/log", b"1", 0, handle)
+    namespace.put("log", b"2")
+    close(tree, "/log", handle)
+    assert namespace.get("log") == b"1"
+
+
 def test_a_part_that_failed_is_not_forgotten(tree: Tree, namespace: Namespace, tmp_path: Path) -> None:
     handle = written(tree, "/a", b"1" * 100_000)
     tree.fsync("/a", 0, handle)

@@ -24,16 +24,12 @@ from ckpt.aggregator.files import Head
 from ckpt.aggregator.folders import move_folder, remove_folder
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.reading import FileReader
-from ckpt.storage.errors import AlreadyExists, Changed, CkptError, InvalidName, NoSpace, NotFound, Refused, Unavailable
+from ckpt.storage.errors import CkptError, error_number
 from ckpt.tools import common
 from ckpt.tools.writes import Writing
 
 _HIDDEN = ".fuse_hidden"
 """How libfuse begins the name that it gives a file which is removed, or replaced, while it is open: until it is closed."""
-_NUMBERS = (
-    (NotFound, errno.ENOENT), (AlreadyExists, errno.EEXIST), (InvalidName, errno.EINVAL), (NoSpace, errno.ENOSPC),
-    (Refused, errno.EACCES), (Unavailable, errno.EHOSTDOWN), (Changed, errno.ESTALE),
-)  # fmt: skip
 
 
 class Tree:
@@ -59,8 +55,7 @@ class Tree:
         except FuseOSError:
             raise
         except CkptError as error:
-            number = next((n for kind, n in _NUMBERS if isinstance(error, kind)), errno.EIO)
-            raise FuseOSError(number) from error
+            raise FuseOSError(error_number(error)) from error
         except OSError as error:
             raise FuseOSError(error.errno or errno.EIO) from error
 
@@ -120,15 +115,14 @@ class Tree:
             there = self._namespace.stat(full)
             if there is None or there.head.kind != "file":
                 raise OSError(errno.ENOENT if there is None else errno.EISDIR, path)
-            keeps = there.head.nbytes and not flags & os.O_TRUNC
-            writing = Writing(self._namespace, full, there if keeps else None)
+            writing = Writing(self._namespace, full, None if flags & os.O_TRUNC else there)
         return self._join(full, writing)
 
     def create(self, path: str, mode: int, info: Any = None) -> int:
         full = self._path(path)
-        self._namespace.put(full, b"", new=True)
+        made = self._namespace.put(full, b"", new=True)
         self._removed(full)  # by another client, if it is still being written here
-        return self._join(full, Writing(self._namespace, full, None))
+        return self._join(full, Writing(self._namespace, full, made))
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
         full = self._path(path)
