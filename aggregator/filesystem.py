@@ -12,7 +12,6 @@ import errno
 import functools
 import os
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from glob import has_magic
@@ -28,6 +27,7 @@ from ckpt.aggregator.folders import move_folder, remove_folder
 from ckpt.aggregator.members import SCHEME, join_url, split_url
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.opened import CkptFile, told
+from ckpt.storage.threads import Threads
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self.members = members
         self.namespace: Namespace
         self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
-        self._threads = ThreadPoolExecutor(16, "ckpt-fs")
+        self._threads = Threads(16, "ckpt-fs")
 
     # --- names -------------------------------------------------------------------------------------------------
 
