@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -282,20 +283,13 @@ def enter(repo: Repository, group: Group, series: Series | None = None, where: S
             if session is not None:
                 session.holders += 1
                 return session
-            lent = _to_share(repo, group, series)
-            _lent.extend(lent)
-        try:
-            # Not under the lock: the ranks of a group of threads wait for each other here.
-            made = Session(repo, group, *lent, series=series, where=where)
+        # Not under the lock: the ranks of a group of threads wait for each other here.
+        with _lend(repo, group, series) as shared:
+            made = Session(repo, group, shared, series, where)
             with _registry:
                 session = _sessions.setdefault(key, made)
                 session.holders += 1
                 return session
-        finally:
-            with _registry:
-                for its in lent:
-                    _lent.remove(its)
-                    _release_unused(its)
     with _registry:
         session = _sessions.get(key)
         if session is None:
@@ -314,13 +308,25 @@ def _claim_of_this_process(repo: Repository) -> Claim | None:
     return max(ours, key=lambda its: its.generation, default=None)
 
 
-def _to_share(repo: Repository, group: Group, series: Series | None) -> list[Claim]:
-    """The claim of another group of this process, which rank 0 of this one may use as well; or nothing.
+@contextmanager
+def _lend(repo: Repository, group: Group, series: Series | None) -> Iterator[Claim | None]:
+    """The claim of another group of this process, which rank 0 of this one may use as well; nobody gives it up meanwhile.
 
     Not that of the process alone, which may not have cleaned up yet, nor where tiers count with the same numbers.
     """
-    mine = _claim_of_this_process(repo)
-    return [] if mine is None or group.rank or mine.size == 1 or mine.in_series or series is not None else [mine]
+    with _registry:
+        mine = _claim_of_this_process(repo)
+        if mine is not None and (group.rank or mine.size == 1 or mine.in_series or series is not None):
+            mine = None
+        if mine is not None:
+            _lent.append(mine)
+    try:
+        yield mine
+    finally:
+        if mine is not None:
+            with _registry:
+                _lent.remove(mine)
+                _release_unused(mine)
 
 
 def _release_unused(mine: Claim) -> None:
