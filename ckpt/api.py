@@ -24,7 +24,7 @@ from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
-from ckpt.together import Wish, find_together, load_newest_together, newest_first, settled, together
+from ckpt.together import Wish, find_together, load_newest_together, newest_first, require_asked, settled, together
 from ckpt.write import save as run_save
 from ckpt.write import take_apart
 
@@ -127,7 +127,7 @@ def load_step(repo: Repository, step: int, wish: Wish) -> Any:
     """Load a step that was named."""
     if wish.group.size > 1:
         wish.group.meet_at(repo.store)
-    return load_checkpoint(functools.partial(find_together, repo, step, wish.group), wish)
+    return load_checkpoint(functools.partial(find_together, repo, step, wish.group), wish, step)
 
 
 def load_newest(repo: Repository, strict: bool, wish: Wish, before: int | None = None) -> tuple[int, Any] | None:
@@ -169,12 +169,15 @@ def _newer(repo: Repository, than: int, known: Container[int]) -> bool:
     return any(repo.store.exists(commit_name(n)) for n in numbers)
 
 
-def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
-    """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise."""
+def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish, asked: int | None = None) -> Any:
+    """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise.
+
+    asked: the step that this rank has named.
+    """
     group = wish.group
     checkpoint = find()  # which all ranks do together
     once = wish.once or checkpoint.commit.world_size > 1  # one of many ranks is hardly loaded for a look
-    order, finish = together(group, lambda: _prepare(checkpoint, wish, once))
+    order, finish = together(group, lambda: _prepare(checkpoint, wish, once, asked))
     algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
     packs = [file.name for file in checkpoint.commit.packs]
     together(
@@ -186,8 +189,10 @@ def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
     return together(group, finish)
 
 
-def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wanted], Finish]:
+def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool, asked: int | None) -> tuple[list[Wanted], Finish]:
     """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
+    if asked is not None:
+        require_asked(checkpoint, asked, wish.group)
     like, only = wish.like, wish.only
     if only is None and wish.group.size == 1 and not once:  # else this rank may need only a part
         checkpoint.prefetch()

@@ -8,6 +8,7 @@ owner's life cannot be told; the newcomer takes over, and the earlier writer is 
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -118,27 +119,52 @@ class Series:
         return max((max(_generations(repo), default=0) for repo in self._repos), default=0)
 
 
+_APART = 10**9
+"""Between the numbers of groups that share a claim: none makes so many attempts."""
+
+
 class Claim:
-    """The right to write to a repository, until `release`. Rank 0 of a group holds it, for all of them."""
+    """The right to write to a repository, until `release`. Rank 0 of a group holds it, for all of them.
+
+    lane: which of the groups that this generation serves. A rank may be another process in each of them, so their attempts
+        are told apart by number.
+    """
 
     def __init__(
-        self, repo: Repository, generation: int, rank: int = 0, size: int = 1, series: Series | None = None
+        self, repo: Repository, generation: int, rank: int = 0, size: int = 1, series: Series | None = None, lane: int = 0
     ) -> None:
         self.repo = repo
         self.generation = generation
         self.rank = rank
         self.size = size
+        self.lane = lane
+        self.in_series = series is not None
+        """Whether claims of other repositories count on with the same numbers."""
+        self.sweeping = threading.Lock()
+        """Held to say which packs an attempt refers to, and by a sweep."""
         self._serials = (series or Series()).serials
-        self._tries: dict[tuple[int, bool], int] = {}
+        self._lanes = itertools.count(1)
+        self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self._active: dict[str, frozenset[str]] = {}
+
+    def beside(self, size: int) -> Claim:
+        """The same right, for another group of which this process is rank 0. Attempts of one are known to all."""
+        other = copy.copy(self)
+        other.size, other.lane = size, next(self._lanes)
+        return other
+
+    def is_shared_with(self, other: Claim) -> bool:
+        """Whether these are one right to write."""
+        return self._active is other._active
 
     def begin(self, step: int, size: int = 1) -> Attempt:
         """Begin to save a step by a group of `size`: no sweep touches the files of the attempt until `end`."""
         with self._lock:
-            key = step, size > 1  # apart: rank 0 may save for itself as well
-            number = self._tries[key] = self._tries.get(key, -1) + 1
-            name = f"{self.rank}-{self.generation}-{next(self._serials)}"
+            key = step, self.lane if size > 1 else -1  # apart: rank 0 may save for itself as well
+            number = self._tries[key] = self._tries.get(key, self.lane * _APART - 1) + 1
+            apart = self.lane * _APART if self.rank else 0  # rank 0 counts for all of them, so that its numbers grow
+            name = f"{self.rank}-{self.generation}-{apart + next(self._serials)}"
             self._active[name] = frozenset()
             return Attempt(name, self.rank, self.generation, step, number)
 
@@ -167,7 +193,12 @@ class Claim:
         newest = max(_generations(self.repo), default=self.generation)
         if newest <= self.generation:
             return None
-        owner = _owner(self.repo, newest)
+        owner, me = _owner(self.repo, newest), this_process()
+        if owner and (owner.pid, alive(owner, me)) == (me.pid, True):
+            return Fenced(
+                f"{self.repo.url}: this very process has begun to save there for another group too (generation {newest}, this "
+                f"group has {self.generation}); save to one URL through one group"
+            )
         who = f" by process {owner.pid} on {owner.host} since {owner.since}" if owner else ""
         return Fenced(
             f"{self.repo.url} was taken over{who} (generation {newest}, this process has {self.generation}); "

@@ -182,6 +182,7 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
             copies.append((part.rank, json.loads(said["copies"])))
     _require_one("digests by", algorithms, step)
     _require_one("counts its group as", sizes, step)
+    _require_all_verify([rank for rank, _ in copies], [part.rank for part in listed], step)
     known = agreed(held)
     compare(step, copies)
     ranks = [part.rank for part in listed]
@@ -211,6 +212,15 @@ def _require_one(what: str, told: dict[str, int], step: int) -> None:
         (a, first), (b, second) = list(told.items())[:2]
         raise StepRefused(
             f"step {step}: rank {first} {what} {a}, rank {second} {b}; every rank must save with the same options"
+        )
+
+
+def _require_all_verify(those: Sequence[int], ranks: Sequence[int], step: int) -> None:
+    """Copies are compared where every rank has digested its own, or nowhere."""
+    if those and (others := [rank for rank in ranks if rank not in set(those)]):
+        raise StepRefused(
+            f"step {step}: verify_replicas=True on {_ranks(those)}, False on {_ranks(others)}; every rank must save with the "
+            "same options"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from ckpt.leaves import as_leaf
 from ckpt.modules import is_module
 from ckpt.select import children, suggest
 from ckpt.stateful import as_stateful
-from ckpt.storage.errors import LeafMismatch, LeafNotFound
+from ckpt.storage.errors import InvalidArgument, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, PerRank, encode_key, join
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -30,7 +31,7 @@ def renamed(tree: Node, like: Any, rename: Rename, wanted: Callable[[str], bool]
 def as_function(rename: Rename) -> Callable[[str], str]:
     """A renaming as a function; patterns are applied one after the other."""
     if callable(rename):
-        return rename
+        return functools.partial(_name_by, rename)
     patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
 
     def apply(name: str) -> str:
@@ -39,6 +40,13 @@ def as_function(rename: Rename) -> Callable[[str], str]:
         return name
 
     return apply
+
+
+def _name_by(rename: Callable[[str], str], name: str) -> str:
+    found = rename(name)
+    if not isinstance(found, str):
+        raise InvalidArgument(f"rename={rename!r} made {found!r} of the name {name}: a function must return a name for each")
+    return found
 
 
 class _Renamer:

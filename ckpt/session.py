@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,12 +64,11 @@ class Session:
             repo.ensure()
             self.claim = shared or claim(repo, series=series)
         else:
-            self.claim, self._next_step = _meet(repo, group, series, where or repo.store)
+            self.claim, self._next_step = _meet(repo, group, series, where or repo.store, shared)
         self._lock = threading.Lock()
-        self._prepared = False
+        self._prepared = shared is not None  # others write with this claim already
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
         self._pending: list[SaveHandle] = []
-        self._sweeping = threading.Lock()
         self._known_of: tuple[int, int] = (-1, -1)
         self._recent: list[tuple[int, Iterable[str]]] = []
         self._in_flight = 1
@@ -139,7 +139,7 @@ class Session:
             if self._known is None or self._known[0] != algorithm:
                 self._known = (algorithm, *self._read_known(algorithm))
             _, blocks, packs = self._known
-        with self._sweeping:
+        with self.claim.sweeping:
             self.claim.refer(attempt, packs)
             sizes = lengths(self.repo.store, packs)
         gone = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes} | bad_packs(self.repo.url)
@@ -157,13 +157,13 @@ class Session:
 
     def pin(self, attempt: Attempt, packs: Iterable[str]) -> None:
         """No sweep takes these packs before the attempt has ended."""
-        with self._sweeping:
+        with self.claim.sweeping:
             self.claim.refer(attempt, packs)
 
     def committed(self, step: int, files: Iterable[str], in_flight: int) -> None:
         """For rank 0 of a group: a rank that saves beside us has seen one of the last `in_flight` commits at least, and
         refers to its packs."""
-        with self._sweeping:
+        with self.claim.sweeping:
             self._in_flight = max(self._in_flight, in_flight)
             self._recent = [*self._recent, (step, files)][-self._in_flight :]
 
@@ -194,7 +194,7 @@ class Session:
         if self.claim.rank:
             return
         try:
-            with self._sweeping:
+            with self.claim.sweeping:
                 recent = self._recent if self.group.size > 1 else []
                 protected = set[str]().union(*(names for _, names in recent))
                 spare = {saved, *(step for step, _ in recent), *self.spared()}
@@ -208,31 +208,39 @@ def _after_newest(repo: Repository) -> int:
     return steps[-1] + 1 if steps else 0
 
 
-def _meet(repo: Repository, group: Group, series: Series | None, where: Store) -> tuple[Claim, int]:
-    """Begin a session together; the one time that the ranks talk. All raise the same error where rank 0 can't begin."""
+def _meet(
+    repo: Repository, group: Group, series: Series | None, where: Store, shared: Claim | None
+) -> tuple[Claim, int]:
+    """Begin a session together; the one time that the ranks talk. All raise the same error where rank 0 can't begin.
+
+    shared: the claim that rank 0 has for another group. A new one would end the saves of that group for good.
+    """
     if group.rank:
         group.meet_at(where)
         told = json.loads(group.broadcast(None))
         if "error" in told:
             kind = getattr(errors, told["error"], CkptError)
             raise kind(told["message"])
-        return Claim(repo, told["generation"], group.rank, group.size, series), told["next"]
+        return Claim(repo, told["generation"], group.rank, group.size, series, told["lane"]), told["next"]
     mine: Claim | None = None
     try:
         repo.ensure()
-        mine = claim(repo, group.size, series)
-        repo.store.sweep_temporaries("")  # now, while nobody of this generation writes
-        told = {"generation": mine.generation, "next": _after_newest(repo)}
+        if shared is not None and shared.newer() is None:
+            mine = shared.beside(group.size)
+        else:
+            mine = claim(repo, group.size, series)
+            repo.store.sweep_temporaries("")  # now, while nobody of this generation writes
+        told = {"generation": mine.generation, "lane": mine.lane, "next": _after_newest(repo)}
     except BaseException as error:
         if mine is not None:
-            mine.release()
+            _release_unused(mine)
         kind = type(error).__name__ if isinstance(error, CkptError) else "GroupError"
         _tell(where, group, {"error": kind, "message": f"rank 0 could not begin to save: {error}"})
         raise
     try:
         _tell(where, group, told)
     except BaseException:
-        mine.release()
+        _release_unused(mine)
         raise
     return mine, told["next"]
 
@@ -244,6 +252,7 @@ def _tell(where: Store, group: Group, told: dict[str, object]) -> None:
 
 _sessions: dict[tuple[str, Group | None], Session] = {}
 _orphans: list[Session] = []  # left with an error that nobody has seen
+_lent: list[Claim] = []  # to groups that meet just now
 _registry = threading.RLock()
 _distrusted: dict[str, set[int]] = {}
 
@@ -275,11 +284,12 @@ def enter(repo: Repository, group: Group, series: Series | None = None, where: S
                 session.holders += 1
                 return session
         # Not under the lock: the ranks of a group of threads wait for each other here.
-        made = Session(repo, group, series=series, where=where)
-        with _registry:
-            session = _sessions.setdefault(key, made)
-            session.holders += 1
-            return session
+        with _lend(repo, group, series) as shared:
+            made = Session(repo, group, shared, series, where)
+            with _registry:
+                session = _sessions.setdefault(key, made)
+                session.holders += 1
+                return session
     with _registry:
         session = _sessions.get(key)
         if session is None:
@@ -287,11 +297,43 @@ def enter(repo: Repository, group: Group, series: Series | None = None, where: S
                 _orphans.remove(orphan)
                 orphan.wait()
                 orphan.raise_failed()
-            # Where this process saves for a group as well, it has the claim already.
-            ours = [s.claim for s in _sessions.values() if s.repo.url == repo.url and s.claim.rank == 0]
-            session = _sessions[key] = Session(repo, group, ours[0] if ours else None, series)
+            session = _sessions[key] = Session(repo, group, _claim_of_this_process(repo), series)
         session.holders += 1
         return session
+
+
+def _claim_of_this_process(repo: Repository) -> Claim | None:
+    """What it has already where it saves for a group as well: the newest claim, for that has ended the others."""
+    ours = [s.claim for s in _sessions.values() if s.repo.url == repo.url and s.claim.rank == 0]
+    return max(ours, key=lambda its: its.generation, default=None)
+
+
+@contextmanager
+def _lend(repo: Repository, group: Group, series: Series | None) -> Iterator[Claim | None]:
+    """The claim of another group of this process, which rank 0 of this one may use as well; nobody gives it up meanwhile.
+
+    Not that of the process alone, which may not have cleaned up yet, nor where tiers count with the same numbers.
+    """
+    with _registry:
+        mine = _claim_of_this_process(repo)
+        if mine is not None and (group.rank or mine.size == 1 or mine.in_series or series is not None):
+            mine = None
+        if mine is not None:
+            _lent.append(mine)
+    try:
+        yield mine
+    finally:
+        if mine is not None:
+            with _registry:
+                _lent.remove(mine)
+                _release_unused(mine)
+
+
+def _release_unused(mine: Claim) -> None:
+    """Let others write, unless another group of this process still saves with the same claim."""
+    with _registry:
+        if not any(mine.is_shared_with(c) for c in (*(s.claim for s in _sessions.values()), *_lent)):
+            mine.release()
 
 
 def _key(repo: Repository, group: Group) -> tuple[str, Group | None]:
@@ -305,8 +347,7 @@ def leave(session: Session, keep: bool = False) -> None:
         if session.holders or (keep and session.group.size > 1):
             return
         _sessions.pop(_key(session.repo, session.group), None)
-        if not any(other.claim is session.claim for other in _sessions.values()):
-            session.claim.release()
+        _release_unused(session.claim)
         if any(h.unseen() for h in session._pending):
             _orphans.append(session)
 
@@ -316,6 +357,7 @@ def _after_fork() -> None:
     global _registry
     _sessions.clear()
     _orphans.clear()
+    _lent.clear()
     _registry = threading.RLock()
 
 

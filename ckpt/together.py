@@ -24,7 +24,7 @@ from ckpt.repository import Repository, commit_name
 from ckpt.select import Patterns
 from ckpt.sharing import ShareReads
 from ckpt.storage import errors
-from ckpt.storage.errors import CkptError, GroupError, IntegrityError
+from ckpt.storage.errors import CkptError, GroupError, IntegrityError, InvalidArgument
 
 log = logging.getLogger("ckpt")
 
@@ -112,6 +112,15 @@ def find_together(repo: Repository, step: int, group: Group) -> Checkpoint:
 
     data = told_by_rank_0(group, read)
     return Checkpoint(repo.store, decode_commit(data.encode(), f"{repo.url}/{commit_name(step)}"), group.rank)
+
+
+def require_asked(checkpoint: Checkpoint, step: int, group: Group) -> None:
+    """Raise InvalidArgument where this rank has named another step than rank 0, which chose the checkpoint."""
+    if checkpoint.step != step:
+        raise InvalidArgument(
+            f"rank {group.rank} of {group.size} was to load step {step}, rank 0 step {checkpoint.step}; every rank must name "
+            "the same step"
+        )
 
 
 def newest_first(numbers: list[int], before: int | None) -> list[int]:

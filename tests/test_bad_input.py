@@ -100,6 +100,12 @@ def test_leaves_that_cannot_be_stored(root: Path, tmp_path: Path, kind: str, blo
         bad.close()
 
 
+@pytest.mark.parametrize(("shape", "start"), [((5, 0), 0), ((5,), -1), ((5,), 3), ((), 0)])
+def test_a_flat_shard_outside_its_array(root: Path, shape: tuple[int, ...], start: int) -> None:
+    with refused(ckpt.UnsupportedLeaf, "leaf w", "does not lie in an array", root=root):
+        ckpt.save({"w": ckpt.Shard(np.ones(3), shape, flat=start)}, root)
+
+
 def test_the_state_itself_cannot_be_stored(root: Path) -> None:
     with refused(ckpt.UnsupportedLeaf, "(root)", "function", root=root):
         ckpt.save(lambda: 1, root, 5)

@@ -646,6 +646,15 @@ def test_copies_that_differ_are_found(tmp_path: Path) -> None:
     all_well(on_ranks(4, lambda g: ckpt.save(good(g.rank), tmp_path, 5, group=g, verify_replicas=True), groups))
 
 
+def test_copies_are_verified_by_all_ranks_or_none(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(4)
+    verify = lambda g: ckpt.save({"w": np.full(90_000, g.rank)}, tmp_path, 0, group=g, verify_replicas=g.rank == 2)  # noqa: E731
+    for error in on_ranks(4, verify, groups):
+        assert isinstance(error, ckpt.StepRefused)
+        assert "verify_replicas=True on rank 2, False on ranks 0, 1, 3" in str(error)
+    assert ckpt.open(tmp_path).steps() == []
+
+
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     groups = ThreadGroup.make(4)
 
@@ -946,6 +955,104 @@ def test_rank_0_may_save_for_itself_beside_the_group(tmp_path: Path) -> None:
     ckpt.save({"mine": 1}, tmp_path, 1, group=None)
     all_well(on_ranks(2, lambda g: ckpt.save({"a": np.ones(9)}, tmp_path, 1, group=g, overwrite=True), groups))
     assert ckpt.load(tmp_path, group=None)["a"].tolist() == [1] * 9
+
+
+def one_array(value: float) -> dict[str, Any]:
+    return {"a": np.full(2000, value)}
+
+
+def owner(root: Path) -> Any:
+    """Who holds the newest generation."""
+    return json.loads(sorted((root / "generations").iterdir())[-1].read_bytes())["owner"]
+
+
+def test_groups_of_one_job_save_to_one_url_by_turns(tmp_path: Path) -> None:
+    """torch's default group and a mesh of the same ranks, COMM_WORLD and a duplicate of it; also some of the ranks."""
+    one, other, some = ThreadGroup.make(3), ThreadGroup.make(3), ThreadGroup.make(2)
+    for step, groups in enumerate([one, other, some, one, some, other, one]):
+        for blocking in (True, False):
+            handles = all_well(on_ranks(len(groups), lambda g: ckpt.save(
+                one_array(step), tmp_path, step, group=g, timeout=20, blocking=blocking, overwrite=not blocking,  # noqa: B023
+            ), groups))  # fmt: skip
+        for handle in handles:
+            handle.result()
+        assert ckpt.load(tmp_path, group=None)["a"].tolist() == [step] * 2000
+    ckpt.save({"mine": 1}, tmp_path, 50, group=None)
+    all_well(on_ranks(3, lambda g: ckpt.save(one_array(9), tmp_path, 51, group=g, keep=2), other))
+    assert ckpt.open(tmp_path).steps() == [50, 51]
+
+
+def test_groups_save_to_one_url_at_the_same_time(tmp_path: Path) -> None:
+    groups = [ThreadGroup.make(2), ThreadGroup.make(2)]
+
+    def work(group: Group) -> None:
+        handles = []
+        for step in range(0, 40, 2):
+            for which, ranks in enumerate(groups):
+                handles.append(ckpt.save(one_array(step + which), tmp_path, step + which, group=ranks[group.rank],
+                                         timeout=20, blocking=False))  # fmt: skip
+        for handle in handles:
+            handle.result()
+
+    all_well(on_ranks(2, work))
+    assert ckpt.open(tmp_path).steps() == list(range(40))
+    for step in range(40):
+        assert ckpt.load(tmp_path, step=step, group=None)["a"].tolist() == [step] * 2000
+    assert_clean(tmp_path)
+
+
+def test_a_step_that_one_group_gave_up_is_saved_by_another(tmp_path: Path) -> None:
+    one, other = ThreadGroup.make(2), ThreadGroup.make(2)
+    for groups in (one, other):
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g, overwrite=True), groups))
+    bad = lambda g: ckpt.save({"a": object() if g.rank else 1}, tmp_path, 1, group=g, timeout=20)  # noqa: E731
+    for groups in (one, other):
+        assert all(isinstance(error, ckpt.CkptError) for error in on_ranks(2, bad, groups))
+    for groups in (other, one):
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(1), tmp_path, 1, group=g, overwrite=True), groups))
+    assert ckpt.open(tmp_path).steps() == [0, 1]
+
+
+def test_the_last_group_gives_the_repository_free(tmp_path: Path) -> None:
+    one, other = ThreadGroup.make(2), ThreadGroup.make(2)
+    savers = [all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g), gs)) for gs in (one, other)]
+    on_ranks(2, lambda g: savers[0][g.rank].close())
+    assert owner(tmp_path) is not None
+    all_well(on_ranks(2, lambda g: savers[1][g.rank].save(0, one_array(0)).result()))
+    all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g).close(), one))
+    all_well(on_ranks(2, lambda g: savers[1][g.rank].save(1, one_array(1)).result()))
+    on_ranks(2, lambda g: savers[1][g.rank].close())
+    assert owner(tmp_path) is None
+
+
+def test_a_group_that_this_process_has_superseded_is_told_so(tmp_path: Path) -> None:
+    """Tiers count on with the same numbers, so they share no claim. What the process saves alone goes with the newest."""
+    one, other = ThreadGroup.make(2), ThreadGroup.make(2)
+    url, tier = tmp_path / "record", tmp_path / "tier"
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), url, 0, group=g), one))
+    savers = all_well(on_ranks(2, lambda g: ckpt.Checkpointer(url, every=None, tiers=[ckpt.Tier(tier)], group=g), other))
+    ckpt.save({"mine": 1}, url, 1, group=None)
+    told = on_ranks(2, lambda g: ckpt.save(one_array(2), url, 2, group=g, timeout=20), one)
+    assert isinstance(told[0], ckpt.Fenced)
+    assert "this very process" in str(told[0])
+    assert "one group" in str(told[0])
+    on_ranks(2, lambda g: savers[g.rank].close())
+    assert ckpt.open(url).steps() == [0, 1]
+
+
+def test_ranks_that_name_different_steps_load_none(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(3)
+    for step in (0, 1):
+        all_well(on_ranks(3, lambda g: ckpt.save(one_array(step), tmp_path, step, group=g), groups))  # noqa: B023
+    like = [one_array(7) for _ in range(3)]
+    found = on_ranks(3, lambda g: ckpt.load(tmp_path, like[g.rank], step=int(g.rank == 1), group=g), groups)
+    assert isinstance(found[1], ckpt.InvalidArgument)
+    assert "rank 1 of 3 was to load step 1, rank 0 step 0" in str(found[1])
+    for rank in (0, 2):
+        assert isinstance(found[rank], ckpt.GroupError)
+        assert str(found[1]) in str(found[rank])
+    assert all((state["a"] == 7).all() for state in like)
+    all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, like[g.rank], step=1, group=g), groups))
 
 
 def test_names_of_one_rank_are_told_from_paths(tmp_path: Path) -> None:

@@ -121,6 +121,13 @@ def test_what_is_of_one_rank_and_keys_of_any_kind(tmp_path: Path) -> None:
     assert (loaded["pair"][0], loaded["pair"][1].tolist()) == (7, [7, 7])
 
 
+def test_a_function_that_gives_no_name(tmp_path: Path) -> None:
+    ckpt.save(state(7), tmp_path)
+    with pytest.raises(ckpt.InvalidArgument) as told:
+        ckpt.load(tmp_path, state(0), rename={"stage1.w": "stage1.w"}.get)
+    one_line(told, "rename=", "None", "a function must return a name")
+
+
 def test_a_part_is_named_as_like_names_it(tmp_path: Path) -> None:
     ckpt.save(state(7), tmp_path)
     rename = {r"^layers\.": "stage1."}

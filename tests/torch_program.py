@@ -395,6 +395,11 @@ def dcp_refused() -> None:
         assert all(isinstance(failure, ckpt.CkptError) for failure, _ in error.failures.values())
     else:
         raise AssertionError("a step was saved twice")
+    for step in (10, 20):  # by turns with ckpt.save, through another group
+        ckpt.save(rows, url, step)
+        dist.barrier()
+        dcp.save(rows, checkpoint_id=str(step + 1), storage_writer=Writer(url))
+    assert ckpt.open(url).steps() == [0, 1, 10, 11, 20, 21]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -139,9 +140,13 @@ def _flat_parts(leaf: ArrayLeaf, value: Shard) -> list[Part]:
 
     assert value.flat is not None
     flat = value.local.reshape(-1)
+    end = value.flat + len(flat)
+    if len(flat) and not 0 <= value.flat < end <= math.prod(value.global_shape):
+        shape = list(value.global_shape)
+        raise TypeError(f"a flat shard of elements {value.flat} to {end} does not lie in an array of shape {shape}")
     parts = []
     at = 0
-    for box in flat_boxes(value.global_shape, value.flat, value.flat + len(flat)):
+    for box in flat_boxes(value.global_shape, value.flat, end):
         view = flat[at : at + box.size].reshape(box.shape)
         part = leaf_of(view)
         assert part is not None
