@@ -98,7 +98,7 @@ class Pulse:
         file = os.open(made, os.O_RDWR | (os.O_CREAT if new else 0), 0o600)
         try:
             if new:
-                _reserve_named(file, made)
+                _reserve(file, made)
             self._map = mmap.mmap(file, _BYTES)
         finally:
             os.close(file)
@@ -234,18 +234,13 @@ class Pulse:
         self._map.close()
 
 
-def reserve(file: int, nbytes: int) -> None:
-    """Let a file have so many bytes for certain: a page that can't be had when it is touched kills the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, nbytes)
-    else:
-        os.ftruncate(file, nbytes)
-
-
-def _reserve_named(file: int, path: str | os.PathLike[str]) -> None:
-    """As `reserve`, for a page; an error names it."""
+def _reserve(file: int, path: str | os.PathLike[str]) -> None:
+    """Let a page have its bytes for certain: one that can't be had when it is touched kills the process. An error names it."""
     try:
-        reserve(file, _BYTES)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, _BYTES)
+        else:
+            os.ftruncate(file, _BYTES)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
