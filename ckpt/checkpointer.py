@@ -148,8 +148,8 @@ class Checkpointer:
             if self._tiers is not None:
                 self._tiers.restored(start - 1)
         if self._pulse is not None:
+            self._pulse.restored(start - 1)
             self._pulse.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
-            self._pulse.committed(start - 1)
         return loaded, start
 
     # --- saving ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ in one piece; a beat costs a microsecond and no system call.
 
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
     8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
-    16 computed (ns, sum)   17 unusable
+    16 computed (ns, sum)   17 unusable   18 restored step
 
 All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
 into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
@@ -43,7 +43,7 @@ _KINDS: tuple[BadKind, ...] = ("not finite", "spike")
 
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
 _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
-_COMPUTED, _UNUSABLE = range(16, 18)
+_COMPUTED, _UNUSABLE, _RESTORED = range(16, 19)
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -88,6 +88,8 @@ class Beat:
     """In all that was marked by `compute`."""
     unusable: bool = False
     """What it was given, such as the URL, can't be used: a restart changes nothing."""
+    restored: int = -1
+    """The step that it went on from; -1 none."""
 
 
 class Pulse:
@@ -105,7 +107,7 @@ class Pulse:
         self._fields = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if new:
-            for field in (_STEP, _COMMITTED, _BATCH, _BAD_STEP):
+            for field in (_STEP, _COMMITTED, _BATCH, _BAD_STEP, _RESTORED):
                 self._fields[field] = -1
             for field in (_STOP, _HEARD, _AGREED):
                 self._fields[field] = _NEVER
@@ -148,6 +150,11 @@ class Pulse:
         """Say that a step is committed."""
         if step > self._fields[_COMMITTED]:
             self._fields[_COMMITTED] = step
+
+    def restored(self, step: int) -> None:
+        """Say that this rank goes on from a step; -1 where there is none yet."""
+        self._fields[_RESTORED] = step
+        self.committed(step)
 
     def loss(self, loss: float) -> None:
         self._floats[_LOSS] = loss
@@ -217,7 +224,7 @@ class Pulse:
         return Beat(
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
             fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
-            fields[_COMPUTED] / 1e9, bool(fields[_UNUSABLE]),
+            fields[_COMPUTED] / 1e9, bool(fields[_UNUSABLE]), fields[_RESTORED],
         )  # fmt: skip
 
     def stop_at(self, step: int) -> None:

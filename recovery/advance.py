@@ -272,6 +272,7 @@ def _failure(
     return Failure(
         cause, tuple(ranks), detail, min((r.step for r in reports), default=-1),
         max((r.committed for r in reports), default=-1), view.ran_seconds, host or (reports[0].name if reports else ""),
+        restored=max((r.restored for r in reports), default=-1),
     )  # fmt: skip
 
 
@@ -286,7 +287,7 @@ def _with_decision(view: View, failure: Failure) -> list[Draft]:
 
 def _decision(view: View, failures: Sequence[Failure]) -> list[Draft]:
     course = view.course
-    decision = decide(failures, course.budget, course.skip)
+    decision = decide(failures, course.budget, course.skip, course.before)
     facts: dict[str, object] = {"action": decision.action, "wait": decision.wait_seconds}
     facts |= {"before": decision.before, "skip": decision.skip, "limit": decision.limit}
     if decision.action == "halt":

@@ -102,7 +102,9 @@ class Report:
     fresh: str = ""
     """The one of them that nobody has used yet."""
     saved: int = -1
-    """The newest step that was committed in this attempt; -1 none for certain."""
+    """The newest step that was committed in this attempt; -1 none."""
+    restored: int = -1
+    """The step that this attempt went on from; -1 none."""
     beat: int = 0
     """Counts what it has said."""
 

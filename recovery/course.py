@@ -10,7 +10,7 @@ from ckpt.cursor import Ranges
 from ckpt.interval import MTBF, mean_time_to_failure
 from ckpt.pulse import Bad
 from ckpt.recovery import memories
-from ckpt.recovery.decide import WANTED, Budget, Failure
+from ckpt.recovery.decide import WANTED, Budget, Failure, still_before
 from ckpt.recovery.memories import Memory
 from ckpt.recovery.rollback import environment
 from ckpt.recovery.state import Draft, Entry
@@ -75,7 +75,7 @@ class Course:
     skip: Ranges = ()
     """Batches that are passed over."""
     before: int | None = None
-    """A step before this one is restored, until it has been made anew."""
+    """A step before this one is restored, until those from it on have been made anew and are trusted."""
     limit: float | None = None
     """What loss is too much, until the ranks have seen enough."""
     requested: str = ""
@@ -140,7 +140,7 @@ def _after(course: Course, entry: Entry) -> Course:
     if entry.kind == "failure":
         bad = Bad(**facts["bad"]) if facts.get("bad") else None
         failure = Failure(**{**facts, "ranks": tuple(facts["ranks"]), "bad": bad}, detail=entry.text)
-        before = None if course.before is not None and failure.committed >= course.before else course.before
+        before = still_before(course.before, failure, course.budget)
         return replace(course, failures=(*course.failures, failure), before=before)
     if entry.kind == "decision":
         told = {name: facts[name] for name in ("before", "limit") if facts.get(name) is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal
 
 from ckpt.cursor import Ranges
@@ -39,6 +39,8 @@ class Failure:
     """The loss by which it diverged."""
     log: str = ""
     """The file of what the first of them has said; "" where there is none."""
+    restored: int = -1
+    """The step that this attempt went on from; -1 none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,25 @@ _SOON_STEPS = 32
 """What fails within so many steps of a restore may fail for what was restored."""
 
 
-def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = ()) -> Decision:
-    """What to do after the last of these failures. budget: before it. skip: batches that are passed over already."""
+def still_before(before: int | None, failure: Failure, budget: Budget) -> int | None:
+    """The step below which to restore, after a failure more; None: the newest that there is. budget: before the failure.
+
+    Steps that were made anew after a roll-back may be as bad as those that they replace, if it was not far enough. They are
+    trusted once the job has got on to a newer one, or was ended by what comes from outside.
+    """
+    if before is None or failure.committed < before:
+        return before
+    return None if failure.committed > budget.best or not _of_itself(failure) else before
+
+
+def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), before: int | None = None) -> Decision:
+    """What to do after the last of these failures. budget: before it. skip: batches that are passed over already. before: the
+    step below which the last attempt had to restore, if any."""
     now = budget.after(failures[-1])
-    return replace(_decide(failures, now, skip), budget=now)
+    return replace(_decide(failures, now, skip, still_before(before, failures[-1], budget)), budget=now)
 
 
-def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
+def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int | None) -> Decision:
     last = failures[-1]
     what, look = f"{_who(last)} {_does(last)} {_at(last)}", f"look at {last.log or 'the log'}"
     if last.cause == "asked":
@@ -114,29 +128,40 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges) -> Decision:
         told = roll_back([failure.bad for failure in failures if failure.bad is not None], skip)
         action: Literal["restart", "halt"] = "halt" if told.action == "halt" else "restart"
         return Decision(action, told.reason, before=told.before, skip=told.skip, limit=told.limit)
-    alike = [f for f in failures[-USELESS:] if (f.cause, f.step) == (last.cause, last.step) and not _ran_long(f)]
-    if last.step < 0 and any(f.step >= 0 for f in failures):
-        alike = []  # it has begun before: it is not the program that must be mended, but storage or a network that is away
-    if now.useless >= USELESS and len(alike) >= USELESS:
-        return Decision(
-            "halt", f"{what}; {USELESS} times in a row, at the same place, with no newer step saved: {look}"
-        )
+    alike = _alike(failures)
+    older = len(failures) > 1 and last.restored < failures[-2].restored  # than at the try before
+    if now.useless >= USELESS and alike >= USELESS and (not older or alike >= 2 * USELESS):
+        return Decision("halt", f"{what}; {alike} times in a row, at the same place, with no newer step saved: {look}")
     if now.left < 0:
         return Decision("halt", f"{what}; {now.most} restarts without a newer step: {look}")
     # At once after progress; where it fails again and again, something outside may need time.
     wait = 0.0 if now.useless <= 1 else min(30.0, 0.5 * 2.0 ** (now.useless - 2))
-    if now.useless >= USELESS - 1 and last.committed > 0 and (len(alike) >= USELESS - 1 or _twice_soon(failures)):
-        source = f"from a step before {last.committed}, which may be the reason: it failed twice soon after it"
-        return Decision("restart", f"{what}; all ranks start again {source}", wait, last.committed)
-    source = f"from step {last.committed}, or a newer one" if last.committed >= 0 else "from what is saved, if anything"
+    if now.useless >= USELESS - 1 and last.restored > 0 and (alike >= USELESS - 1 or _twice_soon(failures)):
+        times = "it failed at the same place" if alike > USELESS else "it failed twice soon after it"
+        source = f"from a step before {last.restored}, which may be the reason: {times}"
+        return Decision("restart", f"{what}; all ranks start again {source}", wait, last.restored)
+    source = (
+        f"from a step before {before}" if before is not None
+        else f"from step {last.committed}, or a newer one" if last.committed >= 0
+        else "from what is saved, if anything"
+    )  # fmt: skip
     return Decision("restart", f"{what}; all ranks start again {source}", wait)
+
+
+def _alike(failures: Sequence[Failure]) -> int:
+    """How many of the last came in the same way, at the same place."""
+    last = failures[-1]
+    if last.step < 0 and any(f.step >= 0 for f in failures):
+        return 0  # it has begun before: it is not the program that must be mended, but storage or a network that is away
+    same = takewhile(lambda f: (f.cause, f.step) == (last.cause, last.step) and not _ran_long(f), reversed(failures))
+    return sum(1 for _ in same)
 
 
 def _twice_soon(failures: Sequence[Failure]) -> bool:
     """Whether the last two came of themselves, soon after the same step was restored, wherever each did."""
     pair = failures[-2:]
-    same = len({failure.committed for failure in pair}) == 1
-    return len(pair) == 2 and same and all(_of_itself(f) and 0 <= f.step - f.committed <= _SOON_STEPS for f in pair)
+    same = len({failure.restored for failure in pair}) == 1
+    return len(pair) == 2 and same and all(_of_itself(f) and 0 <= f.step - f.restored <= _SOON_STEPS for f in pair)
 
 
 def _of_itself(failure: Failure) -> bool:

@@ -150,13 +150,13 @@ def _text(line: Line) -> bytes:
 
 def process_began() -> float:
     """When this process was started, by CLOCK_MONOTONIC, and never earlier; now, where that can't be known (not Linux)."""
-    now = time.monotonic()
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])  # proc(5): starttime, cut to whole ticks
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
-        return now
+        return time.monotonic()
+    now = time.monotonic()  # last: whoever is kept waiting in between says too late a moment, not too early a one
     return now - age if 0 <= age <= _STARTING_SECONDS else now
 
 

@@ -194,7 +194,7 @@ class _Run:
         self._spend("detect", kind.detect_seconds)
         self._spend("stop", world.stop_seconds)
         known = outcome.committed if restored >= 0 or self._step >= 0 else -1  # ranks that never restored know of no step
-        return Failure(kind.cause, (rank,), "failed", self._step, known, outcome.wall_seconds - began)
+        return Failure(kind.cause, (rank,), "failed", self._step, known, outcome.wall_seconds - began, restored=restored)
 
     def _train(self) -> None:
         """Save, train for an interval, save …"""

@@ -51,7 +51,6 @@ class Watch:
         self._best = best
         self._beats = {rank.number: rank.pulse.read() for rank in ranks}
         self._measures = {rank.number: Measure(rank.number, straggler_seconds) for rank in ranks}
-        self._first_committed = -1
         self._stopped: dict[int, float] = {}
         self._running = {rank.number: rank for rank in ranks}
         self._kills = host.memory_kills()
@@ -93,8 +92,13 @@ class Watch:
 
     @property
     def saved(self) -> int:
-        """The newest that was committed in this attempt; -1 none for certain: the first that was seen may be an old one."""
-        return self.committed if self.committed > self._first_committed >= 0 else -1
+        """The newest that was committed in this attempt; -1 none."""
+        return self.committed if self.committed > self.restored else -1
+
+    @property
+    def restored(self) -> int:
+        """The step that this attempt went on from; -1 none."""
+        return max(beat.restored for beat in self._beats.values())
 
     @property
     def spent(self) -> Name:
@@ -182,8 +186,6 @@ class Watch:
                         self._limits.learn(before.phase, max(took, looked - before.since))
                     self._measures[rank.number].learn(before, beat)
                 self._beats[rank.number] = beat
-        if self._first_committed < 0:
-            self._first_committed = self.committed
 
     def _bad(self) -> Wrong | None:
         """The first loss by which one of them diverged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -14,7 +14,7 @@ from ckpt.recovery import course as courses
 from ckpt.recovery.advance import View, advance
 from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Roll, Slowest, Wrong, report
 from ckpt.recovery.course import Course, Spec
-from ckpt.recovery.decide import Failure, choose, decide, suspects
+from ckpt.recovery.decide import Budget, Failure, choose, decide, still_before, suspects
 from ckpt.recovery.dry_run import suppose
 from ckpt.recovery.state import Draft, Entry
 
@@ -221,8 +221,10 @@ def test_a_host_where_it_fails_twice() -> None:
             assert "without b (suspected) with d instead" in run.starts()[-1].text
 
 
-def failure(host: str, committed: int = 4, cause: str = "exit", step: int = 5) -> Failure:
-    return Failure(cause, (1,), "exited", step, committed, 10.0, host)  # type: ignore[arg-type]
+def failure(host: str, committed: int = 4, cause: str = "exit", step: int = 5, restored: int | None = None) -> Failure:
+    """Soon after it went on from what is committed, where nothing else is said."""
+    went_on = committed if restored is None else restored
+    return Failure(cause, (1,), "exited", step, committed, 10.0, host, restored=went_on)  # type: ignore[arg-type]
 
 
 def test_suspects() -> None:
@@ -276,6 +278,58 @@ def test_steps_that_fail_soon_after_restore_are_passed_over_wherever_that_is() -
         told.append((decision.action, decision.before))
     assert [before for _, before in told] == [None, None, 9, None, 4, None, None]
     assert {action for action, _ in told} == {"restart"}
+
+
+def written(course: Course, *drafts: Draft) -> Course:
+    entries = [Entry(course.number + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+    return course.went_on(entries)
+
+
+def play(places: Iterable[int], every: int, spoiled: int, oldest: int = 0, broken: bool = False) -> list[int]:
+    """The steps that a job goes on from, and the one with which it gets on; -2 where it is given up. It saves every so many
+    steps; in its first attempt a step is spoiled, and from then on it fails at these places. oldest: no step before that is
+    kept. broken: it fails whatever it goes on from."""
+    course, restored, gone_on = Course(), -1, []
+    saved: set[int] = set()
+    for place in places:
+        if restored >= spoiled or not gone_on or broken:
+            saved |= {n for n in range(restored + 1, place) if (n + 1) % every == 0}
+            last = max((n for n in saved if restored <= n < place), default=-1)
+            gone_on.append(restored)
+            fail = failure("a", last, step=place, restored=restored)
+            decision = decide([*course.failures, fail], course.budget, (), course.before)
+            facts = {"action": decision.action, "before": decision.before}
+            course = written(course, courses.failed(0, fail), Draft(0, "decision", decision.reason, facts))
+            if decision.action == "halt":
+                return [*gone_on, -2]
+            kept = [n for n in saved if n >= oldest]
+            older = [n for n in kept if course.before is None or n < course.before]
+            restored = max(older or kept, default=-1)
+    return [*gone_on, restored]
+
+
+@pytest.mark.parametrize("places", [(33,) * 12, (33, 31, 32, 33, 32, 31, 33, 32, 31, 33)])
+def test_all_that_is_spoiled_is_passed_over(places: tuple[int, ...]) -> None:
+    """What was made anew from a spoiled step is no better, though it was saved after the roll-back."""
+    same = len(set(places)) == 1
+    assert play(places, 5, 22) == ([-1, 29, 29, 24, 19] if same else [-1, 29, 29, 24, 24, 19])
+
+
+def test_a_program_that_fails_at_one_place_is_given_up() -> None:
+    """After three steps, each older than the one before, or as soon as there is none."""
+    assert play((33,) * 12, 5, 22, broken=True) == [-1, 29, 29, 24, 19, 14, -2]
+    assert play((33,) * 12, 5, 22, oldest=24, broken=True) == [-1, 29, 29, 24, 29, -2]
+
+
+def test_what_was_made_anew_is_trusted() -> None:
+    """Once the job got further than ever, or where it was ended from outside; but not where it failed again."""
+    course = replace(Course(), before=24, budget=Budget(best=29))
+    for committed, cause, before in [
+        (34, "exit", None), (29, "exit", 24), (24, "lost", None), (19, "lost", 24), (29, "diverged", None)
+    ]:  # fmt: skip
+        failed = failure("a", committed, cause, 33, restored=19)
+        assert still_before(24, failed, course.budget) == before
+        assert written(course, courses.failed(0, failed)).before == before
 
 
 @pytest.mark.parametrize(("cause", "steps"), [("lost", 1), ("stopped", 1), ("out of memory", 1), ("exit", 100), ("hang", 100)])

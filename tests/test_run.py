@@ -301,11 +301,11 @@ with ckpt.Checkpointer("repo", every=5, keep=5) as ck:
     state, start = ck.restore({"a": np.zeros(3)})
     with open("restored", "a") as file:
         print(start - 1, file=file)
-    for step in range(start, 30):
+    for step in range(start, 50):
         state["a"] += 1
-        if step == 9 and attempt == 0:
+        if step == SPOILED and attempt == 0:
             state["a"][:] = -1e9
-        if state["a"][0] < 0 and step == 10 + attempt % 4:
+        if state["a"][0] < 0 and step == PLACE:
             raise RuntimeError("spoiled")
         ck.step(step, state)
         ck.wait()
@@ -313,14 +313,20 @@ np.save("end.npy", state["a"])
 """
 
 
-def test_a_step_that_is_whole_and_rotten(tmp_path: Path) -> None:
-    """It makes the job fail a few steps later, each time elsewhere: after two of these an older one is taken."""
-    command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", ROTTEN]
+@pytest.mark.parametrize(("spoiled", "place", "varies", "restored"), [
+    (9, 10, 4, "-1 9 9 4"), (22, 31, 3, "-1 29 29 24 24 19"), (22, 31, 1, "-1 29 29 24 19"),
+])  # fmt: skip
+def test_steps_that_are_whole_and_rotten(tmp_path: Path, spoiled: int, place: int, varies: int, restored: str) -> None:
+    """They make the job fail a few steps later, always there or each time elsewhere: after two of these an older one is taken,
+    and one before that, where that was rotten, too."""
+    rotten = ROTTEN.replace("SPOILED", str(spoiled)).replace("PLACE", f"{place} + attempt % {varies}")
+    command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", rotten]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "restored").read_text().split() == ["-1", "9", "9", "4"]
-    assert "from a step before 9, which may be the reason: it failed twice soon after it" in done.stderr
-    assert np.load(tmp_path / "end.npy").tolist() == [30.0] * 3
+    assert (tmp_path / "restored").read_text().split() == restored.split()
+    newest = restored.split()[1]
+    assert f"from a step before {newest}, which may be the reason: it failed twice soon after it" in done.stderr
+    assert np.load(tmp_path / "end.npy").tolist() == [50.0] * 3
 
 
 def test_steps_of_different_length_are_no_hang(start: Callable[..., Run]) -> None:
@@ -713,7 +719,7 @@ def test_ckpt_run_is_killed_with_steps_in_memory(start: Callable[..., Run], tier
 
 
 def failure(step: int = 5, committed: int = 4, cause: str = "signal") -> Failure:
-    return Failure(cause, (1,), "was killed by SIGKILL", step, committed, 10.0)  # type: ignore[arg-type]
+    return Failure(cause, (1,), "was killed by SIGKILL", step, committed, 10.0, restored=committed)  # type: ignore[arg-type]
 
 
 def test_progress_fills_the_budget() -> None:
