@@ -4,6 +4,9 @@ A claim is `generations/<n>.json`, made by put-if-absent, so that two at once ca
 named in it by host, boot, process-id namespace, process and start time: a second writer on the same host is refused as
 long as that process lives, and takes over at once when it is dead, so that a restart never waits. On another host the
 owner's life cannot be told; the newcomer takes over, and the earlier writer is told when it next commits.
+
+In a group rank 0 holds the claim. Another rank that ends its saves while rank 0 has not leaves a word, 
+`generations/<n>-left-…`, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import functools
 import itertools
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from ckpt import records
 from ckpt.repository import Repository
@@ -222,12 +227,29 @@ class Claim:
     def release(self) -> None:
         """Let others write. The record stays, marked as released, so that its number is never used again."""
         if self.rank:
+            self._leave()
             return
         name = _name(self.generation)
         try:
             self.repo.store.put(name, records.encode("generation", {"owner": None}))
+            if self.size > 1:
+                self.repo.store.delete([word.name for word in _words(_names(self.repo)) if word.generation == self.generation])
         except CkptError as error:
             log.warning("%s could not be released: %s", name, error)
+
+    def _leave(self) -> None:
+        """Say that this rank brings nothing more, where that is not plain."""
+        store, name = self.repo.store, _name(self.generation)
+        try:
+            if records.decode("generation", store.get(name), name)["owner"] is not None:
+                store.put(_Word(self.generation, self.lane, self.rank).name, records.encode("left", {}))
+        except (CkptError, KeyError) as error:  # then who waits for this rank waits for as long as it would without the word
+            log.info("%s: that rank %d has ended its saves is not said: %s", self.repo.url, self.rank, error)
+
+    def left(self) -> set[int]:
+        """The ranks of this group that have ended their saves: what is not there of them now never comes."""
+        ours = self.generation, self.lane
+        return {word.rank for word in _words(_names(self.repo)) if (word.generation, word.lane) == ours}
 
 
 def claim(repo: Repository, size: int = 1, series: Series | None = None) -> Claim:
@@ -267,14 +289,41 @@ def _name(generation: int) -> str:
     return f"generations/{generation:08d}.json"
 
 
+def _names(repo: Repository) -> list[str]:
+    return [entry.name for entry in repo.store.list("generations")]
+
+
 def _generations(repo: Repository) -> list[int]:
-    names = (e.name.removeprefix("generations/").removesuffix(".json") for e in repo.store.list("generations"))
-    return [int(n) for n in names if n.isdigit()]
+    return _numbers(_names(repo))
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    found = (name.removeprefix("generations/").removesuffix(".json") for name in names)
+    return [int(n) for n in found if n.isdigit()]
+
+
+class _Word(NamedTuple):
+    """Says that a rank has ended its saves."""
+
+    generation: int
+    lane: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"generations/{self.generation:08d}-left-{self.lane}-{self.rank}.json"
+
+
+def _words(names: Iterable[str]) -> list[_Word]:
+    found = (re.fullmatch(r"generations/(\d+)-left-(\d+)-(\d+)\.json", name) for name in names)
+    return [_Word(*map(int, word.groups())) for word in found if word]
 
 
 def old_generations(repo: Repository) -> list[str]:
-    """Records that nobody needs any more: all but the newest."""
-    return [_name(g) for g in sorted(_generations(repo))[:-1]]
+    """Records that nobody needs any more: all but those of the newest."""
+    names = _names(repo)
+    *old, newest = sorted(_numbers(names)) or [0]
+    return [*map(_name, old), *(word.name for word in _words(names) if word.generation < newest)]
 
 
 def _owner(repo: Repository, generation: int) -> Owner | None:

@@ -129,8 +129,8 @@ def _reason(store: Store, name: str) -> str:
 def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> list[Listed]:
     """Wait for the parts of all ranks; return them by rank.
 
-    Raises StepRefused where a rank says that it failed, RanksMissing after `timeout` seconds, Fenced where a newer
-    generation has begun.
+    Raises StepRefused where a rank says that it failed, RanksMissing after `timeout` seconds, or where a rank has ended its
+    saves, Fenced where a newer generation has begun.
     """
     found: dict[int, Listed] = {}
 
@@ -142,15 +142,24 @@ def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> 
             found[part.rank] = part
         return [found[rank] for rank in sorted(found)] if len(found) == claim.size else None
 
-    failpoint("ranks.gather")
-    parts = _wait(all_there, claim, timeout)
-    if parts is None:
-        missing = [rank for rank in range(claim.size) if rank not in found]
-        raise RanksMissing(
-            f"{_ranks(missing)} of {claim.size} did not bring {'its' if len(missing) == 1 else 'their'} part of step "
-            f"{attempt.step} within {timeout:g} s; every rank of the group must save the same steps. Look at the log of "
-            f"{'that rank' if len(missing) == 1 else 'those ranks'}; to save from one rank alone pass group=None"
+    def never(missing: Sequence[int], why: str) -> RanksMissing:
+        one = len(missing) == 1
+        return RanksMissing(
+            f"{_ranks(missing)} of {claim.size} did not bring {'its' if one else 'their'} part of step {attempt.step} {why}; "
+            f"every rank of the group must save the same steps. Look at the log of {'that rank' if one else 'those ranks'}; "
+            "to save from one rank alone pass group=None"
         )
+
+    def given_up() -> RanksMissing | None:
+        left = claim.left()  # what these had brought is there by now
+        if left and all_there() is None and (missing := sorted(left - found.keys())):
+            return never(missing, f"and {'has' if len(missing) == 1 else 'have'} ended")
+        return None
+
+    failpoint("ranks.gather")
+    parts = _wait(all_there, claim, timeout, given_up)
+    if parts is None:
+        raise never([rank for rank in range(claim.size) if rank not in found], f"within {timeout:g} s")
     return parts
 
 
@@ -274,7 +283,7 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
                 raise StepRefused(_reason(repo.store, part.name))
         return None
 
-    commit = _wait(answer, claim, timeout)
+    commit = _wait(answer, claim, timeout, claim.lost)
     if commit is None:
         raise RanksMissing(
             f"rank 0 of {claim.size} has not committed step {attempt.step} within {timeout:g} s; look at its log. Every rank "
@@ -283,10 +292,12 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
     return commit
 
 
-def _wait(look: Callable[[], T | None], claim: Claim, timeout: float) -> T | None:
+def _wait(
+    look: Callable[[], T | None], claim: Claim, timeout: float, given_up: Callable[[], RanksMissing | None]
+) -> T | None:
     """What `look` finds, asked more and more slowly; None when the time is up.
 
-    Raises Fenced where a newer generation has begun, RanksMissing where rank 0 is seen to be dead; but looks once more before.
+    Raises Fenced where a newer generation has begun, and what `given_up` says; but looks once more before.
     """
     deadline = time.monotonic() + timeout
     pause = _POLL[0]
@@ -299,7 +310,7 @@ def _wait(look: Callable[[], T | None], claim: Claim, timeout: float) -> T | Non
             return None
         if now >= fence:
             fence = now + _FENCE_SECONDS
-            hopeless = claim.newer() or (claim.lost() if claim.rank else None)
+            hopeless = claim.newer() or given_up()
             if hopeless is not None:
                 if (found := look()) is not None:
                     return found

@@ -5,7 +5,7 @@ in one piece; a beat costs a microsecond and no system call.
 
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
     8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
-    16 computed (ns, sum)   17 unusable   18 restored step
+    16 computed (ns, sum)   17 unusable   18 restored step   19 ended
 
 All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
 into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
@@ -43,7 +43,7 @@ _KINDS: tuple[BadKind, ...] = ("not finite", "spike")
 
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
 _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
-_COMPUTED, _UNUSABLE, _RESTORED = range(16, 19)
+_COMPUTED, _UNUSABLE, _RESTORED, _ENDED = range(16, 20)
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -90,6 +90,8 @@ class Beat:
     """What it was given, such as the URL, can't be used: a restart changes nothing."""
     restored: int = -1
     """The step that it went on from; -1 none."""
+    ended: bool = False
+    """Its process is over. Who looks after it says so."""
 
 
 class Pulse:
@@ -224,8 +226,12 @@ class Pulse:
         return Beat(
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
             fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
-            fields[_COMPUTED] / 1e9, bool(fields[_UNUSABLE]), fields[_RESTORED],
+            fields[_COMPUTED] / 1e9, bool(fields[_UNUSABLE]), fields[_RESTORED], bool(fields[_ENDED]),
         )  # fmt: skip
+
+    def ended(self) -> None:
+        """Note that its process is over."""
+        self._fields[_ENDED] = 1
 
     def stop_at(self, step: int) -> None:
         """Ask the job to be saved after this step, and to end. See recovery/stopping.py for which."""

@@ -160,6 +160,7 @@ class Watch:
         self._looked = now
         ended = [rank for rank in self._running.values() if rank.ended()]
         for rank in ended:
+            rank.pulse.ended()
             del self._running[rank.number]
         self._listen(before)
         failed = sorted((rank for rank in ended if rank.status != 0), key=self._order)
@@ -218,7 +219,13 @@ class Watch:
         # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
         slow = self.slowest(now)
         assert slow is not None
-        return Wrong("hang", (slow.rank,), slow.in_words(str(self.ranks[0].log.parent)), slow.silent_seconds)
+        detail = slow.in_words(str(self.ranks[0].log.parent)) + self._went_before(slow.step)
+        return Wrong("hang", (slow.rank,), detail, slow.silent_seconds)
+
+    def _went_before(self, step: int) -> str:
+        """Ranks that have ended well, and have done less than those that wait now: perhaps for them."""
+        gone = {n: b.step for n, b in self._beats.items() if n not in self._running and b.pid and b.step < step}
+        return "".join(f"; rank {number} had ended after step {last}, with status 0" for number, last in gone.items())
 
     def _silence(self, beat: Beat, now: float) -> float:
         """Seconds, of which this process has seen all."""

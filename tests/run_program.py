@@ -49,6 +49,8 @@ def main() -> None:
                     threading.Lock().acquire() and threading.Event().wait()
                 if fault == "exit":
                     os._exit(7)
+                if fault == "leave":
+                    sys.exit(0)
             once = fault == "nan" and attempt == 0
             poisoned = (step, rank) == (at, who) and (once or (fault == "poison" and step not in told_to_skip()))
             ck.step(step, state, loss=float("nan") if poisoned else 1.0)

@@ -695,6 +695,33 @@ def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
     assert on_ranks(2, work, groups) == ["told", None]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_rank_that_has_ended_its_saves_is_not_waited_for(tmp_path: Path, step: int) -> None:
+    """What it has brought before counts."""
+    groups, closed = ThreadGroup.make(3), threading.Event()
+
+    def work(group: Group) -> Any:
+        saver = ckpt.Checkpointer(tmp_path, every=None, group=group, timeout=600)
+        saver.save(0, one_array(0)).result()
+        last = saver.save(1, one_array(1))
+        if group.rank == 1:
+            saver.close()
+            closed.set()
+            return None
+        assert closed.wait(60)
+        last.result()
+        if step == 2:
+            with pytest.raises(ckpt.CkptError, match="rank 1 of 3 did not bring its part of step 2 and has ended"):
+                saver.save(2, one_array(2)).result()
+        saver.close()
+        return "told"
+
+    assert on_ranks(3, work, groups) == ["told", None, "told"]
+    assert ckpt.open(tmp_path).steps() == [0, 1]
+    all_well(on_ranks(3, lambda g: ckpt.save(one_array(3), tmp_path, 3, group=g, timeout=20), groups))
+    assert list((tmp_path / "generations").rglob("*-*")) == [], "such words go with the generation"
+
+
 def test_parts_of_an_earlier_generation_are_not_taken(tmp_path: Path) -> None:
     """Rank 1 of a killed job left its part; the next job's rank 1 never comes."""
     def stale(group: Group) -> Any:

@@ -29,6 +29,7 @@ from support import SOAK
 import ckpt
 from ckpt.pulse import PHASES, Pulse
 from ckpt.recovery import agent, host, launch, memory
+from ckpt.recovery.agents import Report
 from ckpt.recovery.course import Spec
 from ckpt.recovery.decide import USELESS, Budget, Failure, decide
 from ckpt.recovery.launch import Share, free_port
@@ -41,6 +42,7 @@ from ckpt.recovery.record import Record
 from ckpt.recovery.watch import Watch
 from ckpt.storage.errors import CkptError
 from ckpt.storage.web import Page, Web
+from ckpt.tools import ask
 from ckpt.tools.common import Number
 from ckpt.tools.run import command as run_command
 from ckpt.tools.simulate import command as simulate
@@ -260,6 +262,39 @@ def test_a_rank_fails(start: Callable[..., Run], fault: str, detail: str) -> Non
     is_right(run)
     assert run.failures() == [("exit", [1])]
     assert re.search(detail, run.said)
+
+
+def test_a_rank_leaves_the_others(start: Callable[..., Run]) -> None:
+    """With status 0, which is no failure by itself. Those that wait for its part of a save are told at once, and say it."""
+    run = start(fault=("leave", 17, 1))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert "rank 1 of 3 did not bring its part of step 19 and has ended" in run.said, run.said
+    assert len(run.failures()) == 1
+
+
+def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
+    """It has ended well, so that it is not what has failed; but perhaps it is waited for."""
+    program = (
+        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
+        "p.mine().attach(); p.mine().beat(2, 9 - rank)\nrank or time.sleep(1000)"
+    )
+    share = Share("r", 0, 0, 2, 2, 0, "127.0.0.1", 1, {})
+    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
+    try:
+        watch, until = Watch(ranks, Limits(least_seconds=0.5, first_seconds=first_seconds(5)), -1), time.monotonic() + 60
+        while watch.wrong is None:
+            assert time.monotonic() < until
+            watch.look(time.monotonic())
+            time.sleep(0.01)
+        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (0,))
+        assert watch.wrong.detail.endswith("; rank 1 had ended after step 8, with status 0")
+        said = Report("a", "a-1", 0.0, 1, str(tmp_path), str(tmp_path), "a", 1, attempt=0)
+        shown = {row[0]: row for row in ask._ranks(said)}
+        assert [shown["1"][i] for i in (2, 3, 5)] == ["ended", "8", ""]
+        assert [shown["0"][i] for i in (2, 3)] == ["step", "9"]
+    finally:
+        stop_ranks(ranks, "")
 
 
 def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:

@@ -104,8 +104,8 @@ def _ranks(report: Report) -> Iterator[tuple[str, ...]]:
             beat = Pulse(pages / f"{attempt}-{number}").read()
         except FileNotFoundError:  # the run has just ended
             continue
-        silent, step = f"{time.monotonic() - beat.since:.1f} s", _step(beat.step)
-        yield str(number), str(beat.pid or "?"), beat.phase, step, _step(beat.committed), silent, takes.get(number, "")
+        does, silent = ("ended", "") if beat.ended else (beat.phase, f"{time.monotonic() - beat.since:.1f} s")
+        yield str(number), str(beat.pid or "?"), does, _step(beat.step), _step(beat.committed), silent, takes.get(number, "")
 
 
 def _living(run_dir: Path, state: str | None) -> dict[str, Report]:
