@@ -5,7 +5,7 @@ named in it by host, boot, process-id namespace, process and start time: a secon
 long as that process lives, and takes over at once when it is dead, so that a restart never waits. On another host the
 owner's life cannot be told; the newcomer takes over, and the earlier writer is told when it next commits.
 
-In a group rank 0 holds the claim. Another rank that ends its saves while rank 0 has not leaves a word, 
+In a group rank 0 holds the claim. Another rank that ends its saves while rank 0 has not leaves a word,
 `generations/<n>-left-…`, so that nobody waits for it.
 """
 
