@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -27,6 +28,7 @@ from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
 from ckpt.schedule import LEAD_SECONDS, next_step
 from ckpt.shard import Box, flat_boxes
+from ckpt.sharing import ROUND_BYTES, blocks_of, schedule
 from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import O_DIRECT, LocalStore
@@ -298,6 +300,7 @@ class Counting(LocalStore):
     """Counts the bytes read of packs."""
 
     read = 0
+    stretches: list[tuple[str, int, int]] = []  # what was read, from and to
     lock = threading.Lock()
 
     def open(self, name: str) -> Any:
@@ -314,6 +317,7 @@ class Counting(LocalStore):
             if name.endswith(".pack"):
                 with Counting.lock:
                     Counting.read += count
+                    Counting.stretches.append((name, position, position + count))
             return count
 
         class Counted(Reader):
@@ -350,6 +354,97 @@ def test_reads_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec
         Counting.read = 0
         all_well(on_ranks(size, load))
         assert stored * 0.9 <= Counting.read <= 1.05 * stored, (Counting.read, stored)
+
+
+def united(stretches: list[tuple[str, int, int]]) -> int:
+    """The bytes in any of these stretches of files."""
+    total, at = 0, ("", 0)
+    for name, begin, end in sorted(stretches):
+        at = max(at, (name, begin))
+        total += max(0, end - at[1])
+        at = max(at, (name, end))
+    return total
+
+
+LAYOUTS: dict[str, Callable[[int, int, int], tuple[int, int, int, int]]] = {
+    "halves, twice": lambda rank, n, m: (rank % 2 * n // 2, (rank % 2 + 1) * n // 2, 0, m),
+    "columns, twice": lambda rank, n, m: (0, n, rank % 2 * m // 2, (rank % 2 + 1) * m // 2),
+    "one slice for all": lambda rank, n, m: (n // 3, n // 3 + n // 10, 0, m),
+    "a corner for all": lambda rank, n, m: (0, n // 2, 0, m // 4),
+    "two slices, twice": lambda rank, n, m: (rank % 2 * n // 3, rank % 2 * n // 3 + n // 8, 0, m),
+    "halves that overlap": lambda rank, n, m: (rank * n // 6, (rank + 3) * n // 6, 0, m),
+    "one needs all": lambda rank, n, m: (0, n if rank == 2 else n // 10, 0, m),
+    "all": lambda rank, n, m: (0, n, 0, m),
+    "a quarter each": lambda rank, n, m: (rank * n // 4, (rank + 1) * n // 4, 0, m),
+}
+"""Rows and columns, from and to, that each of four ranks wants of a matrix."""
+
+
+@pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auto_shares_where_ranks_have_parts_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, layout: str
+) -> None:
+    """The group reads little more than what its ranks would read each for itself, each byte of that counted once."""
+    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
+    draw = np.random.default_rng(5)
+    full = {"big": (4000, 1024), "middle": (1500, 1024), "shared": (700, 1024)} | {f"small{i}": (40, 64) for i in range(9)}
+    state = {name: draw.integers(0, 50, shape).astype(np.float32) for name, shape in full.items()}
+    ckpt.save(state, tmp_path, 0, codec=codec, group=None)
+
+    def load(group: Group, share: Any) -> None:
+        boxes = {name: LAYOUTS[layout](group.rank, *shape) for name, shape in full.items()}
+        like = {n: ckpt.Shard(np.zeros((b - a, d - c), np.float32), full[n], (a, c)) for n, (a, b, c, d) in boxes.items()}
+        loaded = ckpt.load(Counting(tmp_path), like, group=group, share_reads=share)
+        assert all(np.array_equal(loaded[n].local, state[n][a:b, c:d]) for n, (a, b, c, d) in boxes.items())
+
+    def read_with(share: Any) -> list[tuple[str, int, int]]:
+        Counting.stretches = []
+        all_well(on_ranks(4, functools.partial(load, share=share)))
+        return Counting.stretches
+
+    alone = united(read_with(False))
+    for share in ("auto", True):
+        read = sum(end - begin for _, begin, end in read_with(share))
+        assert read <= 1.05 * alone, (read, alone)
+
+
+CELL = 1 << 18
+
+
+@given(st.data())
+def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
+    """Ranks need some of the cells of blocks, or all: each cell is read once, by a rank that can verify it."""
+    size = data.draw(st.integers(2, 5))
+    cells = data.draw(st.lists(st.integers(1, 32), min_size=1, max_size=40))
+    needs: list[dict[int, tuple[int, int]]] = [{} for _ in range(size)]
+    for position, count in enumerate(cells):
+        for need in needs:
+            first, last = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+            if first < last:
+                need[position] = first * CELL, last * CELL
+    raw = {position: count * CELL for position, count in enumerate(cells)}
+    rows = [[(0, at, raw[at], a, b, b - a) for at, (a, b) in need.items()] for need in needs]
+    turns = schedule(blocks_of([np.array(r, np.int64).reshape(-1, 6) for r in rows]), size)
+    rounds: dict[tuple[int, int], int] = {}
+    for position in raw:
+        turn = turns.get((0, position))
+        wanted = {rank: need[position] for rank, need in enumerate(needs) if position in need}
+        if turn is None:
+            assert united([("", *span) for span in wanted.values()]) == sum(b - a for a, b in wanted.values())
+            continue
+        assert united([("", a, b) for a, b, _ in turn.jobs]) == sum(b - a for a, b, _ in turn.jobs)
+        assert sum(b - a for a, b, _ in turn.jobs) == united([("", *span) for span in wanted.values()])
+        for rank, (first, last) in wanted.items():
+            got = list(turn.received_by(rank, first, last))
+            for peer in wanted:
+                assert [m[1:] for m in got if m.rank == peer] == [m[1:] for m in turn.sent_by(peer) if m.rank == rank]
+            read = [(a, b) for a, b, reader in turn.jobs if reader == rank]
+            assert all(first <= a < b <= last for a, b in read)
+            assert sorted([*read, *(m[1:] for m in got)])[0][0] == first
+            assert united([("", *m[1:]) for m in got] + [("", *r) for r in read]) == last - first
+            rounds[turn.round, rank] = rounds.get((turn.round, rank), 0) + last - first
+    assert max(rounds.values(), default=0) <= ROUND_BYTES
 
 
 class Remote:
