@@ -24,9 +24,9 @@ from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
-from ckpt.together import Wish, find_together, load_newest_together, newest_first, require_asked, settled, together
+from ckpt.together import Wish, find_together, load_newest_together, newest_first, require_one_step, settled, together
+from ckpt.write import require_step_of_rank_0, take_apart
 from ckpt.write import save as run_save
-from ckpt.write import take_apart
 
 
 @overload
@@ -75,8 +75,9 @@ def save(
     ranks = as_group(group)
     # A group first meets: where one rank has a leaf that can't be stored, it can then tell the others.
     ready = take_apart(state, ranks) if ranks.size == 1 else state
-    session = sessions.enter(repo, ranks)
+    session = sessions.enter(repo, ranks, asked=(number,))
     try:
+        require_step_of_rank_0(session, number)
         handle = run_save(session, ready, number, options, blocking)
     except BaseException:
         sessions.leave(session, keep=True)
@@ -127,7 +128,8 @@ def load_step(repo: Repository, step: int, wish: Wish) -> Any:
     """Load a step that was named."""
     if wish.group.size > 1:
         wish.group.meet_at(repo.store)
-    return load_checkpoint(functools.partial(find_together, repo, step, wish.group), wish, step)
+        require_one_step(wish.group, step)
+    return load_checkpoint(functools.partial(find_together, repo, step, wish.group), wish)
 
 
 def load_newest(repo: Repository, strict: bool, wish: Wish, before: int | None = None) -> tuple[int, Any] | None:
@@ -169,15 +171,12 @@ def _newer(repo: Repository, than: int, known: Container[int]) -> bool:
     return any(repo.store.exists(commit_name(n)) for n in numbers)
 
 
-def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish, asked: int | None = None) -> Any:
-    """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise.
-
-    asked: the step that this rank has named.
-    """
+def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
+    """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise."""
     group = wish.group
     checkpoint = find()  # which all ranks do together
     once = wish.once or checkpoint.commit.world_size > 1  # one of many ranks is hardly loaded for a look
-    order, finish = together(group, lambda: _prepare(checkpoint, wish, once, asked))
+    order, finish = together(group, lambda: _prepare(checkpoint, wish, once))
     algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
     packs = [file.name for file in checkpoint.commit.packs]
     together(
@@ -189,10 +188,8 @@ def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish, asked: int | Non
     return together(group, finish)
 
 
-def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool, asked: int | None) -> tuple[list[Wanted], Finish]:
+def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wanted], Finish]:
     """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
-    if asked is not None:
-        require_asked(checkpoint, asked, wish.group)
     like, only = wish.like, wish.only
     if only is None and wish.group.size == 1 and not once:  # else this rank may need only a part
         checkpoint.prefetch()

@@ -147,14 +147,24 @@ class Claim:
         """Whether claims of other repositories count on with the same numbers."""
         self.sweeping = threading.Lock()
         """Held to say which packs an attempt refers to, and by a sweep."""
+        self._cleaning = threading.Lock()
+        self._is_clean = False
         self._serials = (series or Series()).serials
         self._lanes = itertools.count(1)
         self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self._active: dict[str, frozenset[str]] = {}
 
+    def clean(self) -> None:
+        """Once, before the first file is written with this claim: remove the temporary files of killed writers."""
+        with self._cleaning:
+            if not self._is_clean:
+                self.repo.store.sweep_temporaries("")
+                self._is_clean = True
+
     def beside(self, size: int) -> Claim:
         """The same right, for another group of which this process is rank 0. Attempts of one are known to all."""
+        self.clean()
         other = copy.copy(self)
         other.size, other.lane = size, next(self._lanes)
         return other

@@ -7,14 +7,16 @@ on request, since every rank then reads all of its state once more before the sa
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.digest import digest
+from ckpt.digest import checksum, digest
+from ckpt.groups.base import ranks_text
 from ckpt.leaves.base import ArrayLeaf, Bytes
 from ckpt.plan import LeafSpec
 from ckpt.shard import Box, whole
@@ -37,12 +39,13 @@ class Described(NamedTuple):
 
 
 def describe(flat: Flat) -> str:
-    """Name, dtype and global shape of each leaf of which this rank may store nothing; its rows tell of the others.
+    """Name, dtype, global shape and who has copies, of each leaf of which this rank may store nothing; its rows tell of the
+    others.
 
     One compressed text, the same for ranks that hold the same: of ten thousand the committer opens a few.
     """
     told = [
-        (name, leaf.dtype, leaf.shape)
+        (name, leaf.dtype, leaf.shape, _sharers(leaf))
         for name, leaf in flat.leaves.items()
         if name not in flat.own and not _is_stored(leaf)
     ]
@@ -56,6 +59,28 @@ def _is_stored(leaf: ArrayLeaf) -> bool:
     return any(part.replica.of == 1 and part.leaf.nbytes for part in leaf.parts() or ())
 
 
+_EVERYONE = "all"
+
+
+def _sharers(leaf: ArrayLeaf) -> list[str]:
+    """The sets of ranks that divide copies of a leaf among them, this rank being one of each."""
+    parts = leaf.parts()
+    if parts is None:
+        return [_EVERYONE]
+    return sorted({_name_of(part.replica.ranks) for part in parts if part.replica.of > 1 and part.replica.ranks})
+
+
+@functools.lru_cache(maxsize=4096)
+def _name_of(ranks: tuple[int, ...]) -> str:
+    return f"{checksum(repr(ranks).encode()):016x}"
+
+
+def _told(text: str) -> Iterable[tuple[str, str, list[int], list[str]]]:
+    """What `describe` put into a text."""
+    found: list[tuple[str, str, list[int], list[str]]] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return found
+
+
 def agreed(told: Mapping[str, int]) -> dict[str, Described]:
     """What all ranks take their leaves for, by name; raise StepRefused where two contradict each other.
 
@@ -63,7 +88,7 @@ def agreed(told: Mapping[str, int]) -> dict[str, Described]:
     """
     known: dict[str, Described] = {}
     for text, rank in told.items():
-        for name, dtype, shape in json.loads(zlib.decompress(base64.b64decode(text))):
+        for name, dtype, shape, _ in _told(text):
             require_same(name, known.setdefault(name, mine := Described(rank, dtype, tuple(shape))), mine)
     return known
 
@@ -76,6 +101,41 @@ def require_same(name: str, a: Described, b: Described) -> None:
             f"rank {b.rank}; give leaves that are not one array different names, or the same global_shape in ckpt.Shard; "
             "what each rank has for itself belongs in ckpt.PerRank"
         )
+
+
+_NAMED = 3
+"""Leaves in one message."""
+
+
+def lacking(
+    told: Mapping[str, Sequence[int]], ranks: Sequence[int], storing: Callable[[Collection[str]], Mapping[str, set[int]]]
+) -> str:
+    """Which leaves some ranks have, and others that should have copies lack, in words; "" where there is none.
+
+    Ranks with copies divide all of these among them. Where one lacks a leaf the others' cuts are not its own any more, and
+    what is then missing is of any leaf. told: what `describe` gave, and the ranks that told it; storing: which ranks have
+    stored something of leaves.
+    """
+    members: dict[str, set[int]] = {_EVERYONE: {*ranks}}
+    having: dict[tuple[str, str], set[int]] = {}
+    for text, tellers in told.items():
+        for name, _, _, sharers in _told(text):
+            for sharer in sharers:
+                members.setdefault(sharer, set()).update(tellers)
+                having.setdefault((name, sharer), set()).update(tellers)
+    suspects = {name for (name, sharer), those in having.items() if those != members[sharer]}
+    stored = storing(suspects)
+    found = []
+    for (name, sharer), those in having.items():
+        if without := members[sharer] - those - stored.get(name, set()):
+            found.append(f"leaf {name} is on {ranks_text(sorted(those))} but not on {ranks_text(sorted(without))}")
+    if not found:
+        return ""
+    more = f" and {len(found) - _NAMED} more leaves" if len(found) > _NAMED else ""
+    return (
+        f"{', '.join(found[:_NAMED])}{more}, where each should have an equal copy under the same name; what only some ranks "
+        "hold belongs in ckpt.Shard, what each rank has for itself in ckpt.PerRank"
+    )
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------

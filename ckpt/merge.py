@@ -14,6 +14,7 @@ from ckpt import arrow
 from ckpt import table as tables
 from ckpt.copies import Described, require_same
 from ckpt.cover import Flags, Ints, overlap, tiled, uncovered
+from ckpt.groups.base import ranks_text
 from ckpt.index import Index, indexed
 from ckpt.shard import Box, intersect
 from ckpt.storage.errors import StepRefused
@@ -216,9 +217,10 @@ class _Rows:
                 f"{self.ranks[b]} overlap in {_text(common)} of shape {shape}; {_NOT_COPIES}"
             )
         gap = uncovered(shape, offset, extent)
+        rest = f", {ranks_text(np.unique(self.ranks[rows]).tolist())} stored the rest" if len(rows) else ""
         return StepRefused(
-            f"leaf {name}: no rank stored {_text(gap)} of shape {shape}; if only some ranks hold this leaf, or each holds a "
-            "part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank"
+            f"leaf {name}: no rank stored {_text(gap)} of shape {shape}{rest}; if only some ranks hold this "
+            "leaf, or each holds a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank"
         )
 
     # --- words ---------------------------------------------------------------------------------------------------

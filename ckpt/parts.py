@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,13 +21,14 @@ import numpy as np
 
 from ckpt import arrow, records
 from ckpt.claim import Attempt, Claim
-from ckpt.copies import Copies, agreed, compare
+from ckpt.copies import Copies, agreed, compare, lacking
 from ckpt.digest import digest
+from ckpt.groups.base import ranks_text
 from ckpt.pack import lengths
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, commit_name, step_folder
 from ckpt.storage.base import Store
-from ckpt.storage.errors import IntegrityError, NotFound, RanksMissing, StepRefused
+from ckpt.storage.errors import CkptError, IntegrityError, NotFound, RanksMissing, StepRefused
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.threads import Threads
 from ckpt.tree import Node
@@ -116,6 +118,22 @@ def _listed(store: Store, attempt: Attempt) -> Iterator[Listed]:
             yield Listed(entry.name, int(found["rank"]), found["digest"])
 
 
+def _elsewhere(store: Store, attempt: Attempt, ranks: Collection[int]) -> str:
+    """Of which other step the first of these ranks has brought a part that nobody committed, in words; "" if of none."""
+    newest: dict[int, tuple[int, int]] = {}
+    with suppress(CkptError):  # what is to be told is that they are missing
+        names = {entry.name for entry in store.list("steps")}
+        for name in names:
+            folder, _, file = name.partition("/part/")
+            part = _PART.fullmatch(file)
+            if part is None or int(part["generation"]) != attempt.generation or f"{folder}/commit.json" in names:
+                continue
+            rank, step = int(part["rank"]), int(folder.removeprefix("steps/"))
+            if rank in ranks and step != attempt.step:
+                newest[rank] = max(newest.get(rank, (-1, -1)), (int(part["serial"]), step))
+    return f" (rank {min(newest)} has come with step {newest[min(newest)][1]})" if newest else ""
+
+
 def _reason(store: Store, name: str) -> str:
     try:
         return str(records.decode("failure", store.get(name), f"{store.url}/{name}")["reason"])
@@ -143,11 +161,11 @@ def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> 
         return [found[rank] for rank in sorted(found)] if len(found) == claim.size else None
 
     def never(missing: Sequence[int], why: str) -> RanksMissing:
-        one = len(missing) == 1
+        one, instead = len(missing) == 1, _elsewhere(repo.store, attempt, missing)
         return RanksMissing(
-            f"{_ranks(missing)} of {claim.size} did not bring {'its' if one else 'their'} part of step {attempt.step} {why}; "
-            f"every rank of the group must save the same steps. Look at the log of {'that rank' if one else 'those ranks'}; "
-            "to save from one rank alone pass group=None"
+            f"{ranks_text(missing)} of {claim.size} did not bring {'its' if one else 'their'} part of step {attempt.step} "
+            f"{why}; every rank of the group must save the same steps{instead}. Look at the log of "
+            f"{'that rank' if one else 'those ranks'}; to save from one rank alone pass group=None"
         )
 
     def given_up() -> RanksMissing | None:
@@ -174,7 +192,7 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     written = 0
     algorithms: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    held: dict[str, int] = {}
+    held: dict[str, list[int]] = {}
     copies: list[tuple[int, Copies]] = []
     for part, table in zip(listed, tables, strict=True):
         said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
@@ -186,17 +204,22 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
         written += int(said["written_bytes"])
         algorithms.setdefault(said["digest"], part.rank)
         sizes.setdefault(said["world_size"], part.rank)
-        held.setdefault(said["held"], part.rank)
+        held.setdefault(said["held"], []).append(part.rank)
         if "copies" in said:
             copies.append((part.rank, json.loads(said["copies"])))
     _require_one("digests by", algorithms, step)
     _require_one("counts its group as", sizes, step)
     _require_all_verify([rank for rank, _ in copies], [part.rank for part in listed], step)
-    known = agreed(held)
+    known = agreed({text: those[0] for text, those in held.items()})
     compare(step, copies)
     ranks = [part.rank for part in listed]
-    table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
-    tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
+    try:
+        table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
+        tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
+    except StepRefused:
+        if cause := lacking(held, ranks, lambda names: _storing(names, ranks, tables)):
+            raise StepRefused(f"step {step}: {cause}") from None
+        raise
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
 
 
@@ -228,9 +251,18 @@ def _require_all_verify(those: Sequence[int], ranks: Sequence[int], step: int) -
     """Copies are compared where every rank has digested its own, or nowhere."""
     if those and (others := [rank for rank in ranks if rank not in set(those)]):
         raise StepRefused(
-            f"step {step}: verify_replicas=True on {_ranks(those)}, False on {_ranks(others)}; every rank must save with the "
-            "same options"
+            f"step {step}: verify_replicas=True on {ranks_text(those)}, False on {ranks_text(others)}; every rank must save "
+            "with the same options"
         )
+
+
+def _storing(names: Collection[str], ranks: Sequence[int], tables: Sequence[pa.Table]) -> dict[str, set[int]]:
+    """The ranks that have stored something of these leaves."""
+    found: dict[str, set[int]] = {}
+    for rank, table in zip(ranks, tables, strict=True):
+        for name in _leaf_names(table) & set(names):
+            found.setdefault(name, set()).add(rank)
+    return found
 
 
 def _leaf_names(table: pa.Table) -> set[str]:
@@ -287,7 +319,8 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
     if commit is None:
         raise RanksMissing(
             f"rank 0 of {claim.size} has not committed step {attempt.step} within {timeout:g} s; look at its log. Every rank "
-            "of the group must save the same steps; to save from one rank alone pass group=None"
+            f"of the group must save the same steps{_elsewhere(repo.store, attempt, [0])}; to save from one rank alone pass "
+            "group=None"
         )
     return commit
 
@@ -317,8 +350,3 @@ def _wait(
                 raise hopeless
         time.sleep(min(pause, max(0.0, deadline - now)))
         pause = min(pause * 1.5, _POLL[1])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:20])) + (" …" if len(ranks) > 20 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

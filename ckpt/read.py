@@ -69,10 +69,10 @@ class Piece(NamedTuple):
         first, last = _span(self.box.relative_to(row.box), row.box.shape)
         return row.start + first * itemsize, row.start + last * itemsize
 
-    def span_bytes(self) -> int:
-        """What of an uncompressed block must be read for this piece: whole cells."""
+    def cells(self) -> tuple[int, int]:
+        """What of an uncompressed block must be read for this piece, from and to: whole cells."""
         first, last = self.span()
-        return min(self.row.raw, -(-last // CELL_BYTES) * CELL_BYTES) - first // CELL_BYTES * CELL_BYTES
+        return first // CELL_BYTES * CELL_BYTES, min(self.row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
 
 
 @dataclass(slots=True)
@@ -83,6 +83,28 @@ class Wanted:
     pieces: list[Piece] = field(default_factory=list)
     once: bool = False
     """No other process of this host is known to need it, nor this one again."""
+
+    def part(self) -> Piece | None:
+        """The only wanted piece, where it can be had without the rest of the block and is worth that."""
+        if len(self.pieces) > 1:
+            return None
+        piece = self.pieces[0]
+        row = piece.row
+        is_less = row.nbytes * 2 < row.raw or piece.box is not row.box
+        return piece if row.codec is None and is_less else None
+
+    def stretch(self) -> tuple[int, int]:
+        """What of the raw block is read, from and to."""
+        piece = self.part()
+        return (0, self.row.raw) if piece is None else piece.cells()
+
+    def to_read(self) -> int:
+        """The bytes that are read of it, as stored."""
+        piece = self.part()
+        if piece is None:
+            return self.row.stored
+        begin, end = piece.cells()
+        return end - begin
 
 
 def read_leaves(
@@ -225,7 +247,8 @@ class Worker:
         raw = self._whole(block)
         for piece in block.pieces:
             if piece.row.cells:
-                self._check_cells(piece.row, raw[_cells_begin(piece.row) : _cells_end(piece.row)])
+                begin = _cells_begin(piece.row)
+                self._check_cells(piece.row, raw[begin : _cells_end(piece.row)], begin)
 
     def _from_nearest(self, block: Wanted, work: Callable[[Wanted], T]) -> T:
         def read(store: Store) -> T:
@@ -239,34 +262,44 @@ class Worker:
     # --- one block ---------------------------------------------------------------------------------------------
 
     def _block(self, block: Wanted) -> None:
-        row = block.row
-        if len(block.pieces) == 1:
-            piece = block.pieces[0]
-            row = piece.row
-            if row.codec is None:
-                whole = piece.box is row.box and row.nbytes == row.raw
-                if whole and not self._past_cache(block) and (place := self._place(piece)) is not None:
-                    self._straight(row, place)
-                    return
-                if row.nbytes * 2 < row.raw or piece.box is not row.box:
-                    self._part(piece, self._past_cache(block))
-                    return
+        if (piece := block.part()) is not None:
+            begin, end = piece.cells()
+            self._place_part(piece, self._cells(piece.row, begin, end, self._past_cache(block)))
+            self._report(end - begin)
+            return
+        piece = block.pieces[0]
+        is_one = len(block.pieces) == 1 and piece.row.codec is None and piece.row.nbytes == piece.row.raw
+        if is_one and not self._past_cache(block) and (place := self._place(piece)) is not None:
+            self._straight(piece.row, place)
+            return
         self.place(block, self._whole(block))
-        self._report(row.stored)
+        self._report(block.row.stored)
 
-    def fetch(self, block: Wanted, out: Bytes) -> None:
-        """Read all of a block, verified and decoded, into `out`."""
+    def fetch(self, block: Wanted, begin: int, end: int, out: Bytes) -> None:
+        """Read a stretch of a block, verified and decoded, into `out`: all of it, or some cells of its only wanted piece."""
+
+        def read(block: Wanted) -> Bytes:
+            if end - begin == block.row.raw:
+                return self._whole(block)
+            return self._cells(block.pieces[0].row, begin, end, self._past_cache(block))
+
         try:
-            out[:] = self._from_nearest(block, self._whole)
-            self._report(block.row.stored)
+            out[:] = self._from_nearest(block, read)
+            self._report(block.row.stored if end - begin == block.row.raw else end - begin)
         finally:
             self._close()
 
-    def accept(self, block: Wanted, raw: Bytes) -> None:
-        """Check a block that another rank has read, and put its pieces where they belong."""
-        if digest(self._algorithm, raw) != block.row.digest:
-            raise self._damaged(block.row, "digest")
-        self.place(block, raw)
+    def accept(self, block: Wanted, data: Bytes) -> None:
+        """Check the stretch of a block that is wanted, of which other ranks have read some, and put it where it belongs."""
+        begin, end = block.stretch()
+        if end - begin == block.row.raw:
+            if digest(self._algorithm, data) != block.row.digest:
+                raise self._damaged(block.row, "digest")
+            self.place(block, data)
+        else:
+            piece = block.pieces[0]
+            self._check_cells(piece.row, data, begin)
+            self._place_part(piece, data)
 
     def place(self, block: Wanted, raw: Bytes) -> None:
         """Put the pieces of a block where they belong."""
@@ -319,23 +352,23 @@ class Worker:
             raise self._damaged(row, "digest")
         return raw
 
-    def _part(self, piece: Piece, past_cache: bool) -> None:
-        """Some cells of an uncompressed block: those around the wanted box."""
-        row, leaf, box, at = piece
-        itemsize = numpy_dtype(row.dtype).itemsize
-        first, last = piece.span()
-        begin = first // CELL_BYTES * CELL_BYTES
-        end = begin + piece.span_bytes()
+    def _cells(self, row: Row, begin: int, end: int, past_cache: bool) -> Bytes:
+        """Some cells of an uncompressed block, verified, in this worker's buffer. The row must have bytes in each."""
         cells = self._read(row, row.position + begin, end - begin, past_cache)
-        known = (begin - _cells_begin(row)) // CELL_BYTES
-        self._check_cells(row, cells, known)
-        # The row's bytes as if all had been read: only those within the span are looked at.
-        box_rows = _rows_of_span(cells[first - begin : last - begin], box, row, itemsize)
-        leaf.write(at, box_rows)
-        self._report(end - begin)
+        self._check_cells(row, cells, begin)
+        return cells
 
-    def _check_cells(self, row: Row, data: Bytes, first: int = 0) -> None:
-        for i, start in enumerate(range(0, len(data), CELL_BYTES), first):
+    def _place_part(self, piece: Piece, cells: Bytes) -> None:
+        """Put a wanted box where it belongs, given the cells around it."""
+        row, leaf, box, at = piece
+        begin, _ = piece.cells()
+        first, last = piece.span()
+        leaf.write(at, _rows_of_span(cells[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
+
+    def _check_cells(self, row: Row, data: Bytes, begin: int) -> None:
+        """Check cells of a raw block, from byte `begin` of it on, in each of which the row has bytes."""
+        known = (begin - _cells_begin(row)) // CELL_BYTES
+        for i, start in enumerate(range(0, len(data), CELL_BYTES), known):
             if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
                 raise self._damaged(row, f"cell {i}")
 

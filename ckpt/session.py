@@ -47,12 +47,16 @@ KnownBlocks = dict[tuple[bytes, int], KnownBlock]
 """Blocks by digest and raw length."""
 
 
+Asked = tuple[int | None, ...]
+"""The step that the first save of a session was given, None for the one after the newest; empty where that is not known."""
+
+
 class Session:
     """Shared by all that save to one repository from this process."""
 
     def __init__(
         self, repo: Repository, group: Group, shared: Claim | None = None, series: Series | None = None,
-        where: Store | None = None,
+        where: Store | None = None, asked: Asked = (),
     ) -> None:  # fmt: skip
         self.repo = repo
         self.group = group
@@ -60,13 +64,13 @@ class Session:
         """Steps that no sweep deletes, for they are still to be copied from here."""
         self.holders = 0
         self._next_step: int | None = None  # agreed by a group, whose ranks see commits at different moments
+        self._asked_of_rank_0: Asked = ()
         if group.size == 1:
             repo.ensure()
             self.claim = shared or claim(repo, series=series)
         else:
-            self.claim, self._next_step = _meet(repo, group, series, where or repo.store, shared)
+            self.claim, self._next_step, self._asked_of_rank_0 = _meet(repo, group, series, where or repo.store, shared, asked)
         self._lock = threading.Lock()
-        self._prepared = shared is not None  # others write with this claim already
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
         self._pending: list[SaveHandle] = []
         self._known_of: tuple[int, int] = (-1, -1)
@@ -78,6 +82,11 @@ class Session:
         if self._next_step is None:
             return _after_newest(self.repo)
         return self._next_step
+
+    def asked_of_rank_0(self) -> Asked:
+        """What rank 0 was asked to save when the session began; told once."""
+        asked, self._asked_of_rank_0 = self._asked_of_rank_0, ()
+        return asked
 
     def began(self, step: int) -> None:
         """A save of this step begins."""
@@ -124,11 +133,9 @@ class Session:
     # --- what the last step holds ------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Once, before the first file is written: remove the temporary files of killed writers."""
-        with self._lock:
-            if not self._prepared and self.group.size == 1:  # a group has done it before it met
-                self.repo.store.sweep_temporaries("")
-                self._prepared = True
+        """Before the first file is written."""
+        if self.group.size == 1:  # a group has done it before it met
+            self.claim.clean()
 
     def known_blocks(self, algorithm: str, attempt: Attempt) -> tuple[KnownBlocks, dict[str, int]]:
         """Blocks of the newest committed step whose packs are there, and the lengths of those packs.
@@ -209,11 +216,12 @@ def _after_newest(repo: Repository) -> int:
 
 
 def _meet(
-    repo: Repository, group: Group, series: Series | None, where: Store, shared: Claim | None
-) -> tuple[Claim, int]:
+    repo: Repository, group: Group, series: Series | None, where: Store, shared: Claim | None, asked: Asked
+) -> tuple[Claim, int, Asked]:
     """Begin a session together; the one time that the ranks talk. All raise the same error where rank 0 can't begin.
 
     shared: the claim that rank 0 has for another group. A new one would end the saves of that group for good.
+    Returns the claim, the number of the next step, and what rank 0 is asked to save.
     """
     if group.rank:
         group.meet_at(where)
@@ -221,7 +229,7 @@ def _meet(
         if "error" in told:
             kind = getattr(errors, told["error"], CkptError)
             raise kind(told["message"])
-        return Claim(repo, told["generation"], group.rank, group.size, series, told["lane"]), told["next"]
+        return Claim(repo, told["generation"], group.rank, group.size, series, told["lane"]), told["next"], tuple(told["asked"])
     mine: Claim | None = None
     try:
         repo.ensure()
@@ -229,8 +237,8 @@ def _meet(
             mine = shared.beside(group.size)
         else:
             mine = claim(repo, group.size, series)
-            repo.store.sweep_temporaries("")  # now, while nobody of this generation writes
-        told = {"generation": mine.generation, "lane": mine.lane, "next": _after_newest(repo)}
+            mine.clean()  # now, while nobody of this generation writes
+        told = {"generation": mine.generation, "lane": mine.lane, "next": _after_newest(repo), "asked": asked}
     except BaseException as error:
         if mine is not None:
             _release_unused(mine)
@@ -242,7 +250,7 @@ def _meet(
     except BaseException:
         _release_unused(mine)
         raise
-    return mine, told["next"]
+    return mine, told["next"], asked
 
 
 def _tell(where: Store, group: Group, told: dict[str, object]) -> None:
@@ -271,10 +279,13 @@ def distrust(repo: Repository, steps: Iterable[int]) -> None:
         distrusted(place).update(steps)
 
 
-def enter(repo: Repository, group: Group, series: Series | None = None, where: Store | None = None) -> Session:
+def enter(
+    repo: Repository, group: Group, series: Series | None = None, where: Store | None = None, asked: Asked = ()
+) -> Session:
     """Join this process's session for a repository, or begin one: with a group, every rank must.
 
     where: a place that can be written to, for a group to meet at; else it is the repository.
+    asked: the step to save at once.
     """
     key = _key(repo, group)
     if group.size > 1:
@@ -285,7 +296,7 @@ def enter(repo: Repository, group: Group, series: Series | None = None, where: S
                 return session
         # Not under the lock: the ranks of a group of threads wait for each other here.
         with _lend(repo, group, series) as shared:
-            made = Session(repo, group, shared, series, where)
+            made = Session(repo, group, shared, series, where, asked)
             with _registry:
                 session = _sessions.setdefault(key, made)
                 session.holders += 1
@@ -297,7 +308,9 @@ def enter(repo: Repository, group: Group, series: Series | None = None, where: S
                 _orphans.remove(orphan)
                 orphan.wait()
                 orphan.raise_failed()
-            session = _sessions[key] = Session(repo, group, _claim_of_this_process(repo), series)
+            # What tiers copy here has their own numbers, which are higher than those of a claim without tiers.
+            shared = _claim_of_this_process(repo) if series is None else None
+            session = _sessions[key] = Session(repo, group, shared, series)
         session.holders += 1
         return session
 
@@ -310,13 +323,12 @@ def _claim_of_this_process(repo: Repository) -> Claim | None:
 
 @contextmanager
 def _lend(repo: Repository, group: Group, series: Series | None) -> Iterator[Claim | None]:
-    """The claim of another group of this process, which rank 0 of this one may use as well; nobody gives it up meanwhile.
-
-    Not that of the process alone, which may not have cleaned up yet, nor where tiers count with the same numbers.
+    """The claim of this process alone, or for another group, which rank 0 of this one may use as well; nobody gives it up
+    meanwhile. Not where tiers count with the same numbers.
     """
     with _registry:
         mine = _claim_of_this_process(repo)
-        if mine is not None and (group.rank or mine.size == 1 or mine.in_series or series is not None):
+        if mine is not None and (group.rank or mine.in_series or series is not None):
             mine = None
         if mine is not None:
             _lent.append(mine)

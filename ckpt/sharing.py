@@ -1,28 +1,29 @@
-"""Reading shared by the ranks of a group: a block that several need is read by one of them and handed to the others.
+"""Reading shared by the ranks of a group: what several need of a block is read by one of them and handed to the others.
 
 All ranks tell what they need, and each computes the same schedule from that. Blocks go round by round, so that no rank
-holds more than some blocks beside its own shard. Whoever gets a block verifies it, whether from the store or from a rank.
+holds more than some blocks beside its own shard. Whoever gets bytes verifies them, whether from the store or from a rank:
+therefore a stretch of cells is read by a rank that wants just these, and whole blocks by one that wants all.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ckpt.digest import CELL_BYTES
-from ckpt.groups.base import Group
+from ckpt.groups.base import Group, Message
 from ckpt.leaves.base import Bytes
-from ckpt.manifest import Row
 from ckpt.places import copies_of
 from ckpt.plan import BLOCK_BYTES
 from ckpt.read import READ_THREADS, Progress, Wanted, Worker, read_blocks
 from ckpt.storage.base import Store
 from ckpt.storage.local import LocalStore
+from ckpt.storage.threads import Threads
 
 ShareReads = bool | Literal["auto"]
 
@@ -32,16 +33,94 @@ ROUND_BYTES = 96 << 20
 _WORTH = 1.05  # what the group reads over what there is, from which on sharing begins
 
 Need = np.ndarray
-"""Rows of (pack, position, raw bytes, bytes to read), one a block, in the order of the blocks."""
+"""Rows of (pack, position, raw bytes, from, to, bytes to read), one a block, in the order of the blocks."""
+
+_COLUMNS = 6
+
+Key = tuple[int, int]
+"""Pack and position of a block."""
+
+
+class Stretch(NamedTuple):
+    """Bytes [begin, end) of a raw block."""
+
+    begin: int
+    end: int
+    nbytes: int
+    """To be read for it."""
+    ranks: Sequence[int]
+    """Those that can read and verify it."""
+
+
+class Part(NamedTuple):
+    """What a rank needs of a block that it does not need whole, from and to."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class Block:
+    """What the ranks need of one block."""
+
+    raw: int
+    stored: int = 0
+    """The bytes to read for all of it, where a rank needs that."""
+    whole: list[int] = field(default_factory=list)
+    """The ranks that do."""
+    parts: list[Part] = field(default_factory=list)
+
+    def alone(self) -> int:
+        """The bytes that are read where each rank reads for itself."""
+        return self.stored * len(self.whole) + sum(part.end - part.begin for part in self.parts)
+
+    def united(self) -> list[Stretch]:
+        """What is to be read of it, each byte once. All of it where a rank needs it all; else what lies between two edges."""
+        if self.whole:
+            return [Stretch(0, self.raw, self.stored, self.whole)]
+        edges = sorted({edge for part in self.parts for edge in (part.begin, part.end)})
+        found = []
+        for begin, end in itertools.pairwise(edges):
+            if ranks := [part.rank for part in self.parts if part.begin <= begin and end <= part.end]:
+                found.append(Stretch(begin, end, end - begin, ranks))
+        return found
+
+    def takers(self) -> Iterator[Part]:
+        """What each rank needs of it."""
+        yield from (Part(rank, 0, self.raw) for rank in self.whole)
+        yield from self.parts
+
+
+class Job(NamedTuple):
+    """A stretch of a block, and who reads it."""
+
+    begin: int
+    end: int
+    reader: int
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One block on its way: who reads it, and who gets it."""
+    """One block on its way: when, who reads what of it, and who needs it. Jobs are in the same order on all ranks."""
 
     round: int
-    reader: int
-    takers: tuple[int, ...]
+    jobs: list[Job]
+    block: Block
+
+    def sent_by(self, rank: int) -> Iterator[Part]:
+        """What a rank sends, and to whom."""
+        for begin, end, reader in self.jobs:
+            if reader == rank:
+                for taker, first, last in self.block.takers():
+                    if taker != rank and max(begin, first) < min(end, last):
+                        yield Part(taker, max(begin, first), min(end, last))
+
+    def received_by(self, rank: int, first: int, last: int) -> Iterator[Part]:
+        """What a rank that needs these bytes receives, and from whom."""
+        for begin, end, reader in self.jobs:
+            if reader != rank and max(begin, first) < min(end, last):
+                yield Part(reader, max(begin, first), min(end, last))
 
 
 def read_together(
@@ -50,7 +129,7 @@ def read_together(
 ) -> None:  # fmt: skip
     """Like `read_blocks`, on every rank of a group. Every rank must come, whatever it needs.
 
-    once: past the page cache, where no other rank is known to need a block from it.
+    once: past the page cache, where no other rank is known to need the same bytes from it.
     """
     if share is False or group.size == 1 or not group.can_exchange:
         for block in order:
@@ -58,142 +137,141 @@ def read_together(
         read_blocks(store, algorithm, order, where, progress)
         return
     number = {name: i for i, name in enumerate(packs)}
-    mine = np.array([(number[w.row.pack or ""], w.row.position, w.row.raw, _bytes(w)) for w in order], np.int64)
-    needs = [np.frombuffer(data, np.int64).reshape(-1, 4) for data in group.all_gather(mine.tobytes())]
-    keys = [(int(a), int(b)) for a, b, _, _ in mine.reshape(-1, 4)]
+    keys = [(number[w.row.pack or ""], w.row.position) for w in order]
+    mine = np.array([(*k, w.row.raw, *w.stretch(), w.to_read()) for k, w in zip(keys, order, strict=True)], np.int64)
+    needs = [np.frombuffer(data, np.int64).reshape(-1, _COLUMNS) for data in group.all_gather(mine.tobytes())]
     by_key = dict(zip(keys, order, strict=True))
-    shared = share != "auto" or _is_worth_it(store, group, needs)
+    blocks = blocks_of(needs)
+    shared = share != "auto" or _is_worth_it(store, group, blocks)
     if once:
-        readers = {} if shared else _readers(needs)
-        for key, block in by_key.items():
-            block.once = shared or _is_divided(block.row, *readers[key])
+        for key, wanted in by_key.items():
+            wanted.once = shared or _is_divided(blocks[key])
     if not shared:
         read_blocks(store, algorithm, order, where, progress)
         return
-    turns = schedule(needs)
+    turns = schedule(blocks, group.size)
     failed: list[Exception] = []
     try:
         read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
     except Exception as error:  # the others wait for what this rank is to read
         failed.append(error)
     rounds = 1 + max((t.round for t in turns.values()), default=-1)
-    by_round: list[list[tuple[int, int]]] = [[] for _ in range(rounds)]
+    by_round: list[list[Key]] = [[] for _ in range(rounds)]
     for key, turn in turns.items():
-        if group.rank in turn.takers:
+        if key in by_key:
             by_round[turn.round].append(key)
-    for keys in by_round:
-        _round(store, algorithm, where, progress, group, [(by_key[k], turns[k]) for k in keys], failed)
+    for of_round in by_round:
+        _round(store, algorithm, where, progress, group, [(by_key[k], turns[k]) for k in of_round], failed)
     if failed:
         raise failed[0]
 
 
 def _round(
     store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
-    jobs: list[tuple[Wanted, Turn]], failed: list[Exception],
+    taken: list[tuple[Wanted, Turn]], failed: list[Exception],
 ) -> None:  # fmt: skip
     """Read what is this rank's, hand over, put in place. Goes on after an error: the others count on the messages."""
-    buffers: list[Bytes] = [np.empty(block.row.raw, np.uint8) for block, _ in jobs]
+    rank = group.rank
+    needed = [block.stretch() for block, _ in taken]
+    buffers: list[Bytes] = [np.empty(last - first, np.uint8) for first, last in needed]
+
+    def within(i: int, begin: int, end: int) -> Bytes:
+        first, _ = needed[i]
+        return buffers[i][begin - first : end - first]
 
     own = threading.local()  # a worker's memory is used again
 
-    def read(i: int) -> None:
+    def read(i: int, job: Job) -> None:
         try:
             if not hasattr(own, "worker"):
                 own.worker = Worker(store, algorithm, where, progress)
-            own.worker.fetch(jobs[i][0], buffers[i])
+            own.worker.fetch(taken[i][0], job.begin, job.end, within(i, job.begin, job.end))
         except Exception as error:
             failed.append(error)
 
     def accept(i: int) -> None:
         try:
-            Worker(store, algorithm, where, None).accept(jobs[i][0], buffers[i])
+            Worker(store, algorithm, where, None).accept(taken[i][0], buffers[i])
         except Exception as error:
             failed.append(error)
 
-    with ThreadPoolExecutor(READ_THREADS, "ckpt-read") as pool:
-        list(pool.map(read, [i for i, (_, turn) in enumerate(jobs) if turn.reader == group.rank]))
-        send = [
-            (peer, buffer.data)
-            for (_, turn), buffer in zip(jobs, buffers, strict=True)
-            if turn.reader == group.rank
-            for peer in turn.takers
-            if peer != group.rank
-        ]
-        receive = [
-            (turn.reader, buffer.data) for (_, turn), buffer in zip(jobs, buffers, strict=True) if turn.reader != group.rank
-        ]
+    with Threads(READ_THREADS, "ckpt-read") as pool:
+        reads = [(i, job) for i, (_, turn) in enumerate(taken) for job in turn.jobs if job.reader == rank]
+        list(pool.map(lambda it: read(*it), reads))
+        send: list[Message] = []
+        receive: list[Message] = []
+        for i, (_, turn) in enumerate(taken):
+            send += [(peer, within(i, begin, end).data) for peer, begin, end in turn.sent_by(rank)]
+            receive += [(peer, within(i, begin, end).data) for peer, begin, end in turn.received_by(rank, *needed[i])]
         group.exchange(send, receive)
-        list(pool.map(accept, range(len(jobs))))
+        list(pool.map(accept, range(len(taken))))
 
 
-def schedule(needs: Sequence[Need]) -> dict[tuple[int, int], Turn]:
-    """The turn of each block that more than one rank needs. Pure; the same on every rank.
-
-    The reader is the taker that has the fewest bytes to read so far. A round is full for a rank at ROUND_BYTES.
-    """
-    takers: dict[tuple[int, int], list[int]] = {}
-    sizes: dict[tuple[int, int], int] = {}
-    load = [0] * len(needs)
+def blocks_of(needs: Sequence[Need]) -> dict[Key, Block]:
+    """What the ranks need, by block."""
+    found: dict[Key, Block] = {}
     for rank, need in enumerate(needs):
-        for pack, position, raw, nbytes in need.tolist():
-            takers.setdefault((pack, position), []).append(rank)
-            sizes[pack, position] = raw
-            load[rank] += nbytes
-    for key, ranks in takers.items():
-        if len(ranks) > 1:
-            for rank in ranks:
-                load[rank] -= sizes[key]
-    held = [0] * len(needs)
-    found: dict[tuple[int, int], Turn] = {}
-    for key in sorted(takers):
-        ranks = takers[key]
-        if len(ranks) == 1:
-            continue
-        reader = min(ranks, key=lambda r: (load[r], r))
-        load[reader] += sizes[key]
-        begin = max(held[r] for r in ranks)
-        size = max(1, sizes[key])
-        if begin % ROUND_BYTES + size > ROUND_BYTES:
-            begin = (begin // ROUND_BYTES + 1) * ROUND_BYTES
-        for rank in ranks:
-            held[rank] = begin + size
-        found[key] = Turn(begin // ROUND_BYTES, reader, tuple(ranks))
+        for pack, position, raw, begin, end, nbytes in need.tolist():
+            if (block := found.get((pack, position))) is None:
+                block = found[pack, position] = Block(raw)
+            if end - begin == raw:
+                block.stored = nbytes
+                block.whole.append(rank)
+            else:
+                block.parts.append(Part(rank, begin, end))
     return found
 
 
-def _is_worth_it(store: Store, group: Group, needs: Sequence[Need]) -> bool:
-    total = sum(int(need[:, 3].sum()) for need in needs)
-    unique: dict[tuple[int, int], int] = {}
-    for need in needs:
-        for pack, position, raw, nbytes in need.tolist():
-            unique[pack, position] = min(raw, unique.get((pack, position), 0) + nbytes)
-    if total <= _WORTH * sum(unique.values()):
+def schedule(blocks: Mapping[Key, Block], size: int) -> dict[Key, Turn]:
+    """The turn of each block of which several of `size` ranks need the same bytes. Pure; the same on every rank.
+
+    Of those that can read a stretch it is read by the one that has the fewest bytes to read so far. A round is full for a
+    rank at ROUND_BYTES.
+    """
+    load = [0] * size
+    shared: dict[Key, list[Stretch]] = {}
+    for key in sorted(blocks):
+        united = blocks[key].united()
+        if blocks[key].alone() > _bytes(united):
+            shared[key] = united
+            continue
+        for stretch in united:
+            load[stretch.ranks[0]] += stretch.nbytes
+    held = [0] * size
+    found: dict[Key, Turn] = {}
+    for key, united in shared.items():
+        block = blocks[key]
+        jobs = []
+        for begin, end, nbytes, ranks in united:
+            reader = min(ranks, key=lambda r: (load[r], r))
+            load[reader] += nbytes
+            jobs.append(Job(begin, end, reader))
+        takers = [part.rank for part in block.takers()]
+        first = max(held[rank] for rank in takers)
+        if first % ROUND_BYTES + block.raw > ROUND_BYTES:
+            first = (first // ROUND_BYTES + 1) * ROUND_BYTES
+        for rank in takers:
+            held[rank] = first + block.raw
+        found[key] = Turn(first // ROUND_BYTES, jobs, block)
+    return found
+
+
+def _bytes(stretches: Sequence[Stretch]) -> int:
+    return sum(stretch.nbytes for stretch in stretches)
+
+
+def _is_worth_it(store: Store, group: Group, blocks: Mapping[Key, Block]) -> bool:
+    total = sum(block.alone() for block in blocks.values())
+    if total <= _WORTH * sum(_bytes(block.united()) for block in blocks.values()):
         return False
     # On one host they share the page cache, which is faster than any message.
     return not (all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host())
 
 
-def _readers(needs: Sequence[Need]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Of each block, how many ranks need it, and the bytes that they read if each reads for itself."""
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for need in needs:
-        for pack, position, _, nbytes in need.tolist():
-            ranks, read = found.get((pack, position), (0, 0))
-            found[pack, position] = ranks + 1, read + nbytes
-    return found
-
-
-def _is_divided(row: Row, ranks: int, read: int) -> bool:
+def _is_divided(block: Block) -> bool:
     """Whether ranks that need a block read different bytes of it, but for the cells at their borders."""
-    return ranks == 1 or (row.codec is None and read <= row.raw + ranks * CELL_BYTES)
-
-
-def _bytes(block: Wanted) -> int:
-    """What reading this block costs alone: a box of an uncompressed block needs some of its cells only."""
-    row = block.row
-    if row.codec is not None or len(block.pieces) > 1:
-        return row.stored
-    return block.pieces[0].span_bytes()
+    united = block.united()
+    return block.alone() <= _bytes(united) + (len(united) - 1) * CELL_BYTES
 
 
 assert ROUND_BYTES > BLOCK_BYTES

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ckpt import session as sessions
 from ckpt.arguments import check_progress, check_rename, check_share_reads, checked_patterns
 from ckpt.checkpoint import Checkpoint
-from ckpt.groups.base import Alone, Group
+from ckpt.groups.base import Alone, Group, different_steps
 from ckpt.read import Progress
 from ckpt.records import decode_commit, encode_commit
 from ckpt.rename import Rename
@@ -24,7 +24,7 @@ from ckpt.repository import Repository, commit_name
 from ckpt.select import Patterns
 from ckpt.sharing import ShareReads
 from ckpt.storage import errors
-from ckpt.storage.errors import CkptError, GroupError, IntegrityError, InvalidArgument
+from ckpt.storage.errors import CkptError, GroupError, IntegrityError
 
 log = logging.getLogger("ckpt")
 
@@ -75,12 +75,16 @@ def together(group: Group, work: Callable[[], T]) -> T:
     other = next(((rank, a) for rank, a in enumerate(answers) if a is not None and a[0] != "IntegrityError"), None)
     if other is not None and (error is None or isinstance(error, IntegrityError)):
         rank, (kind, message) = other
-        raise GroupError(f"rank {rank} of {group.size} failed, so no rank goes on: {kind}: {message}") from error
+        raise _failed_elsewhere(rank, group, kind, message) from error
     if error is not None:
         raise error
     if damage is not None:
         raise IntegrityError(damage[1])
     return made
+
+
+def _failed_elsewhere(rank: int, group: Group, kind: str, message: str) -> GroupError:
+    return GroupError(f"rank {rank} of {group.size} failed, so no rank goes on: {kind}: {message}")
 
 
 def told_by_rank_0(group: Group, ask: Callable[[], str]) -> str:
@@ -114,13 +118,17 @@ def find_together(repo: Repository, step: int, group: Group) -> Checkpoint:
     return Checkpoint(repo.store, decode_commit(data.encode(), f"{repo.url}/{commit_name(step)}"), group.rank)
 
 
-def require_asked(checkpoint: Checkpoint, step: int, group: Group) -> None:
-    """Raise InvalidArgument where this rank has named another step than rank 0, which chose the checkpoint."""
-    if checkpoint.step != step:
-        raise InvalidArgument(
-            f"rank {group.rank} of {group.size} was to load step {step}, rank 0 step {checkpoint.step}; every rank must name "
-            "the same step"
-        )
+def require_one_step(group: Group, step: int | None) -> None:
+    """Raise InvalidArgument where this rank has named another step than rank 0, or one of them none; GroupError where another
+    rank has. They would wait for each other's different messages."""
+    told = [json.loads(answer) for answer in group.all_gather(json.dumps(step).encode())]
+    rank = group.rank if step != told[0] else next((rank for rank, its in enumerate(told) if its != told[0]), None)
+    if rank is None:
+        return
+    different = different_steps("load", rank, group.size, told[rank], told[0])
+    if rank == group.rank:
+        raise different
+    raise _failed_elsewhere(rank, group, "InvalidArgument", str(different))
 
 
 def newest_first(numbers: list[int], before: int | None) -> list[int]:
@@ -140,6 +148,7 @@ def load_newest_together(
         return json.dumps([n for n in repo.step_numbers() if repo.store.exists(commit_name(n))])
 
     group.meet_at(repo.store)
+    require_one_step(group, None)
     numbers = json.loads(told_by_rank_0(group, listed))
     damage: dict[int, IntegrityError] = {}
     found: tuple[int, Any] | None = None

@@ -25,7 +25,7 @@ from ckpt.claim import Attempt
 from ckpt.commit import Committer
 from ckpt.copies import digest_copies
 from ckpt.digest import checksum, digest_and_cells, require
-from ckpt.groups.base import Group
+from ckpt.groups.base import Group, different_steps
 from ckpt.handle import SaveHandle
 from ckpt.held import held_by, specs_of
 from ckpt.leaves.base import ArrayLeaf
@@ -104,6 +104,18 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     if failed is not None:
         raise failed
     return handle
+
+
+def require_step_of_rank_0(session: Session, step: int | None) -> None:
+    """Raise InvalidArgument where rank 0 has been asked to save another step, or none was named on one of the two.
+
+    That is known of the first save of a group, for which its ranks talk. Later ones are only seen not to come.
+    """
+    for asked in session.asked_of_rank_0():
+        if asked != step:
+            error = different_steps("save", session.group.rank, session.group.size, step, asked)
+            leave_out(session, session.next_step() if asked is None else asked, error)
+            raise error
 
 
 def leave_out(session: Session, step: int, error: BaseException) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import itertools
 import json
 import math
@@ -9,6 +11,7 @@ import random
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,14 +25,15 @@ from hypothesis import strategies as st
 from support import SOAK, assert_clean, assert_same, drop_cache, finish, is_cached, python
 
 import ckpt
-from ckpt.copies import agreed, describe
+from ckpt.copies import agreed, describe, lacking
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
 from ckpt.schedule import LEAD_SECONDS, next_step
 from ckpt.shard import Box, flat_boxes
+from ckpt.sharing import ROUND_BYTES, blocks_of, schedule
 from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.local import O_DIRECT, LocalStore
+from ckpt.storage.local import O_DIRECT, LocalStore, temporary_name
 from ckpt.tree import encode_tree, flatten
 
 Work = Callable[[Group], Any]
@@ -298,6 +302,7 @@ class Counting(LocalStore):
     """Counts the bytes read of packs."""
 
     read = 0
+    stretches: list[tuple[str, int, int]] = []  # what was read, from and to
     lock = threading.Lock()
 
     def open(self, name: str) -> Any:
@@ -314,6 +319,7 @@ class Counting(LocalStore):
             if name.endswith(".pack"):
                 with Counting.lock:
                     Counting.read += count
+                    Counting.stretches.append((name, position, position + count))
             return count
 
         class Counted(Reader):
@@ -350,6 +356,97 @@ def test_reads_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec
         Counting.read = 0
         all_well(on_ranks(size, load))
         assert stored * 0.9 <= Counting.read <= 1.05 * stored, (Counting.read, stored)
+
+
+def united(stretches: list[tuple[str, int, int]]) -> int:
+    """The bytes in any of these stretches of files."""
+    total, at = 0, ("", 0)
+    for name, begin, end in sorted(stretches):
+        at = max(at, (name, begin))
+        total += max(0, end - at[1])
+        at = max(at, (name, end))
+    return total
+
+
+LAYOUTS: dict[str, Callable[[int, int, int], tuple[int, int, int, int]]] = {
+    "halves, twice": lambda rank, n, m: (rank % 2 * n // 2, (rank % 2 + 1) * n // 2, 0, m),
+    "columns, twice": lambda rank, n, m: (0, n, rank % 2 * m // 2, (rank % 2 + 1) * m // 2),
+    "one slice for all": lambda rank, n, m: (n // 3, n // 3 + n // 10, 0, m),
+    "a corner for all": lambda rank, n, m: (0, n // 2, 0, m // 4),
+    "two slices, twice": lambda rank, n, m: (rank % 2 * n // 3, rank % 2 * n // 3 + n // 8, 0, m),
+    "halves that overlap": lambda rank, n, m: (rank * n // 6, (rank + 3) * n // 6, 0, m),
+    "one needs all": lambda rank, n, m: (0, n if rank == 2 else n // 10, 0, m),
+    "all": lambda rank, n, m: (0, n, 0, m),
+    "a quarter each": lambda rank, n, m: (rank * n // 4, (rank + 1) * n // 4, 0, m),
+}
+"""Rows and columns, from and to, that each of four ranks wants of a matrix."""
+
+
+@pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auto_shares_where_ranks_have_parts_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, layout: str
+) -> None:
+    """The group reads little more than what its ranks would read each for itself, each byte of that counted once."""
+    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
+    draw = np.random.default_rng(5)
+    full = {"big": (4000, 1024), "middle": (1500, 1024), "shared": (700, 1024)} | {f"small{i}": (40, 64) for i in range(9)}
+    state = {name: draw.integers(0, 50, shape).astype(np.float32) for name, shape in full.items()}
+    ckpt.save(state, tmp_path, 0, codec=codec, group=None)
+
+    def load(group: Group, share: Any) -> None:
+        boxes = {name: LAYOUTS[layout](group.rank, *shape) for name, shape in full.items()}
+        like = {n: ckpt.Shard(np.zeros((b - a, d - c), np.float32), full[n], (a, c)) for n, (a, b, c, d) in boxes.items()}
+        loaded = ckpt.load(Counting(tmp_path), like, group=group, share_reads=share)
+        assert all(np.array_equal(loaded[n].local, state[n][a:b, c:d]) for n, (a, b, c, d) in boxes.items())
+
+    def read_with(share: Any) -> list[tuple[str, int, int]]:
+        Counting.stretches = []
+        all_well(on_ranks(4, functools.partial(load, share=share)))
+        return Counting.stretches
+
+    alone = united(read_with(False))
+    for share in ("auto", True):
+        read = sum(end - begin for _, begin, end in read_with(share))
+        assert read <= 1.05 * alone, (read, alone)
+
+
+CELL = 1 << 18
+
+
+@given(st.data())
+def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
+    """Ranks need some of the cells of blocks, or all: each cell is read once, by a rank that can verify it."""
+    size = data.draw(st.integers(2, 5))
+    cells = data.draw(st.lists(st.integers(1, 32), min_size=1, max_size=40))
+    needs: list[dict[int, tuple[int, int]]] = [{} for _ in range(size)]
+    for position, count in enumerate(cells):
+        for need in needs:
+            first, last = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+            if first < last:
+                need[position] = first * CELL, last * CELL
+    raw = {position: count * CELL for position, count in enumerate(cells)}
+    rows = [[(0, at, raw[at], a, b, b - a) for at, (a, b) in need.items()] for need in needs]
+    turns = schedule(blocks_of([np.array(r, np.int64).reshape(-1, 6) for r in rows]), size)
+    rounds: dict[tuple[int, int], int] = {}
+    for position in raw:
+        turn = turns.get((0, position))
+        wanted = {rank: need[position] for rank, need in enumerate(needs) if position in need}
+        if turn is None:
+            assert united([("", *span) for span in wanted.values()]) == sum(b - a for a, b in wanted.values())
+            continue
+        assert united([("", a, b) for a, b, _ in turn.jobs]) == sum(b - a for a, b, _ in turn.jobs)
+        assert sum(b - a for a, b, _ in turn.jobs) == united([("", *span) for span in wanted.values()])
+        for rank, (first, last) in wanted.items():
+            got = list(turn.received_by(rank, first, last))
+            for peer in wanted:
+                assert [m[1:] for m in got if m.rank == peer] == [m[1:] for m in turn.sent_by(peer) if m.rank == rank]
+            read = [(a, b) for a, b, reader in turn.jobs if reader == rank]
+            assert all(first <= a < b <= last for a, b in read)
+            assert sorted([*read, *(m[1:] for m in got)])[0][0] == first
+            assert united([("", *m[1:]) for m in got] + [("", *r) for r in read]) == last - first
+            rounds[turn.round, rank] = rounds.get((turn.round, rank), 0) + last - first
+    assert max(rounds.values(), default=0) <= ROUND_BYTES
 
 
 class Remote:
@@ -544,8 +641,53 @@ def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
         return {"a": np.zeros(100_000)} | ({"only": np.zeros(100_000)} if rank else {})
 
     for error in refused(tmp_path, state):
-        assert "only" in str(error)
+        assert "leaf only is on rank 1 but not on rank 0" in str(error)
         assert "ckpt.Shard" in str(error)
+
+
+@pytest.mark.parametrize("lost", ["embed", "norm", "z"])
+@pytest.mark.parametrize("instead", ["", "another"])
+def test_a_copy_that_a_rank_lacks_is_named(tmp_path: Path, lost: str, instead: str) -> None:
+    """Ranks divide what they take for copies, so that what is missing is of some other leaf."""
+    def state(rank: int) -> Any:
+        whole = {"embed": np.ones((500, 70)), "norm": np.ones(90_000), "z": np.ones((3000, 31)), "count": rank}
+        if rank == 2:
+            renamed = whole.pop(lost)
+            if instead:
+                whole[instead] = renamed
+        return whole
+
+    for error in refused(tmp_path, state, 4):
+        assert isinstance(error, ckpt.StepRefused)
+        assert f"leaf {lost} is on ranks 0, 1, 3 but not on rank 2, where each should have" in str(error).replace(
+            f", leaf {instead} is on rank 2 but not on ranks 0, 1, 3", ""
+        )
+        assert (f"leaf {instead} is on rank 2 but" in str(error)) == bool(instead)
+
+
+def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
+    """Two pairs of ranks hold copies, and all of them: a leaf of one pair is none that the other lacks."""
+    def text(*leaves: tuple[str, str]) -> str:
+        said = json.dumps([[name, "int8", [4], [sharer]] for name, sharer in leaves])
+        return base64.b64encode(zlib.compress(said.encode())).decode()
+
+    first, second = text(("a", "pair 1"), ("x", "all")), text(("b", "pair 2"), ("x", "all"))
+    told = {first: [0, 1], second: [2, 3]}
+    assert lacking(told, range(4), lambda _: {}) == ""
+    told = {first: [0], text(("c", "pair 1"), ("x", "all")): [1], second: [2, 3]}
+    assert lacking(told, range(4), lambda _: {}).startswith("leaf a is on rank 0 but not on rank 1, leaf c is on rank 1 but")
+    assert lacking(told, range(4), lambda names: {name: {0, 1} for name in names}) == "", "a rank's rows tell that it has them"
+    told = {text(*((f"w{i}", "all") for i in range(9))): [0, 1], text(): [2]}
+    assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in lacking(told, range(3), lambda _: {})
+
+
+def test_a_shard_that_a_rank_calls_otherwise_is_named(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        mine = ckpt.Shard(np.ones((2, 5)), (8, 5), (2 * rank, 0))
+        return {"a": np.ones(70_000), "other" if rank == 2 else "w": mine}
+
+    for error in refused(tmp_path, state, 4):
+        assert "leaf w: no rank stored [4:6, 0:5] of shape (8, 5), ranks 0, 1, 3 stored the rest" in str(error)
 
 
 def test_an_overlap_is_refused(tmp_path: Path) -> None:
@@ -1009,6 +1151,45 @@ def test_groups_of_one_job_save_to_one_url_by_turns(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path).steps() == [50, 51]
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_group_saves_beside_what_its_rank_0_saves_alone(tmp_path: Path, written: bool) -> None:
+    groups = ThreadGroup.make(2)
+    (tmp_path / "steps").mkdir()
+    Path(temporary_name(f"{tmp_path}/steps/x")).write_bytes(b"of a killed writer")
+    with ckpt.Checkpointer(tmp_path, every=None, group=None) as alone:
+        if written:
+            alone.save(0, one_array(0))
+        for step in range(1, 9, 2):
+            handle = alone.save(step, one_array(step))
+            all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, step + 1, group=g, timeout=20), groups))  # noqa: B023
+            handle.result()
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(9), tmp_path, 9, group=g, timeout=20), groups))
+    assert ckpt.open(tmp_path).steps() == list(range(1 - written, 10))
+    assert {c.commit.generation for c in ckpt.open(tmp_path)} == {1}
+    assert_clean(tmp_path)
+
+
+def test_a_group_that_comes_before_anything_is_saved_alone(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(2)
+    (tmp_path / "steps").mkdir()
+    Path(temporary_name(f"{tmp_path}/steps/x")).write_bytes(b"of a killed writer")
+    with ckpt.Checkpointer(tmp_path, every=None, group=None) as alone:
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g, timeout=20), groups))
+        assert_clean(tmp_path)
+        alone.save(1, one_array(1))
+    assert ckpt.open(tmp_path).steps() == [0, 1]
+
+
+def test_tiers_of_rank_0_alone_share_no_claim_with_a_group(tmp_path: Path) -> None:
+    """What they copy keeps its name, which a later claim of the repository of record would use again."""
+    groups, url = ThreadGroup.make(2), tmp_path / "record"
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), url, 0, group=g), groups))
+    with ckpt.Checkpointer(url, every=None, tiers=[ckpt.Tier(tmp_path / "near")], group=None) as alone:
+        alone.save(1, one_array(1))
+    newest = max(int(file.name.partition(".")[0]) for file in (url / "generations").iterdir())
+    assert {c.commit.generation for c in ckpt.open(url)} == {1, newest}
+
+
 def test_groups_save_to_one_url_at_the_same_time(tmp_path: Path) -> None:
     groups = [ThreadGroup.make(2), ThreadGroup.make(2)]
 
@@ -1080,6 +1261,58 @@ def test_ranks_that_name_different_steps_load_none(tmp_path: Path) -> None:
         assert str(found[1]) in str(found[rank])
     assert all((state["a"] == 7).all() for state in like)
     all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, like[g.rank], step=1, group=g), groups))
+
+
+@pytest.mark.parametrize("named", [{0}, {1, 2}])
+def test_ranks_of_which_some_name_no_step_load_none(tmp_path: Path, named: set[int]) -> None:
+    groups = ThreadGroup.make(3)
+    step_of = lambda g: 0 if g.rank in named else None  # noqa: E731
+    for empty in (True, False):
+        if not empty:
+            all_well(on_ranks(3, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g), groups))
+        like = [one_array(7) for _ in range(3)]
+        found = on_ranks(3, lambda g: ckpt.load(tmp_path, like[g.rank], step=step_of(g), group=g), groups)  # noqa: B023
+        words = ["load the newest one (step=None)", "load step 0"]
+        steps = ["rank 0 step 0", "rank 0 the newest one (step=None)"]
+        for rank in (1, 2):
+            assert isinstance(found[rank], ckpt.InvalidArgument)
+            assert f"rank {rank} of 3 was to {words[rank in named]}, {steps[0 not in named]}" in str(found[rank])
+        assert isinstance(found[0], ckpt.GroupError)
+        assert str(found[1]) in str(found[0])
+        assert all((state["a"] == 7).all() for state in like)
+    all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, like[g.rank], group=g), groups))
+
+
+@pytest.mark.parametrize(("steps", "said"), [
+    ((5, None, 5), "rank 1 of 3 was to save the next one (step=None), rank 0 step 5; every"),
+    ((None, 5, None), "rank 1 of 3 was to save step 5, rank 0 the next one (step=None); every"),
+    ((4, 5, 4), "rank 1 of 3 was to save step 5, rank 0 step 4; every"),
+])  # fmt: skip
+def test_ranks_that_name_different_steps_save_none(tmp_path: Path, steps: tuple[Any, ...], said: str) -> None:
+    """Told at once, where the ranks come together for the first time; they count alike from then on."""
+    groups = ThreadGroup.make(3)
+    found = on_ranks(3, lambda g: ckpt.save(one_array(0), tmp_path, steps[g.rank], group=g), groups)
+    assert isinstance(found[1], ckpt.InvalidArgument)
+    for rank in range(3):
+        assert said in str(found[rank])
+        assert rank == 1 or isinstance(found[rank], ckpt.StepRefused)
+    assert ckpt.open(tmp_path).steps() == []
+    for step in (None, 4, 5, None):
+        all_well(on_ranks(3, lambda g: ckpt.save(one_array(1), tmp_path, step, overwrite=True, group=g), groups))  # noqa: B023
+    first = {None: 1, 4: 5, 5: 6}[steps[0]]
+    assert ckpt.open(tmp_path).steps() == sorted({first, 4, 5, max(first, 5) + 1})
+
+
+def test_ranks_that_come_with_different_steps_later(tmp_path: Path) -> None:
+    """Whoever waits in vain is told with which step the other has come."""
+    groups = ThreadGroup.make(2)
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, group=g), groups))
+    with pytest.raises(ckpt.RanksMissing, match=r"has not committed step 9 within .* the same steps; to save"):
+        ckpt.save(one_array(0), tmp_path, 9, group=groups[1], timeout=0.1)
+    with pytest.raises(ckpt.RanksMissing, match=r"step 1 within .* same steps \(rank 1 has come with step 9\)\. Look"):
+        ckpt.save(one_array(0), tmp_path, group=groups[0], timeout=0.1)
+    with pytest.raises(ckpt.RanksMissing, match=r"step 10 within .* same steps \(rank 0 has come with step 1\); to"):
+        ckpt.save(one_array(0), tmp_path, group=groups[1], timeout=0.1)
 
 
 def test_names_of_one_rank_are_told_from_paths(tmp_path: Path) -> None:

@@ -125,6 +125,18 @@ def late(group: Group, missing: Sequence[int], doing: str, seconds: float) -> Gr
     )
 
 
+def different_steps(doing: str, rank: int, size: int, step: int | None, step_of_rank_0: int | None) -> InvalidArgument:
+    """The error of a rank that was given another step than rank 0."""
+
+    def named(number: int | None) -> str:
+        return f"the {'newest' if doing == 'load' else 'next'} one (step=None)" if number is None else f"step {number}"
+
+    return InvalidArgument(
+        f"rank {rank} of {size} was to {doing} {named(step)}, rank 0 {named(step_of_rank_0)}; every rank must name the same "
+        "step"
+    )
+
+
 def _host() -> bytes:
     from ckpt.claim import this_process
 
