@@ -176,7 +176,8 @@ def fail_at(tmp_path: Path, point: str, number: int, action: str) -> None:
     "point", ["node.get", "node.append@2", "node.commit", "node.committed", "registers.commit"] if SOAK else ["node.get"]
 )
 def test_a_node_fails_in_a_repair(tmp_path: Path, point: str, action: str) -> None:
-    """One disk is lost, and another node fails while that is mended: all is readable, and the next repair ends it."""
+    """One disk is lost, and another node fails while that is mended: all is readable, and the next repair ends it. Those that
+    hold most."""
     name, _, at = point.partition("@")
     nodes = [Process(tmp_path / f"n{i}", "--no-near") for i in range(5)]
     namespace = quick(nodes_config(nodes, redundancy="3x", deadline_seconds=3.0))
@@ -186,18 +187,21 @@ def test_a_node_fails_in_a_repair(tmp_path: Path, point: str, action: str) -> No
             namespace.put(path, data)
         namespace.settle([f"/{path}" for path in known])
         namespace.close()
-        shutil.rmtree(tmp_path / "n0" / "objects")
-        nodes[1].kill()
-        nodes[1]._failpoints = f"{name}={action}@{at or 1}"
-        nodes[1].start()
+        objects = [tmp_path / f"n{i}" / "objects" for i in range(5)]
+        lost, other = sorted(range(5), key=lambda i: -sum(1 for _ in objects[i].rglob("*")))[:2]
+        shutil.rmtree(objects[lost])
+        failing = nodes[other]
+        failing.kill()
+        failing._failpoints = f"{name}={action}@{at or 1}"
+        failing.start()
         namespace = quick(nodes_config(nodes, redundancy="3x", deadline_seconds=3.0))
         with suppress(StoreError):  # it may fail as a whole, where the node was needed for more than its fragments
             repairs.repair(namespace, surveys.survey(namespace))
         for path, data in known.items():
             assert namespace.get(path) == data
-        nodes[1].kill()
-        nodes[1]._failpoints = ""
-        nodes[1].start()
+        failing.kill()
+        failing._failpoints = ""
+        failing.start()
         fresh = quick(nodes_config(nodes, redundancy="3x"))
         assert not repairs.repair(fresh, surveys.survey(fresh, verify=True)).failed
         found = surveys.survey(fresh, verify=True)

@@ -451,7 +451,7 @@ def test_one_history(tmp_path: Path, seed: int) -> None:
     tolerated = draw.choice(["2x", "3x"])
     assert Namespace(directories(tmp_path, draw.choice([3, 4, 5][tolerated == "3x" :]), redundancy=tolerated)).ring
     told: list[tuple[str, str | None, list[str]]] = []
-    lock, over = threading.Lock(), threading.Event()
+    lock, over, changed = threading.Lock(), threading.Event(), threading.Event()
     breaking: dict[int, random.Random] = {}
 
     def opened(number: int) -> Namespace:
@@ -484,7 +484,9 @@ def test_one_history(tmp_path: Path, seed: int) -> None:
 
     def changing(number: int) -> None:
         namespace, mine = opened(number), random.Random(f"{seed} change {number}")
-        while not over.is_set():
+        for turn in itertools.count():
+            if over.is_set() and (changed.is_set() or turn > 1000):
+                return
             to = mine.sample(range(6), mine.randint(2, 6))
             broken = mine.random() < 0.4
 
@@ -494,6 +496,8 @@ def test_one_history(tmp_path: Path, seed: int) -> None:
 
             try:
                 succeed(namespace, spots(namespace, *to), progress=stop, tolerated=mine.choice([0, 2]))  # type: ignore[arg-type]
+                if namespace.ring.epoch > 1:
+                    changed.set()
             except StoreError:
                 namespace.renew()
             time.sleep(mine.random() * 0.05)
