@@ -48,6 +48,7 @@ Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
 PATH_BYTES = 1024
 _PIECE_BYTES = 8 << 20
 _MEET_SECONDS = 1.0
+_DISCARD_SECONDS = 3.0
 _SCRATCH_BYTES = 128 << 20
 _SCRATCH_LEAST = 256 << 10  # less than this is not worth keeping
 
@@ -227,7 +228,7 @@ class Namespace:
         prefix = f"/{check_path(folder)}/" if folder else "/"
         if not self.exists():
             return {}
-        answers, _ = self.scan(prefix)
+        answers, _ = self.scan(prefix, everyone=False)
         newest: dict[str, tuple[Ballot, bytes, int]] = {}  # and on how many members it is
         for records in answers.values():
             for name, record in records:
@@ -247,14 +248,15 @@ class Namespace:
                 found[path] = file.head
         return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
 
-    def scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
+    def scan(self, prefix: str, everyone: bool = True) -> tuple[Scanned, dict[str, StoreError]]:
         """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
 
-        Raises Unavailable where so many of them are missing that a name could be overlooked.
+        everyone: whether to wait also for members whose answers can be done without. Raises Unavailable where so many of them
+        are missing that a name could be overlooked.
         """
-        return self._ledger.lately(partial(self._scan, prefix))
+        return self._ledger.lately(partial(self._scan, prefix, everyone))
 
-    def _scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
+    def _scan(self, prefix: str, everyone: bool) -> tuple[Scanned, dict[str, StoreError]]:
         now = self.ring
 
         def read(registers: Registers) -> tuple[list[tuple[str, Answer]], bool]:
@@ -262,17 +264,21 @@ class Namespace:
             return list(registers.scan_all(prefix, now.epoch)), isinstance(absent, Record)
 
         calls = {name: partial(read, self._registers[name]) for name in now.everyone}
-        answers, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
 
-        def complete() -> list[str]:
-            return [name for name, (_, whole) in answers.items() if whole]
+        def complete(answers: Mapping[str, tuple[object, bool]]) -> bool:
+            return now.can_list([name for name, (_, whole) in answers.items() if whole])
 
-        if not now.can_list(complete()):  # those that did not answer lately are needed after all
-            answers, errors = self.fan_out.ask(calls, self.commit_seconds)
+        def ask(spare: bool) -> tuple[dict[str, tuple[list[tuple[str, Answer]], bool]], dict[str, StoreError]]:
+            will_do = complete if not everyone else lambda _: False
+            return self.fan_out.ask(calls, self.commit_seconds, will_do=will_do, spare=spare)
+
+        answers, errors = ask(spare=True)
+        if not complete(answers):  # those that did not answer lately are needed after all
+            answers, errors = ask(spare=False)
         for error in errors.values():
             if isinstance(error, Outdated):
                 raise error
-        if not now.can_list(complete()):
+        if not complete(answers):
             reasons = [f"{name}: {error}" for name, error in errors.items()]
             reasons += [f"{n}: its records were lost and are not all back" for n, (_, whole) in answers.items() if not whole]
             raise Unavailable(
@@ -508,9 +514,9 @@ class Namespace:
     # --- objects that nobody needs -----------------------------------------------------------------------------
 
     def discard(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Delete objects by member. What can't be deleted now, a scrub finds."""
+        """Delete objects by member. What can't be deleted now, a scrub finds; what takes long goes on by itself."""
         calls = {m: (lambda m=m, n=n: self.places[m].store.delete(n)) for m, n in names.items() if m in self.places and n}  # type: ignore[misc]
-        _, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
+        _, errors = self.fan_out.ask(calls, min(_DISCARD_SECONDS, self.commit_seconds), spare=True)
         for member, error in errors.items():
             log.info("%d objects on %s stay until a scrub: %s", len(names[member]), member, error)
 

@@ -58,6 +58,19 @@ def old_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
 
 
+class Silent(Registers):
+    """Registers of a member that stands still."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def _waits(self, *args: Any, **options: Any) -> Any:
+        self._over.wait()
+        raise Unavailable("it stood still")
+
+    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = _waits
+
+
 def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
     before = namespace._registers[member]
     namespace._registers[member] = namespace.places[member].registers = registers
@@ -312,3 +325,40 @@ def test_a_stopped_member_takes_not_all_threads(open_one: Callable[[], Namespace
     assert len(done) > 8 * 30, "they went on"
 
 
+@pytest.mark.parametrize("what", ["list", "get", "lagging", "put", "replace", "large", "delete", "rename"])
+def test_nobody_waits_for_a_member_that_stands_still(
+    open_one: Callable[[], Namespace], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that knows of nobody yet how he is. With a deadline beyond all patience."""
+    one = open_one()
+    one.put("x", FIRST[:1000])
+    first, second, third = one.ring.keepers("/x").members
+    still = first
+    if what == "lagging":  # of two that are left one has missed a change
+        down = swap(one, second, Down())
+        one.put("x", SECOND[:1000])
+        swap(one, second, down)
+        still = third
+    over = threading.Event()
+    fresh = Namespace(directories(tmp_path, 6, deadline_seconds=1000.0))
+    swap(fresh, still, Silent(over))
+    monkeypatch.setattr(fresh.places[still], "info", lambda: over.wait() and None)
+    monkeypatch.setattr(fresh.places[still].store, "create", lambda *_: over.wait())
+    work: dict[str, Callable[[], object]] = {
+        "list": lambda: list(fresh.list()) == ["x"],
+        "get": lambda: fresh.get("x") == FIRST[:1000],
+        "lagging": lambda: fresh.get("x") == SECOND[:1000],
+        "put": lambda: all(fresh.put(f"new{i}", b"1", new=True) for i in range(9)),
+        "replace": lambda: fresh.put("x", b"1"),
+        "large": lambda: all(fresh.put(f"new{i}", FIRST) for i in range(3)),
+        "delete": lambda: fresh.delete(["x"]) == ["x"],
+        "rename": lambda: fresh.rename("x", "y") is None,
+    }
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(work[what]()), daemon=True)
+    thread.start()
+    thread.join(100)
+    over.set()
+    assert done
+    assert done[0]
+    fresh.close()
