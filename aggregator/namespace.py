@@ -328,24 +328,28 @@ class Namespace:
                 "%d members they do", self.url, known, redundancy.tolerated, redundancy, 2 * redundancy.tolerated,
             )  # fmt: skip
 
-    def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> None:
-        """Make a record what a path is. Raises AlreadyExists if `new` and something is there, Changed if it was written on
-        `base` and that is not there any more."""
+    def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> File:
+        """Make a record what a path is; what it says then. Raises AlreadyExists if `new` and something is there, Changed if it
+        was written on `base` and that is not there any more. What a repair has moved meanwhile is the same."""
         check_path(path)
         old: File | None = None
+        given = file
 
         def decide(name: str, value: Value | None) -> Value | None:
-            nonlocal old
+            nonlocal old, file
             current = None if value is None else files.decode(path, value)
-            if files.had(current, file.head.version):
+            if files.had(current, given.head.version):
                 return None  # done already, in a try that seemed to fail
-            if left := self._forgotten(file):
-                raise Forgotten(left)
             old = current if current is not None and current.exists else None
-            if old is not None and (new or old.head.kind != file.head.kind):
+            if old is not None and (new or old.head.kind != given.head.kind):
                 return None
-            if base is not None and (old is None or (old.head.version, old.layout) != (base.head.version, base.layout)):
+            if base is not None and (old is None or old.head.version != base.head.version or not files.same_content(old, base)):
                 return None
+            file = given
+            if base is not None and base.layout and old and old.layout and old.layout != base.layout and given.layout:
+                file = replace(given, layout=files.written_on(given.layout, base.layout, old.layout))
+            if left := self._forgotten(file):
+                raise Forgotten(left, file, base if base is None else old)
             shared = file.shared if base is None or current is None else current.shared  # what it is written on
             return files.encode(replace(file, head=files.following(file.head, current), shared=shared))
 
@@ -361,6 +365,7 @@ class Namespace:
         if old is not None and old.layout is not None and not old.shared:
             named = {h.name for each in (file, there) if each and each.layout for h in each.layout.holders}
             self.discard_layout(old.layout, named)
+        return there if there is not None and there.head.version == file.head.version else file
 
     def _forgotten(self, file: File) -> set[str]:
         """Members that hold a part of a file, and were taken out of the namespace."""
@@ -469,9 +474,7 @@ class Namespace:
         if len(view) <= INLINE_BYTES:
             self._ready(redundancy or self.config.redundancy)
             now = time.time()
-            file = File(Head("file", len(view), now, now, new_version()), data=bytes(view))
-            self.publish(path, file, new)
-            return file
+            return self.publish(path, File(Head("file", len(view), now, now, new_version()), data=bytes(view)), new)
         with self.create(path, redundancy, len(view), new=new, aligned=False) as writer:
             for start in range(0, len(view), _PIECE_BYTES):
                 writer.append(view[start : start + _PIECE_BYTES])

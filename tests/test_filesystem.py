@@ -318,6 +318,8 @@ def test_what_another_wrote_meanwhile_stays(filesystem: CkptFileSystem, monkeypa
             fs.rm(path)
             if before is not None:
                 fs.pipe(path, before)
+    nodes = fs.namespace.places.values()
+    assert not any(node.inventory() or node.info().uploads for node in nodes), "who is refused leaves nothing behind"
     stat = fs.namespace.stat
 
     def late(path: str) -> Any:

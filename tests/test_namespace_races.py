@@ -18,6 +18,7 @@ from cluster import directories
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.moving import drain
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import parse
 from ckpt.storage.errors import Changed, NotFound, StoreError, Unavailable
@@ -227,6 +228,43 @@ def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) ->
         writer.append(memoryview(SECOND))
         writer.commit()
     assert one.get("e") == FIRST + SECOND
+
+
+@pytest.mark.parametrize("redundancy", ["2x", "3+2"])
+@pytest.mark.parametrize("how", ["repair", "drain"])
+def test_writing_on_what_was_moved(
+    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, redundancy: str, how: str
+) -> None:
+    """A repair puts pieces elsewhere, while another writes behind them."""
+    one, other = open_one(), open_one()
+    one.put("x", FIRST, redundancy=parse(redundancy))
+    base = one.stat("x")
+    assert base is not None
+    assert base.layout is not None
+    with one.create("x", aligned=False, base=base) as writer:
+        writer.append(memoryview(SECOND))
+        lost = base.layout.holders[0]
+        if how == "repair":
+            other.places[lost.member].store.delete([lost.name])
+            assert repairs.repair(other, surveys.survey(other)).files == 1
+        else:
+            other.spots = tuple(s for s in other.spots if s.name != lost.member)
+            assert drain(other, lost.member).files == 1
+        moved = other.stat("x")
+        assert moved is not None
+        assert moved.layout != base.layout
+        made = writer.publish()
+    assert open_one().get("x") == FIRST + SECOND
+    assert made == one.stat("x")
+    assert made.layout is not None
+    assert lost not in made.layout.holders
+    with one.create("x", aligned=False, base=made) as writer:
+        writer.append(memoryview(b"more"))
+        writer.commit()
+    assert one.get("x") == FIRST + SECOND + b"more"
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
+    found = surveys.survey(open_one(), verify=True)
+    assert (found.damaged, found.orphans) == ([], {})
 
 
 @pytest.mark.parametrize("redundancy", ["2x", "4+2"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 
-from ckpt.aggregator.files import INLINE_BYTES, File
+from ckpt.aggregator.files import INLINE_BYTES, File, same_content
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.writing import FileWriter
 
@@ -109,7 +109,7 @@ class Writing:
             self.path = path
             before, there = self._there, self._namespace.stat(path)
             # If it is another one by now, what is written from here on must not be added to it, and Changed says so.
-            if before is not None and there is not None and (there.data, there.layout) == (before.data, before.layout):
+            if before is not None and there is not None and same_content(there, before):
                 self._there = there
 
     def remove(self, path: str | None = None) -> None:
