@@ -480,6 +480,11 @@ class Namespace:
                 writer.append(view[start : start + _PIECE_BYTES])
             return writer.publish()
 
+    def empty(self, path: str, there: File) -> File:
+        """Let a file be empty, at once; what it is then. Raises Changed if it is another one by now."""
+        now = time.time()
+        return self.publish(path, File(Head("file", 0, now, now, new_version()), data=b""), base=there)
+
     def create(
         self, path: str, redundancy: Redundancy | None = None, size_hint: int = 0, *, new: bool = False,
         aligned: bool = True, base: File | None = None,
