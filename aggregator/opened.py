@@ -46,6 +46,8 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         there = told(path, fs.namespace.stat, path) if mode == "ab" else None
         if there is not None and there.head.kind != "file":
             raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
+        if mode != "rb" and there is None:
+            told(path, fs.ground.check, path)
         super().__init__(fs, path, mode, block_size, autocommit, **options)
         if mode != "rb":
             self.blocksize = max(block_size, 1 << 20)
