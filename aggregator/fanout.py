@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 _LATE_SECONDS = 1.0
 
+_GRACE_SECONDS = 1.0
+"""How long more answers are waited for that can be done without, or as long again as those took that are there."""
+
 _PROBE_SECONDS = 60.0
 """Longer than a probe takes."""
 
@@ -119,13 +122,14 @@ class FanOut:
 
     def ask(
         self, calls: Mapping[str, Callable[[], T]], seconds: float,
-        enough: Callable[[dict[str, T]], bool] = lambda _: False, *, spare: bool = False, blame: bool = True,
+        enough: Callable[[dict[str, T]], bool] = lambda _: False, *, will_do: Callable[[dict[str, T]], bool] = lambda _: False,
+        spare: bool = False, blame: bool = True,
     ) -> tuple[dict[str, T], dict[str, StoreError]]:
         """Call all; return what they answered, and the errors, as soon as it is `enough`, or all are done, or time is over.
 
         The others go on by themselves. A member that has just failed is asked only if the rest are not enough, and not even
-        then if they are to be spared: that answer can be done without. blame: who has not answered in time is left alone for
-        a while.
+        then if they are to be spared: that answer can be done without. will_do: with these answers the rest are waited for a
+        moment longer, and no more. blame: who has not answered in time is left alone for a while.
         """
         answers: dict[str, T] = {}
         errors: dict[str, StoreError] = {}
@@ -134,7 +138,7 @@ class FanOut:
         for group in (now, later):
             if not group or (group is later and (spare or enough(answers))):
                 continue
-            for name, result in self._each(group, seconds, blame):
+            for name, result in self._each(group, seconds, blame, lambda: will_do(answers)):
                 if isinstance(result, StoreError):
                     errors[name] = result
                 else:
@@ -147,15 +151,19 @@ class FanOut:
         return answers, errors
 
     def _each(
-        self, calls: Mapping[str, Callable[[], T]], seconds: float, blame: bool
+        self, calls: Mapping[str, Callable[[], T]], seconds: float, blame: bool, will_do: Callable[[], bool]
     ) -> Iterator[tuple[str, T | StoreError]]:
-        until = time.monotonic() + seconds
+        began = time.monotonic()
+        until, hurried = began + seconds, False
         waiting = {self.submit(name, call): name for name, call in calls.items()}
         while waiting:
+            if not hurried and will_do():
+                hurried, now = True, time.monotonic()
+                until = min(until, now + max(_GRACE_SECONDS, now - began))
             done, _ = wait(waiting, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
             if not done:
                 for name in waiting.values() if blame else ():
-                    self.health.failed(name, f"no answer within {seconds:g} s")
+                    self.health.failed(name, f"no answer within {until - began:.3g} s")
                 return
             for future in done:
                 name = waiting.pop(future)

@@ -124,6 +124,41 @@ def share_bytes(nbytes: int, redundancy: Redundancy) -> int:
     return -(-nbytes // (redundancy.data * 4096)) * 4096
 
 
+def same_pieces(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
+    """Whether these are the same bytes, wherever they lie: a repair moves them."""
+
+    def same(a: Fragment | None, b: Fragment | None) -> bool:
+        return a is None or b is None or a.cells == b.cells
+
+    return len(one) == len(other) and all(
+        (p.start, p.nbytes, p.reach) == (q.start, q.nbytes, q.reach) and all(map(same, p.fragments, q.fragments))
+        for p, q in zip(one, other, strict=True)
+    )
+
+
+def same_content(one: File, other: File) -> bool:
+    """Whether two files have the same bytes, as far as their records tell."""
+    if one.layout is None or other.layout is None:
+        return (one.data, one.layout) == (other.data, other.layout)
+    return one.layout.redundancy == other.layout.redundancy and same_pieces(one.layout.pieces, other.layout.pieces)
+
+
+def written_on(layout: Layout, base: Layout, now: Layout) -> Layout:
+    """A layout that was written on `base`, on what that is now: its new pieces behind those that were moved meanwhile."""
+    holders = list(now.holders)
+
+    def moved(fragment: Fragment | None) -> Fragment | None:
+        if fragment is None:
+            return None
+        holder = layout.holders[fragment.holder]
+        if holder not in holders:
+            holders.append(holder)
+        return replace(fragment, holder=holders.index(holder))
+
+    added = [replace(p, fragments=tuple(map(moved, p.fragments))) for p in layout.pieces[len(base.pieces) :]]
+    return Layout(now.redundancy, tuple(holders), (*now.pieces, *added))
+
+
 # --- encoding --------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from fsspec.implementations.local import trailing_sep
 from fsspec.utils import other_paths, stringify_path
 
 from ckpt.aggregator.files import Head
-from ckpt.aggregator.folders import move_folder, remove_folder
+from ckpt.aggregator.folders import Ground, above, move_folder, remove_folder
 from ckpt.aggregator.members import SCHEME, join_url, split_url
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.opened import CkptFile, told
@@ -52,6 +52,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self.members = members
         self.namespace: Namespace
         self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
+        self.ground = Ground(self.namespace)
         self._threads = Threads(16, "ckpt-fs")
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -180,7 +181,11 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
         path = self._strip_protocol(path)
-        await self._do(path, self.namespace.put, path, value, mode == "create")
+        await self._do(path, self._write, path, value, mode == "create")
+
+    def _write(self, path: str, value: Any, new: bool = False) -> None:
+        self.ground.check(path)
+        self.namespace.put(path, value, new)
 
     async def _put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **_: Any
@@ -194,6 +199,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             size = os.path.getsize(lpath)
             callback.set_size(size)
             new = mode == "create"
+            self.ground.check(rpath)
             with open(lpath, "rb") as source, self.namespace.create(rpath, None, size, new=new, aligned=False) as writer:
                 while data := source.read(_PIECE_BYTES):
                     writer.append(memoryview(data))
@@ -229,6 +235,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             return
 
         def copy() -> None:
+            self.ground.check(path2)
             with self.namespace.open(path1) as reader:
                 size = reader.file.head.nbytes
                 with self.namespace.create(path2, None, size, aligned=False) as writer:
@@ -262,6 +269,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             if old in folders:
                 told(old, move_folder, self.namespace, old, new, self.namespace.rename)
             else:
+                told(new, self.ground.check, new)
                 told(old, self.namespace.rename, old, new)
 
     def _moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:
@@ -300,9 +308,9 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         path = self._strip_protocol(path)
-        for above in _above(path):
-            if await self._isfile(above):
-                raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", above)
+        for folder in above(path):
+            if await self._isfile(folder):
+                raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", folder)
         if path:
             await self._do(path, self.namespace.make_folder, path)
 
@@ -331,10 +339,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         path = self._strip_protocol(path)
         if truncate:
-            await self._do(path, self.namespace.put, path, b"")
+            await self._do(path, self._write, path, b"")
         elif await self._do(path, self.namespace.stat, path) is None:
             with suppress(FileExistsError):  # another one made it meanwhile
-                await self._do(path, self.namespace.put, path, b"", True)
+                await self._do(path, self._write, path, b"", True)
 
     def touch(self, path: str, truncate: bool = True, **options: Any) -> None:
         """Make an empty file, or (`truncate=False`) leave what is there."""
@@ -361,12 +369,6 @@ def _raise_unless_gone(error: OSError) -> None:
     """Of a listing: a folder may go while its parent is walked through."""
     if not isinstance(error, FileNotFoundError):
         raise error
-
-
-def _above(path: str) -> list[str]:
-    """The folders that a path lies in, without the root."""
-    parts = path.split("/")
-    return ["/".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def _range(size: int, start: int | None, end: int | None) -> tuple[int, int]:

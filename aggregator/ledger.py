@@ -52,6 +52,9 @@ _BATCH = 1_000
 _PATIENCE_SECONDS = 0.5
 """How long a read waits for the members that it needs before it asks the others as well."""
 
+_CHANGE_SECONDS = 2.0
+"""How long a direct change waits for the first member before the others agree without it; longer for many paths."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -140,14 +143,17 @@ class Ledger:
         open_ones = [path for path in paths if not _agreed(answers[path], keepers[path].can_read)]
         if open_ones:
             rest = {path: [m for m in keepers[path].members if m not in answers[path]] for path in open_ones}
-            more, failed = self._ask(rest, read, lambda path, got: enough(path, {**answers[path], **got}))
+            more, failed = self._ask(
+                rest, read, lambda path, got: enough(path, {**answers[path], **got}),
+                will_do=lambda path, got: keepers[path].can_read(_records({**answers[path], **got})),  # or two phases settle it
+            )  # fmt: skip
             for path in open_ones:
                 answers[path] |= more[path]
             errors |= failed
         found: dict[str, Value | None] = {}
         unsettled: list[str] = []
         for path in paths:
-            records = {m: a for m, a in answers[path].items() if isinstance(a, Record)}
+            records = _records(answers[path])
             if not keepers[path].can_read(records):
                 raise _too_few(path, keepers[path], False, answers[path], errors)
             newest = keepers[path].newest(records)
@@ -205,10 +211,11 @@ class Ledger:
         }
         left = [path for path in paths if path not in keepers]
         paths = list(keepers)
+        patience = min(self._seconds, _CHANGE_SECONDS * (1 + len(paths) / 50))
         seen: dict[str, dict[str, Answer]] = {path: {} for path in paths}
         if not fresh:
             firsts = {path: kept.members[:1] for path, kept in keepers.items()}
-            seen, _ = self._ask(firsts, lambda registers, names: registers.read(names, epoch))
+            seen, _ = self._ask(firsts, lambda registers, names: registers.read(names, epoch), patience=patience)
         changes: dict[str, Change] = {}
         for path in paths:
             record = Record() if fresh else seen[path].get(keepers[path].members[0])
@@ -227,7 +234,7 @@ class Ledger:
             return registers.change([changes[name] for name in names], self._me, epoch)
 
         failpoint("ledger.change")
-        took, _ = self._ask({path: keepers[path].members[:1] for path in changes}, change)
+        took, _ = self._ask({path: keepers[path].members[:1] for path in changes}, change, patience=patience)
         left += [path for path in changes if True not in took[path].values()]
         passed = {path: keepers[path] for path in changes if True in took[path].values()}
         failpoint("ledger.changed")
@@ -342,10 +349,11 @@ class Ledger:
     def _ask(
         self, members: Mapping[str, Sequence[str]], call: Callable[[Registers, list[str]], Sequence[T]],
         enough: Callable[[str, Mapping[str, T]], bool] | None = None, patience: float | None = None,
+        will_do: Callable[[str, Mapping[str, T]], bool] | None = None,
     ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
         """Ask every member for all of its paths at once: the answers by path and member, and the errors by member.
 
-        patience: seconds after which those are given that are there.
+        patience: seconds after which those are given that are there. will_do: of a path, whether it could go on with these.
         """
         names: dict[str, list[str]] = defaultdict(list)
         for path, kept in members.items():
@@ -359,11 +367,13 @@ class Ledger:
                     found[path][member] = answer
             return found
 
-        def all_enough(answers: dict[str, Sequence[T]]) -> bool:
-            return enough is not None and all(enough(path, got) for path, got in by_path(answers).items())
+        def of_all(
+            found: Callable[[str, Mapping[str, T]], bool] | None,
+        ) -> Callable[[dict[str, Sequence[T]]], bool]:
+            return lambda answers: found is not None and all(found(path, got) for path, got in by_path(answers).items())
 
         calls = {m: functools.partial(call, self._registers[m], names[m]) for m in names}
-        answers, errors = self._fan_out.ask(calls, patience or self._seconds, all_enough)
+        answers, errors = self._fan_out.ask(calls, patience or self._seconds, of_all(enough), will_do=of_all(will_do))
         for error in errors.values():
             if isinstance(error, Outdated):
                 raise error
@@ -391,8 +401,13 @@ def _too_few(
 
 def _agreed(got: Mapping[str, Answer], enough: Callable[[Collection[str]], bool]) -> bool:
     """Whether these answers to a read are enough, and all the same."""
-    records = {m: a for m, a in got.items() if isinstance(a, Record)}
+    records = _records(got)
     return enough(records) and len({r.accepted for r in records.values()}) == 1
+
+
+def _records(got: Mapping[str, Answer]) -> dict[str, Record]:
+    """The answers that are no damaged ones."""
+    return {m: a for m, a in got.items() if isinstance(a, Record)}
 
 
 def _promises(got: Mapping[str, Answer], ballot: Ballot) -> dict[str, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 import time
 from collections import defaultdict
@@ -48,6 +49,7 @@ Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
 PATH_BYTES = 1024
 _PIECE_BYTES = 8 << 20
 _MEET_SECONDS = 1.0
+_DISCARD_SECONDS = 3.0
 _SCRATCH_BYTES = 128 << 20
 _SCRATCH_LEAST = 256 << 10  # less than this is not worth keeping
 
@@ -227,7 +229,7 @@ class Namespace:
         prefix = f"/{check_path(folder)}/" if folder else "/"
         if not self.exists():
             return {}
-        answers, _ = self.scan(prefix)
+        answers, _ = self.scan(prefix, everyone=False)
         newest: dict[str, tuple[Ballot, bytes, int]] = {}  # and on how many members it is
         for records in answers.values():
             for name, record in records:
@@ -247,14 +249,15 @@ class Namespace:
                 found[path] = file.head
         return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
 
-    def scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
+    def scan(self, prefix: str, everyone: bool = True) -> tuple[Scanned, dict[str, StoreError]]:
         """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
 
-        Raises Unavailable where so many of them are missing that a name could be overlooked.
+        everyone: whether to wait also for members whose answers can be done without. Raises Unavailable where so many of them
+        are missing that a name could be overlooked.
         """
-        return self._ledger.lately(partial(self._scan, prefix))
+        return self._ledger.lately(partial(self._scan, prefix, everyone))
 
-    def _scan(self, prefix: str) -> tuple[Scanned, dict[str, StoreError]]:
+    def _scan(self, prefix: str, everyone: bool) -> tuple[Scanned, dict[str, StoreError]]:
         now = self.ring
 
         def read(registers: Registers) -> tuple[list[tuple[str, Answer]], bool]:
@@ -262,23 +265,39 @@ class Namespace:
             return list(registers.scan_all(prefix, now.epoch)), isinstance(absent, Record)
 
         calls = {name: partial(read, self._registers[name]) for name in now.everyone}
-        answers, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
 
-        def complete() -> list[str]:
-            return [name for name, (_, whole) in answers.items() if whole]
+        def complete(answers: Mapping[str, tuple[object, bool]]) -> bool:
+            return now.can_list([name for name, (_, whole) in answers.items() if whole])
 
-        if not now.can_list(complete()):  # those that did not answer lately are needed after all
-            answers, errors = self.fan_out.ask(calls, self.commit_seconds)
+        def ask(spare: bool) -> tuple[dict[str, tuple[list[tuple[str, Answer]], bool]], dict[str, StoreError]]:
+            will_do = complete if not everyone else lambda _: False
+            return self.fan_out.ask(calls, self.commit_seconds, will_do=will_do, spare=spare)
+
+        answers, errors = ask(spare=True)
+        if not complete(answers):  # those that did not answer lately are needed after all
+            answers, errors = ask(spare=False)
         for error in errors.values():
             if isinstance(error, Outdated):
                 raise error
-        if not now.can_list(complete()):
+        if not complete(answers):
             reasons = [f"{name}: {error}" for name, error in errors.items()]
             reasons += [f"{n}: its records were lost and are not all back" for n, (_, whole) in answers.items() if not whole]
             raise Unavailable(
                 f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
             )
         return {name: records for name, (records, _) in answers.items()}, errors
+
+    def may_begin(self, prefix: str) -> bool:
+        """Whether there may be a path that begins so. Much cheaper than a listing where there is none; a member whose records
+        were lost counts as one that has none."""
+        if not self.exists():
+            return False
+        now = self.ring
+        members = sorted(now.everyone, key=lambda name: (self.fan_out.health.down(name), random.random()))
+        few = next((members[:n] for n in range(1, len(members)) if now.can_list(members[:n])), members)
+        calls = {name: partial(self._registers[name].scan, f"/{prefix}", limit=1) for name in few}
+        answers, _ = self.fan_out.ask(calls, _MEET_SECONDS)
+        return any(answers.values()) or not now.can_list(answers)
 
     def meet(self, seconds: float = _MEET_SECONDS, everyone: bool = False) -> None:
         """Learn where members stand of which the configuration does not say it. Another client may know less, or more: it only
@@ -322,24 +341,28 @@ class Namespace:
                 "%d members they do", self.url, known, redundancy.tolerated, redundancy, 2 * redundancy.tolerated,
             )  # fmt: skip
 
-    def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> None:
-        """Make a record what a path is. Raises AlreadyExists if `new` and something is there, Changed if it was written on
-        `base` and that is not there any more."""
+    def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> File:
+        """Make a record what a path is; what it says then. Raises AlreadyExists if `new` and something is there, Changed if it
+        was written on `base` and that is not there any more. What a repair has moved meanwhile is the same."""
         check_path(path)
         old: File | None = None
+        given = file
 
         def decide(name: str, value: Value | None) -> Value | None:
-            nonlocal old
+            nonlocal old, file
             current = None if value is None else files.decode(path, value)
-            if files.had(current, file.head.version):
+            if files.had(current, given.head.version):
                 return None  # done already, in a try that seemed to fail
-            if left := self._forgotten(file):
-                raise Forgotten(left)
             old = current if current is not None and current.exists else None
-            if old is not None and (new or old.head.kind != file.head.kind):
+            if old is not None and (new or old.head.kind != given.head.kind):
                 return None
-            if base is not None and (old is None or (old.head.version, old.layout) != (base.head.version, base.layout)):
+            if base is not None and (old is None or old.head.version != base.head.version or not files.same_content(old, base)):
                 return None
+            file = given
+            if base is not None and base.layout and old and old.layout and old.layout != base.layout and given.layout:
+                file = replace(given, layout=files.written_on(given.layout, base.layout, old.layout))
+            if left := self._forgotten(file):
+                raise Forgotten(left, file, base if base is None else old)
             shared = file.shared if base is None or current is None else current.shared  # what it is written on
             return files.encode(replace(file, head=files.following(file.head, current), shared=shared))
 
@@ -355,6 +378,7 @@ class Namespace:
         if old is not None and old.layout is not None and not old.shared:
             named = {h.name for each in (file, there) if each and each.layout for h in each.layout.holders}
             self.discard_layout(old.layout, named)
+        return there if there is not None and there.head.version == file.head.version else file
 
     def _forgotten(self, file: File) -> set[str]:
         """Members that hold a part of a file, and were taken out of the namespace."""
@@ -463,13 +487,16 @@ class Namespace:
         if len(view) <= INLINE_BYTES:
             self._ready(redundancy or self.config.redundancy)
             now = time.time()
-            file = File(Head("file", len(view), now, now, new_version()), data=bytes(view))
-            self.publish(path, file, new)
-            return file
+            return self.publish(path, File(Head("file", len(view), now, now, new_version()), data=bytes(view)), new)
         with self.create(path, redundancy, len(view), new=new, aligned=False) as writer:
             for start in range(0, len(view), _PIECE_BYTES):
                 writer.append(view[start : start + _PIECE_BYTES])
             return writer.publish()
+
+    def empty(self, path: str, there: File) -> File:
+        """Let a file be empty, at once; what it is then. Raises Changed if it is another one by now."""
+        now = time.time()
+        return self.publish(path, File(Head("file", 0, now, now, new_version()), data=b""), base=there)
 
     def create(
         self, path: str, redundancy: Redundancy | None = None, size_hint: int = 0, *, new: bool = False,
@@ -508,9 +535,9 @@ class Namespace:
     # --- objects that nobody needs -----------------------------------------------------------------------------
 
     def discard(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Delete objects by member. What can't be deleted now, a scrub finds."""
+        """Delete objects by member. What can't be deleted now, a scrub finds; what takes long goes on by itself."""
         calls = {m: (lambda m=m, n=n: self.places[m].store.delete(n)) for m, n in names.items() if m in self.places and n}  # type: ignore[misc]
-        _, errors = self.fan_out.ask(calls, self.commit_seconds, spare=True)
+        _, errors = self.fan_out.ask(calls, min(_DISCARD_SECONDS, self.commit_seconds), spare=True)
         for member, error in errors.items():
             log.info("%d objects on %s stay until a scrub: %s", len(names[member]), member, error)
 

@@ -46,6 +46,8 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         there = told(path, fs.namespace.stat, path) if mode == "ab" else None
         if there is not None and there.head.kind != "file":
             raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
+        if mode != "rb" and there is None:
+            told(path, fs.ground.check, path)
         super().__init__(fs, path, mode, block_size, autocommit, **options)
         if mode != "rb":
             self.blocksize = max(block_size, 1 << 20)
@@ -74,7 +76,11 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def commit(self) -> None:
         """Make what was written visible."""
-        told(self.path, self._commit)
+        try:
+            told(self.path, self._commit)
+        except BaseException:
+            self._abort()
+            raise
 
     def _commit(self) -> None:
         try:
@@ -86,13 +92,20 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def discard(self) -> None:
         """Forget what was written."""
+        self._abort()
+        self.buffer = io.BytesIO()
+
+    def _abort(self) -> None:
+        """Leave nothing on the members, but what may be visible after all."""
         if self._writer is not None:
             self._writer.abort()
-        self.buffer = io.BytesIO()
 
     def close(self) -> None:
         try:
             super().close()
+        except BaseException:
+            self._abort()
+            raise
         finally:
             if self._reader is not None:
                 self._reader.close()

@@ -23,7 +23,7 @@ class Told:
 
     def ask(self, places: Mapping[str, Place], seconds: float, everyone: bool = False) -> Mapping[str, Info]:
         """What those say that have answered by now. Who was not asked before, or everyone, is waited for, but no longer than
-        this."""
+        this; who has not answered then, while others have, is left alone."""
         if len(self._infos) >= len(places) and all(name in self._infos for name in places):
             return self._infos
         with self._lock:
@@ -34,9 +34,12 @@ class Told:
                 if name in self._infos or (asked is not None and not failed) or (failed and self._fan_out.health.down(name)):
                     continue
                 self._asked[name] = self._fan_out.submit(name, place.info)
-                new.append(self._asked[name])
-            waiting = [self._asked[name] for name in places if name in self._asked] if everyone else new
-        wait(waiting, seconds)
+                new.append(name)
+            waiting = {self._asked[name]: name for name in (places if everyone else new) if name in self._asked}
+        done_now, late = wait(waiting, seconds)
+        if seconds and done_now:
+            for future in late:
+                self._fan_out.health.failed(waiting[future], f"no answer within {seconds:g} s")
         with self._lock:
             done = {n: f.result() for n, f in self._asked.items() if f.done() and f.exception() is None}
             if len(done) > len(self._infos):

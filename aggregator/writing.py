@@ -41,9 +41,12 @@ def object_name(version: str) -> str:
 class Forgotten(StoreError):
     """Members were taken out of the namespace while a file was written to them."""
 
-    def __init__(self, members: Collection[str]) -> None:
+    def __init__(self, members: Collection[str], file: File, base: File | None) -> None:
         super().__init__(f"{', '.join(sorted(members))} were taken out of the namespace meanwhile; write it anew")
         self.members = members
+        self.file = file
+        self.base = base
+        """What was to be published, and on what, as that is now."""
 
 
 class FileWriter(Writer):
@@ -268,13 +271,14 @@ class FileWriter(Writer):
         """Publish, elsewhere where a member was taken out meanwhile."""
         for _ in range(3):
             try:
-                self._namespace.publish(self._path, file, self._new, self._base)
-                return file
+                return self._namespace.publish(self._path, file, self._new, self._base)
             except Forgotten as error:
+                last = error
+                file, self._base = error.file, error.base
                 assert file.layout is not None
                 gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in error.members))
                 file = replace(file, layout=self._namespace.restore(self._path, self._version, file.layout, gone))
-        raise Forgotten(self._namespace.ring.gone)
+        raise last
 
     def _commit_objects(self) -> set[str]:
         """Make the objects durable; the names of those that could not be made so."""

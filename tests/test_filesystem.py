@@ -246,6 +246,36 @@ def test_what_would_lose_something_is_refused(filesystem: CkptFileSystem) -> Non
     assert fs.find("d") == ["d/e/b"]
 
 
+def test_a_path_is_a_file_or_a_folder(filesystem: CkptFileSystem, tmp_path: Path) -> None:
+    fs = filesystem
+    everything = {"d/e/a": b"1", "file": b"precious"}
+    fs.pipe(everything)
+    (tmp_path / "x").write_bytes(b"2")
+    for path, error in (
+        ("d", IsADirectoryError), ("d/e", IsADirectoryError), ("file/x", NotADirectoryError), ("file/x/y", NotADirectoryError),
+    ):  # fmt: skip
+        for refused in (
+            lambda path: fs.pipe(path, b"2"),
+            lambda path: fs.pipe(path, b"2" * 100_000),
+            lambda path: fs.touch(path),
+            lambda path: fs.touch(path, truncate=False),
+            lambda path: fs.put_file(tmp_path / "x", path),
+            lambda path: fs.cp_file("file", path),
+            lambda path: fs.mv(["file"], [path]),
+            *(lambda path, mode=mode: fs.open(path, mode) for mode in ("wb", "ab", "xb")),
+        ):
+            with pytest.raises(error):
+                refused(path)
+            assert fs.cat(fs.find("")) == everything
+    fs.rm("d", recursive=True)
+    fs.pipe("d", b"a file now")
+    with pytest.raises(NotADirectoryError):
+        fs.pipe("d/e/a", b"1")
+    fs.rm("d")
+    fs.pipe("d/e/a", b"1")
+    assert fs.find("") == ["d/e/a", "file"]
+
+
 def test_moving_folders(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     big = pattern(100_000)
@@ -318,6 +348,8 @@ def test_what_another_wrote_meanwhile_stays(filesystem: CkptFileSystem, monkeypa
             fs.rm(path)
             if before is not None:
                 fs.pipe(path, before)
+    nodes = fs.namespace.places.values()
+    assert not any(node.inventory() or node.info().uploads for node in nodes), "who is refused leaves nothing behind"
     stat = fs.namespace.stat
 
     def late(path: str) -> Any:

@@ -16,6 +16,7 @@ from tempfile import NamedTemporaryFile
 import pytest
 from cluster import Process
 
+from ckpt.aggregator.namespace import open_namespace
 from ckpt.storage.testing import pattern
 
 
@@ -190,3 +191,39 @@ def test_checkpoints_through_it(mount: Path) -> None:
     ckpt.save(state, mount / "run", 1)
     assert np.array_equal(ckpt.load(mount / "run")["w"], state["w"])
 
+
+def test_emptied_while_another_client_writes(mounted: Mounted) -> None:
+    namespace, _ = open_namespace(mounted.url)
+    namespace.put("a", b"old")
+    file = os.open(mounted.folder / "a", os.O_WRONLY)
+    namespace.put("a", b"of another")
+    with pytest.raises(OSError, match="Stale") as refused:
+        os.ftruncate(file, 0)
+    assert refused.value.errno == errno.ESTALE
+    os.close(file)
+    assert namespace.get("a") == b"of another"
+    file = os.open(mounted.folder / "a", os.O_WRONLY)
+    os.ftruncate(file, 0)
+    os.write(file, b"new")
+    os.close(file)
+    assert namespace.get("a") == b"new"
+    (mounted.folder / "a").write_bytes(b"newer")
+    assert namespace.get("a") == b"newer"
+
+
+def test_names_that_are_not_text(mounted: Mounted) -> None:
+    folder = os.fsencode(mounted.folder)
+    for wrong in (b"\xff", b"a\xe4b"):
+        for refused in (
+            lambda name: os.open(name, os.O_CREAT | os.O_WRONLY), os.stat, os.mkdir, os.listdir, os.unlink,
+            lambda name: os.rename(folder + b"/fine", name),
+        ):  # fmt: skip
+            (mounted.folder / "fine").write_bytes(b"1")
+            with pytest.raises(OSError, match="Invalid argument"):
+                refused(folder + b"/" + wrong)
+    text = "\u00e4\u20ac\U0001f600"
+    (mounted.folder / text).write_bytes(b"1")
+    assert sorted(os.listdir(mounted.folder)) == ["fine", text]
+    mounted.unmount()
+    assert mounted.process.stderr is not None
+    assert "Traceback" not in mounted.process.stderr.read()

@@ -18,6 +18,7 @@ from cluster import directories
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.moving import drain
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import parse
 from ckpt.storage.errors import Changed, NotFound, StoreError, Unavailable
@@ -56,6 +57,19 @@ def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
 def old_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that nobody names are collected at once."""
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
+
+
+class Silent(Registers):
+    """Registers of a member that stands still."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def _waits(self, *args: Any, **options: Any) -> Any:
+        self._over.wait()
+        raise Unavailable("it stood still")
+
+    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = _waits
 
 
 def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
@@ -216,6 +230,43 @@ def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) ->
     assert one.get("e") == FIRST + SECOND
 
 
+@pytest.mark.parametrize("redundancy", ["2x", "3+2"])
+@pytest.mark.parametrize("how", ["repair", "drain"])
+def test_writing_on_what_was_moved(
+    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, redundancy: str, how: str
+) -> None:
+    """A repair puts pieces elsewhere, while another writes behind them."""
+    one, other = open_one(), open_one()
+    one.put("x", FIRST, redundancy=parse(redundancy))
+    base = one.stat("x")
+    assert base is not None
+    assert base.layout is not None
+    with one.create("x", aligned=False, base=base) as writer:
+        writer.append(memoryview(SECOND))
+        lost = base.layout.holders[0]
+        if how == "repair":
+            other.places[lost.member].store.delete([lost.name])
+            assert repairs.repair(other, surveys.survey(other)).files == 1
+        else:
+            other.spots = tuple(s for s in other.spots if s.name != lost.member)
+            assert drain(other, lost.member).files == 1
+        moved = other.stat("x")
+        assert moved is not None
+        assert moved.layout != base.layout
+        made = writer.publish()
+    assert open_one().get("x") == FIRST + SECOND
+    assert made == one.stat("x")
+    assert made.layout is not None
+    assert lost not in made.layout.holders
+    with one.create("x", aligned=False, base=made) as writer:
+        writer.append(memoryview(b"more"))
+        writer.commit()
+    assert one.get("x") == FIRST + SECOND + b"more"
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
+    found = surveys.survey(open_one(), verify=True)
+    assert (found.damaged, found.orphans) == ([], {})
+
+
 @pytest.mark.parametrize("redundancy", ["2x", "4+2"])
 def test_writing_on_what_was_cut(open_one: Callable[[], Namespace], redundancy: str) -> None:
     one = open_one()
@@ -312,3 +363,40 @@ def test_a_stopped_member_takes_not_all_threads(open_one: Callable[[], Namespace
     assert len(done) > 8 * 30, "they went on"
 
 
+@pytest.mark.parametrize("what", ["list", "get", "lagging", "put", "replace", "large", "delete", "rename"])
+def test_nobody_waits_for_a_member_that_stands_still(
+    open_one: Callable[[], Namespace], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that knows of nobody yet how he is. With a deadline beyond all patience."""
+    one = open_one()
+    one.put("x", FIRST[:1000])
+    first, second, third = one.ring.keepers("/x").members
+    still = first
+    if what == "lagging":  # of two that are left one has missed a change
+        down = swap(one, second, Down())
+        one.put("x", SECOND[:1000])
+        swap(one, second, down)
+        still = third
+    over = threading.Event()
+    fresh = Namespace(directories(tmp_path, 6, deadline_seconds=1000.0))
+    swap(fresh, still, Silent(over))
+    monkeypatch.setattr(fresh.places[still], "info", lambda: over.wait() and None)
+    monkeypatch.setattr(fresh.places[still].store, "create", lambda *_: over.wait())
+    work: dict[str, Callable[[], object]] = {
+        "list": lambda: list(fresh.list()) == ["x"],
+        "get": lambda: fresh.get("x") == FIRST[:1000],
+        "lagging": lambda: fresh.get("x") == SECOND[:1000],
+        "put": lambda: all(fresh.put(f"new{i}", b"1", new=True) for i in range(9)),
+        "replace": lambda: fresh.put("x", b"1"),
+        "large": lambda: all(fresh.put(f"new{i}", FIRST) for i in range(3)),
+        "delete": lambda: fresh.delete(["x"]) == ["x"],
+        "rename": lambda: fresh.rename("x", "y") is None,
+    }
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(work[what]()), daemon=True)
+    thread.start()
+    thread.join(100)
+    over.set()
+    assert done
+    assert done[0]
+    fresh.close()

@@ -129,6 +129,38 @@ def test_what_others_wrote_into_an_empty_file(tree: Tree, namespace: Namespace) 
     assert namespace.get("log") == b"1"
 
 
+@pytest.mark.parametrize("size", [5, 50_000])
+def test_emptied_while_another_writes(tree: Tree, namespace: Namespace, size: int) -> None:
+    namespace.put("a", b"0" * size)
+    handle = tree.open("/a", os.O_WRONLY)
+    namespace.put("a", b"precious" * size)
+    with pytest.raises(Changed):
+        tree.truncate("/a", 0, handle)
+    close(tree, "/a", handle)
+    assert namespace.get("a") == b"precious" * size
+    handle = tree.open("/a", os.O_WRONLY)
+    tree.truncate("/a", 0, handle)
+    assert namespace.get("a") == b""
+    tree.write("/a", b"1" * size, 0, handle)
+    namespace.put("a", b"precious")
+    with pytest.raises(Changed):
+        close(tree, "/a", handle)
+    assert namespace.get("a") == b"precious"
+    handle = written(tree, "/a", b"1" * size, os.O_APPEND)
+    tree.truncate("/a", 0, handle)
+    tree.write("/a", b"2" * size, 0, handle)
+    tree.truncate("/a", 0, handle)
+    tree.write("/a", b"3" * size, 0, handle)
+    close(tree, "/a", handle)
+    assert namespace.get("a") == b"3" * size
+    assert not any(place.info().uploads for place in namespace.places.values())
+    gone = written(tree, "/a", b"1", os.O_APPEND)
+    tree.unlink("/a")
+    tree.truncate("/a", 0, gone)
+    close(tree, "/a", gone)
+    assert namespace.stat("a") is None
+
+
 def test_a_part_that_failed_is_not_forgotten(tree: Tree, namespace: Namespace, tmp_path: Path) -> None:
     handle = written(tree, "/a", b"1" * 100_000)
     tree.fsync("/a", 0, handle)

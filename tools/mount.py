@@ -7,6 +7,7 @@ writing on at its end are not. Closing, fsync and rename tell where that failed.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import stat
@@ -27,6 +28,8 @@ from ckpt.aggregator.reading import FileReader
 from ckpt.storage.errors import CkptError, error_number
 from ckpt.tools import common
 from ckpt.tools.writes import Writing
+
+_ENCODING = "ckpt_names"
 
 _HIDDEN = ".fuse_hidden"
 """How libfuse begins the name that it gives a file which is removed, or replaced, while it is open: until it is closed."""
@@ -126,9 +129,9 @@ class Tree:
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
         full = self._path(path)
-        writing = self._written.get(full)
-        if writing is not None:
-            writing.cut(length)
+        writing = self._written.get(full) if handle is None else self._open.get(handle)
+        if isinstance(writing, Writing):
+            writing.cut(length, anew=handle is None)  # None: it is about to be opened, with O_TRUNC
             return
         file = self._namespace.stat(full)
         if file is None:
@@ -249,6 +252,17 @@ class Tree:
         return self._keep(writing)
 
 
+def _names(encoding: str) -> codecs.CodecInfo | None:
+    """UTF-8, and what is not that as no name can have it, so that it is refused as any other wrong name (EINVAL)."""
+    if encoding != _ENCODING:
+        return None
+    return codecs.CodecInfo(
+        lambda text, _="strict": codecs.utf_8_encode(text, "surrogateescape"),
+        lambda data, _="strict": codecs.utf_8_decode(data, "surrogateescape", True),
+        name=_ENCODING,
+    )
+
+
 @contextmanager
 def mounted(url: str, folder: Path, options: dict[str, Any]) -> Iterator[None]:
     """Serve until the folder is unmounted."""
@@ -258,10 +272,11 @@ def mounted(url: str, folder: Path, options: dict[str, Any]) -> Iterator[None]:
         raise CkptError(
             f'mounting needs FUSE ({error}): pip install "ckpt-store[mount]", and libfuse2 and fuse3 of the system'
         ) from error
+    codecs.register(_names)
     namespace, root = open_namespace(url)
     _ = namespace.ring  # whether the nodes are there is told now
     try:
-        fuse.FUSE(Tree(namespace, root), str(folder), **options)
+        fuse.FUSE(Tree(namespace, root), str(folder), encoding=_ENCODING, **options)
     except RuntimeError as error:
         told = f"mounting {url} at {folder} failed; see what FUSE says above, and that /dev/fuse may be used"
         raise CkptError(told) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 
-from ckpt.aggregator.files import INLINE_BYTES, File
+from ckpt.aggregator.files import INLINE_BYTES, File, same_content
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.writing import FileWriter
 
@@ -76,13 +76,20 @@ class Writing:
             self.length = max(self.length, offset + len(data))
         return len(data)
 
-    def cut(self, length: int) -> None:
-        """ftruncate: empty, longer, or shorter as far as nothing of it is visible yet."""
+    def cut(self, length: int, anew: bool = False) -> None:
+        """ftruncate: empty, longer, or shorter as far as nothing of it is visible yet. Raises Changed where another has changed
+        what is to be emptied.
+
+        anew: as O_TRUNC says: what is written from now on replaces whatever is there when it is made visible.
+        """
         with self._lock:
             if not length and self.length:
+                there = None if anew or self._removed else self._there
+                if there is not None and there.head.nbytes:
+                    there = self._namespace.empty(self.path, there)
                 self._end()
-                self._anew(None)
-                self._dirty = True
+                self._anew(there)
+                self._dirty = there is None
                 return
             if length < self._solid:
                 raise OSError(errno.EOPNOTSUPP, "a file can be emptied, not cut")
@@ -109,7 +116,7 @@ class Writing:
             self.path = path
             before, there = self._there, self._namespace.stat(path)
             # If it is another one by now, what is written from here on must not be added to it, and Changed says so.
-            if before is not None and there is not None and (there.data, there.layout) == (before.data, before.layout):
+            if before is not None and there is not None and same_content(there, before):
                 self._there = there
 
     def remove(self, path: str | None = None) -> None:
