@@ -19,28 +19,26 @@ _KNOWN_MOST = 10_000
 
 
 class Ground:
-    """Where files can be: not below another file, and not where a folder is that has something in it. Who writes there by the
-    namespace itself is not asked: a path is a name to it. Safe to use from many threads."""
+    """Where files can be: not below another file. Who writes by the namespace itself is not asked: a path is a name to it.
+    Whether a folder without a mark has this name would have to be asked of nearly all members for each file, and is not.
+    Safe to use from many threads."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._known: dict[str, float] = {}  # folders, and until when they are taken for that: most files lie beside others
 
     def check(self, path: str) -> None:
-        """Raises OSError, ENOTDIR or EISDIR, where a file can't be written."""
+        """Raises NotADirectoryError where a file can't be written."""
         check_path(path)
         now = time.monotonic()
         self._known.pop(path, None)
         new = [folder for folder in above(path) if self._known.get(folder, 0.0) < now]
-        fresh = bool(new) and not self._namespace.may_begin(new[0])  # then there is neither it nor anything in it
-        for folder, file in self._namespace.stat_all(new).items() if new and not fresh else ():
+        for folder, file in self._namespace.stat_all(new).items() if new else ():
             if file is not None and file.head.kind == "file":
                 raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", folder)
         if len(self._known) > _KNOWN_MOST:
             self._known = {}
         self._known |= dict.fromkeys(new, now + _KNOWN_SECONDS)
-        if not fresh and self._namespace.may_begin(f"{path}/") and self._namespace.list(path):
-            raise IsADirectoryError(errno.EISDIR, "a folder, and not empty", path)
 
 
 def above(path: str) -> list[str]:

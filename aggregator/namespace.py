@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 from collections import defaultdict
@@ -286,18 +285,6 @@ class Namespace:
                 f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
             )
         return {name: records for name, (records, _) in answers.items()}, errors
-
-    def may_begin(self, prefix: str) -> bool:
-        """Whether there may be a path that begins so. Much cheaper than a listing where there is none; a member whose records
-        were lost counts as one that has none."""
-        if not self.exists():
-            return False
-        now = self.ring
-        members = sorted(now.everyone, key=lambda name: (self.fan_out.health.down(name), random.random()))
-        few = next((members[:n] for n in range(1, len(members)) if now.can_list(members[:n])), members)
-        calls = {name: partial(self._registers[name].scan, f"/{prefix}", limit=1) for name in few}
-        answers, _ = self.fan_out.ask(calls, _MEET_SECONDS)
-        return any(answers.values()) or not now.can_list(answers)
 
     def meet(self, seconds: float = _MEET_SECONDS, everyone: bool = False) -> None:
         """Learn where members stand of which the configuration does not say it. Another client may know less, or more: it only

@@ -246,14 +246,12 @@ def test_what_would_lose_something_is_refused(filesystem: CkptFileSystem) -> Non
     assert fs.find("d") == ["d/e/b"]
 
 
-def test_a_path_is_a_file_or_a_folder(filesystem: CkptFileSystem, tmp_path: Path) -> None:
+def test_there_is_nothing_below_a_file(filesystem: CkptFileSystem, tmp_path: Path) -> None:
     fs = filesystem
     everything = {"d/e/a": b"1", "file": b"precious"}
     fs.pipe(everything)
     (tmp_path / "x").write_bytes(b"2")
-    for path, error in (
-        ("d", IsADirectoryError), ("d/e", IsADirectoryError), ("file/x", NotADirectoryError), ("file/x/y", NotADirectoryError),
-    ):  # fmt: skip
+    for path in ("file/x", "file/x/y"):
         for refused in (
             lambda path: fs.pipe(path, b"2"),
             lambda path: fs.pipe(path, b"2" * 100_000),
@@ -264,7 +262,7 @@ def test_a_path_is_a_file_or_a_folder(filesystem: CkptFileSystem, tmp_path: Path
             lambda path: fs.mv(["file"], [path]),
             *(lambda path, mode=mode: fs.open(path, mode) for mode in ("wb", "ab", "xb")),
         ):
-            with pytest.raises(error):
+            with pytest.raises(NotADirectoryError):
                 refused(path)
             assert fs.cat(fs.find("")) == everything
     fs.rm("d", recursive=True)
