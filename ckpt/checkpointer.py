@@ -164,9 +164,13 @@ class Checkpointer:
         loss: a number or an array of one element. One on a CUDA device, or of jax, is not waited for but where a save is due.
         """
         if (calm := self._calm) is not None:
-            if step > calm[1] and calm[0].passes(step, loss, calm[2], calm[3]):
-                return None
+            try:
+                if step > calm[1] and calm[0].passes(step, loss, calm[2], calm[3]):
+                    return None
+            except TypeError:  # no number: it is told below
+                pass
             self._calm = None
+        step = check_step(step)
         if self._pulse is not None:
             self._beat(self._pulse, step, state, loss)
         due = self._is_due(step)

@@ -15,6 +15,7 @@ from refusal import root as root
 from support import assert_same, snapshot, state_of
 
 import ckpt
+from ckpt import pulse
 from ckpt.storage.local import LocalStore
 
 # --- options of save -------------------------------------------------------------------------------------------
@@ -60,6 +61,26 @@ def test_step_numbers(root: Path, step: Any) -> None:
         ckpt.save(state_of(5), root, step)
     with refused(ckpt.CkptError, "step", root=root):
         ckpt.load(root, step=step)
+
+
+WRONG_STEPS = ["7", 100.5, None, np.float32(3), {"w": np.zeros(3)}, -1, 1 << 70]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("every", [5, None, "auto"])
+def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a save is due or not; under ckpt-run, where most steps are no more than a beat, too."""
+    if watched:
+        monkeypatch.setattr(pulse, "_mine", pulse.Pulse(root.parent / "page", new=True))
+        monkeypatch.setattr(pulse, "_looked", True)
+    with ckpt.Checkpointer(root, every=every) as saver:
+        for step in (10, 11, np.int64(12)):
+            saver.step(step, state_of(0), loss=1.0)
+            for wrong in WRONG_STEPS:
+                with refused(ckpt.InvalidArgument, "step"):
+                    saver.step(wrong, state_of(0), loss=1.0)
+                saver.step(step, state_of(0), loss=1.0)  # and goes on
+                assert (saver._calm is not None) == watched
 
 
 def test_options_of_a_checkpointer(root: Path) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from cluster import Process
 from support import SOAK, fast_folder
-from test_run import RANKS, Run, in_memory, is_right
-from test_run_hosts import Job, starts
+from test_run import RANKS, Run, in_memory, is_right, no_memory_is_left
+from test_run_hosts import Job, leader_of, starts
 from test_run_hosts import is_right as rows_are_right
 from test_run_hosts import job as job
 from test_tiers import flip
@@ -361,7 +361,7 @@ def test_a_host_is_lost_together_with_the_coordinator(job: Callable[..., Job]) -
         run.start(name)
     until(lambda: all(run._step(run.folder / f"at-0-{rank}") >= 12 for rank in range(8)), "step 12")
     log = run.log()
-    leader = next(entry.facts["name"] for entry in log if entry.kind == "lead")
+    leader = leader_of(log)
     other = next(name for name in starts(log)[0] if name != leader)
     for name in (leader, other):
         run.agents[name].kill()
@@ -478,6 +478,7 @@ def test_a_port_that_is_taken(start: Starter) -> None:
         run = start("--metrics", where)
         assert run.end() == 1
     assert one_line(run) == f"{where} can't be listened on: Address already in use; give another --metrics"
+    no_memory_is_left(run.files)
 
 
 @pytest.mark.parametrize(
@@ -497,6 +498,7 @@ def test_options_that_cannot_be_used(tmp_path: Path, options: list[str], status:
     assert done.returncode == status, done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+    no_memory_is_left(tmp_path / "run", socket.gethostname())
 
 
 def test_a_file_that_is_no_program(tmp_path: Path) -> None:
