@@ -5,6 +5,9 @@
     state = ckpt.load(url)
 """
 
+from ckpt import interrupts as interrupts  # before all that takes time
+
+# isort: split
 from ckpt import data, pulse
 from ckpt.api import load, open, save
 from ckpt.checkpoint import Checkpoint, LazyArray, LeafInfo

@@ -23,7 +23,7 @@ from ckpt.repository import Repository, Url, commit_name, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
-from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
+from ckpt.storage.errors import IntegrityError, InvalidArgument, StepNotFound
 from ckpt.together import Wish, find_together, load_newest_together, newest_first, require_one_step, settled, together
 from ckpt.write import require_step_of_rank_0, take_apart
 from ckpt.write import save as run_save
@@ -226,7 +226,9 @@ def check_step(step: int) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        raise CkptError(f"step {step!r} is no whole number") from None
+        given: Any = step
+        what = repr(given) if given is None or isinstance(given, (str, float)) else f"a {type(given).__name__}"
+        raise InvalidArgument(f"step must be a whole number, 0, 1, 2 …, and not {what}") from None
     if not 0 <= number < 1 << 62:
-        raise CkptError(f"step {number} is out of range: use 0, 1, 2 …")
+        raise InvalidArgument(f"step {number} is out of range: use 0, 1, 2 …")
     return number

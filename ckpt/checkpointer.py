@@ -33,7 +33,15 @@ from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
 from ckpt.spikes import asked_for
-from ckpt.storage.errors import CkptError, FormatError, InvalidArgument, InvalidName, Refused, UnknownScheme
+from ckpt.storage.errors import (
+    CkptError,
+    FormatError,
+    IntegrityError,
+    InvalidArgument,
+    InvalidName,
+    Refused,
+    UnknownScheme,
+)
 from ckpt.tier import Tier, checked_tiers
 from ckpt.tiers import Tiers
 from ckpt.together import Wish
@@ -67,7 +75,7 @@ class Checkpointer:
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
     """
 
-    @pulses.unusable(InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
+    @pulses.meets("unusable", InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
     def __init__(
         self,
         url: Url | None = None,
@@ -135,7 +143,7 @@ class Checkpointer:
         self._calm = None
         self._settle()  # a save under way may delete what is read here
         wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads, once=True)
-        with pulses.phase("load"):
+        with pulses.phase("load"), pulses.meets("damaged", IntegrityError):
             if step is not None:
                 start, loaded = check_step(step) + 1, load_step(repo, step, wish)
             else:
@@ -164,9 +172,13 @@ class Checkpointer:
         loss: a number or an array of one element. One on a CUDA device, or of jax, is not waited for but where a save is due.
         """
         if (calm := self._calm) is not None:
-            if step > calm[1] and calm[0].passes(step, loss, calm[2], calm[3]):
-                return None
+            try:
+                if step > calm[1] and calm[0].passes(step, loss, calm[2], calm[3]):
+                    return None
+            except TypeError:  # no number: it is told below
+                pass
             self._calm = None
+        step = check_step(step)
         if self._pulse is not None:
             self._beat(self._pulse, step, state, loss)
         due = self._is_due(step)

@@ -5,7 +5,7 @@ in one piece; a beat costs a microsecond and no system call.
 
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
     8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
-    16 computed (ns, sum)   17 unusable   18 restored step   19 ended
+    16 computed (ns, sum)   17 trouble   18 restored step   19 ended
 
 All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
 into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
@@ -38,12 +38,16 @@ _STEPPING, _SAVE = map(PHASES.index, ("step", "save"))
 STACKS = signal.SIGUSR2
 """Makes a rank write the stacks of all its threads into its log."""
 
+Trouble = Literal["", "unusable", "damaged"]
+"""unusable: what a rank was given, such as the URL. damaged: all steps that are saved."""
+_TROUBLES: tuple[Trouble, ...] = ("", "unusable", "damaged")
+
 BadKind = Literal["not finite", "spike"]
 _KINDS: tuple[BadKind, ...] = ("not finite", "spike")
 
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
 _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
-_COMPUTED, _UNUSABLE, _RESTORED, _ENDED = range(16, 20)
+_COMPUTED, _TROUBLE, _RESTORED, _ENDED = range(16, 20)
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -86,8 +90,8 @@ class Beat:
     """The first bad loss of this process."""
     compute_seconds: float = 0.0
     """In all that was marked by `compute`."""
-    unusable: bool = False
-    """What it was given, such as the URL, can't be used: a restart changes nothing."""
+    trouble: Trouble = ""
+    """Where it fails for what a restart hardly changes."""
     restored: int = -1
     """The step that it went on from; -1 none."""
     ended: bool = False
@@ -156,6 +160,7 @@ class Pulse:
     def restored(self, step: int) -> None:
         """Say that this rank goes on from a step; -1 where there is none yet."""
         self._fields[_RESTORED] = step
+        self._fields[_TROUBLE] = _TROUBLES.index("")  # what it met before it could get around
         self.committed(step)
 
     def loss(self, loss: float) -> None:
@@ -181,9 +186,9 @@ class Pulse:
         """Say that this rank has worked so long by itself."""
         self._fields[_COMPUTED] += nanoseconds
 
-    def unusable(self) -> None:
-        """Say that what this rank was given can't be used."""
-        self._fields[_UNUSABLE] = 1
+    def trouble(self, trouble: Trouble) -> None:
+        """Say what is wrong for as long as nobody mends it."""
+        self._fields[_TROUBLE] = _TROUBLES.index(trouble)
         self.beat(self._fields[_PHASE])
 
     def should_stop(self, step: int) -> bool:
@@ -226,7 +231,7 @@ class Pulse:
         return Beat(
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
             fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
-            fields[_COMPUTED] / 1e9, bool(fields[_UNUSABLE]), fields[_RESTORED], bool(fields[_ENDED]),
+            fields[_COMPUTED] / 1e9, _TROUBLES[fields[_TROUBLE]], fields[_RESTORED], bool(fields[_ENDED]),
         )  # fmt: skip
 
     def ended(self) -> None:
@@ -313,7 +318,7 @@ def compute() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unusable(*kinds: type[Exception]) -> Iterator[None]:
+def meets(trouble: Trouble, *kinds: type[Exception]) -> Iterator[None]:
     """Say of these errors, and of what comes of them, that another start would meet them, too."""
     try:
         yield
@@ -322,7 +327,7 @@ def unusable(*kinds: type[Exception]) -> Iterator[None]:
         while cause is not None and not isinstance(cause, kinds):
             cause = cause.__cause__
         if cause is not None and (pulse := mine()) is not None:
-            pulse.unusable()
+            pulse.trouble(trouble)
         raise
 
 

@@ -2,8 +2,8 @@
 
     ckpt-run -- mpiexec -n 4 python examples/run_mpi.py mpi-run/checkpoints
 
-mpiexec starts the ranks, as MPI needs it, and ends with an error when one of them dies; then ckpt-run starts it again. All that
-concerns checkpoints are the lines marked `# ckpt`. Any number of ranks goes on from what any other number saved.
+mpiexec starts the ranks, as MPI needs it, and ends with an error when one of them dies; then ckpt-run starts it again. Any
+number of ranks goes on from what any other number saved. Five lines concern checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-import ckpt  # ckpt
+import ckpt
 
 ROWS, COLUMNS = 192, 128
 
@@ -42,16 +42,16 @@ def main() -> None:
         heat[:, 1:-1] += 0.2 * (tall[:-2, 1:-1] + tall[2:, 1:-1] + heat[:, :-2] + heat[:, 2:] - 4 * heat[:, 1:-1])
         time.sleep(args.seconds)
 
-    state = {"heat": ckpt.Shard(heat, (ROWS, COLUMNS), (first, 0))}  # ckpt: this rank's rows of the plate
-    with ckpt.Checkpointer(args.url, every=args.every, keep=3) as ck:  # ckpt: all ranks of COMM_WORLD
-        state, start = ck.restore(state)  # ckpt: the newest whole step, the same one on every rank
+    state = {"heat": ckpt.Shard(heat, (ROWS, COLUMNS), (first, 0))}  # this rank's rows of the plate
+    with ckpt.Checkpointer(args.url, every=args.every, keep=3) as ck:  # all ranks of COMM_WORLD
+        state, start = ck.restore(state)  # the newest whole step, the same one on every rank
         for step in range(start, args.steps):
             spread()
             if step % 500 == 0:
                 total = comm.reduce(float(heat.sum()))
                 if rank == 0:
                     print(f"step {step:5d}  mean {total / ROWS / COLUMNS:.3f} degrees")
-            ck.step(step, state)  # ckpt: says that this rank is alive; saves in the background when it is due
+            ck.step(step, state)  # says that this rank is alive; saves in the background when it is due
 
 
 if __name__ == "__main__":

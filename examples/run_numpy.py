@@ -3,7 +3,7 @@
     ckpt-run -n 4 -- python examples/run_numpy.py numpy-run/checkpoints
     ckpt-run inject kill --rank 2                                             (from another terminal)
 
-All that concerns checkpoints are the lines marked `# ckpt`.
+Seven lines of it concern checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-import ckpt  # ckpt
+import ckpt
 
 FEATURES, SAMPLES, BATCH = 64, 4096, 32
 
@@ -48,17 +48,17 @@ def main() -> None:
         return float(np.mean((guess > 0.5) != (y[rows] > 0.5)))
 
     state = {
-        "weights": ckpt.Shard(weights, (size, FEATURES), (rank, 0)),  # ckpt: this rank's row of one matrix
-        "velocity": ckpt.Shard(velocity, (size, FEATURES), (rank, 0)),  # ckpt
-        "random": ckpt.RandomState(),  # ckpt: each rank's own
+        "weights": ckpt.Shard(weights, (size, FEATURES), (rank, 0)),  # this rank's row of one matrix
+        "velocity": ckpt.Shard(velocity, (size, FEATURES), (rank, 0)),
+        "random": ckpt.RandomState(),  # each rank's own
     }
-    with ckpt.Checkpointer(args.url, every=args.every, keep=3) as ck:  # ckpt
-        state, start = ck.restore(state)  # ckpt: the newest whole step, the same one on every rank
+    with ckpt.Checkpointer(args.url, every=args.every, keep=3) as ck:
+        state, start = ck.restore(state)  # the newest whole step, the same one on every rank
         for step in range(start, args.steps):
             wrong = train_step()
             if rank == 0 and step % 100 == 0:
                 print(f"step {step:5d}  wrong {100 * wrong:5.1f} %")
-            ck.step(step, state, loss=wrong)  # ckpt: says that this rank is alive; saves in the background when it is due
+            ck.step(step, state, loss=wrong)  # says that this rank is alive; saves in the background when it is due
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from ckpt.recovery.straggle import FACTOR, stragglers
 _AHEAD_SECONDS = 0.5
 """With several hosts: how far ahead the step to stop after is named first. Some times what passes until agents read it."""
 
-_FIRST: Sequence[Cause] = ("diverged", "lost", "out of memory", "signal", "stopped", "hang", "unusable", "exit")
+_FIRST: Sequence[Cause] = ("diverged", "lost", "out of memory", "signal", "stopped", "hang", "unusable", "damaged", "exit")
 """Of failures that come together, which is the cause: ranks whose peer is gone exit with an error."""
 
 

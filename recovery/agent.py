@@ -103,33 +103,39 @@ class Agent:
         self._said = ""
         self._told_stop = -1
         self._leaves = False
-        self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))  # last: what fails leaves nothing
 
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
         host.adopt_orphans()
-        lost_seconds = LOST_SECONDS if self._spec.hosts > 1 else 0.0
-        self._guardian = Guardian(self._mark, self._pages, lost_seconds)
-        self._select = selectors.DefaultSelector()
+        # A signal is noted from here on, and interrupts nothing: neither what makes something, nor what clears it away.
+        with contextlib.closing(selectors.DefaultSelector()) as self._select, self._signals_heard():
+            self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))
+            try:
+                return self._run_with_pages()
+            finally:
+                shutil.rmtree(self._pages, ignore_errors=True)
+
+    def _run_with_pages(self) -> int:
+        self._guardian = Guardian(self._mark, self._pages, LOST_SECONDS if self._spec.hosts > 1 else 0.0)
         self._console = Console(self._here.show)
-        web = self._serve()
-        self._keeper = self._keep_memory()
+        web = None
         try:
-            with self._signals_heard():
-                self._join()
+            web = self._serve()
+            self._keeper = self._keep_memory()
+            self._join()
+            if self._status is not None:
+                return self._status
+            alone = self._spec.hosts == 1
+            self._coordinator = Coordinator(self._state, alone)
+            self._accounts = Accounts(self._here.folder, self._here.name, alone, self._log, self._coordinator)
+            self._voice = Voice(self._state, self._report(), self._guardian)
+            try:
+                return self._until_over()
+            finally:
+                self._stop_ranks()
                 if self._status is not None:
-                    return self._status
-                alone = self._spec.hosts == 1
-                self._coordinator = Coordinator(self._state, alone)
-                self._accounts = Accounts(self._here.folder, self._here.name, alone, self._log, self._coordinator)
-                self._voice = Voice(self._state, self._report(), self._guardian)
-                try:
-                    return self._until_over()
-                finally:
-                    self._stop_ranks()
-                    if self._status is not None:
-                        self._bring_home()
-                    self._voice.close()
+                    self._bring_home()
+                self._voice.close()
         finally:
             if self._keeper is not None:
                 self._keeper.close(self._frees_memory())
@@ -138,11 +144,9 @@ class Agent:
             if self._warm is not None:
                 self._warm.close()
             self._console.close()
-            self._select.close()
             self._guardian.close()
             if self._accounts is not None:
                 self._accounts.close(self._course)
-            shutil.rmtree(self._pages, ignore_errors=True)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone, a full disk: the log has it

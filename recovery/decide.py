@@ -12,7 +12,8 @@ from ckpt.pulse import Bad
 from ckpt.recovery.rollback import roll_back
 
 Cause = Literal[
-    "exit", "unusable", "signal", "out of memory", "hang", "stopped", "lost", "diverged", "preempted", "straggler", "asked"
+    "exit", "unusable", "damaged", "signal", "out of memory", "hang", "stopped", "lost", "diverged", "preempted", "straggler",
+    "asked",
 ]  # fmt: skip
 
 WANTED: frozenset[Cause] = frozenset({"preempted", "straggler", "asked"})
@@ -131,7 +132,10 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int 
     alike = _alike(failures)
     older = len(failures) > 1 and last.restored < failures[-2].restored  # than at the try before
     if now.useless >= USELESS and alike >= USELESS and (not older or alike >= 2 * USELESS):
-        return Decision("halt", f"{what}; {alike} times in a row, at the same place, with no newer step saved: {look}")
+        place = "at the same place, with no newer step saved"
+        if last.cause == "damaged":  # and nothing is begun anew over what may still be brought back
+            place = "as no saved step is whole; bring back the files of one, or remove all of them to begin anew"
+        return Decision("halt", f"{what}; {alike} times in a row, {place}: {look}")
     if now.left < 0:
         return Decision("halt", f"{what}; {now.most} restarts without a newer step: {look}")
     # At once after progress; where it fails again and again, something outside may need time.
@@ -151,7 +155,7 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int 
 def _alike(failures: Sequence[Failure]) -> int:
     """How many of the last came in the same way, at the same place."""
     last = failures[-1]
-    if last.step < 0 and any(f.step >= 0 for f in failures):
+    if last.step < 0 and last.cause != "damaged" and any(f.step >= 0 for f in failures):
         return 0  # it has begun before: it is not the program that must be mended, but storage or a network that is away
     same = takewhile(lambda f: (f.cause, f.step) == (last.cause, last.step) and not _ran_long(f), reversed(failures))
     return sum(1 for _ in same)

@@ -202,7 +202,7 @@ class _Nodes:
         self._servers: dict[str, tuple[NodeServer, Device]] = {}
 
     def serve_what_is_there(self) -> None:
-        for path in sorted(self._folder.iterdir()):
+        for path in sorted(self._folder.glob("*")):  # none where nothing was kept yet
             if path.name.isdigit():
                 try:
                     print("serves", self._serve(path, time.monotonic() + _LOCKED_SECONDS), flush=True)

@@ -17,16 +17,14 @@ BROUGHT = "was brought"
 
 def folder_of(run_folder: Path, host: str = "") -> Path | None:
     """Where it is: the same whenever ckpt-run works in this folder, for this one of several hosts; None without shared memory,
-    or where another is named."""
+    or where another is named. Made by who first writes there, so that nothing is left of a run that keeps no steps in it."""
     if os.environ.get(tier.VARIABLE):
         return None
     try:
         name = hashlib.sha256(os.fsencode(run_folder.resolve()) + (f"\0{host}" if host else "").encode()).hexdigest()[:16]
-        folder = tier.own_memory() / f"run-{name}"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        return tier.own_memory() / f"run-{name}"
     except (StoreError, OSError):
         return None
-    return folder
 
 
 def bring_home(folder: Path) -> str:

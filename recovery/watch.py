@@ -233,12 +233,14 @@ class Watch:
 
     def _order(self, rank: Rank) -> tuple[bool, bool]:
         """Signals first, and who fails as another has failed last."""
-        return rank.status > 0, not self._beats[rank.number].unusable
+        return rank.status > 0, not self._beats[rank.number].trouble
 
     def _cause(self, rank: Rank) -> Cause:
         if rank.status == -signal.SIGKILL and host.memory_kills() > self._kills:
             return "out of memory"
-        return "signal" if rank.status < 0 else "unusable" if self._beats[rank.number].unusable else "exit"
+        beat = self._beats[rank.number]
+        trouble = beat.trouble if beat.step < 0 else ""  # else the program has found a way around it
+        return "signal" if rank.status < 0 else trouble or "exit"
 
     def keep_stacks(self) -> None:
         """The stacks of all threads of all ranks, beside their logs, before they are killed."""

@@ -20,6 +20,7 @@ _ADVICE = {
     errno.EPERM: "not permitted: check the owner and mode of the directory",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the device reported an I/O error: check the disk",
+    errno.ENOTDIR: "a part of this path is a file: name a folder",
     errno.ENAMETOOLONG: "the path is too long for this file system",
 }
 

@@ -2,209 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import io
-import json
-import random
-import socket
-import sys
-import threading
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime, timedelta
-from enum import Enum
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import assert_same, finish, one_line, python, snapshot, state_of
+from refusal import refused
+from refusal import root as root
+from support import assert_same, snapshot, state_of
 
 import ckpt
-from ckpt import codec, records
-from ckpt.digest import digest
+from ckpt import pulse
 from ckpt.storage.local import LocalStore
-
-
-@contextmanager
-def refused(kind: type[BaseException], *words: str, root: Path | None = None) -> Iterator[None]:
-    """The body raises `kind` with a message of one line that has all `words`; the files below `root` stay as they were."""
-    before = snapshot(root) if root else None
-    with pytest.raises(kind) as told:
-        yield
-    one_line(told, *words)
-    assert root is None or snapshot(root) == before
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A repository with step 3 and step 4."""
-    for step in (3, 4):
-        ckpt.save(state_of(step), tmp_path / "run", step)
-    return tmp_path / "run"
-
-
-# --- leaves that can't be stored -------------------------------------------------------------------------------
-
-
-class Colour(Enum):
-    RED = 1
-
-
-class Slots:
-    __slots__ = ("a",)
-
-
-def masked() -> Any:
-    return np.ma.masked_array([1, 2], [0, 1])
-
-
-BAD_LEAVES: dict[str, Callable[[], Any]] = {
-    "function": lambda: lambda x: x,
-    "method": lambda: [].append,
-    "class": lambda: int,
-    "module": lambda: json,
-    "generator": lambda: (i for i in range(3)),
-    "TextIOWrapper": lambda: open(__file__),
-    "BytesIO": io.BytesIO,
-    "socket": socket.socket,
-    "lock": threading.Lock,
-    "Thread": threading.Thread,
-    "Slots": Slots,
-    "Colour": lambda: Colour.RED,
-    "datetime": lambda: datetime(2024, 1, 1),
-    "deque": lambda: collections.deque([1]),
-    "range": lambda: range(3),
-    "SystemRandom": random.SystemRandom,
-    "defaultdict": lambda: collections.defaultdict(lambda: 5, {"a": 1}),
-    "defaultdict of a class": lambda: collections.defaultdict(Slots),
-    "Python objects": lambda: np.array([object()], object),
-    "object field": lambda: np.zeros(2, [("a", "O"), ("b", "i4")]),
-    "masked": masked,
-}
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("kind", BAD_LEAVES)
-def test_leaves_that_cannot_be_stored(root: Path, tmp_path: Path, kind: str, blocking: bool) -> None:
-    bad = BAD_LEAVES[kind]()
-    state = {"good": np.ones(3), "opt": [{"x": 1, "bad": bad}]}
-    with refused(ckpt.UnsupportedLeaf, "leaf opt.0.bad", root=root):
-        ckpt.save(state, root, 5, blocking=blocking)
-    with refused(ckpt.UnsupportedLeaf, "leaf opt.0.bad"):
-        ckpt.save(state, tmp_path / "new", blocking=blocking)
-    assert not (tmp_path / "new").exists(), "a refused state has made a repository"
-    if hasattr(bad, "close") and kind != "generator":
-        bad.close()
-
-
-@pytest.mark.parametrize(("shape", "start"), [((5, 0), 0), ((5,), -1), ((5,), 3), ((), 0)])
-def test_a_flat_shard_outside_its_array(root: Path, shape: tuple[int, ...], start: int) -> None:
-    with refused(ckpt.UnsupportedLeaf, "leaf w", "does not lie in an array", root=root):
-        ckpt.save({"w": ckpt.Shard(np.ones(3), shape, flat=start)}, root)
-
-
-def test_the_state_itself_cannot_be_stored(root: Path) -> None:
-    with refused(ckpt.UnsupportedLeaf, "(root)", "function", root=root):
-        ckpt.save(lambda: 1, root, 5)
-
-
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda t: t.eye(3).to_sparse(), "indices and values"),
-        (lambda t: t.eye(3).to_sparse_csr(), "indices and values"),
-        (lambda t: t.empty(3, device="meta"), "meta"),
-        (lambda t: t.quantize_per_tensor(t.ones(3), 0.1, 0, t.qint8), "scales"),
-        (lambda t: t.nested.nested_tensor([t.ones(2), t.ones(3)]), "unbind()"),
-        (lambda t: t.nested.nested_tensor([t.ones(2), t.ones(3)], layout=t.jagged), "unbind()"),
-        (lambda t: t.nn.UninitializedParameter(), "run the module once"),
-        (lambda t: wrapped(t), "bytes of a Wrapper cannot be reached"),
-        (lambda t: fake(t), "bytes of a FakeTensor cannot be reached"),
-        (lambda t: masked_tensor(t), "bytes of a MaskedTensor cannot be reached"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_tensors_that_are_not_plain_memory(root: Path, make: Callable[[Any], Any], word: str) -> None:
-    torch = pytest.importorskip("torch")
-    bad = make(torch)
-    with refused(ckpt.UnsupportedLeaf, "leaf m.w", word, root=root):
-        ckpt.save({"m": {"w": bad}}, root, 5)
-    with refused(ckpt.LeafMismatch, "leaf embed of `like` cannot be filled", word, root=root):
-        ckpt.load(root, {"embed": bad})
-
-
-def test_a_lazy_module(root: Path) -> None:
-    torch = pytest.importorskip("torch")
-    with refused(ckpt.UnsupportedLeaf, "leaf model.weight", "lazy module", "run", root=root):
-        ckpt.save({"model": torch.nn.LazyLinear(3)}, root, 5)
-
-
-def wrapped(torch: Any) -> Any:
-    """A tensor that has no memory of its own."""
-
-    class Wrapper(torch.Tensor):
-        @staticmethod
-        def __new__(cls: Any, inner: Any) -> Any:
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-        @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-            raise RuntimeError(f"{function} is not for me,\nnor is anything else")
-
-    return Wrapper(torch.ones(3))
-
-
-def fake(torch: Any) -> Any:
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.ones(3)
-
-
-def masked_tensor(torch: Any) -> Any:
-    from torch.masked import masked_tensor
-
-    return masked_tensor(torch.arange(3.0), torch.tensor([True, False, True]))
-
-
-def test_a_traced_jax_value(root: Path) -> None:
-    jax = pytest.importorskip("jax")
-    with refused(ckpt.UnsupportedLeaf, "leaf w", "outside of jit", root=root):
-        jax.jit(lambda x: ckpt.save({"w": x}, root, 5))(jax.numpy.ones(3))
-
-
-def test_keys_that_cannot_be_stored(root: Path) -> None:
-    for key in (object(), Colour.RED, frozenset([1]), np.float32(1)):
-        with refused(ckpt.UnsupportedLeaf, "leaf m", "key", root=root):
-            ckpt.save({"m": {key: 1}}, root, 5)
-    for state in ({1 << 20_000: 1}, {(1, 1 << 20_000): 1}, {1 << 20_000, "a"}):
-        with refused(ckpt.UnsupportedLeaf, "leaf m", "integer", root=root):
-            ckpt.save({"m": state}, root, 5)
-    with refused(ckpt.UnsupportedLeaf, "UTF-8", root=root):  # half of a pair: no such text can be written
-        ckpt.save({"m\ud800": np.ones(3)}, root, 5)
-
-
-def test_a_state_that_contains_itself(root: Path) -> None:
-    for inner in ([], {}, collections.OrderedDict()):
-        state: Any = {"a": {"b": inner}}
-        if isinstance(inner, list):
-            inner.append(state)
-        else:
-            inner["up"] = state
-        with refused(ckpt.UnsupportedLeaf, "leaf a.b", "contains itself", root=root):
-            ckpt.save(state, root, 5)
-
-
-def test_a_state_that_is_nested_too_deeply(root: Path) -> None:
-    state: Any = 1
-    for _ in range(5000):
-        state = [state]
-    with refused(ckpt.UnsupportedLeaf, "nested too deeply", root=root):
-        ckpt.save(state, root, 5)
-
 
 # --- options of save -------------------------------------------------------------------------------------------
 
@@ -249,6 +61,26 @@ def test_step_numbers(root: Path, step: Any) -> None:
         ckpt.save(state_of(5), root, step)
     with refused(ckpt.CkptError, "step", root=root):
         ckpt.load(root, step=step)
+
+
+WRONG_STEPS = ["7", 100.5, None, np.float32(3), {"w": np.zeros(3)}, -1, 1 << 70]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("every", [5, None, "auto"])
+def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a save is due or not; under ckpt-run, where most steps are no more than a beat, too."""
+    if watched:
+        monkeypatch.setattr(pulse, "_mine", pulse.Pulse(root.parent / "page", new=True))
+        monkeypatch.setattr(pulse, "_looked", True)
+    with ckpt.Checkpointer(root, every=every) as saver:
+        for step in (10, 11, np.int64(12)):
+            saver.step(step, state_of(0), loss=1.0)
+            for wrong in WRONG_STEPS:
+                with refused(ckpt.InvalidArgument, "step"):
+                    saver.step(wrong, state_of(0), loss=1.0)
+                saver.step(step, state_of(0), loss=1.0)  # and goes on
+                assert (saver._calm is not None) == watched
 
 
 def test_options_of_a_checkpointer(root: Path) -> None:
@@ -490,154 +322,6 @@ def test_a_module_that_makes_up_for_what_was_not_saved(tmp_path: Path) -> None:
         assert torch.equal(model.bias, old.bias)
 
 
-# --- the future, and forgeries ---------------------------------------------------------------------------------
-
-
-def test_a_repository_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
-    data = records.encode("repository", {"id": "x", "new": [1]})
-    monkeypatch.undo()
-    (root / "ckpt.json").write_bytes(data)
-    for call in (
-        lambda: ckpt.load(root), lambda: ckpt.load(root, step=4), lambda: ckpt.open(root),
-        lambda: ckpt.save(state_of(5), root, 5), lambda: ckpt.Checkpointer(root),
-    ):  # fmt: skip
-        with refused(ckpt.FormatError, "format version 2", "up to 1", "install a newer", root=root):
-            call()
-
-
-def test_a_step_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not passed over in favour of an older step, as a damaged one is."""
-    path = root / "steps/4/commit.json"
-    body = json.loads(path.read_bytes())
-    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
-    path.write_bytes(records.encode("commit", {k: v for k, v in body.items() if k not in ("digest", "kind", "format")}))
-    monkeypatch.undo()
-    for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, step=4)):
-        with refused(ckpt.FormatError, "steps/4/commit.json", "version 2", "install a newer", root=root):
-            call()
-    assert_same(ckpt.load(root, step=3), state_of(3))
-    # And it is never deleted by software that does not understand it.
-    ckpt.save(state_of(5), root, 5, keep=1)
-    assert path.exists()
-
-
-def forge(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> None:
-    """Replace the manifest or the tree of a step by a changed one whose digests are right."""
-    path = root / f"steps/{step}/commit.json"
-    commit = records.decode_commit(path.read_bytes(), "")
-    group = commit.manifests if suffix == ".parquet" else commit.trees
-    (old,) = group
-    data = change((root / old.name).read_bytes())
-    (root / old.name).write_bytes(data)
-    new = (records.FileRecord(old.name, len(data), digest("xxh3-128", data).hex()),)
-    field = "manifests" if suffix == ".parquet" else "trees"
-    path.write_bytes(records.encode_commit(dataclasses.replace(commit, **{field: new})))
-
-
-def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
-    """Set a column of the manifest to one value in all rows that have bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    def change(data: bytes) -> bytes:
-        table = pq.read_table(pa.BufferReader(data))
-        at = table.schema.get_field_index(name)
-        old = table.column(name).to_pylist()
-        packs = table.column("pack").to_pylist()
-        new = [value if pack is not None else was for was, pack in zip(old, packs, strict=True)]
-        column = pa.array(new, table.schema.field(name).type.value_type).cast(table.schema.field(name).type) if (
-            pa.types.is_dictionary(table.schema.field(name).type)
-        ) else pa.array(new, table.schema.field(name).type)  # fmt: skip
-        sink = io.BytesIO()
-        pq.write_table(table.set_column(at, table.schema.field(name), column), sink)
-        return sink.getvalue()
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "words"),
-    [
-        ("codec", '{"id": "pickle"}', ("pickle", "not used")),
-        ("codec", '{"id": "json2"}', ("json2", "not used")),
-        ("codec", "nonsense", ("not understood",)),
-        ("pack", "../../../../etc/passwd", ("not a valid",)),
-        ("pack", "/etc/passwd", ("not a valid",)),
-        ("pack", "steps/4/pack/nothing.pack", ("missing",)),
-        ("position", 1 << 40, ("early",)),
-        ("dtype", "nonsense", ("nonsense",)),
-        ("dtype", "object", ("object",)),
-    ],
-)
-def test_a_forged_manifest(root: Path, column: str, value: Any, words: tuple[str, ...]) -> None:
-    """Digests prove that nothing was changed by accident; whoever forges them as well still runs no code here."""
-    ckpt.save({"w": np.zeros(50_000)}, root, 4, codec={"id": "zlib", "level": 1}, overwrite=True)
-    forge(root, 4, change_column(column, value), ".parquet")
-    with refused(ckpt.CkptError, *words, root=root):
-        ckpt.load(root, step=4)
-    with refused(ckpt.CkptError, *words, root=root):
-        ckpt.load(root, {"w": np.zeros(50_000)}, step=4)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        "not json", "[]", "{}", '{"tree": {"unknown": 1}}', '{"tree": {"array": "nothing", "kind": "numpy"}}',
-        '{"tree": {"array": "embed", "kind": "nonsense"}}', '{"tree": ' + "[" * 5000,
-    ],
-)  # fmt: skip
-def test_a_forged_tree(root: Path, tree: str) -> None:
-    forge(root, 4, lambda _: tree.encode(), ".json")
-    with refused(ckpt.CkptError, root=root):
-        ckpt.load(root, step=4)
-    with refused(ckpt.CkptError, root=root):
-        ckpt.load(root, step=4, only="embed")
-    with refused(ckpt.CkptError, root=root):
-        ckpt.load(root, state_of(0), step=4)
-
-
-def test_a_tree_that_names_code_runs_none(root: Path) -> None:
-    """A class is used only if its fields are those saved; a function never is."""
-    tree = {
-        "dict": [
-            ["a", {"namedtuple": ["exit 1"], "class": "os:system", "fields": ["command"]}],
-            ["b", {"dataclass": ["x"], "class": "subprocess:Popen", "fields": ["args"]}],
-            ["c", {"object": {"dict": []}, "class": "antigravity:anything"}],
-        ]
-    }
-    forge(root, 4, lambda _: json.dumps({"tree": tree}).encode(), ".json")
-    got = ckpt.load(root, step=4)
-    assert got["a"].command == "exit 1"
-    assert got["b"].args == "x"
-    assert type(got["b"]).__module__ != "subprocess"
-    assert "antigravity" not in sys.modules
-
-
-def test_pickle_is_refused_by_name() -> None:
-    with refused(ckpt.FormatError, "pickle"):
-        codec.decode('{"id": "pickle"}', memoryview(b"cos\nsystem\n(S'false'\ntR."), np.empty(8, np.uint8))
-
-
-def test_a_checkpoint_of_a_framework_that_is_not_here(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    ckpt.save({"w": torch.arange(3.0)}, tmp_path / "run", 0)
-    code = """
-import sys
-sys.modules["torch"] = None
-import ckpt, numpy
-like = {"w": numpy.zeros(3, "f4")}
-print(ckpt.load(sys.argv[1], like)["w"].tolist())
-try:
-    ckpt.load(sys.argv[1])
-except ckpt.CkptError as error:
-    print(error)
-"""
-    filled, told = finish(python(code, tmp_path / "run")).splitlines()
-    assert filled == "[0.0, 1.0, 2.0]"
-    one_line(RuntimeError(told), "torch", "w", "like")
-
-
 def test_names_that_would_leave_the_root(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     for name in ("../x", "/etc/passwd", "a/../../x", "a//b", ".hidden", "a/.tmp", "", "a\0b", "x" * 2000):
@@ -645,10 +329,3 @@ def test_names_that_would_leave_the_root(tmp_path: Path) -> None:
             with refused(ckpt.InvalidName, "not a valid object name"):
                 call(name)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_save_while_another_thread_imports_masked_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numpy.ma", types.ModuleType("numpy.ma"))  # as it is in the middle of it
-    ckpt.save({"a": np.arange(3)}, tmp_path, step=0)
-    monkeypatch.undo()
-    assert ckpt.load(tmp_path)["a"].tolist() == [0, 1, 2]

@@ -252,6 +252,23 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pulse]:
     pulses.look_again()
 
 
+def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: Pulse) -> None:
+    """It is told where nothing can be restored, and no more once something was."""
+    for step in (3, 4):
+        ckpt.save({"x": np.arange(5000.0)}, tmp_path / "repo", step, group=None)
+    good = {path: path.read_bytes() for path in (tmp_path / "repo/steps").rglob("commit.json")}
+    for path in good:
+        path.write_bytes(b"damaged")
+    with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:
+        with pytest.raises(ckpt.IntegrityError):
+            ck.restore({"x": np.zeros(5000)})
+        assert page.read().trouble == "damaged"
+        path = tmp_path / "repo/steps/3/commit.json"
+        path.write_bytes(good[path])
+        assert ck.restore({"x": np.zeros(5000)}, step=3)[1] == 4
+        assert page.read().trouble == ""
+
+
 def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: Pulse) -> None:
     state, beats = {"x": np.zeros(3)}, 0
     with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:

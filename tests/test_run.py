@@ -529,6 +529,9 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
         (["--dir", "nowhere://x", "--", "true"], 1, "--dir can't be used: nowhere://x"),
         (["--dir", "/proc/none", "--", "true"], 1, "--dir can't be used: "),
         (["--dir", str(Path(__file__).parent), "--", "true"], 1, "is not a checkpoint repository; name an empty or a new"),
+        (["--dir", __file__, "--", "true"], 1, f"{__file__}/ckpt.json failed: Not a directory; a part of this path is a file"),
+        (["--dir", "", "--", "true"], 1, "--dir names nothing"),
+        (["--", ""], 1, "the command is empty"),
         (["--address", "192.0.2.1", "--", "true"], 1, "give one of this host as --address"),
         (["--metrics", "127.0.0.1:99999", "--", "true"], 1, "write HOST:PORT, such as 127.0.0.1:9200"),
         (["--metrics", f"{'ü' * 70}.b:80", "--", "true"], 1, ".b:80: write HOST:PORT, such as 127.0.0.1:9200"),
@@ -546,6 +549,7 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message:
     assert "Traceback" not in done.stderr
     assert status != 1 or len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.glob("run/logs/0/rank-0.log")) or arguments == ["--", "/none/such"]
+    no_memory_is_left(tmp_path / "run")
 
 
 def test_what_is_no_number() -> None:
@@ -578,6 +582,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     assert done.returncode == 1
     said = "ckpt-run: python -u nosuch.py can't be started: there is no nosuch.py here; give the path of the script\n"
     assert done.stderr == said
+    no_memory_is_left(tmp_path / "run")
 
 
 @pytest.mark.parametrize("url", ["nowhere://x", "of-others"])
@@ -689,6 +694,7 @@ def test_plain_commands(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["I am 0 of 2", "I am 1 of 2"]
+    no_memory_is_left(tmp_path / "run")
 
 
 # --- a tier in memory ------------------------------------------------------------------------------------------
@@ -704,6 +710,11 @@ def in_memory(run: Run) -> Path:
     if found is None:
         pytest.skip("no shared memory at /dev/shm that can be written to")
     return found
+
+
+def no_memory_is_left(folder: Path, host: str = "") -> None:
+    found = memory.folder_of(folder, host)
+    assert found is None or not found.exists()
 
 
 def test_no_step_is_lost_that_is_in_memory(start: Callable[..., Run], tiered: None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Process
-from support import SOAK, fast_folder
-from test_run import RANKS, Run, in_memory, is_right
-from test_run_hosts import Job, starts
+from support import SOAK, fast_folder, snapshot
+from test_run import RANKS, Run, in_memory, is_right, no_memory_is_left
+from test_run_hosts import Job, leader_of, starts
 from test_run_hosts import is_right as rows_are_right
 from test_run_hosts import job as job
 from test_tiers import flip
@@ -206,6 +207,16 @@ def test_what_began_before_is_not_given_up_at_once() -> None:
     assert decision.reason.endswith("before the first step; 10 restarts without a newer step: look at the log")
 
 
+def test_damage_is_no_storage_that_is_away() -> None:
+    """It stays as it is: after three tries that is the end, with what to do."""
+    failures, budget = [Failure("exit", (1,), "exited with status 1", 12, 9, 10.0, restored=5)], Budget()
+    while (decision := decide(failures, budget)).action == "restart":
+        budget = decision.budget
+        failures.append(Failure("damaged", (0, 1), "exited with status 1", -1, -1, 1.0))
+    assert len(failures) == 1 + USELESS
+    assert "3 times in a row, as no saved step is whole; bring back the files of one, or remove all of them" in decision.reason
+
+
 def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Starter, tmp_path: Path) -> None:
     """As where a host is lost with its part of the memory tier. Every step is in the other one, but for a save under way."""
     with fast_folder(tmp_path) as folder, nodes(folder, 2) as memory:
@@ -277,6 +288,26 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
     least = {"memory": 10, "nvme": 12, "repo": 12, "memory nvme": 5}
     assert min(run.restored()) >= least[where]
     assert ckpt.load(run.folder / "repo", group=None)["w"].shape == (4 * RANKS, 100)
+
+
+def test_all_steps_are_damaged(start: Starter) -> None:
+    """In all places. It is given up with the reason, and nothing is begun anew over them, or removed."""
+    run = start(tiers=("memory",), seconds=0.06, steps=10_000)
+    places = [in_memory(run), run.folder / "repo"]
+    run.until_step(7)
+    run.process.send_signal(signal.SIGSTOP)
+    run.kill_ranks()
+    for path in [path for place in places for path in place.rglob("steps/**/*") if path.is_file()]:
+        flip(path)
+    before = snapshot(run.folder / "repo/steps")
+    run.process.send_signal(signal.SIGCONT)
+    assert run.end() == 1
+    assert list(places[0].rglob("steps/*/commit.json"))
+    shutil.rmtree(places[0])
+    assert [cause for cause, _ in run.failures()] == ["signal", *["damaged"] * USELESS]
+    assert f"{USELESS} times in a row, as no saved step is whole; bring back the files of one, or remove all" in run.said
+    assert re.search(rf"look at {run.files}/logs/{USELESS}/rank-\d.log", run.said)
+    assert snapshot(run.folder / "repo/steps") == before
 
 
 # --- ckpt-run itself ---------------------------------------------------------------------------------------------
@@ -361,7 +392,7 @@ def test_a_host_is_lost_together_with_the_coordinator(job: Callable[..., Job]) -
         run.start(name)
     until(lambda: all(run._step(run.folder / f"at-0-{rank}") >= 12 for rank in range(8)), "step 12")
     log = run.log()
-    leader = next(entry.facts["name"] for entry in log if entry.kind == "lead")
+    leader = leader_of(log)
     other = next(name for name in starts(log)[0] if name != leader)
     for name in (leader, other):
         run.agents[name].kill()
@@ -478,6 +509,7 @@ def test_a_port_that_is_taken(start: Starter) -> None:
         run = start("--metrics", where)
         assert run.end() == 1
     assert one_line(run) == f"{where} can't be listened on: Address already in use; give another --metrics"
+    no_memory_is_left(run.files)
 
 
 @pytest.mark.parametrize(
@@ -497,6 +529,7 @@ def test_options_that_cannot_be_used(tmp_path: Path, options: list[str], status:
     assert done.returncode == status, done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+    no_memory_is_left(tmp_path / "run", socket.gethostname())
 
 
 def test_a_file_that_is_no_program(tmp_path: Path) -> None:

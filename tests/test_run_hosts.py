@@ -141,6 +141,11 @@ def starts(log: list[Entry]) -> list[list[str]]:
     return [[m["name"] for m in e.facts["members"]] for e in log if e.kind == "start"]
 
 
+def leader_of(log: list[Entry]) -> str:
+    """The host that coordinates now."""
+    return str(next(e.facts["name"] for e in reversed(log) if e.kind == "lead"))
+
+
 def test_a_quiet_run(job: Callable[..., Job]) -> None:
     run = job()
     for name in "abc":
@@ -173,7 +178,7 @@ def test_a_host_is_lost_and_a_spare_takes_its_place(job: Callable[..., Job], whi
         run.start(name)
     run.until_step(12)
     log = run.log()
-    leader = next(e.facts["name"] for e in log if e.kind == "lead")
+    leader = leader_of(log)
     (spare,) = set("abcd") - set(starts(log)[0])
     lost = leader if which == "leader" else next(name for name in starts(log)[0] if name != leader)
     run.agents[lost].kill()
@@ -240,7 +245,7 @@ def test_every_second_is_accounted_where_the_leader_stands_still(job: Callable[.
     for name in "abc":
         run.start(name)
     run.until_step(5)
-    leader = next(e.facts["name"] for e in run.log() if e.kind == "lead")
+    leader = leader_of(run.log())
     os.kill(run.agents[leader].pid, signal.SIGSTOP)
     run.until(lambda log: sum(e.kind == "lead" for e in log) == 2, "led by another")
     time.sleep(1)  # the other one writes lines, too
@@ -257,7 +262,7 @@ def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
         run.start(name)
     run.until_step(5)
     log = run.log()
-    leader = next(e.facts["name"] for e in log if e.kind == "lead")
+    leader = leader_of(log)
     lost = next(name for name in starts(log)[0] if name != leader)
     run.agents[lost].kill()
     run.until(lambda log: len(starts(log)) == 2, "gone on")

@@ -26,7 +26,7 @@ from test_advance import agent, world
 from test_etcd import needs_etcd
 from test_nodes import certificates
 from test_run import none_left
-from test_run_hosts import RUN, Job, OnHosts, answers, starts
+from test_run_hosts import RUN, Job, OnHosts, answers, leader_of, starts
 
 import ckpt
 from ckpt.aggregator.members import from_table, parse_url
@@ -215,7 +215,7 @@ def test_the_last_of_two_goes_on_alone(job: Callable[..., InMemory]) -> None:
     for name in "ab":
         run.start(name)
     run.until_step(6)
-    leader = next(e.facts["name"] for e in run.log() if e.kind == "lead")
+    leader = leader_of(run.log())
     other = "b" if leader == "a" else "a"
     run.agents[leader].kill()
     assert run.ends(other) == {other: 0}

@@ -207,7 +207,7 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
     slow = [entry for entry in entries if entry.kind == "note" and "straggler" in entry.facts]
     total = sum(seconds.values())
     if png is not None:
-        common.optional("matplotlib", "--png", "report")
+        common.require_picture(png)
         from ckpt.recovery.picture import draw_run
 
         draw_run(lines(run_dir), entries, png)

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -19,12 +20,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ckpt import interrupts
 from ckpt.storage.errors import CkptError
 
 Advance = Callable[[int], None]
 """Called with the number of bytes just done, from any thread."""
 
-INTERRUPTED = 128 + signal.SIGINT
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 
 
@@ -44,19 +45,20 @@ class Number(click.FloatRange):
 
 def run(command: click.Command) -> NoReturn:
     """Run a command and end the process: 0 fine, 1 an error of ours, 2 wrong usage, 130 and 143 interrupted."""
-    # By default SIGTERM ends the process on the spot and would leave temporary files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if not sys.warnoptions:  # of the libraries below: nothing that a user of a command could act on
-        warnings.simplefilter("ignore")
     name = command.name or "ckpt"
     try:
+        interrupts.as_exceptions()
+        # By default SIGTERM ends the process on the spot and would leave temporary files.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        if not sys.warnoptions:  # of the libraries below: nothing that a user of a command could act on
+            warnings.simplefilter("ignore")
         sys.exit(command.main(prog_name=name, standalone_mode=False))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         complain(name, "interrupted")
-        sys.exit(INTERRUPTED)
+        sys.exit(interrupts.STATUS)
     except (CkptError, OSError) as error:
         complain(name, str(error))
         sys.exit(1)
@@ -151,6 +153,13 @@ def count(number: int, noun: str) -> str:
 def printable(name: str) -> str:
     """A name from a file without control characters, which could drive the terminal."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+def require_picture(png: Path) -> None:
+    """Before the work: whether a picture can be drawn into this file."""
+    optional("matplotlib", "--png", "report")
+    if not png.parent.is_dir():
+        raise CkptError(f"--png {png}: there is no folder {png.parent}; make it, or name another file")
 
 
 def optional(module: str, what: str, extra: str) -> Any:

@@ -127,6 +127,8 @@ def command(
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
         raise InvalidArgument(f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME")
+    if not command[0].strip():
+        raise InvalidArgument("the command is empty, as a variable that is not set; write ckpt-run -- python train.py")
     if directory is not None:
         os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it
     name = place.check_name(name or place.name_of(launcher, os.environ))
@@ -151,12 +153,16 @@ def _usable(url: str) -> str:
     """A URL that steps can be saved to, whatever folder it is seen from."""
     from ckpt.repository import open_repository
 
+    if not url:
+        raise InvalidArgument("--dir names nothing, as a variable that is not set; give a folder or a URL, or leave it out")
     url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
     try:
         open_repository(url).ensure()
     except CkptError as error:
         raise CkptError(f"--dir can't be used: {error}") from error
     return url
+
+
 def _guard(
     address: str, token_file: str | None, tls_cert: str | None, tls_key: str | None, ca_file: str | None, insecure: bool
 ) -> Guard | None:

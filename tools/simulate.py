@@ -62,7 +62,7 @@ def command(
         if value <= 0:
             raise click.UsageError(f"{name}: give more than 0")
     if png is not None:
-        common.optional("matplotlib", "--png", "report")
+        common.require_picture(png)
     world = World(
         hosts, ranks, mtbf * hosts, step, stall, durable, spawn_seconds=spawn, restore_seconds=restore, spares=spares,
         repair_seconds=repair,

@@ -1,0 +1,166 @@
+"""Repositories of the future, forged ones, those of a framework that is not here: refused in one line, and no code is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refusal import refused
+from refusal import root as root
+from support import assert_same, finish, one_line, python, state_of
+
+import ckpt
+from ckpt import codec, records
+from ckpt.digest import digest
+
+
+def test_a_repository_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
+    data = records.encode("repository", {"id": "x", "new": [1]})
+    monkeypatch.undo()
+    (root / "ckpt.json").write_bytes(data)
+    for call in (
+        lambda: ckpt.load(root), lambda: ckpt.load(root, step=4), lambda: ckpt.open(root),
+        lambda: ckpt.save(state_of(5), root, 5), lambda: ckpt.Checkpointer(root),
+    ):  # fmt: skip
+        with refused(ckpt.FormatError, "format version 2", "up to 1", "install a newer", root=root):
+            call()
+
+
+def test_a_step_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not passed over in favour of an older step, as a damaged one is."""
+    path = root / "steps/4/commit.json"
+    body = json.loads(path.read_bytes())
+    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
+    path.write_bytes(records.encode("commit", {k: v for k, v in body.items() if k not in ("digest", "kind", "format")}))
+    monkeypatch.undo()
+    for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, step=4)):
+        with refused(ckpt.FormatError, "steps/4/commit.json", "version 2", "install a newer", root=root):
+            call()
+    assert_same(ckpt.load(root, step=3), state_of(3))
+    # And it is never deleted by software that does not understand it.
+    ckpt.save(state_of(5), root, 5, keep=1)
+    assert path.exists()
+
+
+def forge(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> None:
+    """Replace the manifest or the tree of a step by a changed one whose digests are right."""
+    path = root / f"steps/{step}/commit.json"
+    commit = records.decode_commit(path.read_bytes(), "")
+    group = commit.manifests if suffix == ".parquet" else commit.trees
+    (old,) = group
+    data = change((root / old.name).read_bytes())
+    (root / old.name).write_bytes(data)
+    new = (records.FileRecord(old.name, len(data), digest("xxh3-128", data).hex()),)
+    field = "manifests" if suffix == ".parquet" else "trees"
+    path.write_bytes(records.encode_commit(dataclasses.replace(commit, **{field: new})))
+
+
+def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
+    """Set a column of the manifest to one value in all rows that have bytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def change(data: bytes) -> bytes:
+        table = pq.read_table(pa.BufferReader(data))
+        at = table.schema.get_field_index(name)
+        old = table.column(name).to_pylist()
+        packs = table.column("pack").to_pylist()
+        new = [value if pack is not None else was for was, pack in zip(old, packs, strict=True)]
+        column = pa.array(new, table.schema.field(name).type.value_type).cast(table.schema.field(name).type) if (
+            pa.types.is_dictionary(table.schema.field(name).type)
+        ) else pa.array(new, table.schema.field(name).type)  # fmt: skip
+        sink = io.BytesIO()
+        pq.write_table(table.set_column(at, table.schema.field(name), column), sink)
+        return sink.getvalue()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("codec", '{"id": "pickle"}', ("pickle", "not used")),
+        ("codec", '{"id": "json2"}', ("json2", "not used")),
+        ("codec", "nonsense", ("not understood",)),
+        ("pack", "../../../../etc/passwd", ("not a valid",)),
+        ("pack", "/etc/passwd", ("not a valid",)),
+        ("pack", "steps/4/pack/nothing.pack", ("missing",)),
+        ("position", 1 << 40, ("early",)),
+        ("dtype", "nonsense", ("nonsense",)),
+        ("dtype", "object", ("object",)),
+    ],
+)
+def test_a_forged_manifest(root: Path, column: str, value: Any, words: tuple[str, ...]) -> None:
+    """Digests prove that nothing was changed by accident; whoever forges them as well still runs no code here."""
+    ckpt.save({"w": np.zeros(50_000)}, root, 4, codec={"id": "zlib", "level": 1}, overwrite=True)
+    forge(root, 4, change_column(column, value), ".parquet")
+    with refused(ckpt.CkptError, *words, root=root):
+        ckpt.load(root, step=4)
+    with refused(ckpt.CkptError, *words, root=root):
+        ckpt.load(root, {"w": np.zeros(50_000)}, step=4)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        "not json", "[]", "{}", '{"tree": {"unknown": 1}}', '{"tree": {"array": "nothing", "kind": "numpy"}}',
+        '{"tree": {"array": "embed", "kind": "nonsense"}}', '{"tree": ' + "[" * 5000,
+    ],
+)  # fmt: skip
+def test_a_forged_tree(root: Path, tree: str) -> None:
+    forge(root, 4, lambda _: tree.encode(), ".json")
+    with refused(ckpt.CkptError, root=root):
+        ckpt.load(root, step=4)
+    with refused(ckpt.CkptError, root=root):
+        ckpt.load(root, step=4, only="embed")
+    with refused(ckpt.CkptError, root=root):
+        ckpt.load(root, state_of(0), step=4)
+
+
+def test_a_tree_that_names_code_runs_none(root: Path) -> None:
+    """A class is used only if its fields are those saved; a function never is."""
+    tree = {
+        "dict": [
+            ["a", {"namedtuple": ["exit 1"], "class": "os:system", "fields": ["command"]}],
+            ["b", {"dataclass": ["x"], "class": "subprocess:Popen", "fields": ["args"]}],
+            ["c", {"object": {"dict": []}, "class": "antigravity:anything"}],
+        ]
+    }
+    forge(root, 4, lambda _: json.dumps({"tree": tree}).encode(), ".json")
+    got = ckpt.load(root, step=4)
+    assert got["a"].command == "exit 1"
+    assert got["b"].args == "x"
+    assert type(got["b"]).__module__ != "subprocess"
+    assert "antigravity" not in sys.modules
+
+
+def test_pickle_is_refused_by_name() -> None:
+    with refused(ckpt.FormatError, "pickle"):
+        codec.decode('{"id": "pickle"}', memoryview(b"cos\nsystem\n(S'false'\ntR."), np.empty(8, np.uint8))
+
+
+def test_a_checkpoint_of_a_framework_that_is_not_here(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    ckpt.save({"w": torch.arange(3.0)}, tmp_path / "run", 0)
+    code = """
+import sys
+sys.modules["torch"] = None
+import ckpt, numpy
+like = {"w": numpy.zeros(3, "f4")}
+print(ckpt.load(sys.argv[1], like)["w"].tolist())
+try:
+    ckpt.load(sys.argv[1])
+except ckpt.CkptError as error:
+    print(error)
+"""
+    filled, told = finish(python(code, tmp_path / "run")).splitlines()
+    assert filled == "[0.0, 1.0, 2.0]"
+    one_line(RuntimeError(told), "torch", "w", "like")
