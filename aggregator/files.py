@@ -112,6 +112,17 @@ def following(head: Head, before: File | None) -> Head:
     return replace(head, history=history, created=before.head.created if before.exists else head.created)
 
 
+def forgets(file: File | None, base: File) -> bool:
+    """Whether a version may have come after `base`, and gone out of the history of a path since."""
+    return file is not None and len(file.head.history) >= _HISTORY and not had(file, base.head.version)
+
+
+def shares_objects(there: File | None, file: File, base: File | None) -> bool:
+    """Whether what is there was written on a file: it has objects of it that are not those of `base`."""
+    of_there, of_file, before = ({h.name for h in f.layout.holders} if f and f.layout else set() for f in (there, file, base))
+    return bool(of_there & (of_file - before))
+
+
 def had(file: File | None, version: str) -> bool:
     """Whether a path has, or had not long ago, the content of this version."""
     return file is not None and (file.head.version == version or version in file.head.history)

@@ -266,10 +266,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
                 errno.EISDIR, "a folder; mv(…, recursive=True) moves it with all that is in it", sorted(folders)[0]
             )
         for old, new in moves:
+            told(new, self.ground.check, new)
             if old in folders:
                 told(old, move_folder, self.namespace, old, new, self.namespace.rename)
             else:
-                told(new, self.ground.check, new)
                 told(old, self.namespace.rename, old, new)
 
     def _moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:

@@ -330,13 +330,14 @@ class Namespace:
 
     def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> File:
         """Make a record what a path is; what it says then. Raises AlreadyExists if `new` and something is there, Changed if it
-        was written on `base` and that is not there any more. What a repair has moved meanwhile is the same."""
+        was written on `base` and that is not there any more: for certain. Else Unavailable: it may be there, or have been.
+        What a repair has moved meanwhile is the same as before."""
         check_path(path)
         old: File | None = None
-        given = file
+        given, tried = file, False
 
         def decide(name: str, value: Value | None) -> Value | None:
-            nonlocal old, file
+            nonlocal old, file, tried
             current = None if value is None else files.decode(path, value)
             if files.had(current, given.head.version):
                 return None  # done already, in a try that seemed to fail
@@ -351,13 +352,20 @@ class Namespace:
             if left := self._forgotten(file):
                 raise Forgotten(left, file, base if base is None else old)
             shared = file.shared if base is None or current is None else current.shared  # what it is written on
+            tried = True
             return files.encode(replace(file, head=files.following(file.head, current), shared=shared))
 
         value = self._ledger.update([f"/{path}"], decide, fresh=new)[f"/{path}"]
         there = None if value is None else files.decode(path, value)
-        if not files.had(there, file.head.version) and base is not None:
+        done = files.had(there, file.head.version) or (tried and files.shares_objects(there, file, base))
+        if not done and tried and base is not None and files.forgets(there, base):
+            raise Unavailable(
+                f"{path} in {self.url} was changed by others again and again: whether this was added in between can't be "
+                "known; look at what is there"
+            )
+        if not done and base is not None:
             raise Changed(f"{path} in {self.url} was changed while it was written on; nothing was added, do it again")
-        if not files.had(there, file.head.version):
+        if not done:
             what = there.head.kind if there is not None else "file"
             raise AlreadyExists(f"{path} in {self.url}: a {what} of this name is there already")
         if there is not None and (left := self._forgotten(there)):  # a half-done try, from before, has come through
@@ -521,10 +529,15 @@ class Namespace:
 
     # --- objects that nobody needs -----------------------------------------------------------------------------
 
-    def discard(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Delete objects by member. What can't be deleted now, a scrub finds; what takes long goes on by itself."""
+    def discard(self, names: Mapping[str, Sequence[str]], patient: bool = False) -> None:
+        """Delete objects by member. What can't be deleted now, a scrub finds. patient: wait for nodes that take long, too, and
+        that else go on by themselves; for members without a node nobody else does."""
         calls = {m: (lambda m=m, n=n: self.places[m].store.delete(n)) for m, n in names.items() if m in self.places and n}  # type: ignore[misc]
-        _, errors = self.fan_out.ask(calls, min(_DISCARD_SECONDS, self.commit_seconds), spare=True)
+        nodes = {m: call for m, call in calls.items() if self.places[m].member.address is not None and not patient}
+        others = {m: call for m, call in calls.items() if m not in nodes}
+        errors: dict[str, StoreError] = {}
+        for asked, seconds in ((nodes, min(_DISCARD_SECONDS, self.commit_seconds)), (others, self.commit_seconds)):
+            errors |= self.fan_out.ask(asked, seconds, spare=True, blame=False)[1] if asked else {}
         for member, error in errors.items():
             log.info("%d objects on %s stay until a scrub: %s", len(names[member]), member, error)
 

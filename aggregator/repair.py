@@ -88,7 +88,7 @@ def repair(
         again, last = survey(namespace), survey(namespace)
         for member, names in again.orphans.items():
             doomed = sorted(set(names) & set(last.orphans.get(member, ())))
-            namespace.discard({member: doomed})
+            namespace.discard({member: doomed}, patient=True)
             done.orphans += len(doomed)
     if not found.missing:
         _admit(namespace)

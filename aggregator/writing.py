@@ -261,7 +261,7 @@ class FileWriter(Writer):
         self._done = True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
         try:
             file = self._publish(file)
-        except (AlreadyExists, Changed, Forgotten):
+        except (AlreadyExists, Changed):
             self._done = False  # for certain
             raise
         failpoint("namespace.recorded")

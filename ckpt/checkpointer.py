@@ -143,12 +143,14 @@ class Checkpointer:
         self._calm = None
         self._settle()  # a save under way may delete what is read here
         wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads, once=True)
-        with pulses.phase("load"), pulses.meets("damaged", IntegrityError):
+        with pulses.phase("load"):
             if step is not None:
-                start, loaded = check_step(step) + 1, load_step(repo, step, wish)
+                number = check_step(step)
+                start, loaded = number + 1, load_step(repo, number, wish)
             else:
                 before = pulses.told_before()
-                found = load_newest(repo, strict, wish, before)
+                with pulses.meets("damaged", *([] if strict else [IntegrityError])):  # all of them
+                    found = load_newest(repo, strict, wish, before)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
                 if before is not None and start <= before:  # nothing may refer to the later ones, or keep them as good
                     later = [n for n in repo.step_numbers() if n >= before]

@@ -150,7 +150,8 @@ class Claim:
         self._cleaning = threading.Lock()
         self._is_clean = False
         self._serials = (series or Series()).serials
-        self._lanes = itertools.count(1)
+        self._beside: list[int] = []  # the sizes of the groups beside the first
+        self._pid = os.getpid()
         self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self._active: dict[str, frozenset[str]] = {}
@@ -166,7 +167,8 @@ class Claim:
         """The same right, for another group of which this process is rank 0. Attempts of one are known to all."""
         self.clean()
         other = copy.copy(self)
-        other.size, other.lane = size, next(self._lanes)
+        self._beside.append(size)
+        other.size, other.lane = size, len(self._beside)
         return other
 
     def is_shared_with(self, other: Claim) -> bool:
@@ -236,13 +238,15 @@ class Claim:
 
     def release(self) -> None:
         """Let others write. The record stays, marked as released, so that its number is never used again."""
+        if os.getpid() != self._pid:  # a child that was forked: the claim is its parent's
+            return
         if self.rank:
             self._leave()
             return
         name = _name(self.generation)
         try:
             self.repo.store.put(name, records.encode("generation", {"owner": None}))
-            if self.size > 1:
+            if self.size > 1 or self._beside:
                 self.repo.store.delete([word.name for word in _words(_names(self.repo)) if word.generation == self.generation])
         except CkptError as error:
             log.warning("%s could not be released: %s", name, error)

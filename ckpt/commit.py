@@ -13,7 +13,7 @@ from typing import Any
 from ckpt import manifest, parts
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
-from ckpt.copies import Copies, describe
+from ckpt.copies import Copies
 from ckpt.digest import digest
 from ckpt.options import Options
 from ckpt.quiet import collector_paused
@@ -86,7 +86,7 @@ class Committer:
         """Leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
         repo, claim, attempt, timeout = self._session.repo, self._session.claim, self._attempt, self._options.timeout
         with collector_paused():
-            said = parts.part_metadata(self._tree, describe(self._flat), packs, written, claim, self._copies)
+            said = parts.part_metadata(self._tree, self._flat, packs, written, claim, self._copies)
             data = write_part(rows, {**extra, **said})
         self._offered = True
         parts.publish(self._store, attempt, data)

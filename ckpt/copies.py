@@ -10,8 +10,8 @@ import base64
 import functools
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,16 +39,26 @@ class Described(NamedTuple):
 
 
 def describe(flat: Flat) -> str:
-    """Name, dtype, global shape and who has copies, of each leaf of which this rank may store nothing; its rows tell of the
-    others.
+    """Name, dtype and global shape of each leaf of which this rank may store nothing; its rows tell of the others.
 
     One compressed text, the same for ranks that hold the same: of ten thousand the committer opens a few.
     """
-    told = [
-        (name, leaf.dtype, leaf.shape, _sharers(leaf))
-        for name, leaf in flat.leaves.items()
-        if name not in flat.own and not _is_stored(leaf)
-    ]
+    return _text([(name, leaf.dtype, leaf.shape) for name, leaf in _uncertain(flat)])
+
+
+def sharers(flat: Flat) -> str:
+    """The same leaves, those with elements, and the sets of ranks that divide copies of each: for the one who must say why a
+    step could not be put together."""
+    return _text([(name, _sharers(leaf)) for name, leaf in _uncertain(flat) if 0 not in leaf.shape])
+
+
+def _uncertain(flat: Flat) -> Iterator[tuple[str, ArrayLeaf]]:
+    for name, leaf in flat.leaves.items():
+        if name not in flat.own and not _is_stored(leaf):
+            yield name, leaf
+
+
+def _text(told: Sequence[object]) -> str:
     some = (told[i : i + _TOGETHER] for i in range(0, len(told), _TOGETHER))
     text = ",".join(json.dumps(part)[1:-1] for part in some)
     return base64.b64encode(zlib.compress(f"[{text}]".encode(), 1)).decode()
@@ -75,9 +85,9 @@ def _name_of(ranks: tuple[int, ...]) -> str:
     return f"{checksum(repr(ranks).encode()):016x}"
 
 
-def _told(text: str) -> Iterable[tuple[str, str, list[int], list[str]]]:
-    """What `describe` put into a text."""
-    found: list[tuple[str, str, list[int], list[str]]] = json.loads(zlib.decompress(base64.b64decode(text)))
+def _told(text: str) -> list[Any]:
+    """What was put into a text."""
+    found: list[Any] = json.loads(zlib.decompress(base64.b64decode(text))) if text else []
     return found
 
 
@@ -88,7 +98,7 @@ def agreed(told: Mapping[str, int]) -> dict[str, Described]:
     """
     known: dict[str, Described] = {}
     for text, rank in told.items():
-        for name, dtype, shape, _ in _told(text):
+        for name, dtype, shape in _told(text):
             require_same(name, known.setdefault(name, mine := Described(rank, dtype, tuple(shape))), mine)
     return known
 
@@ -113,14 +123,14 @@ def lacking(
     """Which leaves some ranks have, and others that should have copies lack, in words; "" where there is none.
 
     Ranks with copies divide all of these among them. Where one lacks a leaf the others' cuts are not its own any more, and
-    what is then missing is of any leaf. told: what `describe` gave, and the ranks that told it; storing: which ranks have
+    what is then missing is of any leaf. told: what `sharers` gave, and the ranks that told it; storing: which ranks have
     stored something of leaves.
     """
     members: dict[str, set[int]] = {_EVERYONE: {*ranks}}
     having: dict[tuple[str, str], set[int]] = {}
     for text, tellers in told.items():
-        for name, _, _, sharers in _told(text):
-            for sharer in sharers:
+        for name, those_of in _told(text):
+            for sharer in those_of:
                 members.setdefault(sharer, set()).update(tellers)
                 having.setdefault((name, sharer), set()).update(tellers)
     suspects = {name for (name, sharer), those in having.items() if those != members[sharer]}

@@ -8,18 +8,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 STATUS = 128 + signal.SIGINT
 
 
+_COMMANDS = ("ckpt-inspect", "ckpt-restore", "ckpt-node", "ckpt-mount", "ckpt-run")
+
+
 def _command() -> str:
     """The command that this process is: `ckpt-run`, or `python -m ckpt.tools.run`; "" for a program that imports ckpt."""
-    name = os.path.basename(next(iter(getattr(sys, "argv", [])), ""))
+    name = os.path.basename(next(iter(getattr(sys, "argv", [])), "")).removesuffix(".exe")
     if name == "-m":
         module = next((word for word in sys.orig_argv if word.startswith("ckpt.tools.")), "")
         name = module.replace("ckpt.tools.", "ckpt-")
-    return name if name.startswith("ckpt-") else ""
+    return name if name in _COMMANDS and threading.current_thread() is threading.main_thread() else ""
 
 
 _NAME = _command()

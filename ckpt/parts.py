@@ -21,7 +21,7 @@ import numpy as np
 
 from ckpt import arrow, records
 from ckpt.claim import Attempt, Claim
-from ckpt.copies import Copies, agreed, compare, lacking
+from ckpt.copies import Copies, agreed, compare, describe, lacking, sharers
 from ckpt.digest import digest
 from ckpt.groups.base import ranks_text
 from ckpt.pack import lengths
@@ -31,7 +31,7 @@ from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, IntegrityError, NotFound, RanksMissing, StepRefused
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.threads import Threads
-from ckpt.tree import Node
+from ckpt.tree import Flat, Node
 from ckpt.trees import merge_trees, settle
 
 if TYPE_CHECKING:
@@ -78,12 +78,13 @@ class Whole:
 
 
 def part_metadata(
-    tree: bytes, held: str, packs: Mapping[str, int], written_bytes: int, claim: Claim, copies: Copies | None
+    tree: bytes, flat: Flat, packs: Mapping[str, int], written_bytes: int, claim: Claim, copies: Copies | None
 ) -> dict[str, str]:
     """What a part carries beside its rows."""
     return {
         "tree": tree.decode(),
-        "held": held,
+        "held": describe(flat),
+        "sharers": sharers(flat),
         "packs": json.dumps(dict(packs)),
         "written_bytes": str(written_bytes),
         "world_size": str(claim.size),
@@ -97,9 +98,10 @@ def publish(store: Store, attempt: Attempt, table: bytes) -> None:
     store.put(f"{_stem(attempt)}-{digest('xxh3-128', table).hex()}.arrow", table)
 
 
-def publish_failure(store: Store, attempt: Attempt, reason: str) -> None:
+def publish_failure(store: Store, attempt: Attempt, error: BaseException) -> None:
     """Say that this rank will not bring its part."""
-    store.put(f"{_stem(attempt)}-failed.json", records.encode("failure", {"reason": reason}))
+    said = {"reason": str(error) or type(error).__name__, "missing": isinstance(error, RanksMissing)}
+    store.put(f"{_stem(attempt)}-failed.json", records.encode("failure", said))
 
 
 def _folder(step: int) -> str:
@@ -134,11 +136,13 @@ def _elsewhere(store: Store, attempt: Attempt, ranks: Collection[int]) -> str:
     return f" (rank {min(newest)} has come with step {newest[min(newest)][1]})" if newest else ""
 
 
-def _reason(store: Store, name: str) -> str:
+def _failure(store: Store, name: str) -> StepRefused:
+    """What a rank has left instead of its part."""
     try:
-        return str(records.decode("failure", store.get(name), f"{store.url}/{name}")["reason"])
+        said = records.decode("failure", store.get(name), f"{store.url}/{name}")
+        return (RanksMissing if said.get("missing") else StepRefused)(str(said["reason"]))
     except (NotFound, IntegrityError, KeyError) as error:
-        return str(error)
+        return StepRefused(str(error))
 
 
 # --- the committer ---------------------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> 
     def all_there() -> list[Listed] | None:
         for part in _listed(repo.store, attempt):
             if part.digest is None and part.rank != claim.rank:
-                reason = _reason(repo.store, part.name)
+                reason = _failure(repo.store, part.name)
                 raise StepRefused(f"step {attempt.step} is given up because rank {part.rank} failed: {reason}")
             found[part.rank] = part
         return [found[rank] for rank in sorted(found)] if len(found) == claim.size else None
@@ -192,7 +196,8 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     written = 0
     algorithms: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    held: dict[str, list[int]] = {}
+    held: dict[str, int] = {}
+    sharing: dict[str, list[int]] = {}
     copies: list[tuple[int, Copies]] = []
     for part, table in zip(listed, tables, strict=True):
         said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
@@ -204,20 +209,21 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
         written += int(said["written_bytes"])
         algorithms.setdefault(said["digest"], part.rank)
         sizes.setdefault(said["world_size"], part.rank)
-        held.setdefault(said["held"], []).append(part.rank)
+        held.setdefault(said["held"], part.rank)
+        sharing.setdefault(said.get("sharers", ""), []).append(part.rank)
         if "copies" in said:
             copies.append((part.rank, json.loads(said["copies"])))
     _require_one("digests by", algorithms, step)
     _require_one("counts its group as", sizes, step)
     _require_all_verify([rank for rank, _ in copies], [part.rank for part in listed], step)
-    known = agreed({text: those[0] for text, those in held.items()})
+    known = agreed(held)
     compare(step, copies)
     ranks = [part.rank for part in listed]
     try:
         table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
         tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
     except StepRefused:
-        if cause := lacking(held, ranks, lambda names: _storing(names, ranks, tables)):
+        if cause := lacking(sharing, ranks, lambda names: _storing(names, ranks, tables)):
             raise StepRefused(f"step {step}: {cause}") from None
         raise
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
@@ -312,7 +318,7 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
             pass
         for part in said:
             if part.rank == 0 and part.digest is None:
-                raise StepRefused(_reason(repo.store, part.name))
+                raise _failure(repo.store, part.name)
         return None
 
     commit = _wait(answer, claim, timeout, claim.lost)

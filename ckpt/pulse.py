@@ -16,6 +16,7 @@ step is named; those that wait at the earlier one go on then.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import math
 import mmap
@@ -158,8 +159,8 @@ class Pulse:
             self._fields[_COMMITTED] = step
 
     def restored(self, step: int) -> None:
-        """Say that this rank goes on from a step; -1 where there is none yet."""
-        self._fields[_RESTORED] = step
+        """Say that this rank goes on from a step; -1 where there is none yet. Of several the newest counts."""
+        self._fields[_RESTORED] = max(step, self._fields[_RESTORED])
         self._fields[_TROUBLE] = _TROUBLES.index("")  # what it met before it could get around
         self.committed(step)
 
@@ -319,16 +320,22 @@ def compute() -> Iterator[None]:
 
 @contextlib.contextmanager
 def meets(trouble: Trouble, *kinds: type[Exception]) -> Iterator[None]:
-    """Say of these errors, and of what comes of them, that another start would meet them, too."""
+    """Say of these errors, and of what comes of them, that another start would meet them, too. Not where a device could not be
+    read (EIO): it may be a server that is away."""
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, kinds):
-            cause = cause.__cause__
-        if cause is not None and (pulse := mine()) is not None:
+        found = list(_causes(error))
+        passes = any(getattr(cause, "errno", None) == errno.EIO for cause in found)
+        if any(isinstance(cause, kinds) for cause in found) and not passes and (pulse := mine()) is not None:
             pulse.trouble(trouble)
         raise
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def told_before(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -359,9 +359,12 @@ def leave(session: Session, keep: bool = False) -> None:
         if session.holders or (keep and session.group.size > 1):
             return
         _sessions.pop(_key(session.repo, session.group), None)
-        _release_unused(session.claim)
+        if not session.claim.rank:
+            _release_unused(session.claim)
         if any(h.unseen() for h in session._pending):
             _orphans.append(session)
+    if session.claim.rank:
+        session.claim.release()  # nobody shares it, and others need not wait while a store answers
 
 
 def _after_fork() -> None:

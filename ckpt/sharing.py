@@ -70,6 +70,7 @@ class Block:
     whole: list[int] = field(default_factory=list)
     """The ranks that do."""
     parts: list[Part] = field(default_factory=list)
+    _united: list[Stretch] | None = None
 
     def alone(self) -> int:
         """The bytes that are read where each rank reads for itself."""
@@ -77,6 +78,11 @@ class Block:
 
     def united(self) -> list[Stretch]:
         """What is to be read of it, each byte once. All of it where a rank needs it all; else what lies between two edges."""
+        if self._united is None:
+            self._united = self._unite()
+        return self._united
+
+    def _unite(self) -> list[Stretch]:
         if self.whole:
             return [Stretch(0, self.raw, self.stored, self.whole)]
         edges = sorted({edge for part in self.parts for edge in (part.begin, part.end)})
@@ -241,11 +247,18 @@ def schedule(blocks: Mapping[Key, Block], size: int) -> dict[Key, Turn]:
     found: dict[Key, Turn] = {}
     for key, united in shared.items():
         block = blocks[key]
-        jobs = []
+        jobs: list[Job] = []
         for begin, end, nbytes, ranks in united:
-            reader = min(ranks, key=lambda r: (load[r], r))
+            before = jobs[-1] if jobs and jobs[-1].end == begin else None
+            if before is not None and before.reader in ranks and nbytes <= CELL_BYTES:
+                reader = before.reader  # the cell at a border: one read of two stretches costs one call
+            else:
+                reader = min(ranks, key=lambda r: (load[r], before is None or r != before.reader, r))
             load[reader] += nbytes
-            jobs.append(Job(begin, end, reader))
+            if before is not None and before.reader == reader:
+                jobs[-1] = Job(before.begin, end, reader)
+            else:
+                jobs.append(Job(begin, end, reader))
         takers = [part.rank for part in block.takers()]
         first = max(held[rank] for rank in takers)
         if first % ROUND_BYTES + block.raw > ROUND_BYTES:

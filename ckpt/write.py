@@ -130,7 +130,7 @@ def give_up(session: Session, attempt: Attempt, error: BaseException) -> None:
     session.claim.end(attempt)
     if session.group.size > 1:
         with suppress(CkptError, OSError):
-            parts.publish_failure(session.repo.store, attempt, str(error) or type(error).__name__)
+            parts.publish_failure(session.repo.store, attempt, error)
 
 
 def staging_bytes(state: Any, options: Options, group: Group) -> int:

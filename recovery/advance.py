@@ -125,7 +125,7 @@ def _watched(view: View) -> list[Draft]:
         name = course.requested or signal.Signals(max(report.leaving for report in asked)).name
         return [_stop(course, reports, name)]
     drafts = [*_spares(view), *_stragglers(view, reports)]
-    if memories.is_newer(course.memory, reports):
+    if memories.is_newer(course.memory, reports, -1 if course.before is None else course.budget.best):
         why = "what was in the memory of the hosts before is not needed any more"
         drafts.append(remembered(course, course.memory[:1], why))
     return drafts

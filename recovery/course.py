@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ckpt.cursor import Ranges
@@ -139,7 +139,8 @@ def _after(course: Course, entry: Entry) -> Course:
         return replace(course, attempt=entry.attempt, members=members, memory=memory, slow={}, left_out="")
     if entry.kind == "failure":
         bad = Bad(**facts["bad"]) if facts.get("bad") else None
-        failure = Failure(**{**facts, "ranks": tuple(facts["ranks"]), "bad": bad}, detail=entry.text)
+        known = {f.name: facts[f.name] for f in fields(Failure) if f.name in facts}  # a later version may add some
+        failure = Failure(**{**known, "ranks": tuple(facts["ranks"]), "bad": bad, "detail": entry.text})
         before = still_before(course.before, failure, course.budget)
         return replace(course, failures=(*course.failures, failure), before=before)
     if entry.kind == "decision":

@@ -100,11 +100,15 @@ def still_before(before: int | None, failure: Failure, budget: Budget) -> int | 
     """The step below which to restore, after a failure more; None: the newest that there is. budget: before the failure.
 
     Steps that were made anew after a roll-back may be as bad as those that they replace, if it was not far enough. They are
-    trusted once the job has got on to a newer one, or was ended by what comes from outside.
+    trusted where the job did not fail of itself soon after them; the ones behind them, that were there before, are not, until
+    it has got on to a newer one than ever.
     """
     if before is None or failure.committed < before:
         return before
-    return None if failure.committed > budget.best or not _of_itself(failure) else before
+    if failure.committed > budget.best:
+        return None
+    soon = failure.step - failure.committed <= _SOON_STEPS
+    return before if _of_itself(failure) and soon else failure.committed + 1
 
 
 def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), before: int | None = None) -> Decision:
@@ -140,7 +144,8 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int 
         return Decision("halt", f"{what}; {now.most} restarts without a newer step: {look}")
     # At once after progress; where it fails again and again, something outside may need time.
     wait = 0.0 if now.useless <= 1 else min(30.0, 0.5 * 2.0 ** (now.useless - 2))
-    if now.useless >= USELESS - 1 and last.restored > 0 and (alike >= USELESS - 1 or _twice_soon(failures)):
+    blamed = (alike >= USELESS - 1 and _of_itself(last)) or _twice_soon(failures)
+    if now.useless >= USELESS - 1 and last.restored > 0 and blamed:
         times = "it failed at the same place" if alike > USELESS else "it failed twice soon after it"
         source = f"from a step before {last.restored}, which may be the reason: {times}"
         return Decision("restart", f"{what}; all ranks start again {source}", wait, last.restored)

@@ -50,9 +50,10 @@ def at_start(before: Sequence[Memory], members: Mapping[str, Report]) -> tuple[M
     return (new, *older) if new.nodes or older else ()
 
 
-def is_newer(memories: Sequence[Memory], reports: Sequence[Report]) -> bool:
-    """Whether what is only read holds nothing any more that the first has not newer."""
-    return len(memories) > 1 and any(report.saved >= 0 for report in reports)
+def is_newer(memories: Sequence[Memory], reports: Sequence[Report], than: int = -1) -> bool:
+    """Whether what is only read holds nothing any more that the first has not newer. than: only what is newer than this step
+    counts; those up to it may be spoiled, and older ones needed."""
+    return len(memories) > 1 and any(report.saved > than for report in reports)
 
 
 def named(memories: Sequence[Memory]) -> set[str]:

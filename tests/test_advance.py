@@ -16,6 +16,7 @@ from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Roll, Slowes
 from ckpt.recovery.course import Course, Spec
 from ckpt.recovery.decide import Budget, Failure, choose, decide, still_before, suspects
 from ckpt.recovery.dry_run import suppose
+from ckpt.recovery.memories import Memory, is_newer
 from ckpt.recovery.state import Draft, Entry
 
 CAUSES = ["exit", "signal", "hang", "stopped"]
@@ -315,6 +316,37 @@ def test_all_that_is_spoiled_is_passed_over(places: tuple[int, ...]) -> None:
     assert play(places, 5, 22) == ([-1, 29, 29, 24, 19] if same else [-1, 29, 29, 24, 24, 19])
 
 
+def test_kills_are_no_fault_of_a_step() -> None:
+    """Nor where they come at one place, as while a job restores."""
+    course = replace(Course(), budget=Budget(best=9))
+    kill = replace(failure("a", 9, "signal", step=9), detail="was killed by SIGKILL")
+    for _ in range(2):
+        decision = decide([*course.failures, kill], course.budget, (), course.before)
+        assert (decision.action, decision.before) == ("restart", None)
+        facts = {"action": decision.action, "before": decision.before}
+        course = written(course, courses.failed(0, kill), Draft(0, "decision", decision.reason, facts))
+
+
+def test_what_lies_behind_is_not_restored_after_a_kill() -> None:
+    """A roll-back went to 19, 24 was made anew: 24 is taken, and not the 29 that was there before."""
+    course = replace(Course(), before=24, budget=Budget(best=29))
+    kill = replace(failure("a", 24, "signal", step=26, restored=19), detail="was killed by SIGKILL")
+    assert still_before(24, kill, course.budget) == 25
+    assert "from a step before 25" in decide([kill], course.budget, (), 24).reason
+    after = written(course, courses.failed(0, kill))
+    assert after.before == 25
+    assert still_before(after.before, kill, course.budget) == 25, "a coordinator that comes between decides the same"
+
+
+def test_memory_that_a_roll_back_may_need_is_kept() -> None:
+    """What was made anew up to the newest step of before does not take its place."""
+    memory = (Memory((("a", "x:1"),)), Memory((("b", "x:2"),)))
+    said = [agent("a", saved=29)]
+    assert is_newer(memory, said)
+    assert not is_newer(memory, said, 29)
+    assert is_newer(memory, [agent("a", saved=30)], 29)
+
+
 def test_a_program_that_fails_at_one_place_is_given_up() -> None:
     """After three steps, each older than the one before, or as soon as there is none."""
     assert play((33,) * 12, 5, 22, broken=True) == [-1, 29, 29, 24, 19, 14, -2]
@@ -322,10 +354,10 @@ def test_a_program_that_fails_at_one_place_is_given_up() -> None:
 
 
 def test_what_was_made_anew_is_trusted() -> None:
-    """Once the job got further than ever, or where it was ended from outside; but not where it failed again."""
+    """Where the job was ended from outside, but not where it failed again; what lies behind, once it got further than ever."""
     course = replace(Course(), before=24, budget=Budget(best=29))
     for committed, cause, before in [
-        (34, "exit", None), (29, "exit", 24), (24, "lost", None), (19, "lost", 24), (29, "diverged", None)
+        (34, "exit", None), (29, "exit", 24), (24, "lost", 25), (19, "lost", 24), (29, "diverged", 30)
     ]:  # fmt: skip
         failed = failure("a", committed, cause, 33, restored=19)
         assert still_before(24, failed, course.budget) == before

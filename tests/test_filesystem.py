@@ -265,6 +265,8 @@ def test_there_is_nothing_below_a_file(filesystem: CkptFileSystem, tmp_path: Pat
             with pytest.raises(NotADirectoryError):
                 refused(path)
             assert fs.cat(fs.find("")) == everything
+    with pytest.raises(NotADirectoryError):
+        fs.mv("d", "file/sub", recursive=True)
     fs.rm("d", recursive=True)
     fs.pipe("d", b"a file now")
     with pytest.raises(NotADirectoryError):

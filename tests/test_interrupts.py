@@ -55,6 +55,13 @@ def test_a_program_that_imports_ckpt_hears_of_it_as_ever() -> None:
     assert finish(python(code)).strip() == "True"
 
 
+def test_and_one_whose_name_begins_as_a_command_s(tmp_path: Path) -> None:
+    program = tmp_path / "ckpt-mytrain.py"
+    program.write_text("import ckpt, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "True"
+
+
 @pytest.mark.parametrize("place", ["Guardian", "Console", "Coordinator"])
 def test_while_the_agent_begins(tmp_path: Path, place: str) -> None:
     """It is noted, and the run ends before a rank has begun."""

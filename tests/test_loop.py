@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -267,6 +268,30 @@ def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: Pulse) -
         path.write_bytes(good[path])
         assert ck.restore({"x": np.zeros(5000)}, step=3)[1] == 4
         assert page.read().trouble == ""
+
+
+def test_a_device_that_is_away_is_no_damage(tmp_path: Path, page: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives EIO as a bad sector does; but for all steps, and for as long as it is away."""
+    def away(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ckpt.save({"x": np.arange(5000.0)}, tmp_path / "repo", 3, group=None)
+    with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", away)
+            with pytest.raises(ckpt.CkptError):
+                ck.restore({"x": np.zeros(5000)})
+        assert page.read().trouble == ""
+        assert ck.restore({"x": np.zeros(5000)})[1] == 4
+
+
+def test_a_second_checkpointer_of_a_rank_hides_nothing(tmp_path: Path, page: Pulse) -> None:
+    """What a job went on from is what the one with the newest step went on from."""
+    ckpt.save({"x": np.zeros(3)}, tmp_path / "repo", 7, group=None)
+    with ckpt.Checkpointer(tmp_path / "repo", group=None) as main, ckpt.Checkpointer(tmp_path / "ema", group=None) as other:
+        assert main.restore({"x": np.ones(3)})[1] == 8
+        assert other.restore({"x": np.ones(3)})[1] == 0
+    assert (page.read().restored, page.read().committed) == (7, 7)
 
 
 def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: Pulse) -> None:

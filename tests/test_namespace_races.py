@@ -221,6 +221,52 @@ def test_writing_on_what_was_changed(open_one: Callable[[], Namespace], size: in
     assert one.get("both") == FIRST[:size] + bytes(more)
 
 
+@pytest.mark.parametrize(("others", "size", "known"), [(3, 40_000, True), (9, 40_000, True), (3, 100, True), (9, 100, False)])
+def test_an_append_that_came_through_while_its_writer_stood_still(
+    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, others: int, size: int, known: bool
+) -> None:
+    """Others have found it on a member, and have added to it so often that the record does not know its version any more: its
+    objects show that it came through, and without them that it was refused can't be said."""
+    one, other = open_one(), open_one()
+    first, second = FIRST[:size], SECOND[:size]
+    one.put("log", first)
+    there, go_on = threading.Event(), threading.Event()
+
+    def stand_still(name: str) -> None:
+        if name == "ledger.changed" and threading.current_thread() is writer and not there.is_set():
+            there.set()
+            assert go_on.wait(60)
+
+    said: list[object] = []
+
+    def write() -> None:
+        try:
+            with one.create("log", aligned=False, base=one.stat("log")) as writing:
+                writing.append(memoryview(second))
+                writing.commit()
+            said.append("added")
+        except StoreError as error:
+            said.append(error)
+
+    writer = threading.Thread(target=write)
+    monkeypatch.setattr("ckpt.aggregator.ledger.failpoint", stand_still)
+    writer.start()
+    assert there.wait(60)
+    other.settle(["/log"])
+    for i in range(others):
+        with other.create("log", aligned=False, base=other.stat("log")) as writing:
+            writing.append(memoryview(bytes([i]) * size))
+            writing.commit()
+    go_on.set()
+    writer.join()
+    if known:
+        assert said == ["added"]
+    else:
+        assert isinstance(said[0], Unavailable), said
+        assert "whether this was added in between can't be known" in str(said[0])
+    assert open_one().get("log") == first + second + b"".join(bytes([i]) * size for i in range(others))
+
+
 def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) -> None:
     one = open_one()
     one.put("e", FIRST, redundancy=parse("4+2"))

@@ -449,6 +449,24 @@ def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
     assert max(rounds.values(), default=0) <= ROUND_BYTES
 
 
+def test_neighbouring_stretches_of_a_block_are_one_read() -> None:
+    """The edges of shards lie within cells: the cell that two need is read with what is beside it."""
+    edges = [(i * 9 // 4 * CELL, -(-(i + 1) * 9 // 4) * CELL) for i in range(4)]
+    rows = [[(0, 0, 9 * CELL, a, b, b - a)] for a, b in edges]
+    (turn,) = schedule(blocks_of([np.array(r, np.int64) for r in rows]), 4).values()
+    cells = [(job.begin // CELL, job.end // CELL, job.reader) for job in turn.jobs]
+    assert cells == [(0, 3, 0), (3, 5, 1), (5, 7, 2), (7, 9, 3)]
+
+
+def test_a_step_that_is_a_number_of_numpy(tmp_path: Path) -> None:
+    def restored(group: Group) -> Any:
+        with ckpt.Checkpointer(tmp_path, every=None, group=group) as ck:
+            ck.save(np.int64(3), one_array(3), blocking=True)
+            return ck.restore(one_array(0), step=np.int64(3))[1]
+
+    assert on_ranks(2, restored) == [4, 4]
+
+
 class Remote:
     """No store is one."""
 
@@ -668,7 +686,7 @@ def test_a_copy_that_a_rank_lacks_is_named(tmp_path: Path, lost: str, instead: s
 def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
     """Two pairs of ranks hold copies, and all of them: a leaf of one pair is none that the other lacks."""
     def text(*leaves: tuple[str, str]) -> str:
-        said = json.dumps([[name, "int8", [4], [sharer]] for name, sharer in leaves])
+        said = json.dumps([[name, [sharer]] for name, sharer in leaves])
         return base64.b64encode(zlib.compress(said.encode())).decode()
 
     first, second = text(("a", "pair 1"), ("x", "all")), text(("b", "pair 2"), ("x", "all"))
@@ -862,6 +880,39 @@ def test_a_rank_that_has_ended_its_saves_is_not_waited_for(tmp_path: Path, step:
     assert ckpt.open(tmp_path).steps() == [0, 1]
     all_well(on_ranks(3, lambda g: ckpt.save(one_array(3), tmp_path, 3, group=g, timeout=20), groups))
     assert list((tmp_path / "generations").rglob("*-*")) == [], "such words go with the generation"
+
+
+FORKED = """
+import os, sys, threading
+import numpy as np
+import ckpt
+from ckpt.groups.threads import ThreadGroup
+
+def rank(group):
+    ck = ckpt.Checkpointer(sys.argv[1], every=None, group=group)
+    ck.save(0, {"a": np.zeros(5000)}, blocking=True)
+    if group.rank == 1:
+        child = os.fork()
+        if not child:
+            ck.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        left.set()
+    assert left.wait(60)
+    ck.save(1, {"a": np.zeros(5000)}, blocking=True)
+    said.append(sorted(name for name in os.listdir(sys.argv[1] + "/generations") if "left" in name))
+    ck.close()
+
+left, said, groups = threading.Event(), [], ThreadGroup.make(2)
+threads = [threading.Thread(target=rank, args=(group,)) for group in groups]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(said, ckpt.open(sys.argv[1]).steps())
+"""
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(tmp_path: Path) -> None:
+    assert finish(python(FORKED, tmp_path)).strip() == "[[], []] [0, 1]"
 
 
 def test_parts_of_an_earlier_generation_are_not_taken(tmp_path: Path) -> None:
