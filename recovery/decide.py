@@ -158,8 +158,10 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int 
 
 
 def _alike(failures: Sequence[Failure]) -> int:
-    """How many of the last came in the same way, at the same place."""
+    """How many of the last came in the same way, at the same place. Hosts are lost wherever a job is just then."""
     last = failures[-1]
+    if last.cause == "lost":
+        return 0
     if last.step < 0 and last.cause != "damaged" and any(f.step >= 0 for f in failures):
         return 0  # it has begun before: it is not the program that must be mended, but storage or a network that is away
     same = takewhile(lambda f: (f.cause, f.step) == (last.cause, last.step) and not _ran_long(f), reversed(failures))

@@ -327,6 +327,17 @@ def test_kills_are_no_fault_of_a_step() -> None:
         course = written(course, courses.failed(0, kill), Draft(0, "decision", decision.reason, facts))
 
 
+def test_lost_hosts_use_up_the_restarts_and_no_more() -> None:
+    """Though all of them come while the job restores."""
+    budget, failures = Course().budget, []
+    for turn in range(11):
+        failures.append(replace(failure("a", 9, "lost", step=9), ranks=()))
+        decision = decide(failures, budget)
+        budget = decision.budget
+        assert decision.action == ("restart" if turn < 10 else "halt")
+    assert "10 restarts without a newer step" in decision.reason
+
+
 def test_what_lies_behind_is_not_restored_after_a_kill() -> None:
     """A roll-back went to 19, 24 was made anew: 24 is taken, and not the 29 that was there before."""
     course = replace(Course(), before=24, budget=Budget(best=29))
