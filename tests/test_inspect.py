@@ -235,6 +235,16 @@ def test_a_damaged_commit_record(content: bytes | None, root: Path) -> None:
     assert [s["state"] for s in facts["steps"]] == ["ok", "damaged", "ok"]
 
 
+def test_a_deleted_step_whose_blocks_are_in_use_is_none(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every=1, keep=1, group=None) as ck:
+        for step in range(3):
+            ck.save(step, {"frozen": np.arange(50_000.0)}, blocking=True)
+    assert list((tmp_path / "steps/0/pack").iterdir())
+    done = run(tmp_path)
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["2", "1"], "the step, and how many there are"
+    assert "no commit record" not in done.stdout
+
+
 def test_an_unfinished_step(root: Path) -> None:
     (root / "steps/20/commit.json").unlink()
     done = run(root)

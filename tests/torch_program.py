@@ -257,12 +257,13 @@ def meshes_of_three() -> list[tuple[int, int, int]]:
 def save_meshes() -> None:
     """DTensors over every mesh of three dimensions, into other placements, another mesh, and one process."""
     shapes = meshes_of_three() or [(1, 1, dist.get_world_size())]
-    for seed, mesh_shape in itertools.product(SEEDS, shapes):
+    # Once for all seeds: each makes process groups, whose threads stay until the end.
+    meshes = [init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b", "c")) for mesh_shape in shapes]
+    for seed, (number, mesh_shape) in itertools.product(SEEDS, enumerate(shapes)):
         url = ROOT / "meshes" / f"{seed}-{'x'.join(map(str, mesh_shape))}"
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b", "c"))
+        mesh, other = meshes[number], meshes[(number + 1) % len(shapes)]
         state, want = on_mesh(seed, mesh, 1, True)
         ckpt.save(state, url, 0)
-        other = init_device_mesh("cpu", shapes[(shapes.index(mesh_shape) + 1) % len(shapes)], mesh_dim_names=("a", "b", "c"))
         for like, _ in (on_mesh(seed, mesh, -1, False), on_mesh(seed, other, 1, False)):
             ckpt.load(url, like)
             same({name: full(value) for name, value in like.items()}, want, f"{mesh_shape}, seed {seed}")

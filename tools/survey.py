@@ -55,14 +55,19 @@ class LeafReport:
 
 
 def survey(repo: Repository, steps: Iterable[int]) -> list[StepReport]:
-    """The condition of each step. Records are read before the listing, so that a save under way looks unfinished."""
+    """The condition of each step. Records are read before the listing, so that a save under way looks unfinished.
+
+    Left out is a step that was deleted, and of which only blocks are there that others of these steps need.
+    """
     found = [_record(repo, step) for step in steps]
-    folders = {_folder(f.name) for r in found if r.commit for f in _files(r.commit)} | {
-        f"steps/{r.step}" for r in found
-    }
+    needed = {f.name for r in found if r.commit for f in _files(r.commit)}
+    folders = {_folder(name) for name in needed} | {f"steps/{r.step}" for r in found}
     files = {e.name: e.nbytes for e in _listing(repo, folders)}
+    left_over = {_folder(name) for name in files.keys() - needed}
     reports = []
     for report in found:
+        if report.state == "unfinished" and needed and f"steps/{report.step}" not in left_over:
+            continue
         report = _finished(report, files)
         if report.state == "incomplete" and _record(repo, report.step).state == "unfinished":
             continue  # deleted while we looked
