@@ -174,7 +174,8 @@ class Committer:
 
     def discard(self, error: BaseException) -> None:
         """Remove what this attempt has written; what can't be removed now, the next sweep takes."""
-        if self._offered and self._group.rank and (not isinstance(error, StepRefused) or isinstance(error, RanksMissing)):
+        refused = isinstance(error, StepRefused) and (not isinstance(error, RanksMissing) or error.given_up)
+        if self._offered and self._group.rank and not refused:
             return  # rank 0 may have our part, and commit it yet
         mine = f"{step_folder(self._step)}/"
         name = f"/{self._attempt.name}"

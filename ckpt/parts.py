@@ -140,7 +140,11 @@ def _failure(store: Store, name: str) -> StepRefused:
     """What a rank has left instead of its part."""
     try:
         said = records.decode("failure", store.get(name), f"{store.url}/{name}")
-        return (RanksMissing if said.get("missing") else StepRefused)(str(said["reason"]))
+        if not said.get("missing"):
+            return StepRefused(str(said["reason"]))
+        missing = RanksMissing(str(said["reason"]))
+        missing.given_up = True
+        return missing
     except (NotFound, IntegrityError, KeyError) as error:
         return StepRefused(str(error))
 

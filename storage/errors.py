@@ -110,6 +110,9 @@ class StepRefused(CkptError):
 class RanksMissing(StepRefused):
     """Ranks did not bring their part of a step in time."""
 
+    given_up: bool = False
+    """Rank 0 has said so: it will not commit this try any more."""
+
 
 # --- as a file system says it --------------------------------------------------------------------------------
 

@@ -828,8 +828,10 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert isinstance(found[0], ckpt.RanksMissing)
     assert "ranks 1, 3 of 4" in str(found[0])
     assert "step 1" in str(found[0])
-    assert isinstance(found[2], ckpt.StepRefused)
+    assert isinstance(found[2], ckpt.RanksMissing), "as rank 0, so that all choose the next tier or none"
     assert "ranks 1, 3 of 4" in str(found[2])
+    left = [path.name for path in (tmp_path / "steps/1").rglob("*-*")]
+    assert all(name.endswith("-failed.json") for name in left), left
     assert ckpt.open(tmp_path).steps() == [0]
     all_well(on_ranks(4, lambda g: ckpt.save({"a": np.arange(50)}, tmp_path, 2, group=g), groups))
 
