@@ -247,12 +247,12 @@ def test_every_second_is_accounted_where_the_leader_stands_still(job: Callable[.
     run.until_step(5)
     leader = leader_of(run.log())
     os.kill(run.agents[leader].pid, signal.SIGSTOP)
-    run.until(lambda log: sum(e.kind == "lead" for e in log) == 2, "led by another")
+    run.until(lambda log: leader_of(log) != leader, "led by another")
     time.sleep(1)  # the other one writes lines, too
     os.kill(run.agents[leader].pid, signal.SIGCONT)
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*"abc").values()) == {0}
-    assert len(list((run.folder / "run").glob("ledger-*.jsonl"))) == 2
+    assert len(list((run.folder / "run").glob("ledger-*.jsonl"))) == len({e.facts["name"] for e in run.log() if e.kind == "lead"}) > 1
     assert is_accounted(run).get("detect", 0.0) >= (2.0 if leader in starts(run.log())[0] else 0.0)
 
 
