@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -108,6 +109,19 @@ def test_a_stalled_read_keeps_no_file(tmp_path: Path) -> None:
             while True:
                 stalled.read_chunk()
         assert read(store, "a", 0, 1000) == data[:1000]
+    finally:
+        node.close()
+
+
+def test_a_signal_that_does_not_interrupt_the_wait(tmp_path: Path) -> None:
+    """One that comes just before the wait, or that another thread takes."""
+    node = Process(tmp_path / "data")
+    try:
+        threads = [int(name) for name in os.listdir(f"/proc/{node.process.pid}/task")]
+        other = next(thread for thread in threads if thread != node.process.pid)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.tgkill(node.process.pid, other, signal.SIGTERM) == 0, os.strerror(ctypes.get_errno())
+        assert node.process.wait(60) == 0
     finally:
         node.close()
 

@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -201,13 +200,12 @@ def _serve(
     except OSError as error:
         told = f"can't listen on {monitor[0]}:{monitor[1]}: {error.strerror}; choose another --monitor"
         raise InvalidArgument(told) from error
-    stop = threading.Event()
-
-    def ended(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, ended)
+    ends = (signal.SIGTERM, signal.SIGINT)
+    heard, wake = socket.socketpair()  # no Event: a signal that comes just before its wait does not end that
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    for each in ends:
+        signal.signal(each, lambda *_: None)
     if options.certificate is None and not is_loopback(listen[0]):
         log.warning("--insecure: anyone who reaches %s:%d reads and writes everything", listen[0], server.port)
     announced = announcing.begin(f"{listen[0]}:{server.port}", options.labels, server.identity) if announcing else None
@@ -217,7 +215,8 @@ def _serve(
         device.path, listen[0], server.port, monitor[0], monitoring.port, size(used), size(free), server.identity[:8],
     )  # fmt: skip
     caretaker = _caretaker(server.identity, *care) if care else None
-    stop.wait()  # it serves since it was made; `serve` would only wait, and take the signals
+    while heard.recv(1)[0] not in ends:
+        pass  # it serves since it was made; `serve` would only wait, and take the signals
     until = time.monotonic() + drain_seconds
     log.info("draining: %d uploads under way", len(server.uploads))
     ending = threading.Thread(target=_end, args=(server, caretaker, announced, until), name="ckpt-node-end", daemon=True)
