@@ -170,6 +170,23 @@ def written_on(layout: Layout, base: Layout, now: Layout) -> Layout:
     return Layout(now.redundancy, tuple(holders), (*now.pieces, *added))
 
 
+def fewest(layout: Layout, pieces: Sequence[Piece] | None = None) -> int:
+    """The fragments of that piece, of all or of these, which has the fewest."""
+    given = layout.pieces if pieces is None else pieces
+    return min((sum(f is not None for f in p.fragments) for p in given), default=layout.redundancy.fragments)
+
+
+def compact(layout: Layout) -> Layout:
+    """The layout without holders that hold nothing."""
+    used = sorted({f.holder for p in layout.pieces for f in p.fragments if f is not None})
+    number = {old: new for new, old in enumerate(used)}
+    pieces = tuple(
+        replace(p, fragments=tuple(None if f is None else replace(f, holder=number[f.holder]) for f in p.fragments))
+        for p in layout.pieces
+    )
+    return Layout(layout.redundancy, tuple(layout.holders[i] for i in used), pieces)
+
+
 # --- encoding --------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -49,6 +50,7 @@ PATH_BYTES = 1024
 _PIECE_BYTES = 8 << 20
 _MEET_SECONDS = 1.0
 _DISCARD_SECONDS = 3.0
+_TOLD_SECONDS = 60.0
 _SCRATCH_BYTES = 128 << 20
 _SCRATCH_LEAST = 256 << 10  # less than this is not worth keeping
 
@@ -95,6 +97,7 @@ class Namespace:
         self._told = Told(self.fan_out)
         self._infos: Mapping[str, Info] = {}
         self._told_few = False
+        self._told_short = -math.inf
         self._checked: Mapping[str, Info] | None = None
         self._domains: Mapping[str, tuple[str, ...]] = {}
         self._ring: rings.Ring | None = None
@@ -327,6 +330,17 @@ class Namespace:
                 "%s has %d members: after the loss of %d the others do not know what there is, though %s keeps the bytes; with "
                 "%d members they do", self.url, known, redundancy.tolerated, redundancy, 2 * redundancy.tolerated,
             )  # fmt: skip
+
+    def tell_short(self, path: str, members: int, redundancy: Redundancy) -> None:
+        """Say that a file is on fewer members than it should be: now and then, not of each."""
+        now = time.monotonic()
+        level = logging.WARNING if now >= self._told_short + _TOLD_SECONDS else logging.INFO
+        if level == logging.WARNING:
+            self._told_short = now
+        log.log(
+            level, "%s of %s is on %d members where %s asks for %d, as the others take nothing now: `ckpt-node admin repair` "
+            "makes it whole when they do, or when there are more", path, self.url, members, redundancy, redundancy.fragments,
+        )  # fmt: skip
 
     def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> File:
         """Make a record what a path is; what it says then. Raises AlreadyExists if `new` and something is there, Changed if it

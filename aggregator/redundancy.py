@@ -24,6 +24,11 @@ class Redundancy:
         return self.data + self.parity
 
     @property
+    def least(self) -> int:
+        """Members that a write settles for where the others don't take anything: one more may still be lost."""
+        return min(self.data + 1, self.fragments)
+
+    @property
     def tolerated(self) -> int:
         """Members that may be lost at once."""
         return self.parity

@@ -17,9 +17,9 @@ from ckpt.aggregator import files
 from ckpt.aggregator import ring as rings
 from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.fanout import in_order
-from ckpt.aggregator.files import File, Holder, Layout
+from ckpt.aggregator.files import File, Holder, Layout, compact, fewest
 from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.restoring import compact, restore
+from ckpt.aggregator.restoring import restore
 from ckpt.aggregator.succession import finish, secure
 from ckpt.aggregator.survey import FileHealth, Progress, Survey, survey
 from ckpt.storage.errors import CkptError, StoreError
@@ -67,7 +67,7 @@ def repair(
             done.failed[health.path] = "too few fragments are left; start the missing members"
             return
         try:
-            _restore(namespace, health, advance)
+            made = _restore(namespace, health, advance)
         except CkptError as error:
             if newest(namespace, health.path, health.file) is health.file:
                 done.failed[health.path] = str(error)
@@ -75,6 +75,10 @@ def repair(
             else:
                 log.info("%s was changed while it was repaired; it is left to the next repair", health.path)
         else:
+            there, asked = fewest(made), made.redundancy
+            if there < asked.fragments:
+                done.failed[health.path] = f"it is on {there} members where {asked} asks for {asked.fragments}; add members"
+                return
             with lock:
                 done.files += 1
 
@@ -134,21 +138,24 @@ def parts(layout: Layout, taken: Callable[[int, Holder], bool]) -> frozenset[tup
     )
 
 
-def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> None:
+def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Layout:
+    """What is there of the file now: with fragments missing, where there are too few members."""
     layout = health.file.layout
     assert layout is not None
     bad = {name for _, name in health.rotten}  # no part of it is trusted any more: all goes elsewhere, and it is put aside
     rotten = parts(layout, lambda _, holder: holder.name in bad)
     gone = replace(health.gone, fragments=health.gone.fragments | rotten)
-    made = restore(namespace, health.path, health.file.head.version, layout, gone, advance)
-    if not replace_layout(namespace, health.path, health.file, made, bad):
-        return
+    made = restore(namespace, health.path, health.file.head.version, layout, gone, advance, partly=True)
+    now = gone.applied(made)
+    if made == layout or not replace_layout(namespace, health.path, health.file, made, bad):
+        return now
     for member, name in health.rotten:
         try:
             if name not in {h.name for h in made.holders}:
                 namespace.places[member].quarantine(name)
         except StoreError as error:
             log.info("%s on %s can't be put aside: %s", name, member, error)
+    return now
 
 
 def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout, kept: Collection[str] = ()) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpt.aggregator import erasure
 from ckpt.aggregator.fanout import in_order
-from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, share_bytes
+from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, compact, share_bytes
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.writing import Gone, new_version, object_name
 from ckpt.storage.base import ALIGNMENT, Reader, Writer
@@ -34,26 +34,39 @@ _THREADS = 4  # pieces at once: one waits for a disk while another is on the wir
 
 def restore(
     namespace: Namespace, path: str, version: str, layout: Layout, gone: Gone, progress: Progress = lambda _: None,
-    leave: Collection[str] = (),
+    leave: Collection[str] = (), partly: bool = False,
 ) -> Layout:  # fmt: skip
     """The layout without what is gone, and with those fragments in new objects on other members, not on those to leave.
 
-    Each fragment is checked against its sums, the new ones too. Raises Unavailable where too little is left.
+    Each fragment is checked against its sums, the new ones too. Raises Unavailable where too little is left, or where there are
+    too few members; partly: what no member takes stays where it was, be it gone for ever, or till somebody is back.
     """
     avoid = set(leave)
     before = layout
     for _ in range(_TRIES):
         avoid |= {h.member for h in layout.holders if h.name in gone.objects}
-        layout, failed = _restore_once(namespace, path, version, gone.applied(layout), before, avoid, leave, progress)
+        left = gone.applied(layout)
+        layout, failed = _restore_once(namespace, path, version, left, before, avoid, leave, partly, progress)
         if not failed:
-            return compact(layout)
+            return compact(_kept(layout, before) if partly else layout)
         gone = Gone(frozenset(failed))  # members that failed meanwhile: once more, without them
+        if partly:
+            leave = {*leave, *(h.member for h in layout.holders if h.name in failed)}
     raise Unavailable(f"{path} could not be restored: members failed {_TRIES} times meanwhile; try again")
+
+
+def _kept(layout: Layout, before: Layout) -> Layout:
+    """A layout that was made of `before`, whose holders it has, with that one's fragments where its own are missing."""
+    pieces = (
+        replace(p, fragments=tuple(now or was for now, was in zip(p.fragments, q.fragments, strict=True)))
+        for p, q in zip(layout.pieces, before.pieces, strict=True)
+    )
+    return replace(layout, pieces=tuple(pieces))
 
 
 def _restore_once(
     namespace: Namespace, path: str, version: str, layout: Layout, before: Layout, avoid: set[str], leave: Collection[str],
-    progress: Progress,
+    partly: bool, progress: Progress,
 ) -> tuple[Layout, set[str]]:  # fmt: skip
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
     lost = sum(share_bytes(p.nbytes, layout.redundancy) * p.fragments.count(None) for p in layout.pieces)
@@ -65,14 +78,17 @@ def _restore_once(
         piece = layout.pieces[index]
         missing = [i for i, f in enumerate(piece.fragments) if f is None]
         failpoint("repair.piece")
+        used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
+        targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid, leave, partly)
+        missing = missing[: len(targets)]
+        if not missing:
+            return
         count = layout.redundancy.data + len(missing)
         pages = max(1, -(-share_bytes(piece.nbytes, layout.redundancy) // ALIGNMENT))
         scratch = namespace.take_scratch(count * pages * ALIGNMENT)
         memory = list(scratch.reshape(count, -1))
         shares = _rebuilt(sources, path, layout, piece, missing, before, index, memory)
-        used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
         fragments = list(piece.fragments)
-        targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid, leave)
         for i, member in zip(missing, targets, strict=True):
             holder, position = objects.append(member, shares[i])
             fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
@@ -165,27 +181,19 @@ class _Failed(Writer):
         """There is nothing."""
 
 
-def compact(layout: Layout) -> Layout:
-    """The layout without holders that hold nothing."""
-    used = sorted({f.holder for p in layout.pieces for f in p.fragments if f is not None})
-    number = {old: new for new, old in enumerate(used)}
-    pieces = tuple(
-        replace(p, fragments=tuple(None if f is None else replace(f, holder=number[f.holder]) for f in p.fragments))
-        for p in layout.pieces
-    )
-    return Layout(layout.redundancy, tuple(layout.holders[i] for i in used), pieces)
-
-
 def _targets(
-    namespace: Namespace, key: str, count: int, used: list[str], avoid: set[str], leave: Collection[str]
+    namespace: Namespace, key: str, count: int, used: list[str], avoid: set[str], leave: Collection[str], partly: bool
 ) -> list[str]:
     """Members for new fragments: such as hold nothing of the piece, answer, and did not just lose something, if possible; in no
-    case those to leave."""
+    case those to leave. partly: for some of them, if there are no more."""
     every = [s for s in namespace.spots if s.name not in leave]
     well = [s for s in every if not namespace.fan_out.health.down(s.name)]
+    found: list[str] = []
     for spots in ([s for s in well if s.name not in avoid], [s for s in every if s.name not in avoid], well, every):
         found = choose(key, spots, count, (), used)
         if len(found) == count:
+            return found
+        if partly and spots is well:  # who does not answer is no help
             return found
     raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
 

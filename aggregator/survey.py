@@ -185,7 +185,7 @@ def _health(path: str, file: File, held: Mapping[str, Mapping[str, int]], rotten
     absent = {h.name for h in layout.holders if h.name not in held.get(h.member, {})}
     gone = Gone(frozenset(absent), frozenset((name, at) for name, places in rotten.items() for at in places))
     left = gone.applied(layout)
-    spare = min((sum(f is not None for f in p.fragments) for p in left.pieces), default=0) - layout.redundancy.data
+    spare = files.fewest(left) - layout.redundancy.data
     bad = tuple((h.member, h.name) for h in layout.holders if h.name in rotten)
     if not any(None in p.fragments for p in left.pieces):
         gone = Gone()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.aggregator import erasure
+from ckpt.aggregator import erasure, files
 from ckpt.aggregator.files import INLINE_BYTES, File, Fragment, Head, Holder, Layout, Piece, share_bytes
-from ckpt.aggregator.placement import choose
+from ckpt.aggregator.placement import Spot, choose
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.storage.base import ALIGNMENT, Writer
 from ckpt.storage.errors import AlreadyExists, Changed, NoSpace, StoreError, Unavailable
@@ -136,8 +136,7 @@ class FileWriter(Writer):
         else:
             sums += [cells(share) for share in shares[self._redundancy.data :]]
         fragments: list[Fragment | None] = [None] * len(shares)
-        members = self._members(index, len(shares), ())
-        left = dict(enumerate(members))
+        left = dict(enumerate(self._members(index, len(shares), ())))
         while left:
             failpoint("namespace.append")
             calls = {m: self._sender(m, shares[i]) for i, m in left.items()}
@@ -151,7 +150,7 @@ class FileWriter(Writer):
                     self._avoid(member, errors[member])
             if left:
                 used = [self._holders[f.holder].member for f in fragments if f is not None]
-                left = dict(zip(left, self._members(index, len(left), used), strict=True))
+                left = dict(zip(left, self._members(index, len(left), used), strict=False))
         if scratch is not None and not self._avoided:  # else a thread may still be reading it
             self._namespace.give_scratch(scratch)
         self._pieces[index] = Piece(start, len(data), tuple(fragments), len(data))
@@ -178,22 +177,27 @@ class FileWriter(Writer):
         return [s.data for s in (*shares, *parity)], scratch
 
     def _members(self, index: int, count: int, taken: Sequence[str]) -> list[str]:
-        """Where to put so many fragments of a piece; Unavailable, or NoSpace, where there are not as many members."""
+        """Where to put so many fragments of a piece, or at least as many as a write settles for. Raises Unavailable, or
+        NoSpace, where there are not as many members."""
         namespace = self._namespace
         spots = [s for s in namespace.spots if s.name not in self._avoided]
-        well = [s for s in spots if not namespace.fan_out.health.down(s.name)]
-        key = f"{self._version}/{index}"
-        found = choose(key, well, count, namespace.near, taken)
-        if len(found) < count:
+        key, least = f"{self._version}/{index}", self._redundancy.least - len(taken)
+        found = choose(key, self._well(), count, namespace.near, taken)
+        if len(found) < least:
             found = choose(key, spots, count, namespace.near, taken)
-        if len(found) < count:
+        if len(found) < least:
             full = any(isinstance(e, NoSpace) for e in self._avoided.values())
             reasons = "; ".join(f"{name}: {error}" for name, error in self._avoided.items())
             raise (NoSpace if full else Unavailable)(
-                f"{self._path} needs {len(taken) + count} members for {self._redundancy}, {len(spots)} of "
+                f"{self._path} needs {self._redundancy.least} members for {self._redundancy}, {len(spots)} of "
                 f"{len(namespace.spots)} take anything ({reasons}); start or add members, or write with less redundancy"
             )
         return found
+
+    def _well(self) -> list[Spot]:
+        """The members that take something and answer."""
+        health = self._namespace.fan_out.health
+        return [s for s in self._namespace.spots if s.weight > 0 and s.name not in self._avoided and not health.down(s.name)]
 
     def _avoid(self, member: str, error: StoreError) -> None:
         if member not in self._avoided:
@@ -253,10 +257,8 @@ class FileWriter(Writer):
                 raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it anew")
             layout = Layout(self._redundancy, tuple(self._holders), _within(pieces, self._length))
             failpoint("namespace.commit")
-            lost = self._commit_objects()
-            if lost:
-                layout = self._namespace.restore(self._path, self._version, layout, Gone(frozenset(lost)))
-            file = File(head, layout=layout)
+            lost = Gone(frozenset(self._commit_objects()))
+            file = File(head, layout=self._completed(layout, lost))
         failpoint("namespace.record")
         self._done = True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
         try:
@@ -277,8 +279,22 @@ class FileWriter(Writer):
                 file, self._base = error.file, error.base
                 assert file.layout is not None
                 gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in error.members))
-                file = replace(file, layout=self._namespace.restore(self._path, self._version, file.layout, gone))
+                file = replace(file, layout=self._completed(file.layout, gone))
         raise last
+
+    def _completed(self, layout: Layout, gone: Gone) -> Layout:
+        """The layout without what is gone, and with what is missing on other members, where there are as many: else a repair
+        does that once there are. Raises Unavailable where too little is left, and no other members."""
+        left, asked = gone.applied(layout), self._redundancy
+        before = len(self._base.layout.pieces) if self._base is not None and self._base.layout is not None else 0
+        touched = [p for i, p in enumerate(left.pieces) if i >= before or p != layout.pieces[i]]
+        there = files.fewest(layout, touched)
+        if there == asked.fragments:
+            return files.compact(left)
+        if there < asked.least or len(self._well()) >= asked.fragments:
+            return self._namespace.restore(self._path, self._version, layout, gone)
+        self._namespace.tell_short(self._path, there, asked)
+        return files.compact(left)
 
     def _commit_objects(self) -> set[str]:
         """Make the objects durable; the names of those that could not be made so."""

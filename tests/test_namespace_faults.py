@@ -23,6 +23,7 @@ from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.redundancy import parse
 from ckpt.storage.errors import AlreadyExists, NoSpace, StoreError, Unavailable
 from ckpt.storage.server import NodeOptions
 from ckpt.storage.testing import pattern
@@ -214,6 +215,102 @@ def test_a_node_fails_in_a_repair(tmp_path: Path, point: str, action: str) -> No
         namespace.close()
         for node in nodes:
             node.close()
+
+
+def there(namespace: Namespace, path: str) -> set[int]:
+    """How many fragments the pieces of a file have."""
+    file = namespace.stat(path)
+    assert file is not None
+    assert file.layout is not None
+    return {sum(f is not None for f in piece.fragments) for piece in file.layout.pieces}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("redundancy", "count"), [("4+2", 6), ("3x", 3)])
+def test_writing_goes_on_with_fewer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, redundancy: str, count: int, number: int
+) -> None:
+    """One node is lost where each is needed: files are written without it, as one more may be lost. Without that one, too,
+    nothing is written any more, and all is read. When both are back, a repair makes all whole."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(count)]
+    namespace = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=2.0))
+    known = {path: pattern(20_000_000, i) for i, path in enumerate("abc")}
+    full, code = count, parse(redundancy)
+    try:
+        namespace.put("a", known["a"])
+        nodes[0].signal(number)
+        namespace.put("b", known["b"])
+        namespace.put("c", known["c"])
+        assert there(namespace, "a") == {full}
+        assert there(namespace, "c") == {full - 1}
+        assert f"of {namespace.url} is on {full - 1} members where {redundancy} asks for {full}" in caplog.text
+        for node in nodes[1 : full - code.least + 1]:
+            node.signal(number)
+        with pytest.raises(Unavailable) as refused:
+            namespace.put("d", known["a"])
+        if code.data > 1:  # else too few know what there is
+            assert f"needs {code.least} members for {redundancy}" in str(refused.value)
+            for path, data in known.items():
+                assert namespace.get(path) == data
+        namespace.close()
+        for node in nodes:
+            node.close()
+            node.start()
+        fresh = quick(nodes_config(nodes, redundancy=redundancy))
+        assert {f.path for f in surveys.survey(fresh).damaged} >= {"c"}
+        assert not repairs.repair(fresh, surveys.survey(fresh)).failed
+        for path, data in known.items():
+            assert there(fresh, path) == {full}
+            assert fresh.get(path) == data
+        fresh.close()
+    finally:
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_nodes_are_lost_before_a_file_is_durable(tmp_path: Path, lost: int) -> None:
+    """One of six: the file is there without it. Two: it can't be made, and that is said."""
+    nodes = [Process(tmp_path / f"n{i}", "--no-near") for i in range(6)]
+    namespace = quick(nodes_config(nodes, redundancy="4+2"))
+    data = pattern(3_000_000, 1)
+    try:
+        with namespace.create("a") as writer:
+            writer.append(memoryview(data))
+            for node in nodes[:lost]:
+                node.kill()
+            if lost == 1:
+                writer.commit()
+            else:
+                with pytest.raises(Unavailable):
+                    writer.commit()
+        if lost == 1:
+            assert there(namespace, "a") == {5}
+            assert namespace.get("a") == data
+        else:
+            assert namespace.stat("a") is None
+    finally:
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+def test_a_member_that_answers_again_has_its_part(tmp_path: Path) -> None:
+    """It was left alone while the pieces were written, and not any more when they are made durable."""
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    data = pattern(3_000_000, 1)
+    namespace.put("first", b"1")
+    namespace.fan_out.health.failed("disk3", "a test")
+    with namespace.create("a", aligned=False) as writer:
+        writer.append(memoryview(data))
+        namespace.fan_out.health.answered("disk3")
+        writer.append(memoryview(data))
+        writer.commit()
+    assert there(namespace, "a") == {6}
+    assert surveys.survey(namespace, verify=True).whole
+    assert namespace.get("a") == data + data
+    namespace.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -83,6 +83,29 @@ def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
         namespace.close()
 
 
+def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
+    """4+2 on six: one is lost for good, and another comes back empty. What that one had is made anew, the rest is told."""
+    namespace = filled(tmp_path, "4+2", 6)
+    namespace.close()
+    shutil.rmtree(tmp_path / "disk1" / "objects")
+    shutil.rmtree(tmp_path / "disk0")
+    (tmp_path / "disk0").write_text("no directory")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    found = surveys.survey(namespace)
+    assert found.damaged
+    assert {f.spare for f in found.damaged} == {0}
+    done = repairs.repair(namespace, found)
+    assert set(done.failed) == {f.path for f in found.damaged}
+    assert all("on 5 members where 4+2 asks for 6" in why for why in done.failed.values()), done.failed
+    assert {f.spare for f in surveys.survey(namespace, verify=True).damaged} == {1}
+    namespace.close()
+    (tmp_path / "disk0").unlink()
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    assert not repairs.repair(namespace, surveys.survey(namespace)).failed
+    whole(namespace, "4+2")
+    namespace.close()
+
+
 def test_rot(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     file = large(namespace)
