@@ -563,12 +563,12 @@ class Namespace:
                 doomed[holder.member].append(holder.name)
         self.discard(doomed)
 
-    def restore(self, path: str, version: str, layout: Layout, gone: Gone) -> Layout:
-        """The layout with what is gone made anew on other members."""
+    def restore(self, path: str, version: str, layout: Layout, gone: Gone, partly: bool = False) -> Layout:
+        """The layout with what is gone made anew on other members; see `restoring.restore`."""
         from ckpt.aggregator.restoring import restore
 
         self.meet()
-        return restore(self, path, version, layout, gone)
+        return restore(self, path, version, layout, gone, partly=partly)
 
     # --- for repairs -------------------------------------------------------------------------------------------
 

@@ -175,13 +175,16 @@ class FileReader(Reader):
         end = min(length, -(-max(e for _, e, _ in wanted.values()) // CELL_BYTES) * CELL_BYTES)
         good = {s: data[begin - b : end - b] for s, (b, data) in known.items() if b <= begin and b + len(data) >= end}
         scratch: list[np.ndarray] = []
-        late = [i for i in failed if isinstance(failed[i], Unavailable)]  # asked again, if there is no other way
-        left = [i for i in self._in_order(layout, piece) if i not in failed and i not in good] + late
+        left = [i for i in self._in_order(layout, piece) if i not in failed and i not in good]
+        hasty = True
         while len(good) < k:
+            if not left and hasty:  # there is no other way
+                late = [i for i in failed if isinstance(failed[i], Unavailable) and piece.fragments[i] is not None]
+                left, hasty = late, False
             batch, left = left[: k - len(good)], left[k - len(good) :]
             if not batch:
                 raise self._lost(layout, piece, failed)
-            got, errors = self._shares(layout, piece, dict.fromkeys(batch, (begin, end)), length, bool(left))
+            got, errors = self._shares(layout, piece, dict.fromkeys(batch, (begin, end)), length, hasty)
             good.update(got)
             scratch += got.values()
             failed.update(errors)
@@ -262,6 +265,7 @@ class FileReader(Reader):
         return sorted(here, key=cost)
 
     def _lost(self, layout: Layout, piece: Piece, failed: dict[int, StoreError]) -> StoreError:
+        failed = {i: error for i, error in failed.items() if piece.fragments[i] is not None}
         reasons = "; ".join(f"{self._member(layout, piece, i)}: {error}" for i, error in sorted(failed.items()))
         there = sum(f is not None for f in piece.fragments)
         damaged = bool(failed) and all("damaged" in str(e) or "cut" in str(e) for e in failed.values())

@@ -77,7 +77,7 @@ def repair(
         else:
             there, asked = fewest(made), made.redundancy
             if there < asked.fragments:
-                done.failed[health.path] = f"it is on {there} members where {asked} asks for {asked.fragments}; add members"
+                done.failed[health.path] = f"only {there} of {asked.fragments} fragments are there: start or add members"
                 return
             with lock:
                 done.files += 1
@@ -147,7 +147,7 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Lay
     gone = replace(health.gone, fragments=health.gone.fragments | rotten)
     made = restore(namespace, health.path, health.file.head.version, layout, gone, advance, partly=True)
     now = gone.applied(made)
-    if made == layout or not replace_layout(namespace, health.path, health.file, made, bad):
+    if made == compact(layout) or not replace_layout(namespace, health.path, health.file, made, bad):
         return now
     for member, name in health.rotten:
         try:

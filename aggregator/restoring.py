@@ -57,11 +57,18 @@ def restore(
 
 def _kept(layout: Layout, before: Layout) -> Layout:
     """A layout that was made of `before`, whose holders it has, with that one's fragments where its own are missing."""
-    pieces = (
-        replace(p, fragments=tuple(now or was for now, was in zip(p.fragments, q.fragments, strict=True)))
-        for p, q in zip(layout.pieces, before.pieces, strict=True)
-    )
-    return replace(layout, pieces=tuple(pieces))
+
+    def kept(piece: Piece, old: Piece) -> Piece:
+        taken = {layout.holders[f.holder].member for f in piece.fragments if f is not None}
+        both = zip(piece.fragments, old.fragments, strict=True)
+        return replace(piece, fragments=tuple(now or _elsewhere(layout, was, taken) for now, was in both))
+
+    return replace(layout, pieces=tuple(map(kept, layout.pieces, before.pieces)))
+
+
+def _elsewhere(layout: Layout, fragment: Fragment | None, taken: Collection[str]) -> Fragment | None:
+    """A fragment, unless it is on one of these members: two of a piece would be lost together."""
+    return None if fragment is None or layout.holders[fragment.holder].member in taken else fragment
 
 
 def _restore_once(
@@ -80,7 +87,8 @@ def _restore_once(
         failpoint("repair.piece")
         used = [layout.holders[f.holder].member for f in piece.fragments if f is not None]
         targets = _targets(namespace, f"{version}/{index}", len(missing), used, avoid, leave, partly)
-        missing = missing[: len(targets)]
+        new = _dealt(namespace, before, index, missing, [t for t in targets if objects.takes(t)])
+        missing = list(new)
         if not missing:
             return
         count = layout.redundancy.data + len(missing)
@@ -89,10 +97,10 @@ def _restore_once(
         memory = list(scratch.reshape(count, -1))
         shares = _rebuilt(sources, path, layout, piece, missing, before, index, memory)
         fragments = list(piece.fragments)
-        for i, member in zip(missing, targets, strict=True):
-            holder, position = objects.append(member, shares[i])
-            fragments[i] = Fragment(holder, position, _sums_of(layout, piece, i, shares[i]))
-            progress(len(shares[i]))
+        for i, member in new.items():
+            if (at := objects.append(member, shares[i])) is not None:
+                fragments[i] = Fragment(*at, _sums_of(layout, piece, i, shares[i]))
+                progress(len(shares[i]))
         pieces[index] = replace(piece, fragments=tuple(fragments))
         namespace.give_scratch(scratch)
 
@@ -124,14 +132,18 @@ class _Objects:
         self.failed: set[str] = set()
         """Names of those that did not take everything."""
 
-    def append(self, member: str, share: np.ndarray) -> tuple[int, int]:
-        """The number of the holder, and the position there."""
+    def takes(self, member: str) -> bool:
+        """Whether a member can be written to. One that can't is told, and asked but once."""
+        return self.holders[self._begun(member)[0]].name not in self.failed
+
+    def append(self, member: str, share: np.ndarray) -> tuple[int, int] | None:
+        """The number of the holder, and the position there; None where it could not be written."""
         holder, writer = self._begun(member)
         try:
             return holder, writer.append(share.data)
         except StoreError as error:
             self._fail(member, holder, error)
-            return holder, 0
+            return None
 
     def _begun(self, member: str) -> tuple[int, Writer]:
         with self._lock:
@@ -196,6 +208,17 @@ def _targets(
         if partly and spots is well:  # who does not answer is no help
             return found
     raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
+
+
+def _dealt(namespace: Namespace, before: Layout, index: int, missing: list[int], targets: list[str]) -> dict[int, str]:
+    """Which of the missing fragments of a piece each target takes: the one that it had, as no member may have two, then those
+    that are gone rather than those of members which do not answer now and may be back."""
+    fragments = before.pieces[index].fragments
+    had = {i: before.holders[f.holder].member for i in missing if (f := fragments[i]) is not None}
+    own = {member: i for i, member in had.items()}
+    new = {own[t]: t for t in targets if t in own}
+    rest = sorted((i for i in missing if i not in new), key=lambda i: i in had and namespace.fan_out.health.down(had[i]))
+    return new | dict(zip(rest, (t for t in targets if t not in own), strict=False))
 
 
 class _Sources:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
+_ABORT_SECONDS = 1.0
+
 
 def new_version() -> str:
     """Of a content; begins with the time, so that what nobody refers to can be told from what is being written."""
@@ -179,25 +181,29 @@ class FileWriter(Writer):
     def _members(self, index: int, count: int, taken: Sequence[str]) -> list[str]:
         """Where to put so many fragments of a piece, or at least as many as a write settles for. Raises Unavailable, or
         NoSpace, where there are not as many members."""
-        namespace = self._namespace
-        spots = [s for s in namespace.spots if s.name not in self._avoided]
-        key, least = f"{self._version}/{index}", self._redundancy.least - len(taken)
-        found = choose(key, self._well(), count, namespace.near, taken)
+        near, key, least = self._namespace.near, f"{self._version}/{index}", self._redundancy.least - len(taken)
+        found = choose(key, self._well(), count, near, taken)
         if len(found) < least:
-            found = choose(key, spots, count, namespace.near, taken)
+            found = choose(key, self._takers(), count, near, taken)
         if len(found) < least:
-            full = any(isinstance(e, NoSpace) for e in self._avoided.values())
-            reasons = "; ".join(f"{name}: {error}" for name, error in self._avoided.items())
-            raise (NoSpace if full else Unavailable)(
-                f"{self._path} needs {self._redundancy.least} members for {self._redundancy}, {len(spots)} of "
-                f"{len(namespace.spots)} take anything ({reasons}); start or add members, or write with less redundancy"
-            )
+            raise self._too_few()
         return found
 
+    def _takers(self) -> list[Spot]:
+        """The members that may take something."""
+        return [s for s in self._namespace.spots if s.weight > 0 and s.name not in self._avoided]
+
     def _well(self) -> list[Spot]:
-        """The members that take something and answer."""
-        health = self._namespace.fan_out.health
-        return [s for s in self._namespace.spots if s.weight > 0 and s.name not in self._avoided and not health.down(s.name)]
+        """Those of them that answer."""
+        return [s for s in self._takers() if not self._namespace.fan_out.health.down(s.name)]
+
+    def _too_few(self) -> StoreError:
+        full = any(isinstance(e, NoSpace) for e in self._avoided.values())
+        reasons = "".join(f"; {name}: {error}" for name, error in self._avoided.items())
+        return (NoSpace if full else Unavailable)(
+            f"{self._path} needs {self._redundancy.least} members for {self._redundancy}, {len(self._takers())} of "
+            f"{len(self._namespace.spots)} take anything{reasons}; start or add members, or write with less redundancy"
+        )
 
     def _avoid(self, member: str, error: StoreError) -> None:
         if member not in self._avoided:
@@ -229,7 +235,7 @@ class FileWriter(Writer):
                     self._open[member] = len(self._holders) - 1
                     return self._open[member]
         writer.abort()
-        raise Unavailable(f"{self._path} was given up meanwhile")
+        raise StoreError(f"{self._path} was given up meanwhile")
 
     def _hint(self) -> int:
         """The share of one member in all that is expected."""
@@ -283,28 +289,35 @@ class FileWriter(Writer):
         raise last
 
     def _completed(self, layout: Layout, gone: Gone) -> Layout:
-        """The layout without what is gone, and with what is missing on other members, where there are as many: else a repair
-        does that once there are. Raises Unavailable where too little is left, and no other members."""
+        """The layout without what is gone, and with what is missing on other members, as far as there are any: else a repair
+        does that once there are. Raises Unavailable, or NoSpace, where that is less than a write settles for."""
         left, asked = gone.applied(layout), self._redundancy
         before = len(self._base.layout.pieces) if self._base is not None and self._base.layout is not None else 0
-        touched = [p for i, p in enumerate(left.pieces) if i >= before or p != layout.pieces[i]]
-        there = files.fewest(layout, touched)
-        if there == asked.fragments:
-            return files.compact(left)
-        if there < asked.least or len(self._well()) >= asked.fragments:
-            return self._namespace.restore(self._path, self._version, layout, gone)
-        self._namespace.tell_short(self._path, there, asked)
+        touched = [i for i, piece in enumerate(left.pieces) if i >= before or piece != layout.pieces[i]]
+
+        def there() -> int:
+            return files.fewest(left, [left.pieces[i] for i in touched])
+
+        if there() < asked.least or there() < asked.fragments <= len(self._well()):
+            with suppress(Unavailable):
+                left = gone.applied(self._namespace.restore(self._path, self._version, layout, gone, partly=True))
+        if there() < asked.least:
+            raise self._too_few()
+        if there() < asked.fragments:
+            self._namespace.tell_short(self._path, there(), asked)
         return files.compact(left)
 
     def _commit_objects(self) -> set[str]:
-        """Make the objects durable; the names of those that could not be made so."""
-        commits: dict[str, Callable[[], int]] = {
-            self._holders[i].member: writer.commit for i, writer in enumerate(self._writers) if writer is not None
-        }
+        """Make the objects durable that hold something; the names of those that could not be made so."""
+        used = {f.holder for piece in self._pieces if piece is not None for f in piece.fragments if f is not None}
+        mine = {i: writer for i, writer in enumerate(self._writers) if writer is not None}
+        commits = {self._holders[i].member: writer.commit for i, writer in mine.items() if i in used}
         _, errors = self._namespace.fan_out.ask(commits, self._namespace.commit_seconds)
         for member, error in errors.items():
             self._avoid(member, error)
-        return {h.name for h in self._holders if h.member in errors}
+        empty = {self._holders[i].member: writer.abort for i, writer in mine.items() if i not in used}
+        self._namespace.fan_out.ask(empty, _ABORT_SECONDS, spare=True, blame=False)  # else it expires, or a scrub finds it
+        return {self._holders[i].name for i in mine if self._holders[i].member in errors}
 
     def abort(self) -> None:
         with self._lock:

@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--save", choices=["ckpt", "torch.save", "dcp", "none"], default="ckpt")
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--seconds", type=float, default=0.02)
+    parser.add_argument("--compute", action="store_true", help="steps compute, instead of sleeping")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--jitter", type=float, default=1.0, help="a step takes up to so many times as long")
     parser.add_argument("--long-save", type=float, default=0.0, help="seconds that a save stalls now and then")
@@ -56,8 +57,14 @@ def main() -> None:
     work, state = torch_work() if args.kind == "torch" else numpy_work(rank)
 
     def train_step() -> None:
-        time.sleep(args.seconds * random.uniform(1, args.jitter))
-        work()
+        seconds = args.seconds * random.uniform(1, args.jitter)
+        if args.compute:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                work()
+        else:
+            time.sleep(seconds)
+            work()
 
     if args.save == "ckpt":
         with_ckpt(args, state, train_step, note)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from cluster import Here, Link, Process, directories, garbage, nodes_config, quick
@@ -24,6 +24,7 @@ from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import parse
+from ckpt.aggregator.writing import FileWriter
 from ckpt.storage.errors import AlreadyExists, NoSpace, StoreError, Unavailable
 from ckpt.storage.server import NodeOptions
 from ckpt.storage.testing import pattern
@@ -294,6 +295,52 @@ def test_nodes_are_lost_before_a_file_is_durable(tmp_path: Path, lost: int) -> N
         namespace.close()
         for node in nodes:
             node.close()
+
+
+def failing(namespace: Namespace, monkeypatch: pytest.MonkeyPatch, writer: FileWriter, member: str) -> None:
+    """Let a member make nothing durable any more, and take nothing new."""
+
+    def no(*_: object) -> NoReturn:
+        raise Unavailable("a test")
+
+    (mine,) = [w for h, w in zip(writer._holders, writer._writers, strict=True) if h.member == member and w is not None]
+    monkeypatch.setattr(mine, "commit", no)
+    monkeypatch.setattr(namespace.places[member].store, "create", no)
+
+
+@pytest.mark.parametrize(("redundancy", "count"), [("4+2", 7), ("3x", 4)])
+def test_members_fail_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redundancy: str, count: int) -> None:
+    """Two make nothing durable, and with a spare as many are left as a write settles for."""
+    namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+    data = pattern(3_000_000, 1)
+    namespace.put("first", b"1")
+    with namespace.create("a", aligned=False) as writer:
+        writer.append(memoryview(data))
+        for member in list(writer._open)[:2]:
+            failing(namespace, monkeypatch, writer, member)
+        writer.commit()
+    assert there(namespace, "a") == {parse(redundancy).least}
+    assert namespace.get("a") == data
+    namespace.close()
+
+
+def test_an_append_leaves_what_it_was_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that can't make the new part durable still has the old one."""
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    data = pattern(3_000_000, 1)
+    namespace.put("a", data)
+    for times, member in enumerate(["disk3", "disk1"], 1):
+        with namespace.create("a", aligned=False, base=namespace.stat("a")) as writer, monkeypatch.context() as patch:
+            writer.append(memoryview(data))
+            failing(namespace, patch, writer, member)
+            writer.commit()
+        file = namespace.stat("a")
+        assert file is not None
+        assert file.layout is not None
+        assert [sum(f is not None for f in p.fragments) for p in file.layout.pieces] == [6] + [5] * times
+        namespace.fan_out.health.answered(member)
+    assert namespace.get("a") == data * 3
+    namespace.close()
 
 
 def test_a_member_that_answers_again_has_its_part(tmp_path: Path) -> None:

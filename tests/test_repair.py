@@ -15,17 +15,17 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster import Here, Process, directories
+from cluster import Here, Process, directories, nodes_config, quick
 
 from ckpt.aggregator import moving
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.files import File
+from ckpt.aggregator.files import File, Layout
 from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.redundancy import parse
 from ckpt.aggregator.succession import succeed
-from ckpt.storage.errors import InvalidArgument, StoreError
+from ckpt.storage.errors import InvalidArgument, NoSpace, StoreError
 from ckpt.storage.registers import Damaged, Record
 from ckpt.storage.server import NodeOptions
 from ckpt.storage.testing import pattern
@@ -84,11 +84,11 @@ def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
 
 
 def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
-    """4+2 on six: one is lost for good, and another comes back empty. What that one had is made anew, the rest is told."""
+    """4+2 on six: one is away, and another comes back empty. What that one had is made anew on it; the other keeps its part."""
     namespace = filled(tmp_path, "4+2", 6)
     namespace.close()
     shutil.rmtree(tmp_path / "disk1" / "objects")
-    shutil.rmtree(tmp_path / "disk0")
+    (tmp_path / "disk0").rename(tmp_path / "away")
     (tmp_path / "disk0").write_text("no directory")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     found = surveys.survey(namespace)
@@ -96,13 +96,94 @@ def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
     assert {f.spare for f in found.damaged} == {0}
     done = repairs.repair(namespace, found)
     assert set(done.failed) == {f.path for f in found.damaged}
-    assert all("on 5 members where 4+2 asks for 6" in why for why in done.failed.values()), done.failed
+    assert all("only 5 of 6 fragments are there" in why for why in done.failed.values()), done.failed
     assert {f.spare for f in surveys.survey(namespace, verify=True).damaged} == {1}
     namespace.close()
     (tmp_path / "disk0").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk0")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    assert not repairs.repair(namespace, surveys.survey(namespace)).failed
-    whole(namespace, "4+2")
+    namespace.settle([f"/{path}" for path in content()])
+    whole(namespace, "4+2")  # without another repair, and with each fragment on a member of its own
+    namespace.close()
+
+
+def rot(layout: Layout, index: int, member: str, folder: Path) -> None:
+    """Damage the fragment of a piece that a member has."""
+    fragments = [f for f in layout.pieces[index].fragments if f is not None]
+    fragment = next(f for f in fragments if layout.holders[f.holder].member == member)
+    with open(folder / "objects" / layout.holders[fragment.holder].name, "r+b") as file:
+        file.seek(fragment.position)
+        first = file.read(1)
+        file.seek(fragment.position)
+        file.write(bytes([first[0] ^ 1]))
+
+
+def test_who_was_damaged_once_is_asked_again(tmp_path: Path) -> None:
+    """Of two members each has rot in another piece, and a third is lost: of every piece there is enough."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(6)]
+    namespace = quick(nodes_config(nodes, redundancy="4+2"))
+    data = pattern(30_000_000, 1)
+    namespace.put("a", data)
+    layout = large(namespace, "a").layout
+    namespace.close()
+    assert layout is not None
+    for index, node in enumerate(nodes[1:3]):
+        rot(layout, index, node.address, node.folder)
+    nodes[0].close()
+    namespace = quick(nodes_config(nodes, redundancy="4+2"))
+    for _ in range(3):
+        assert namespace.get("a") == data
+    for each in (namespace, *nodes[1:]):
+        each.close()
+
+
+def test_rot_while_a_member_is_away(tmp_path: Path) -> None:
+    """4+2 on six: one is away, and two others each have rot in another piece. All is read, and a repair does what it can:
+    when the one is back two more may be lost."""
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    data = pattern(30_000_000, 1)
+    namespace.put("a", data)
+    namespace.settle(["/a"])
+    layout = large(namespace, "a").layout
+    namespace.close()
+    assert layout is not None
+    for index, member in enumerate(["disk1", "disk2"]):
+        rot(layout, index, member, tmp_path / member)
+    (tmp_path / "disk0").rename(tmp_path / "away")
+    (tmp_path / "disk0").write_text("no directory")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    assert namespace.get("a") == data
+    found = surveys.survey(namespace, verify=True)
+    assert [f.spare for f in found.damaged] == [0]
+    assert set(repairs.repair(namespace, found).failed) == {"a"}
+    namespace.close()
+    (tmp_path / "disk0").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk0")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    assert not surveys.survey(namespace, verify=True).damaged
+    namespace.close()
+    for lost in ("disk1", "disk2"):
+        shutil.rmtree(tmp_path / lost / "objects")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    assert namespace.get("a") == data
+    namespace.close()
+
+
+def test_a_member_that_takes_nothing_costs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each repair asks the full one once, and reads nothing for it."""
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    namespace.put("first", b"1")
+
+    def full(*_: object) -> None:
+        raise NoSpace("full")
+
+    monkeypatch.setattr(namespace.places["disk0"].store, "create", full)
+    namespace.put("a", pattern(20_000_000, 1))
+    found = surveys.survey(namespace)
+    monkeypatch.setattr("ckpt.aggregator.restoring._Sources.read", lambda *_: pytest.fail("it was read"))
+    done = repairs.repair(namespace, found)
+    assert list(done.failed) == ["a"]
+    assert done.nbytes == 0
     namespace.close()
 
 

@@ -217,6 +217,7 @@ def _serve(
     caretaker = _caretaker(server.identity, *care) if care else None
     while heard.recv(1)[0] not in ends:
         pass  # it serves since it was made; `serve` would only wait, and take the signals
+    signal.set_wakeup_fd(-1)
     until = time.monotonic() + drain_seconds
     log.info("draining: %d uploads under way", len(server.uploads))
     ending = threading.Thread(target=_end, args=(server, caretaker, announced, until), name="ckpt-node-end", daemon=True)
