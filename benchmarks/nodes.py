@@ -32,6 +32,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 FILE_BYTES = 64 << 20
 PIECE_BYTES = 8 << 20
+SAVES = 6
 
 rows: list[tuple[str, float, str]] = []
 
@@ -186,16 +187,16 @@ def one_node(args: argparse.Namespace) -> None:
         say(f"get / bare Flight{goal}", rates[f"{way} get"] / rates["bare get"], "x")
 
 
-def save_rate(made: list[Node], redundancy: str, nbytes: int) -> float:
+def save_rate(made: list[Node], redundancy: str, nbytes: int, **options: int) -> float:
     import ckpt
 
     names = ",".join(n.address for n in made)
     state = {f"w{i}": np.random.default_rng(i).integers(0, 255, 64 << 20, np.uint8) for i in range(nbytes >> 26)}
     rates, busy = [], []
-    for step in range(6):
+    for step in range(SAVES):
         url = f"ckpt://{names}/run?redundancy={redundancy}"
         psutil.cpu_percent()
-        rates.append(nbytes / 1e9 / timed(lambda s=step, u=url: ckpt.save(state, u, s, codec="none", keep=1)))
+        rates.append(nbytes / 1e9 / timed(lambda s=step, u=url: ckpt.save(state, u, s, codec="none", **options)))
         busy.append(psutil.cpu_percent())
         for value in state.values():
             value += 1
@@ -205,9 +206,9 @@ def save_rate(made: list[Node], redundancy: str, nbytes: int) -> float:
 
 def scaling(args: argparse.Namespace) -> None:
     with nodes(1, args.memory) as one:
-        single = say("save of 1 GiB, one node on tmpfs, 1x", save_rate(one, "1x", 1 << 30), "GB/s")
+        single = say("save of 1 GiB, one node on tmpfs, 1x", save_rate(one, "1x", 1 << 30, keep=1), "GB/s")
     with nodes(4, args.memory) as four:
-        four_rate = say("save of 1 GiB, four nodes on tmpfs, 1x", save_rate(four, "1x", 1 << 30), "GB/s")
+        four_rate = say("save of 1 GiB, four nodes on tmpfs, 1x", save_rate(four, "1x", 1 << 30, keep=1), "GB/s")
     say("four nodes / one node (to reach 1.5, until cores are full)", four_rate / single, "x")
 
 
@@ -232,7 +233,7 @@ def one_disk(args: argparse.Namespace) -> None:
         rate = say("save of 1 GiB, four nodes on one disk, 2x", save_rate(made, "2x", 1 << 30), "GB/s")
         moved = sum(n.received() for n in made) - before
     say("2x on one disk / O_DIRECT limit (to reach 0.45)", rate / limit, "x")
-    say("bytes that the nodes got / (2 x payload) (at most 1.02)", moved / (4 * 2 * (1 << 30)), "x")
+    say("bytes that the nodes got / (2 x payload) (at most 1.02)", moved / (SAVES * 2 * (1 << 30)), "x")
 
 
 def code(args: argparse.Namespace) -> None:
