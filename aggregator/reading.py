@@ -176,18 +176,19 @@ class FileReader(Reader):
         good = {s: data[begin - b : end - b] for s, (b, data) in known.items() if b <= begin and b + len(data) >= end}
         scratch: list[np.ndarray] = []
         left = [i for i in self._in_order(layout, piece) if i not in failed and i not in good]
-        hasty = True
+        last = False
         while len(good) < k:
-            if not left and hasty:  # there is no other way
-                late = [i for i in failed if isinstance(failed[i], Unavailable) and piece.fragments[i] is not None]
-                left, hasty = late, False
+            late = [i for i in failed if isinstance(failed[i], Unavailable) and piece.fragments[i] is not None]
+            if not left and not last:
+                left, last = late, True  # there is no other way
             batch, left = left[: k - len(good)], left[k - len(good) :]
             if not batch:
                 raise self._lost(layout, piece, failed)
+            hasty = not last and bool(left or late)
             got, errors = self._shares(layout, piece, dict.fromkeys(batch, (begin, end)), length, hasty)
             good.update(got)
             scratch += got.values()
-            failed.update(errors)
+            failed = {i: error for i, error in failed.items() if i not in got} | errors
         into: dict[int, np.ndarray] = {}
         for share, (b, e, target) in wanted.items():
             if (b, e) == (begin, end):
