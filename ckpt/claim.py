@@ -245,7 +245,9 @@ class Claim:
             return
         name = _name(self.generation)
         try:
-            self.repo.store.put(name, records.encode("generation", {"owner": None}))
+            with self._cleaning:  # a copy under way would take this record's temporary file for one of a killed writer
+                self._is_clean = True
+                self.repo.store.put(name, records.encode("generation", {"owner": None}))
             if self.size > 1 or self._beside:
                 self.repo.store.delete([word.name for word in _words(_names(self.repo)) if word.generation == self.generation])
         except CkptError as error:

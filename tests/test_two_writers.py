@@ -16,7 +16,9 @@ from support import SOAK, assert_all_load, assert_clean, assert_same, failing, f
 
 import ckpt
 from ckpt import records
-from ckpt.claim import Owner, alive, this_process
+from ckpt.claim import Owner, alive, claim, this_process
+from ckpt.repository import Repository
+from ckpt.storage.local import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="whether a process lives is told by /proc")
 
@@ -249,6 +251,27 @@ def test_a_result_means_that_others_may_write(tmp_path: Path) -> None:
     assert records.decode("generation", record.read_bytes(), "")["owner"] is None
     finish(python(code, tmp_path))
     assert assert_all_load(tmp_path) == [0, 1]
+
+
+def test_a_copy_under_way_does_not_sweep_what_releases_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copying between tiers may begin to clean a place while that place is given free."""
+    repo = Repository(LocalStore(tmp_path))
+    mine = claim(repo)
+    began, done = threading.Event(), threading.Event()
+    put = repo.store.put
+
+    def slowly(name: str, data: bytes) -> None:
+        threading.Thread(target=lambda: (began.set(), mine.clean(), done.set())).start()
+        began.wait(60)
+        assert not done.wait(0.2)
+        put(name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repo.store, "put", slowly)
+        patch.setattr(repo.store, "sweep_temporaries", lambda _: pytest.fail("it was swept"))
+        mine.release()
+        assert done.wait(60)
+    claim(repo).release()
 
 
 def test_reading_while_another_process_writes_and_deletes(tmp_path: Path) -> None:
