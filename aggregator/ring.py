@@ -10,6 +10,7 @@ next.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,7 +106,25 @@ Told = Sequence[tuple[str, Answer]]
 """What a member knows of rings, and its answer for one that is not there."""
 
 
+class _UnderWay(Unavailable):
+    """All members answer, and another client is about to agree upon a ring."""
+
+
 def find(
+    registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]
+) -> Ring | None:
+    """As `_find`; what another client is in the middle of is looked at again."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return _find(registers, fan_out, seconds, adopt)
+        except _UnderWay:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)
+
+
+def _find(
     registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]
 ) -> Ring | None:
     """The newest ring of a namespace; None where all members answer, and none knows of one.
@@ -134,7 +153,7 @@ def find(
     if errors or known:
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
         asked = f" of {', '.join(electors(known[0]).members)}" if known else ""
-        raise Unavailable(
+        raise (Unavailable if errors else _UnderWay)(
             f"{len(answers)} of {len(registers)} members answer, which is too few{asked} to know what they hold together "
             f"({reasons}); start the missing ones (all of them when a namespace is used for the first time)"
         )
