@@ -903,9 +903,10 @@ def rank(group):
     assert left.wait(60)
     ck.save(1, {"a": np.zeros(5000)}, blocking=True)
     said.append(sorted(name for name in os.listdir(sys.argv[1] + "/generations") if "left" in name))
+    both.wait(60)
     ck.close()
 
-left, said, groups = threading.Event(), [], ThreadGroup.make(2)
+left, both, said, groups = threading.Event(), threading.Barrier(2), [], ThreadGroup.make(2)
 threads = [threading.Thread(target=rank, args=(group,)) for group in groups]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
