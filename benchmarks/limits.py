@@ -31,11 +31,14 @@ READ_1 = "disk read O_DIRECT, 1 thread"
 READ_2 = "disk read O_DIRECT, 2 threads"
 READ_4 = "disk read O_DIRECT, 4 threads"
 READ_HUGE = "disk read O_DIRECT, 1 thread, huge pages"
+READ_HUGE_4 = "disk read O_DIRECT, 4 threads, huge pages"
+READ_PIECES = "disk read O_DIRECT, 4 threads, huge pages, 1 MiB at a time"
 READ_COLD = "disk read buffered, cold"
 READ_HOT = "disk read buffered, page cache hot"
 DISK_READS = (READ_1, READ_2, READ_4, READ_COLD)
 
 BLOCK = 8 << 20
+PIECE = 1 << 20
 UNIT = 64 << 20  # sizes are multiples, so that every thread gets whole blocks
 HASHED = 64 << 20
 
@@ -129,14 +132,15 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
     target = np.empty(nbytes, np.uint8)
     target[:] = 0
 
-    def direct(threads: int, memory: Callable[[], mmap.mmap]) -> None:
+    def direct(threads: int, memory: Callable[[], mmap.mmap], piece: int = BLOCK) -> None:
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
         share = nbytes // threads // BLOCK * BLOCK
 
         def read(i: int) -> None:
-            buffer = memory()
-            for offset in range(i * share, (i + 1) * share, BLOCK):
-                os.preadv(descriptor, [buffer], offset)
+            buffer = memoryview(memory())
+            for offset in range(i * share, (i + 1) * share, piece):
+                at = offset % BLOCK
+                os.preadv(descriptor, [buffer[at : at + piece]], offset)
 
         try:
             in_threads(threads, read)
@@ -152,7 +156,13 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
 
     for name, threads in ((READ_1, 1), (READ_2, 2), (READ_4, 4)):
         record(name, nbytes, lambda threads=threads: direct(threads, lambda: mmap.mmap(-1, BLOCK)), lambda: drop_file(file))
-    record(READ_HUGE, nbytes, lambda: direct(1, lambda: pages(BLOCK)), lambda: drop_file(file))
+    for name, threads, piece in ((READ_HUGE, 1, BLOCK), (READ_HUGE_4, 4, BLOCK), (READ_PIECES, 4, PIECE)):
+        record(
+            name,
+            nbytes,
+            lambda threads=threads, piece=piece: direct(threads, lambda: pages(BLOCK), piece),
+            lambda: drop_file(file),
+        )
     record(READ_COLD, nbytes, buffered, lambda: drop_file(file))
     buffered()
     record(READ_HOT, nbytes, buffered)

@@ -55,6 +55,10 @@ def write_all(fd: int, data: memoryview, position: int, where: str) -> None:
 _LEAST_DIRECT = 256 << 10
 """Less than that comes through the page cache, with what is read ahead."""
 
+_DIRECT_BYTES = 1 << 20
+"""What one direct read asks for: several such from several threads overlap better than whole blocks (benchmarks/limits.py
+has both)."""
+
 
 class DescriptorReader(Reader):
     """A file that is open for reading, and closed with this. `where` names it in messages.
@@ -102,12 +106,18 @@ class DescriptorReader(Reader):
     def _read_direct(self, position: int, buffer: memoryview) -> int:
         """The bytes read: fewer at the end of the file, or where memory or file system do not allow it."""
         assert self._direct_fd is not None
+        done = 0
         try:
-            return os.preadv(self._direct_fd, [buffer], position)
+            while done < len(buffer):
+                part = buffer[done : done + _DIRECT_BYTES]
+                count = os.preadv(self._direct_fd, [part], position + done)
+                done += count
+                if count < len(part):
+                    break
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return 0
+        return done
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
