@@ -536,7 +536,10 @@ def test_the_commands(tmp_path: Path) -> None:
         done = admin("repair", url)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "made whole" in done.stdout
+        assert "all whole now" in done.stdout
         assert admin("scrub", url).returncode == 0
+        done = admin("drain", url, namespace.spots[3].name)
+        assert (done.returncode, "new files still go to" in done.stdout) == (0, True), done
         nodes[3].kill()
         done = admin("status", url)
         assert done.returncode == 1

@@ -397,13 +397,15 @@ def repair(url: str, quick: bool, rate: int | None) -> int:
     total = sum(f.file.head.nbytes for f in found.damaged if f.state != "lost")
     with common.progress(total, "repairing") as advance:
         done = repairs.repair(namespace, found, rate, advance)
+    is_left = bool(done.failed or found.missing)
+    now = "not all whole yet" if is_left else "nothing is missing now" if quick else "all whole now"
     emit(
         f"{count(done.files, 'file')} made whole ({size(done.nbytes)} written), {count(done.records, 'record')} brought "
-        f"up to date, {count(done.orphans, 'forgotten object')} deleted"
+        f"up to date, {count(done.orphans, 'forgotten object')} deleted; {now}"
     )
     for path, why in done.failed.items():
         emit(f"{path}: {why}")
-    return int(bool(done.failed or found.missing))
+    return int(is_left)
 
 
 @admin.command("drain", context_settings=_SETTINGS)
@@ -420,7 +422,10 @@ def drain(url: str, member: str, rate: int | None) -> int:
 
     namespace, _ = open_namespace(url)
     with common.progress(_holds(namespace, member), "moving") as advance:
-        return _moved(moving.drain(namespace, member, _paced(advance, rate)))
+        status = _moved(moving.drain(namespace, member, _paced(advance, rate)))
+    if any(spot.name == member and spot.weight > 0 for spot in namespace.spots):
+        emit(f"new files still go to {member}: give it the weight 0 in the TOML file and drain it again, or `forget` it")
+    return status
 
 
 @admin.command("rebalance", context_settings=_SETTINGS)
