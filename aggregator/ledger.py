@@ -37,7 +37,7 @@ from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.redundancy import Quorum
 from ckpt.storage.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import NONE, Answer, Ballot, Change, Damaged, Record, Registers, Value, is_final
+from ckpt.storage.registers import NONE, UNKNOWN, Answer, Ballot, Change, Damaged, Record, Registers, Value, is_final
 
 log = logging.getLogger("ckpt")
 
@@ -331,7 +331,8 @@ class Ledger:
             if isinstance(answer, Damaged):
                 try:
                     self._registers[member].accept([(path, value)], ballot, heal=True, epoch=epoch)
-                    log.warning("the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
+                    level = logging.INFO if answer == UNKNOWN else logging.WARNING  # one for each file there is
+                    log.log(level, "the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
                 except StoreError as error:
                     log.info("the damaged record of %s on %s stays: %s", path, member, error)
 

@@ -25,6 +25,7 @@ from ckpt.storage.errors import AlreadyExists, NotFound, Outdated, StoreError, U
 from ckpt.storage.objects import ObjectStore
 from ckpt.storage.registers import (
     BODY_BYTES,
+    UNKNOWN,
     Answer,
     Ballot,
     Change,
@@ -50,7 +51,6 @@ _TRIES = 20
 _SPECIAL = re.compile(r"[^A-Za-z0-9.\-]")
 _FOLDER = "registers"
 _FACTS = "registers.json"
-_MISSING = Damaged("the registers of this bucket are new, or were lost and are not all back")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -233,7 +233,7 @@ class BucketRegisters(Registers):
         try:
             data, tag = self._store.get_tagged(_key(name))
         except NotFound:
-            return Record() if complete else _MISSING, None
+            return Record() if complete else UNKNOWN, None
         told, answer = _decode(data)
         return (answer if told == name else Damaged(f"it is that of {told!r}")), tag
 

@@ -83,6 +83,9 @@ class Change:
 
 Answer = Record | Damaged
 
+UNKNOWN = Damaged("the registers of this member are new, or were lost and are not all back")
+"""What a member says of a name that it does not have, until it was told that it has all."""
+
 
 class Registers(ABC):
     """The registers of one member. Safe to use from many threads and, on one host, processes.

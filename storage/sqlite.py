@@ -20,6 +20,7 @@ from ckpt.storage.failpoints import failpoint
 from ckpt.storage.registers import (
     BODY_BYTES,
     NONE,
+    UNKNOWN,
     Answer,
     Ballot,
     Change,
@@ -59,8 +60,6 @@ _WRITE = (
     "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
 
-_MISSING = Damaged("the registers of this member are new, or were lost and are not all back")
-
 
 class SqliteRegisters(Registers):
     """The registers in the file at `path`, which is made when first written to."""
@@ -74,7 +73,7 @@ class SqliteRegisters(Registers):
 
     def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
         if not self._exists():
-            return [_MISSING] * len(names)
+            return [UNKNOWN] * len(names)
         with self._snapshot("reading") as db:
             _check(db, epoch)
             return [_get(db, name) for name in names]
@@ -296,7 +295,7 @@ def _note(db: sqlite3.Connection, name: str, value: int) -> None:
 def _get(db: sqlite3.Connection, name: str) -> Answer:
     row = db.execute(_READ, (name,)).fetchone()
     if row is None:
-        return Record() if _fact(db, "complete") else _MISSING
+        return Record() if _fact(db, "complete") else UNKNOWN
     promised, accepted, total, head, body = row
     value = None if head is None else Value(head, body or b"")
     try:
