@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ckpt.recovery import memories
 from ckpt.recovery.agents import LOST_SECONDS, Report
-from ckpt.recovery.course import Course, Member, failed, remembered
+from ckpt.recovery.course import Course, Member, Spec, failed, remembered
 from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
 from ckpt.recovery.state import Draft
 from ckpt.recovery.stopping import Stop, next_stop
@@ -22,6 +22,9 @@ from ckpt.recovery.straggle import FACTOR, stragglers
 
 _AHEAD_SECONDS = 0.5
 """With several hosts: how far ahead the step to stop after is named first. Some times what passes until agents read it."""
+
+_COME_SECONDS = 2.0
+"""Hosts that are started together are all there by then."""
 
 _FIRST: Sequence[Cause] = ("diverged", "lost", "out of memory", "signal", "stopped", "hang", "unusable", "damaged", "exit")
 """Of failures that come together, which is the cause: ranks whose peer is gone exit with an error."""
@@ -78,7 +81,7 @@ def _begun(view: View) -> list[Draft]:
     choice = choose(before, ready, suspects(course.failures), spec.hosts, spec.least, waited)
     if choice is None:
         if view.waited_seconds < spec.give_up_seconds:
-            return []
+            return _awaited(view, spec, len(ready))
         came = f"{len(ready)} of {spec.least} hosts came within {spec.give_up_seconds:g} s"
         return [_ended(course, f"{came}; start ckpt-run on more, or lower --min", 0)]
     memory = memories.at_start(course.memory, {name: staying[name] for name in choice.hosts})
@@ -98,6 +101,21 @@ def _begun(view: View) -> list[Draft]:
         "environment": course.environment, "memory": memories.facts(memory),
     }  # fmt: skip
     return [Draft(attempt, "start", f"{count} ranks{where}{changed}: {' '.join(spec.command)}", facts)]
+
+
+def _awaited(view: View, spec: Spec, here: int) -> list[Draft]:
+    """How many hosts are here, where more are waited for: said when that is another number than was said."""
+    if view.waited_seconds < _COME_SECONDS or here == view.course.came:
+        return []
+    seconds = spec.patience_seconds if view.course.members else spec.give_up_seconds
+    if here >= spec.least:
+        then = f"with these it goes on {seconds:g} s after it began to wait"
+    else:
+        then = f"it gives up {spec.give_up_seconds:g} s after it began to wait"
+    where = "with the same --state (or --run-dir, on a disk that they share)"
+    more = f"start the same command on {spec.hosts - here} more, {where}"
+    text = f"{here} of {spec.hosts} hosts are here; {more}; {then}"
+    return [Draft(max(0, view.course.attempt), "note", text, {"came": here})]
 
 
 # --- and goes wrong, or well -------------------------------------------------------------------------------------

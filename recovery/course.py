@@ -86,6 +86,8 @@ class Course:
     """The host without which all are to start again, as it is slow."""
     spares: int | None = None
     """How many spares wait, as it was said last."""
+    came: int | None = None
+    """How many hosts there were, as it was said last while more were waited for."""
     memory: tuple[Memory, ...] = ()
     """Of several hosts: the one that steps are saved to, and those before it that may hold steps; of earlier runs, too."""
     home: bool = False
@@ -136,7 +138,7 @@ def _after(course: Course, entry: Entry) -> Course:
     if entry.kind == "start":
         members = tuple(Member(**member) for member in facts["members"])
         memory = memories.from_facts(facts["memory"])
-        return replace(course, attempt=entry.attempt, members=members, memory=memory, slow={}, left_out="")
+        return replace(course, attempt=entry.attempt, members=members, memory=memory, slow={}, left_out="", came=None)
     if entry.kind == "failure":
         bad = Bad(**facts["bad"]) if facts.get("bad") else None
         known = {f.name: facts[f.name] for f in fields(Failure) if f.name in facts}  # a later version may add some
@@ -156,7 +158,8 @@ def _noted(course: Course, entry: Entry) -> Course:
     facts = entry.facts
     if "straggler" in facts:
         course = replace(course, slow={**course.slow, int(facts["straggler"]): entry.text})
-    return replace(course, left_out=facts.get("left_out", course.left_out), spares=facts.get("spares", course.spares))
+    known = {name: facts[name] for name in ("left_out", "spares", "came") if name in facts}
+    return replace(course, **known)
 
 
 def is_failure(entry: Entry) -> bool:

@@ -45,8 +45,10 @@ class World:
         if after != len(self.log) or not drafts:
             return False
         self.log += [Entry(after + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+        before = self.course.last
         self.course = self.course.went_on(self.log[after:])
-        self.at = self.clock
+        if self.course.last is not before:
+            self.at = self.clock
         return True
 
     def view(self) -> View:
@@ -79,6 +81,38 @@ class World:
 def world(hosts: int = 3, least: int = 3, agents: int = 3, **more: float) -> World:
     spec = Spec(("train",), 2, hosts, least, **more)  # type: ignore[arg-type]
     return World(spec, {name: agent(name, i) for i, name in enumerate("abcdefgh"[:agents])})
+
+
+def test_who_is_waited_for_is_said_once() -> None:
+    run = world(3, 2, 1)
+    run.turn()
+    assert [e.kind for e in run.log] == ["run", "lead"], "hosts that are started together need a moment"
+    run.clock += 5
+    run.turn()
+    assert (run.log[-1].kind, run.log[-1].text.split(";")[0]) == ("note", "1 of 3 hosts are here")
+    assert "on 2 more" in run.log[-1].text
+    assert "gives up 600 s" in run.log[-1].text
+    run.clock += 5
+    run.turn()
+    assert len(run.log) == 3, "once"
+    run.agents["b"] = agent("b", 1)
+    run.clock += 5
+    run.turn()
+    assert run.log[-1].text.startswith("2 of 3 hosts are here")
+    assert "with these it goes on 600 s" in run.log[-1].text
+    run.agents["c"] = agent("c", 2)
+    run.turn()
+    assert run.log[-1].kind == "start"
+    del run.agents["c"]
+    run.turn()
+    assert [e.kind for e in run.log[-2:]] == ["failure", "decision"]
+    for name in ("a", "b"):
+        run.agents[name] = replace(run.agents[name], doing="idle")
+    for _ in range(5):
+        run.clock += 1
+        run.turn()
+    assert [e.kind for e in run.log[-2:]] == ["decision", "note"]
+    assert "with these it goes on 30 s" in run.log[-1].text
 
 
 @settings(deadline=None)
