@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -273,6 +274,45 @@ def noticed(args: argparse.Namespace, results: Results) -> None:
         say(row)
 
 
+def lost_host(args: argparse.Namespace, results: Results) -> None:
+    """Two hosts, one of which is killed with all that runs there; in turns the one that leads and the other."""
+    row = results.row("noticed: a host is lost or cut off", "s", "≤ 4 s")
+    options = "--cold --nnodes 2 --min 1 --patience 0 --no-memory --address 127.0.0.1"
+    each = argparse.Namespace(**vars(args) | {"ranks": max(1, args.ranks // 2), "run_options": f"{args.run_options} {options}"})
+    for number in range(args.repeat):
+        folder = Path(tempfile.mkdtemp(prefix="ckpt-recovery-", dir=args.data))
+        jobs: list[Job] = []
+        try:
+            for name in ("leads", "follows"):
+                jobs.append(Job(ckpt_run(each, folder, "--name", name), folder, 2 * each.ranks, []))
+                while not any(line["kind"] == "lead" for line in log_of(folder)):
+                    time.sleep(0.1)
+            if not jobs[0].until_steps(STEPS_BEFORE, 0.0, args.patience):
+                raise SystemExit(f"two hosts did not start: see {folder}/stderr")
+            members = next(line for line in log_of(folder) if line["kind"] == "start")["facts"]["members"]
+            victim, stays = ("leads", "follows")[number % 2], ("follows", "leads")[number % 2]
+            place = next(member for member in members if member["name"] == stays)
+            files = [os.pidfd_open(pid) for pid in jobs[0].pids()[place["first"] : place["first"] + place["count"]]]
+            began = time.monotonic()
+            jobs[0 if victim == "leads" else 1].process.kill()  # its guardian ends the ranks there
+            if select.select(files, [], [], args.patience)[0]:
+                row.samples.append(time.monotonic() - began)
+            for file in files:
+                os.close(file)
+        finally:
+            for one in jobs:
+                one.end()
+            shutil.rmtree(folder, ignore_errors=True)
+    say(row)
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    """What is in the log of a run; nothing before there is one."""
+    command = [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(folder / "run")]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [json.loads(line) for line in said.splitlines()]
+
+
 def comeback(args: argparse.Namespace, results: Results) -> None:
     imports = results.row(f"import torch, {args.ranks} at once", "s")
     imports.samples = [import_seconds(args.ranks) for _ in range(3)]
@@ -356,9 +396,7 @@ def jitter(args: argparse.Namespace, results: Results) -> None:
     program = ["--seconds", "0.02", "--jitter", "10", "--long-save", "2", "--steps", str(steps)]
     with job(few, WARM, *program) as running:
         running.process.wait()
-        command = [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(running.folder / "run")]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    row.samples = [float(sum(json.loads(line)["kind"] == "failure" for line in lines))]
+        row.samples = [float(sum(line["kind"] == "failure" for line in log_of(running.folder)))]
     row.note = f"{steps} steps on {args.ranks} ranks"
     say(row)
 
@@ -380,7 +418,9 @@ RIVALS = (
     (WARM, WARM, "ckpt"), (COLD, COLD, "ckpt"), ("torchrun, torch.save", "torchrun", "torch.save"),
     ("torchrun, DCP", "torchrun", "dcp"),
 )  # fmt: skip
-TASKS = {"noticed": noticed, "comeback": comeback, "overhead": overhead, "jitter": jitter, "torchrun": beside}
+TASKS = {
+    "noticed": noticed, "host": lost_host, "comeback": comeback, "overhead": overhead, "jitter": jitter, "torchrun": beside,
+}  # fmt: skip
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
