@@ -218,6 +218,7 @@ class Checkpointer:
     def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
         if loss is not None and self._losses is not None:
             self._losses.give(step, loss)
+        pulse.hear(step)
         pulse.beat(_STEP, step)
         if self._to_tell and (self._to_tell == 2 or (self._last is not None and self._last.done())):
             self._to_tell -= 1  # at the first step, and when a save is done: a load needs what that has imported

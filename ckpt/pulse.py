@@ -192,6 +192,12 @@ class Pulse:
         self._fields[_TROUBLE] = _TROUBLES.index(trouble)
         self.beat(self._fields[_PHASE])
 
+    def hear(self, step: int) -> None:
+        """Write down the stop that is asked for, where it is not before this step, which is done and not told yet: who sees
+        the step first would take this rank for too late."""
+        if step <= (stop := self._fields[_STOP]):
+            self._fields[_HEARD] = stop
+
     def should_stop(self, step: int) -> bool:
         """Whether the job is to be saved after this step, and to end. Every rank is told so after the same step."""
         return self._fields[_STOP] != _NEVER and self._stops_after(step)

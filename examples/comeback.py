@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,8 @@ class Job:
 
     def signal(self, number: int, *ranks: int) -> None:
         for each in ranks:
-            os.kill(int((self.folder / f"pid-{each}").read_text()), number)
+            with suppress(ProcessLookupError):  # ckpt-run has ended it already, as another is dead
+                os.kill(int((self.folder / f"pid-{each}").read_text()), number)
 
 
 FAULTS: dict[str, tuple[str, Callable[[Job, int], None]]] = {

@@ -136,6 +136,19 @@ def test_asked_before_the_first_step(job: Callable[..., Job], tmp_path: Path) ->
     assert ckpt.open(tmp_path / "repo").steps()[-1] == asked.step == 0
 
 
+def test_a_stop_is_heard_before_the_step_is_told(tmp_path: Path) -> None:
+    """Whoever looks between the two takes no rank for too late."""
+    page = Pulse(tmp_path / "page", new=True)
+    page.stop_at(3)
+    page.hear(4)
+    assert page.read().heard is None, "it is past it"
+    page.hear(3)
+    told = page.read()
+    assert (told.step, told.heard) == (-1, 3)
+    assert next_stop(Stop(3), [(told.step, told.heard)]).agreed
+    page.close()
+
+
 def test_whoever_asked_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank does not wait for the word for ever."""
     monkeypatch.setattr(pulses, "_AGREE_SECONDS", 0.2)
