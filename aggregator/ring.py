@@ -22,7 +22,7 @@ from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.ledger import Group, Keepers, Ledger
 from ckpt.aggregator.placement import Spot, choose
 from ckpt.aggregator.redundancy import Quorum, quorum
-from ckpt.storage.errors import Changed, IntegrityError, InvalidArgument, Unavailable
+from ckpt.storage.errors import Changed, IntegrityError, InvalidArgument, Refused, Unavailable
 from ckpt.storage.registers import Answer, Ballot, Record, Registers, Value, is_final
 
 PREFIX = "ring/"
@@ -150,6 +150,9 @@ def _find(
             return agreed
         if agreed is not None:
             break
+    for error in errors.values():
+        if isinstance(error, Refused):  # a wrong token and the like, which no waiting mends
+            raise error
     if errors or known:
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
         asked = f" of {', '.join(electors(known[0]).members)}" if known else ""

@@ -26,6 +26,8 @@ WRITE_1 = "disk write O_DIRECT, 1 thread"
 WRITE_2 = "disk write O_DIRECT, 2 threads"
 WRITE_4 = "disk write O_DIRECT, 4 threads"
 WRITE_HUGE = "disk write O_DIRECT, 1 thread, huge pages"
+WRITE_STATE = "disk write O_DIRECT, 1 thread, huge pages, a whole state"
+"""From as much memory as is written, as a save does; the others write one block of 8 MiB again and again, out of the cache."""
 WRITE_BUFFERED = "disk write buffered + fsync"
 READ_1 = "disk read O_DIRECT, 1 thread"
 READ_2 = "disk read O_DIRECT, 2 threads"
@@ -34,6 +36,7 @@ READ_HUGE = "disk read O_DIRECT, 1 thread, huge pages"
 READ_HUGE_4 = "disk read O_DIRECT, 4 threads, huge pages"
 READ_PIECES = "disk read O_DIRECT, 4 threads, huge pages, 1 MiB at a time"
 READ_COLD = "disk read buffered, cold"
+READ_TOLD = "disk read buffered, cold, told 16 MiB ahead"
 READ_HOT = "disk read buffered, page cache hot"
 DISK_READS = (READ_1, READ_2, READ_4, READ_COLD)
 
@@ -93,11 +96,13 @@ def copy_limits(record: Callable[..., None], source: np.ndarray) -> None:
 
 def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) -> None:
     nbytes = source.nbytes
-    small, huge = mmap.mmap(-1, BLOCK), pages(BLOCK)
+    small, huge, state = mmap.mmap(-1, BLOCK), pages(BLOCK), pages(nbytes)
     small.write(source[:BLOCK].tobytes())
     huge.write(source[:BLOCK].tobytes())
+    state.write(source.data)
 
     def direct(threads: int, buffer: mmap.mmap) -> None:
+        memory = memoryview(buffer)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -105,7 +110,8 @@ def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) ->
 
             def write(i: int) -> None:
                 for offset in range(i * share, (i + 1) * share, BLOCK):
-                    os.pwrite(descriptor, buffer, offset)
+                    at = offset % len(memory)
+                    os.pwrite(descriptor, memory[at : at + BLOCK], offset)
 
             in_threads(threads, write)
             os.fdatasync(descriptor)
@@ -123,7 +129,8 @@ def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) ->
     def remove() -> None:
         file.unlink(missing_ok=True)
 
-    for name, threads, buffer in ((WRITE_1, 1, small), (WRITE_2, 2, small), (WRITE_4, 4, small), (WRITE_HUGE, 1, huge)):
+    small_pages = [(WRITE_1, 1, small), (WRITE_2, 2, small), (WRITE_4, 4, small)]
+    for name, threads, buffer in [*small_pages, (WRITE_HUGE, 1, huge), (WRITE_STATE, 1, state)]:
         record(name, nbytes, lambda threads=threads, buffer=buffer: direct(threads, buffer), remove)
     record(WRITE_BUFFERED, nbytes, buffered, remove)  # the last: its file is what is read next
 
@@ -147,10 +154,14 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
         finally:
             os.close(descriptor)
 
-    def buffered() -> None:
+    def buffered(ahead: int = 0) -> None:
         descriptor = os.open(file, os.O_RDONLY)
         data = memoryview(target)
+        told = 0
         for offset in range(0, nbytes, BLOCK):
+            while told < min(offset + ahead, nbytes):
+                os.posix_fadvise(descriptor, told, PIECE, os.POSIX_FADV_WILLNEED)
+                told += PIECE
             os.preadv(descriptor, [data[offset : offset + BLOCK]], offset)
         os.close(descriptor)
 
@@ -163,7 +174,8 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
             lambda threads=threads, piece=piece: direct(threads, lambda: pages(BLOCK), piece),
             lambda: drop_file(file),
         )
-    record(READ_COLD, nbytes, buffered, lambda: drop_file(file))
+    for name, ahead in ((READ_COLD, 0), (READ_TOLD, 2 * BLOCK)):
+        record(name, nbytes, lambda ahead=ahead: buffered(ahead), lambda: drop_file(file))
     buffered()
     record(READ_HOT, nbytes, buffered)
 

@@ -19,7 +19,7 @@ from ckpt.manifest import Manifest
 from ckpt.places import from_nearest
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, Target, is_bad_sector, read_leaves, verify_blocks
-from ckpt.records import CommitRecord, FileRecord
+from ckpt.records import CommitRecord, FileRecord, require_known
 from ckpt.select import suggest
 from ckpt.shard import Box
 from ckpt.storage.base import Store
@@ -80,7 +80,9 @@ class Checkpoint:
             data = self.verified(file)
             try:
                 with collector_paused():
-                    self._tree = json.loads(data)["tree"]
+                    body = json.loads(data)
+                    require_known(body["format"], f"{self.store.url}/{file.name}")
+                    self._tree = body["tree"]
                     if differs_by_rank(data):
                         self._tree = resolve(self._tree, self._rank, max(1, self.commit.world_size))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -95,7 +97,8 @@ class Checkpoint:
         try:
             data = store.get(file.name)
         except NotFound as error:
-            raise IntegrityError(f"{store.url}/{file.name} of step {self.step} is missing") from error
+            where = f"{store.url}/{file.name} of step {self.step}"
+            raise IntegrityError(f"{where} is missing; restore the file from a copy, or load another step") from error
         except StoreError as error:
             if not is_bad_sector(error):
                 raise
@@ -130,7 +133,7 @@ class Checkpoint:
     def __getitem__(self, name: str) -> LazyArray:
         saved = self.manifest().leaves().get(name)
         if saved is None:
-            raise LeafNotFound(f"no leaf {name!r} in {self.where}{suggest(name, self)}")
+            raise LeafNotFound(f"no leaf {name!r} in {self.where}{suggest(str(name), self)}")
         return LazyArray(self, name, Saved(*saved))
 
     def read(self, targets: Sequence[Target], progress: Progress | None = None) -> None:

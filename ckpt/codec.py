@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt.leaves.base import Bytes
 from ckpt.select import matcher
-from ckpt.storage.errors import CkptError, FormatError
+from ckpt.storage.errors import CkptError, FormatError, InvalidArgument
 
 _SAFE = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
 """Lossless, bytes to bytes, and none of them runs code from the data (as `pickle` would)."""
@@ -62,6 +62,9 @@ def parse(wish: CodecWish) -> Callable[[str], str | None]:
     first that matches counts; leaves that match none get "auto").
     """
     if isinstance(wish, Mapping) and "id" not in wish:
+        for pattern in wish:
+            if not isinstance(pattern, str):
+                raise InvalidArgument(f"codec: {pattern!r} is no pattern of leaf names: write it as text, such as 'model.*'")
         rules = [(matcher(pattern), _one(w)) for pattern, w in wish.items()]
         return lambda name: next((w for match, w in rules if match(name)), "auto")
     only = _one(wish)
@@ -91,11 +94,12 @@ def _one(wish: Any) -> str | None:
 
 def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
     """The encoded bytes. `itemsize` tells shuffling codecs where elements begin."""
+    made = codec(config)
     data: Any = raw
     if itemsize in (2, 4, 8) and len(raw) % itemsize == 0:
         data = raw.view(f"u{itemsize}")
     try:
-        encoded = codec(config).encode(data)
+        encoded = made.encode(data)
     except MemoryError:
         raise
     except Exception as error:  # codecs raise what they like

@@ -166,7 +166,7 @@ class Committer:
             Checkpoint(self._store, commit).manifest()
         except StepNotFound:
             return False
-        except CkptError as error:
+        except IntegrityError as error:  # and nothing else: what can't be read just now may be whole
             log.warning("step %d is damaged and will be replaced: %s", self._step, error)
             return False
         sizes = {e.name: e.nbytes for e in self._store.list("steps")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -13,10 +12,7 @@ from ckpt.storage.errors import FormatError
 CELL_BYTES = sums.CELL_BYTES
 """An uncompressed block keeps a checksum of each such part, so that a part can be read alone and still be verified."""
 
-_CHUNK = 1 << 20  # hashed while it is still in the second-level cache
-
-checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
-"""64 bits, for stored bytes and cells."""
+checksum = sums.checksum
 
 
 def digest(algorithm: str, data: Any) -> bytes:
@@ -51,9 +47,9 @@ def _blake3() -> Any:
 def digest_and_cells(algorithm: str, data: memoryview) -> tuple[bytes, bytes]:
     """Digest of `data`, and the checksums of its cells, 8 bytes each, little-endian; one pass through memory."""
     whole = hasher(algorithm)
-    cells = bytearray()
-    for start in range(0, len(data), _CHUNK):
-        chunk = data[start : start + _CHUNK]
-        whole.update(chunk)
-        cells += sums.cells(chunk)
-    return whole.digest(), bytes(cells)
+    cells = []
+    for start in range(0, len(data), CELL_BYTES):  # both, while the cell is in the second-level cache
+        cell = data[start : start + CELL_BYTES]
+        whole.update(cell)
+        cells.append(checksum(cell))
+    return whole.digest(), sums.packed(cells)

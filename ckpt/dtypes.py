@@ -15,9 +15,9 @@ import numpy as np
 
 from ckpt.storage.errors import FormatError
 
-# Types that torch has and numpy lacks, and how numpy shows their bytes.
+# Types that torch has and numpy lacks, an older ml_dtypes too, and how numpy shows their bytes.
 _FOREIGN = {
-    "complex32": np.dtype([("real", "<f2"), ("imag", "<f2")]),
+    "complex32": np.dtype(getattr(ml_dtypes, "complex32", [("real", "<f2"), ("imag", "<f2")])),
     "float4_e2m1fn_x2": np.dtype("uint8"),
 }
 

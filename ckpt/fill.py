@@ -44,7 +44,8 @@ class Filler:
         self._saved = saved
         self._wanted = wanted
         self._where = where
-        self._made: dict[tuple[str, str], ArrayLeaf] = {}
+        self._made: dict[tuple[str, str], Finish] = {}
+        self._filled: dict[tuple[str, tuple[Any, ...]], Finish] = {}
 
     def reading(self) -> list[Target]:
         """The targets by their shards."""
@@ -63,16 +64,16 @@ class Filler:
 
     def _new_array(self, node: Node) -> Finish:
         name = node["array"]
-        leaf = self._made.get((name, node["kind"]))
-        if leaf is None:  # else tied: one array for all places
+        finish = self._made.get((name, node["kind"]))
+        if finish is None:  # else tied: one array for all places
             saved = self._lookup(name, name)
             try:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:
                 raise type(error)(f"leaf {name} of {self._where}: {error}") from error
-            self._made[name, node["kind"]] = leaf
+            finish = self._made[name, node["kind"]] = _once(leaf)
             self.targets.append((name, leaf))
-        return _once(leaf)
+        return finish
 
     def _lookup(self, name: str, path: str) -> Saved:
         saved = self._saved.get(name)
@@ -105,7 +106,7 @@ class Filler:
         if not self._keeps(path):
             return None
         if isinstance(node, dict) and "array" in node and node["kind"] != "bytes":
-            raise LeafMismatch(f"leaf {path or '(root)'}: {self._where} has an array, `like` has {_kind(like)}")
+            raise self._other_kind(like, node, path)
         return self.rebuild(node)
 
     def _per_rank(self, like: PerRank, node: Node, path: str) -> Finish | None:
@@ -138,7 +139,8 @@ class Filler:
             if key not in saved:
                 if self._wanted is None or self._holds_wanted(value, name):
                     raise LeafNotFound(
-                        f"leaf {name} of `like` is not in {self._where}{suggest(str(key), map(str, saved))}"
+                        f"leaf {name} of `like` is not in {self._where}{suggest(str(key), map(str, saved))}; "
+                        "take it out of `like`, or map names with rename="
                     )
                 continue
             finish = self.fill(value, saved[key], name)
@@ -230,8 +232,17 @@ class Filler:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
             return _inline(target, node)
-        self.targets.append((node["array"], target))
-        return None if target is leaf else _once(target)
+        if target is leaf:
+            self.targets.append((node["array"], target))
+            return None
+        identity = leaf.identity()
+        finish = None if identity is None else self._filled.get((node["array"], identity))
+        if finish is None:  # else tied there and here
+            finish = _once(target)
+            self.targets.append((node["array"], target))
+            if identity is not None:
+                self._filled[node["array"], identity] = finish
+        return finish
 
     def _object(self, like: Any, stateful: Stateful, node: Node, path: str) -> Finish:
         """Into an object: what its state already holds is filled in place, the rest is new, and the object takes all.
@@ -326,7 +337,7 @@ class Filler:
         if isinstance(node, dict):
             saved = str(next(iter(node)))
         return LeafMismatch(
-            f"leaf {path or '(root)'}: {self._where} has a {saved}, `like` has {_kind(like)}; "
+            f"leaf {path or '(root)'}: {self._where} has {_with_article(saved)}, `like` has {_kind(like)}; "
             "give `like` the structure that was saved, or load without it"
         )
 
@@ -369,4 +380,8 @@ def _some(names: list[str]) -> str:
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    return _with_article(type(value).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"

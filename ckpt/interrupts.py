@@ -26,6 +26,7 @@ def _command() -> str:
     return name if name in _COMMANDS and threading.current_thread() is threading.main_thread() else ""
 
 
+_pending = False
 _NAME = _command()
 """As long as it imports; later sys.argv says something else."""
 
@@ -37,10 +38,22 @@ def _end(number: int, frame: FrameType | None) -> None:
         os._exit(STATUS)  # not by an exception: an import in the middle of native code may swallow it
 
 
+def _raise(number: int, frame: FrameType | None) -> None:
+    global _pending
+    _pending = True
+    raise KeyboardInterrupt
+
+
 def as_exceptions() -> None:
     """From now on an interrupt is a KeyboardInterrupt again: there is something to be cleared away."""
     if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _raise)
+
+
+def check() -> None:
+    """Raise KeyboardInterrupt where one came to nothing: what is raised while an object goes, Python only prints."""
+    if _pending:
+        raise KeyboardInterrupt
 
 
 if _NAME and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as by nohup

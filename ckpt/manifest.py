@@ -18,6 +18,7 @@ from ckpt import arrow
 from ckpt import table as tables
 from ckpt.digest import CELL_BYTES
 from ckpt.index import Index, indexed
+from ckpt.records import require_known
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
 from ckpt.table import RowGroup, read_table, write_table
@@ -177,8 +178,11 @@ Place = tuple[str, int, int, str | None, int | None]
 def decode(data: bytes, where: str) -> Manifest:
     """Open a Parquet manifest; raise IntegrityError where it is not one. `where` is for messages."""
     groups, metadata = tables.read_groups(data, where)
-    if "digest" not in metadata:
-        raise IntegrityError(f"{where} is not a manifest: it does not name its digest")
+    for name in ("format", "digest"):
+        if name not in metadata:
+            raise IntegrityError(f"{where} is not a manifest: it does not name its {name}")
+    version = metadata["format"]
+    require_known(int(version) if version.isdecimal() else version, where)
     return Manifest(groups, metadata["digest"], where)
 
 

@@ -38,11 +38,11 @@ class Places(Store):
     def exists(self, name: str) -> bool:
         return any(self._asked(lambda store: store.exists(name)))
 
-    def prefetch(self, name: str, nbytes: int) -> None:
+    def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:
         for store in self.stores:
             with suppress(StoreError):
                 if store.exists(name):
-                    store.prefetch(name, nbytes)
+                    store.prefetch(name, nbytes, start)
                     return
 
     def list(self, prefix: str = "") -> Iterator[Entry]:

@@ -1,16 +1,18 @@
 """From rows to arrays: ranges, parallel reads, verification, decoding, into the destination.
 
-Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, so that the kernel reads
-ahead for each; an uncompressed block that goes to one contiguous place is read straight into it, and summed chunk by
-chunk while the chunk is still in the cache. Where only a part of an uncompressed block is wanted, only its cells are
-read. Reads go through the page cache: a second load is a memory copy. What is read once, by one process (`Wanted.once`), is
-read past the cache, whole blocks into memory on huge pages: where it is cold, that is twice as fast.
+Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, and tells the store what comes
+next: told so, Linux fills its cache at the rate of the disk, and often not by its own read-ahead (benchmarks/limits.py has
+both). An uncompressed block that goes to one contiguous place is read straight into it,
+and summed chunk by chunk while the chunk is still in the cache. Where only a part of an uncompressed block is wanted, only
+its cells are read. Reads go through the page cache: a second load is a memory copy. What is read once, by one process
+(`Wanted.once`), is read past the cache, whole blocks into memory on huge pages.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -25,16 +27,19 @@ from ckpt.leaves.base import ArrayLeaf, Bytes
 from ckpt.manifest import Manifest, Row
 from ckpt.places import copies_of, from_nearest
 from ckpt.plan import BLOCK_BYTES
-from ckpt.quiet import collector_paused
+from ckpt.quiet import collector_paused, processors
 from ckpt.shard import Box, contiguous_start, intersect
 from ckpt.storage.base import Reader, Store
 from ckpt.storage.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.pages import pages
 
 READ_THREADS = 3
-"""Measured on the reference machine, cold: 1 thread 2.4 GB/s, 2 threads 2.7, 3 threads 2.9, 4 threads 2.7."""
+"""At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
 
 _CHUNK = 1 << 20
+
+_AHEAD_BYTES = 16 << 20
+"""How far before each thread the store is told what comes."""
 
 T = TypeVar("T")
 
@@ -98,12 +103,14 @@ class Wanted:
         piece = self.part()
         return (0, self.row.raw) if piece is None else piece.cells()
 
+    def stretch_stored(self) -> tuple[int, int]:
+        """What is read of it as it is stored, from and to."""
+        piece = self.part()
+        return (0, self.row.stored) if piece is None else piece.cells()
+
     def to_read(self) -> int:
         """The bytes that are read of it, as stored."""
-        piece = self.part()
-        if piece is None:
-            return self.row.stored
-        begin, end = piece.cells()
+        begin, end = self.stretch_stored()
         return end - begin
 
 
@@ -175,7 +182,8 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
 def _each(order: list[Wanted], work: Callable[[Iterable[Wanted]], None]) -> None:
     """Run `work` on contiguous parts of about equal bytes, one a thread; the first error ends all."""
     total = sum(w.row.stored for w in order)
-    threads = max(1, min(READ_THREADS, len(order), total // (16 << 20)))
+    most = READ_THREADS if any(w.once for w in order) else min(READ_THREADS, processors())
+    threads = max(1, min(most, len(order), total // (16 << 20)))
     if threads == 1:
         work(order)
         return
@@ -229,10 +237,26 @@ class Worker:
     def run(self, order: Iterable[Wanted]) -> None:
         """Read each block and put its pieces where they belong."""
         try:
-            for block in order:
+            for block in self._told_ahead(order):
                 self._from_nearest(block, self._block)
         finally:
             self._close()
+
+    def _told_ahead(self, order: Iterable[Wanted]) -> Iterator[Wanted]:
+        """The blocks, each while the store brings the next ones into the page cache."""
+        waiting: deque[tuple[Wanted, int]] = deque()
+        nbytes = 0
+        for block in order:
+            begin, end = block.stretch_stored()
+            if not self._past_cache(block):
+                self._store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
+            waiting.append((block, end - begin))
+            nbytes += end - begin
+            while nbytes > _AHEAD_BYTES and len(waiting) > 1:
+                first, size = waiting.popleft()
+                nbytes -= size
+                yield first
+        yield from (block for block, _ in waiting)
 
     def verify(self, order: Iterable[Wanted]) -> None:
         """Read each block and check it, cells included."""

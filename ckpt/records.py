@@ -77,14 +77,23 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
         if _canonical({**body, "digest": claimed}) != data or claimed != _sum(body):
             raise ValueError("its digest does not match")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{where} is damaged: {error}") from error
+        raise IntegrityError(_damaged(where)) from error
+    require_known(version, where)
+    if body.get("kind") != kind:
+        raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record")
+    return body  # type: ignore[no-any-return]
+
+
+def require_known(version: Any, where: str) -> None:
+    """Raise FormatError where a file is of a newer format."""
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise FormatError(
             f"{where} has format version {version}, this ckpt reads up to {FORMAT_VERSION}: install a newer ckpt-store"
         )
-    if body.get("kind") != kind:
-        raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record")
-    return body  # type: ignore[no-any-return]
+
+
+def _damaged(where: str) -> str:
+    return f"{where} is damaged: it is not what was written; restore the file from a copy, or load another step"
 
 
 def encode_commit(commit: CommitRecord) -> bytes:
@@ -99,7 +108,7 @@ def decode_commit(data: bytes, where: str) -> CommitRecord:
         files: dict[str, Any] = {k: tuple(FileRecord(**f) for f in body[k]) for k in ("manifests", "trees", "packs")}
         return CommitRecord(**{n: files[n] if n in files else body[n] for n in CommitRecord.__dataclass_fields__})
     except (KeyError, TypeError) as error:
-        raise IntegrityError(f"{where} is damaged: {error!r}") from error
+        raise IntegrityError(_damaged(where)) from error
 
 
 def _canonical(body: dict[str, Any]) -> bytes:

@@ -87,9 +87,14 @@ class Repository:
     def check(self) -> None:
         """Raise FormatError unless the URL is a repository that this version can read."""
         if not self._is_marked():
+            if any(self.store.list_folders("steps")):
+                raise FormatError(f"{self._unmarked()}; restore it from a copy")
             raise FormatError(
                 f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first"
             )
+
+    def _unmarked(self) -> str:
+        return f"{self.url} has steps, and its {MARKER} is missing"
 
     def ensure(self) -> None:
         """Make the repository if it is not there; refuse a folder that holds something else."""
@@ -97,6 +102,8 @@ class Repository:
             return
         foreign = next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
         if foreign is not None and not self.store.exists(MARKER):  # else another process was faster
+            if foreign.name.startswith("steps/"):
+                raise FormatError(f"{self._unmarked()}; restore it from a copy, or name an empty or a new folder")
             raise FormatError(
                 f"{self.url} holds other files (such as {foreign.name}) and is not a checkpoint repository; "
                 "name an empty or a new folder"
@@ -191,11 +198,14 @@ def named(url: Url | None) -> Url:
 
 def _store(url: str | os.PathLike[str]) -> Store:
     """The store of a URL, the namespace of many nodes among them."""
-    if os.fspath(url).startswith("ckpt://"):
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    if not text or not isinstance(text, str) or "\0" in text:  # an empty one would mean the folder that one is in
+        raise InvalidArgument(f"{url!r} names no repository: give a path or a URL")
+    if text.startswith("ckpt://"):
         from ckpt.aggregator.store import NamespaceStore  # with Arrow Flight: only where it is used
 
-        return NamespaceStore(os.fspath(url))
-    return open_store(url)
+        return NamespaceStore(text)
+    return open_store(text)
 
 
 def _listed(steps: list[int]) -> str:

@@ -229,7 +229,7 @@ class _Flattener:
             name = path or "(root)"
             if self._own is not None:
                 name += f"@{self._rank or 0}"
-            elif _LIKE_OWN.search(name):
+            elif "@" in name and _LIKE_OWN.search(name):
                 name += "~"
             try:
                 name.encode()

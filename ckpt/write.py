@@ -8,13 +8,12 @@ as much as the budget holds, and writes from the arena in the background.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from ckpt import arena as arenas
@@ -33,7 +32,7 @@ from ckpt.manifest import StoredBlock
 from ckpt.options import Options
 from ckpt.pack import PackFile, PackWriter
 from ckpt.plan import BLOCK_BYTES, Block, plan, stage
-from ckpt.quiet import be_nice, collector_paused
+from ckpt.quiet import be_nice, collector_paused, processors
 from ckpt.repository import step_folder
 from ckpt.sample import Sample, can_be_sampled, differing, sample
 from ckpt.session import KnownBlock, KnownBlocks, Session
@@ -185,6 +184,7 @@ class _Save:
         self._go = threading.Event()  # the writers may begin
         self._eager_staged = threading.Event()
         self._appending = threading.Event()
+        self._spare = threading.Semaphore(max(1, processors() - 1))  # processors, while training goes on
         self._checkpoint: Checkpoint | None = None
 
     # --- the two ways ------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class _Save:
 
     def _stage_in_parallel(self, indices: list[int]) -> None:
         """Stage with as many threads as copy faster than one, the caller among them."""
-        threads = max(1, min(4, os.cpu_count() or 1, len(indices) // 4))
+        threads = max(1, min(4, processors(), len(indices) // 4))
         share = _Shared(indices)
         args = (share, False, False)
         helpers = [threading.Thread(target=self._stage, args=args, name="ckpt-stage") for _ in range(threads - 1)]
@@ -431,7 +431,11 @@ class _Save:
 
     def _store_block(self, packs: PackWriter, block: Block, staged: _Staged) -> StoredBlock:
         region = staged.region
-        summed, cells = staged.sums or digest_and_cells(self._algorithm, region.data[: block.nbytes].data)
+        if staged.sums is not None:
+            summed, cells = staged.sums
+        else:
+            with self._computing():
+                summed, cells = digest_and_cells(self._algorithm, region.data[: block.nbytes].data)
         key = (summed, block.nbytes)
         at = self._known.get(key)
         if at is None:
@@ -443,6 +447,11 @@ class _Save:
             cells = b""
         return StoredBlock(at.pack, at.position, at.stored, block.nbytes, at.codec, summed, at.checksum, cells)
 
+    def _computing(self) -> AbstractContextManager[object]:
+        """In it a writer hashes or encodes. Once the caller trains on, one processor is its: two writers that hash at once
+        would take turns with it."""
+        return self._spare if self._eager_staged.is_set() else nullcontext()
+
     def _append(self, packs: PackWriter, block: Block, region: Region) -> KnownBlock:
         raw = region.data[: block.nbytes]
         config = block.codec
@@ -450,11 +459,13 @@ class _Save:
             config = self._tuner.pick(self._leaves[block.pieces[0].leaf].dtype, raw, block.itemsize)
         stored, padded, check = block.nbytes, region.data[: round_up(block.nbytes)], None
         if config is not None:
-            encoded = codec.encode(config, raw, block.itemsize)
-            if len(encoded) > _WORTH * block.nbytes:
-                config = None
-            else:
-                stored, check = len(encoded), checksum(encoded)
+            with self._computing():
+                encoded = codec.encode(config, raw, block.itemsize)
+                if len(encoded) > _WORTH * block.nbytes:
+                    config = None
+                else:
+                    stored, check = len(encoded), checksum(encoded)
+            if config is not None:
                 padded = region.data[: round_up(stored)]  # the raw bytes are not needed any more
                 padded[:stored] = encoded
                 padded[stored:] = 0

@@ -74,9 +74,11 @@ class Accounts:
         if self._alone:
             return None
         leads = [entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log)) if entry.kind == "lead"]
+        leaders = [entry.facts["name"] for entry in leads]
+        ledgers = {name: lines_in(self._folder / file_of(name)) for name in set(leaders)}
+        until = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}
         now = time.monotonic()
-        for lead in leads[:2]:  # this agent, started again, or the one before
-            there = lines_in(self._folder / file_of(lead.facts["name"]))
-            if there and there[-1].at >= lead.at:
-                return min(now, now - (time.time() - there[-1].at))
-        return now - self._coordinator.silent_seconds(leads[1].facts["name"]) if len(leads) > 1 else None
+        shared = bool(until.keys() - {self._name})  # by the hosts: their ledgers are here, too
+        if shared or until.get(self._name, 0.0) >= leads[0].at:  # this agent, started again
+            return min(now, now - (time.time() - max(until.values())))
+        return now - self._coordinator.silent_seconds(leaders[1]) if len(leads) > 1 else None

@@ -185,17 +185,19 @@ class Agent:
         self._read()
         course, alone = self._course, self._spec.hosts == 1
         known = self._state.reports()
+        goes_on = course.last is not None and not course.over
+        comes_to = goes_on and not alone and course.spec == self._spec and not course.requested
         locked = alone and not self._state.remote
-        living = listen(self._state) if known and not locked else {}
+        asks = known and not locked and (self._here.name in known or not comes_to)  # who of them lives: that takes a while
+        living = listen(self._state) if asks else {}
         if self._here.name in living:
             raise CkptError(f"another host of this run is called {self._here.name}; give this one another --name")
-        goes_on = course.last is not None and not course.over
         if goes_on and living and (alone or course.spec != self._spec):
             raise CkptError(
                 f"another run is under way there ({_words(course.spec)}); give the same command and options as on the "
                 "other hosts, or another --run-dir or --state"
             )
-        if goes_on and not alone and course.spec == self._spec and not course.requested:
+        if comes_to:
             self._run = course.run
             return True
         left = not living and memories.named(course.memory)  # steps that are only in memory: the next run brings them home
@@ -209,9 +211,13 @@ class Agent:
             courses.run(course.attempt + 1, self._run, self._spec),
             Draft(course.attempt + 1, "lead", f"{self._here.name} coordinates", {"name": self._here.name}),
         ]
+        mine = self._report()
+        self._state.report(mine.name, mine.facts())  # before it leads: the others take who says nothing for lost
         if not self._state.append(course.number, drafts):
+            self._state.withdraw(mine.name)
             return False
-        for name in known.keys() - living.keys():
+        failpoint("agent.begun")
+        for name in known.keys() - living.keys() - {mine.name}:
             self._state.withdraw(name)
         self._read()
         return True

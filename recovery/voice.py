@@ -27,6 +27,7 @@ class Voice:
         self._closed = False
         self._trouble = False
         self._thread = threading.Thread(target=self._run, name="ckpt-voice", daemon=True)
+        self._tell()  # before this agent decides anything
         self._thread.start()
 
     def say(self, report: Report) -> None:
@@ -36,18 +37,23 @@ class Voice:
             self._changed.set()
 
     def _run(self) -> None:
-        while not self._closed:
-            self._beat += 1
-            self._guardian.beat()
-            try:
-                self._state.report(self._report.name, replace(self._report, beat=self._beat).facts())
-                self._trouble = False
-            except StoreError as error:
-                if not self._trouble:
-                    log.warning("what this agent does can't be told, and is tried again: %s", error)
-                self._trouble = True
+        while True:
             self._changed.wait(SAY_SECONDS)
             self._changed.clear()
+            if self._closed:
+                return
+            self._tell()
+
+    def _tell(self) -> None:
+        self._beat += 1
+        self._guardian.beat()
+        try:
+            self._state.report(self._report.name, replace(self._report, beat=self._beat).facts())
+            self._trouble = False
+        except StoreError as error:
+            if not self._trouble:
+                log.warning("what this agent does can't be told, and is tried again: %s", error)
+            self._trouble = True
 
     def close(self) -> None:
         """The agent is no more."""

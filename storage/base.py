@@ -146,8 +146,8 @@ class Store(ABC):
             return False
         return True
 
-    def prefetch(self, name: str, nbytes: int) -> None:  # noqa: B027  a hint, for stores that can follow it
-        """Begin to bring the first `nbytes` of an object nearer, because they will be read soon. Raises nothing."""
+    def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:  # noqa: B027  a hint, for stores that can follow it
+        """Begin to bring `nbytes` of an object nearer, because they will be read soon. Raises nothing."""
 
     def answers(self, seconds: float) -> bool:
         """Whether anything may be here, found out within about so many seconds. Raises Unavailable where that can't be known,

@@ -16,8 +16,8 @@ from ckpt.storage.failpoints import failpoint
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free space or keep fewer steps",
     errno.EDQUOT: "the disk quota is used up: free space or keep fewer steps",
-    errno.EACCES: "permission denied: check the owner and mode of the directory",
-    errno.EPERM: "not permitted: check the owner and mode of the directory",
+    errno.EACCES: "check the owner and mode of it and of its folder",
+    errno.EPERM: "check the owner and mode of it and of its folder",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the device reported an I/O error: check the disk",
     errno.ENOTDIR: "a part of this path is a file: name a folder",
@@ -38,10 +38,14 @@ def told(doing: str, where: str) -> Iterator[None]:
     except FileExistsError as error:
         raise AlreadyExists(f"{doing} {where}: it exists already") from error
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "see the cause")
         full, refused = error.errno in (errno.ENOSPC, errno.EDQUOT), error.errno in _REFUSED
         kind = NoSpace if full else Refused if refused else StoreError
-        raise kind(f"{doing} {where} failed: {error.strerror or error}; {advice}") from error
+        raise kind(f"{doing} {where} failed: {explained(error)}") from error
+
+
+def explained(error: OSError) -> str:
+    """What it says, and what to do."""
+    return f"{error.strerror or error}; {_ADVICE.get(error.errno or 0, 'see the cause')}"
 
 
 def write_all(fd: int, data: memoryview, position: int, where: str) -> None:
@@ -58,6 +62,20 @@ _LEAST_DIRECT = 256 << 10
 _DIRECT_BYTES = 1 << 20
 """What one direct read asks for: several such from several threads overlap better than whole blocks (benchmarks/limits.py
 has both)."""
+
+
+def in_page_cache(fd: int, position: int) -> bool:
+    """Whether the byte at `position` is in the page cache; False where this system or file system can't tell.
+
+    To ask for a byte that is not there makes Linux bring it, with what it would read ahead of `fd`.
+    """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        os.preadv(fd, [bytearray(1)], position, os.RWF_NOWAIT)
+    except OSError:
+        return False
+    return True
 
 
 class DescriptorReader(Reader):
@@ -97,11 +115,7 @@ class DescriptorReader(Reader):
     def _passes_cache(self, position: int, buffer: memoryview) -> bool:
         if len(buffer) < _LEAST_DIRECT or (position | len(buffer)) % ALIGNMENT:
             return False
-        try:
-            os.preadv(self._fd, [bytearray(1)], position, os.RWF_NOWAIT)
-        except OSError:  # not in the page cache; or this file system can't tell
-            return True
-        return False
+        return not in_page_cache(self._fd, position)
 
     def _read_direct(self, position: int, buffer: memoryview) -> int:
         """The bytes read: fewer at the end of the file, or where memory or file system do not allow it."""

@@ -5,6 +5,11 @@ from __future__ import annotations
 import errno
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, short enough for a message of ours."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
 class CkptError(Exception):
     """Base of every error this package raises on purpose. The message says what, where and what to do next."""
 

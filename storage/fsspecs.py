@@ -19,7 +19,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.errors import AlreadyExists, NotFound, StoreError, UnknownScheme
+from ckpt.storage.errors import AlreadyExists, NotFound, StoreError, UnknownScheme, first_line
 
 _SUFFIX = ".ckpt-tmp"
 
@@ -285,5 +285,6 @@ def _open_file_system(url: str) -> tuple[Any, str]:
             f'(pip install "ckpt-store[s3]"), or what fsspec serves with the package it names: {known}'
         ) from error
     except Exception as error:  # some connect at once: each raises errors of its own
-        raise StoreError(f"{url} cannot be opened: {error!r}; check the host and the credentials") from error
+        said = f"{url} cannot be opened ({first_line(error)}); check the host, the credentials and what it needs"
+        raise StoreError(said) from error
     return file_system, root

@@ -19,11 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.descriptors import DescriptorReader, GrowingFile, told, write_all
+from ckpt.storage.descriptors import DescriptorReader, GrowingFile, in_page_cache, told, write_all
 from ckpt.storage.errors import NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+_ADVISED_BYTES = 1 << 20
+"""Linux takes no more of one advice than the device's largest request or its read-ahead, and forgets the rest."""
 
 
 def _fsync(fd: int, path: str) -> None:
@@ -140,12 +143,16 @@ class LocalStore(Store):
         """An object, open for reading. The caller closes it."""
         return _open_to_read(self._path(name))
 
-    def prefetch(self, name: str, nbytes: int) -> None:
+    def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 fd = os.open(self._path(name), os.O_RDONLY)
                 try:
-                    os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing but what is named below
+                    end = start + nbytes
+                    for position in range(start, end, _ADVISED_BYTES):
+                        if not in_page_cache(fd, position):  # else the kernel would look for each page of it
+                            os.posix_fadvise(fd, position, min(_ADVISED_BYTES, end - position), os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(fd)
 

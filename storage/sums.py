@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
 
 CELL_BYTES = 256 << 10
+
+checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
+"""64 bits, for stored bytes and cells."""
 
 
 def digest(data: Any) -> bytes:
@@ -16,10 +21,12 @@ def digest(data: Any) -> bytes:
 
 def cells(data: memoryview) -> bytes:
     """The checksums of the cells of `data`, 8 bytes each, little-endian."""
-    return b"".join(
-        xxhash.xxh3_64_intdigest(data[start : start + CELL_BYTES]).to_bytes(8, "little")
-        for start in range(0, len(data), CELL_BYTES)
-    )
+    return packed([checksum(data[start : start + CELL_BYTES]) for start in range(0, len(data), CELL_BYTES)])
+
+
+def packed(checksums: Sequence[int]) -> bytes:
+    """Those of cells, as they are kept."""
+    return struct.pack(f"<{len(checksums)}Q", *checksums)
 
 
 def bad_cells(data: memoryview, expected: bytes) -> list[int]:

@@ -254,6 +254,17 @@ class StoreContract(ABC):
         with pytest.raises(NotFound), store.open_once("none") as reader:
             reader.read_into(0, memory)
 
+    def test_a_prefetch_changes_nothing_and_raises_nothing(self, store: Store) -> None:
+        data = pattern(3_000_000)
+        store.put("a", data)
+        store.prefetch("a", len(data))
+        store.prefetch("a", 10_000, 2_995_000)
+        store.prefetch("a", 10_000, 5_000_000)
+        store.prefetch("a", 0)
+        store.prefetch("none", 10_000)
+        assert store.get("a") == data
+        assert not store.exists("none")
+
     def test_many_threads_read_one_reader(self, store: Store) -> None:
         data = pattern(1_000_000)
         store.put("a", data)

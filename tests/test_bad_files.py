@@ -19,6 +19,8 @@ from support import assert_same, finish, one_line, python, state_of
 import ckpt
 from ckpt import codec, records
 from ckpt.digest import digest
+from ckpt.storage.errors import Refused, StoreError, Unavailable
+from ckpt.storage.local import LocalStore
 
 
 def test_a_repository_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +113,9 @@ def test_a_forged_manifest(root: Path, column: str, value: Any, words: tuple[str
 @pytest.mark.parametrize(
     "tree",
     [
-        "not json", "[]", "{}", '{"tree": {"unknown": 1}}', '{"tree": {"array": "nothing", "kind": "numpy"}}',
-        '{"tree": {"array": "embed", "kind": "nonsense"}}', '{"tree": ' + "[" * 5000,
+        "not json", "[]", "{}", '{"tree": {}}', '{"format": 1, "tree": {"unknown": 1}}',
+        '{"format": 1, "tree": {"array": "nothing", "kind": "numpy"}}',
+        '{"format": 1, "tree": {"array": "embed", "kind": "nonsense"}}', '{"format": 1, "tree": ' + "[" * 5000,
     ],
 )  # fmt: skip
 def test_a_forged_tree(root: Path, tree: str) -> None:
@@ -125,6 +128,52 @@ def test_a_forged_tree(root: Path, tree: str) -> None:
         ckpt.load(root, state_of(0), step=4)
 
 
+def a_newer_manifest(data: bytes) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(pa.BufferReader(data))
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"format": b"2"}), sink)
+    return sink.getvalue()
+
+
+def a_newer_tree(data: bytes) -> bytes:
+    return json.dumps({**json.loads(data), "format": 2}).encode()
+
+
+@pytest.mark.parametrize(("change", "suffix"), [(a_newer_manifest, ".parquet"), (a_newer_tree, ".json")])
+def test_a_file_of_a_step_of_the_future(root: Path, change: Callable[[bytes], bytes], suffix: str) -> None:
+    """Neither guessed at nor passed over, and never replaced."""
+    forge(root, 4, change, suffix)
+    for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, state_of(0), step=4)):
+        with refused(ckpt.FormatError, "steps/4/", suffix, "version 2", "install a newer", root=root):
+            call()
+    if suffix == ".parquet":
+        with pytest.raises(ckpt.FormatError):
+            ckpt.save(state_of(5), root, 4)
+    assert_same(ckpt.load(root, step=3), state_of(3))
+
+
+@pytest.mark.parametrize("kind", [Refused, Unavailable])
+def test_a_step_that_can_not_be_read_now_is_not_replaced(
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StoreError]
+) -> None:
+    """It may be whole: only what is known to be damaged gives way without overwrite=True."""
+    get = LocalStore.get
+
+    def failing(store: LocalStore, name: str) -> bytes:
+        if name.startswith("steps/4/manifest/"):
+            raise kind(f"opening {name} failed")
+        return get(store, name)
+
+    monkeypatch.setattr(LocalStore, "get", failing)
+    with pytest.raises(kind, match="steps/4/manifest"):
+        ckpt.save(state_of(9), root, 4)
+    monkeypatch.undo()
+    assert_same(ckpt.load(root, step=4), state_of(4))
+
+
 def test_a_tree_that_names_code_runs_none(root: Path) -> None:
     """A class is used only if its fields are those saved; a function never is."""
     tree = {
@@ -134,7 +183,7 @@ def test_a_tree_that_names_code_runs_none(root: Path) -> None:
             ["c", {"object": {"dict": []}, "class": "antigravity:anything"}],
         ]
     }
-    forge(root, 4, lambda _: json.dumps({"tree": tree}).encode(), ".json")
+    forge(root, 4, lambda _: json.dumps({"format": 1, "tree": tree}).encode(), ".json")
     got = ckpt.load(root, step=4)
     assert got["a"].command == "exit 1"
     assert got["b"].args == "x"

@@ -83,6 +83,17 @@ def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypat
                 assert (saver._calm is not None) == watched
 
 
+@pytest.mark.parametrize("url", ["", 3, b"here", "a\0b", {}], ids=repr)
+def test_what_names_no_repository(root: Path, url: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty name, as an unset variable gives it, does not mean the folder that one happens to be in."""
+    monkeypatch.chdir(root.parent)
+    for call in (
+        lambda: ckpt.load(url), lambda: ckpt.save(state_of(5), url, 5), lambda: ckpt.open(url), lambda: ckpt.Checkpointer(url),
+    ):  # fmt: skip
+        with refused(ckpt.InvalidArgument, "names no repository", root=root.parent):
+            call()
+
+
 def test_options_of_a_checkpointer(root: Path) -> None:
     for options in (
         {"every": 0}, {"every": -5}, {"every": "10m"}, {"every": 2.5}, {"every": True}, {"every": -timedelta(1)},
@@ -91,6 +102,8 @@ def test_options_of_a_checkpointer(root: Path) -> None:
     ):  # fmt: skip
         with refused(ckpt.InvalidArgument, next(iter(options)), root=root):
             ckpt.Checkpointer(root, **options)
+    with refused(ckpt.InvalidArgument, "codec", "pattern", root=root):
+        ckpt.Checkpointer(root, codec={1: "none"})
     for options in ({"codec": "zstd"}, {"digest": "md5"}):
         with refused(ckpt.FormatError, root=root):
             ckpt.Checkpointer(root, **options)

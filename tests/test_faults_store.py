@@ -282,7 +282,7 @@ def test_permission_denied(tmp_path_factory: pytest.TempPathFactory, how: str, w
             assert out == "done\n"
         else:
             assert out.startswith("Refused ")
-            one_line(out.rstrip("\n"), "permission denied", str(root))
+            one_line(out.rstrip("\n"), "Permission denied", str(root))
         assert {n for n in files(root) if "generations" not in n} == {n for n in before if "generations" not in n}
         assert_same(ckpt.load(root, step=0), state_of(0))
         ckpt.save(state_of(1), root, 1)

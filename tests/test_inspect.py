@@ -13,8 +13,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import ckpt
+from ckpt import records
+from ckpt.storage.errors import Refused
+from ckpt.storage.local import LocalStore
+from ckpt.tools import inspect
 
 MODULE = [sys.executable, "-m", "ckpt.tools.inspect"]
 
@@ -145,6 +150,27 @@ def test_an_empty_repository_and_none(tmp_path: Path) -> None:
     assert none.returncode == 1
     assert none.stderr.count("\n") == 1
     assert "not a checkpoint repository" in none.stderr
+
+
+def test_a_step_of_a_newer_version_is_not_called_damaged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = root / "steps/10/commit.json"
+    body = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in ("digest", "kind", "format")}
+    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
+    path.write_bytes(records.encode("commit", body))
+    status, facts = json_of(root)
+    assert status == 1
+    assert [s["state"] for s in facts["steps"]] == ["ok", "unreadable", "ok"]
+
+
+def test_nor_one_that_may_not_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(store: LocalStore, name: str) -> None:
+        raise Refused(f"opening {name} failed")
+
+    for name in ("open", "open_once"):
+        monkeypatch.setattr(LocalStore, name, refused)
+    done = CliRunner().invoke(inspect.command, [str(root), "20", "--verify", "--json"], standalone_mode=False)
+    assert done.return_value == 1
+    assert json.loads(done.stdout)["state"] == "unreadable"
 
 
 def test_names_cannot_drive_the_terminal(tmp_path: Path) -> None:

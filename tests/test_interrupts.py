@@ -36,6 +36,40 @@ except SystemExit as ended:
 """
 
 
+SWALLOWED = """
+import os, signal
+import click
+from ckpt.tools import common
+
+class Going:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+@click.command(name="ckpt-restore")
+@click.argument("words", nargs=-1)
+def main(words):
+    with common.progress(10, "writing") as advance:
+        going = Going()
+        del going  # Python prints what is raised here, and goes on
+        print("gone on", flush=True)
+        if words:
+            advance(1)
+            print("once more", flush=True)
+
+common.run(main)
+"""
+
+
+@pytest.mark.parametrize("piece", [[], ["piece"]], ids=["at the end", "before another piece"])
+def test_one_that_came_to_nothing_in_a_callback(tmp_path: Path, piece: list[str]) -> None:
+    program = tmp_path / "ckpt-restore"
+    program.write_text(SWALLOWED)
+    done = subprocess.run([sys.executable, str(program), *piece], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert done.stdout == "gone on\n"
+    assert done.stderr.rstrip().endswith("ckpt-restore: interrupted")
+
+
 @pytest.mark.parametrize("module", ["numpy", "click", "sqlite3"])
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_while_it_imports(tmp_path: Path, module: str, how: str) -> None:

@@ -184,7 +184,7 @@ def test_the_manifest_keeps_every_column(data, blocks):
     pieces = data.draw(st.lists(columns, max_size=8))
     layout = manifest.Layout(*map(list, zip(*pieces, strict=True))) if pieces else manifest.Layout(*([] for _ in range(7)))
     for _ in range(2):  # the second time from what was kept
-        encoded = manifest.encode(layout, blocks, {"digest": "xxh3-128"})
+        encoded = manifest.encode(layout, blocks, {"format": "1", "digest": "xxh3-128"})
     rows = manifest.decode(encoded, "x").rows
     assert len(rows) == len(pieces)
     for row, piece in zip(rows, pieces, strict=True):

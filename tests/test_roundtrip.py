@@ -18,6 +18,8 @@ from hypothesis.extra import numpy as hnp
 
 import ckpt
 from ckpt import tree
+from ckpt.storage.descriptors import DescriptorReader
+from ckpt.storage.local import LocalStore
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -38,7 +40,7 @@ class Frozen:
 ML_TYPES = [
     n
     for n in dir(ml_dtypes)
-    if n.startswith(("bfloat", "float", "int", "uint")) and isinstance(getattr(ml_dtypes, n), type)
+    if n.startswith(("bcomplex", "bfloat", "complex", "float", "int", "uint")) and isinstance(getattr(ml_dtypes, n), type)
 ]
 NUMPY_TYPES = [
     "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "g", "F", "D",
@@ -267,6 +269,24 @@ def test_large_arrays_of_many_blocks(tmp_path, shape, order):
     np.testing.assert_array_equal(like["x"], array)
 
 
+def test_tied_jax_arrays_are_tied_again(tmp_path):
+    import jax.numpy as jnp
+
+    a = jnp.arange(5.0)
+    ckpt.save({"a": a, "b": a}, tmp_path / "r", step=1)
+    loaded = ckpt.load(tmp_path / "r")
+    assert loaded["a"] is loaded["b"]
+    zeros = jnp.zeros(5)
+    filled = ckpt.load(tmp_path / "r", {"a": zeros, "b": zeros})
+    assert filled["a"] is filled["b"]
+    same(filled, {"a": a, "b": a})
+    ckpt.save(filled, tmp_path / "r", step=2)
+    assert list(ckpt.open(tmp_path / "r")[2]) == ["a"]
+    untied = ckpt.load(tmp_path / "r", {"a": jnp.zeros(5), "b": jnp.ones(5)})
+    assert untied["a"] is not untied["b"]
+    same(untied, {"a": a, "b": a})
+
+
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
     weight = torch.nn.Parameter(torch.randn(1000, 100))
     array = np.ones((50, 50))
@@ -427,6 +447,35 @@ def test_reading_a_slice_reads_only_those_bytes(tmp_path):
         reader.read_into = original
     with pytest.raises(ckpt.LeafNotFound, match="close to it"):
         checkpoint["s7x"]
+
+
+@pytest.mark.parametrize("only", [None, "b*"])
+def test_the_store_is_told_of_each_block_before_it_is_read(tmp_path, monkeypatch, only):
+    """And of nothing that is not read, nor of all at once."""
+    ckpt.save({f"{x}{i}": np.full(5 << 20, i, np.float32) for x in "abc" for i in range(3)}, tmp_path, codec="none")
+    monkeypatch.setattr("ckpt.read.READ_THREADS", 1)
+    told, read = {}, {}
+    ahead = []
+    prefetch, read_into = LocalStore.prefetch, DescriptorReader.read_into
+
+    def telling(self, name, nbytes, start=0):
+        told.update(dict.fromkeys(range(start, start + nbytes, 1 << 20)))
+        prefetch(self, name, nbytes, start)
+
+    def reading(self, position, buffer):
+        if self._where.endswith(".pack"):
+            assert position in told
+            read[position] = len(buffer)
+            ahead.append(max(told) - position)
+        return read_into(self, position, buffer)
+
+    monkeypatch.setattr(LocalStore, "prefetch", telling)
+    monkeypatch.setattr(DescriptorReader, "read_into", reading)
+    monkeypatch.setattr("ckpt.checkpoint.Checkpoint.prefetch", lambda self: None)  # of the beginning, while this reads names
+    ckpt.load(tmp_path, only=only)
+    assert sum(read.values()) == (180 << 20 if only is None else 60 << 20)
+    assert told.keys() == read.keys()
+    assert 16 << 20 <= max(ahead) <= 32 << 20
 
 
 @settings(max_examples=60, deadline=None)

@@ -257,6 +257,34 @@ def test_every_second_is_accounted_where_the_leader_stands_still(job: Callable[.
     assert is_accounted(run).get("detect", 0.0) >= (2.0 if leader in starts(run.log())[0] else 0.0)
 
 
+@ENGINES
+def test_who_leads_is_not_passed_over_before_it_has_said_anything(job: Callable[..., Job]) -> None:
+    run = job()
+    run.start("a", failpoints="agent.begun=sleep:2")
+    run.until(lambda log: any(e.kind == "lead" for e in log), "led")
+    for name in "bc":
+        run.start(name)
+    assert set(run.ends(*"abc").values()) == {0}
+    assert [e.facts["name"] for e in run.log() if e.kind == "lead"] == ["a"]
+
+
+def test_one_that_took_the_lead_and_was_killed_leaves_no_gap(job: Callable[..., Job]) -> None:
+    run = job("--min", "2", hosts=4, steps=100_000)
+    run.start("a")
+    run.until(lambda log: any(e.kind == "lead" for e in log), "led")
+    run.start("b", failpoints="coordinator.lead.written=kill")
+    run.until(lambda log: (run.folder / "run" / "b.lock").exists(), "b is there")
+    for name in "cd":
+        run.start(name)
+    run.until_step(5)
+    run.agents["a"].kill()
+    run.until(lambda log: leader_of(log) == "b", "led by b")
+    run.until(lambda log: leader_of(log) in "cd" and len(starts(log)) > 1, "gone on without b")
+    assert run.ask("drain").returncode == 0
+    assert set(run.ends(*"cd").values()) == {0}
+    is_accounted(run)
+
+
 def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
     run = job("--spares", "1", hosts=2, steps=100_000)
     for name in "abc":

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from datetime import timedelta
 
 import numcodecs
@@ -12,6 +13,7 @@ import torch
 
 import ckpt
 from ckpt.codec import Measured, Tuner, choose
+from ckpt.digest import digest_and_cells
 from ckpt.interval import daly
 from ckpt.storage.base import Writer
 from ckpt.storage.local import LocalStore
@@ -64,6 +66,25 @@ def test_a_background_save_returns_when_staged(tmp_path):
     np.testing.assert_array_equal(loaded["a"], expected)
     assert loaded["b"].tolist() == [1] * 10
     assert loaded["n"] == 1
+
+
+def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckpt.write.processors", lambda: 3)
+    lock, hashing, seen = threading.Lock(), [0], []
+
+    def counted(algorithm, data):
+        with lock:
+            hashing[0] += 1
+            seen.append(hashing[0])
+        time.sleep(0.005)
+        with lock:
+            hashing[0] -= 1
+        return digest_and_cells(algorithm, data)
+
+    monkeypatch.setattr("ckpt.write.digest_and_cells", counted)
+    ckpt.save({f"x{i}": np.full(1 << 20, i, np.float32) for i in range(20)}, tmp_path, blocking=False).result()
+    assert len(seen) == 20
+    assert max(seen) == 2
 
 
 def test_at_most_so_many_saves_are_under_way(tmp_path):

@@ -72,6 +72,19 @@ def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None
         assert memory == data[: 8 << 20]
 
 
+def test_a_prefetch_brings_just_what_it_names_into_the_page_cache(store: LocalStore) -> None:
+    file = Path(store.root) / "b"
+    file.write_bytes(pattern(9 << 20))
+    drop_cache(file)
+    if is_cached(file, 0):
+        pytest.skip("a file system that is all in memory")
+    store.prefetch("b", 3 << 20, 4 << 20)
+    while not all(is_cached(file, position << 20) for position in (4, 5, 6)):
+        time.sleep(0.01)
+    assert not is_cached(file, 3 << 20)
+    assert not is_cached(file, 8 << 20)
+
+
 # --- crashes ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +249,7 @@ def test_permission_denied(open_folder: Path) -> None:
                 except NotFound:
                     pass
                 except StoreError as error:
-                    told += "permission denied: check the owner" in str(error)
+                    told += "Permission denied; check the owner" in str(error)
         finally:
             os._exit(told)
     told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -52,7 +52,9 @@ def run(command: click.Command) -> NoReturn:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         if not sys.warnoptions:  # of the libraries below: nothing that a user of a command could act on
             warnings.simplefilter("ignore")
-        sys.exit(command.main(prog_name=name, standalone_mode=False))
+        status = command.main(prog_name=name, standalone_mode=False)
+        interrupts.check()
+        sys.exit(status)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -132,11 +134,15 @@ def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[Advanc
             expected += nbytes
             bar.update(task, total=expected)
 
-        yield expect, lambda nbytes: bar.advance(task, nbytes)
+        def advance(nbytes: int) -> None:
+            interrupts.check()
+            bar.advance(task, nbytes)
+
+        yield expect, advance
 
 
 def _nothing(_: int) -> None:
-    pass
+    interrupts.check()
 
 
 def size(nbytes: float) -> str:

@@ -24,13 +24,16 @@ from ckpt.tools.survey import (
     State,
     StepReport,
     blocks_of,
+    failed_by,
     leaf_reports,
     stored_bytes,
     survey,
     verify,
 )
 
-_COLOURS: dict[State, str] = {"ok": "green", "unfinished": "yellow", "incomplete": "red", "damaged": "red"}
+_COLOURS: dict[State, str] = {
+    "ok": "green", "unfinished": "yellow", "incomplete": "red", "damaged": "red", "unreadable": "red",
+}  # fmt: skip
 
 
 @click.command(
@@ -49,6 +52,7 @@ State of a step:
   ok          committed, and all its files are there with the right length
   incomplete  committed, but files are missing or have another length
   damaged     a record or (found with --verify) data differs from what was written
+  unreadable  its files can't be read now (permission, network), or a newer version wrote them
   unfinished  no commit record: being saved just now, or left by a save that was cut off
 
 Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 2 wrong usage.""",
@@ -157,7 +161,7 @@ def _one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verif
             chosen = contents(checkpoint, only)
             leaves = [dataclasses.replace(known[a.leaf], name=a.name) for a in chosen.arrays]
         except ckpt.IntegrityError as error:
-            report = _damaged(report, str(error))
+            report = _failed(report, error)
     if verifying and chosen is not None:
         report, _ = _verified(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
     if as_json:
@@ -242,7 +246,7 @@ def _verified(
         with common.progress(stored_bytes(manifest), f"step {report.step}") as advance:
             nbytes = verify(checkpoint, manifest, advance)
     except CkptError as error:
-        report = _damaged(report, str(error))
+        report = _failed(report, error)
         if not quiet:
             emit(_verdict(report, str(error)))
     else:
@@ -253,8 +257,8 @@ def _verified(
     return report, nbytes
 
 
-def _damaged(report: StepReport, problem: str) -> StepReport:
-    return dataclasses.replace(report, state="damaged", problems=(*report.problems, problem))
+def _failed(report: StepReport, error: CkptError) -> StepReport:
+    return dataclasses.replace(report, state=failed_by(error), problems=(*report.problems, str(error)))
 
 
 def _verdict(report: StepReport, told: str) -> str:

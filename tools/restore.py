@@ -16,6 +16,7 @@ import click
 import ckpt
 from ckpt.checkpoint import Checkpoint
 from ckpt.repository import Repository
+from ckpt.storage.descriptors import explained
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
 from ckpt.storage.failpoints import failpoint
 from ckpt.tools import common
@@ -167,7 +168,7 @@ def _published(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
         os.rename(temporary, dest)
         _fsync(dest.parent)
     except OSError as error:
-        raise CkptError(f"{dest} could not be written: {error.strerror or error}") from error
+        raise CkptError(f"{dest} could not be written: {explained(error)}") from error
     finally:
         _remove(temporary)
         _remove(replaced)

@@ -13,15 +13,16 @@ from ckpt.read import verify_blocks
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.base import Entry
-from ckpt.storage.errors import CkptError, NotFound
+from ckpt.storage.errors import CkptError, IntegrityError, NotFound
 from ckpt.tools.common import Advance, count, size
 
-State = Literal["ok", "incomplete", "damaged", "unfinished"]
+State = Literal["ok", "incomplete", "damaged", "unreadable", "unfinished"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step: `incomplete` misses files, `damaged` has a bad record, `unfinished` was never committed."""
+    """One step: `incomplete` misses files, `damaged` has a bad record, `unreadable` can't be looked at now or by this version,
+    `unfinished` was never committed."""
 
     step: int
     state: State
@@ -33,7 +34,7 @@ class StepReport:
     @property
     def failed(self) -> bool:
         """Whether something that was committed is no longer whole. An unfinished step may be in the making."""
-        return self.state in ("incomplete", "damaged")
+        return self.state in ("incomplete", "damaged", "unreadable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,15 @@ def _record(repo: Repository, step: int) -> StepReport:
     except NotFound:
         return StepReport(step, "unfinished", None)
     except CkptError as error:
-        return StepReport(step, "damaged", None, (str(error),))
+        return StepReport(step, failed_by(error), None, (str(error),))
     if commit.step != step:
         return StepReport(step, "damaged", None, (f"{where} is the record of step {commit.step}",))
     return StepReport(step, "ok", commit)
+
+
+def failed_by(error: CkptError) -> State:
+    """The state of a step that raises this."""
+    return "damaged" if isinstance(error, IntegrityError) else "unreadable"
 
 
 def _files(commit: CommitRecord) -> tuple[records.FileRecord, ...]:

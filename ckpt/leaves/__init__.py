@@ -12,7 +12,7 @@ import numpy as np
 from ckpt.leaves import host, sharded
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf, NumpyScalarLeaf
-from ckpt.storage.errors import CkptError, FormatError, LeafMismatch
+from ckpt.storage.errors import CkptError, FormatError, LeafMismatch, first_line
 
 
 def as_leaf(value: Any) -> ArrayLeaf | None:
@@ -29,8 +29,7 @@ def as_leaf(value: Any) -> ArrayLeaf | None:
     except (TypeError, CkptError, MemoryError):
         raise
     except Exception as error:  # frameworks raise what they like for an array that has no memory of its own
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        message = f"the bytes of a {kind.__name__} cannot be reached ({reason}): store the plain arrays behind it"
+        message = f"the bytes of a {kind.__name__} cannot be reached ({first_line(error)}): store the plain arrays behind it"
         raise TypeError(message) from error
 
 

@@ -44,7 +44,7 @@ def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes | None:
     """The memory of a C-contiguous array as bytes, None for another."""
     if not array.flags.c_contiguous:
         return None
-    return array.reshape(-1).view(np.uint8)
+    return (array if array.ndim == 1 else array.reshape(-1)).view(np.uint8)
 
 
 class NumpyLeaf(HostLeaf):

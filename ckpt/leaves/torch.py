@@ -35,11 +35,9 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
         raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
     if value.dtype in _QUANTIZED:
         raise TypeError(f"a quantized tensor ({value.dtype}) carries scales: store .int_repr() and the scales")
-    if value.device.type == "meta":
+    if value.is_meta:
         raise TypeError("a tensor on the meta device has no data")
-    if value.device.type == "cpu":
-        return TorchLeaf(value)
-    return DeviceLeaf(value)
+    return TorchLeaf(value) if value.is_cpu else DeviceLeaf(value)
 
 
 def attributes_of(value: torch.Tensor) -> dict[str, Any]:
@@ -98,8 +96,8 @@ class _Tensor(ArrayLeaf):
         self.shape = tuple(value.shape)
         self.itemsize = dtype.itemsize
         self.nbytes = value.nbytes
-        plain = value.detach()
-        if plain.is_conj() or plain.is_neg():
+        plain = value.detach() if value.requires_grad else value
+        if plain.is_neg() or (dtype.is_complex and plain.is_conj()):
             plain = plain.resolve_conj().resolve_neg()
         return plain if dtype in _NUMPY else plain.view(_INTEGERS[self.itemsize])
 
@@ -136,7 +134,7 @@ class DeviceLeaf(_Tensor):
     __slots__ = ("_plain", "_ready")
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._plain = self._describe(value)
+        self._plain = self._describe(value).detach()  # it is read later, when it may want a gradient
         self.flat = None
         self._ready = None
         if value.device.type == "cuda":
