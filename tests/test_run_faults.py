@@ -298,7 +298,8 @@ def test_all_steps_are_damaged(start: Starter) -> None:
     run.process.send_signal(signal.SIGSTOP)
     run.kill_ranks()
     for path in [path for place in places for path in place.rglob("steps/**/*") if path.is_file()]:
-        flip(path)
+        if path.stat().st_size:  # a file that a killed rank had just created has no byte yet
+            flip(path)
     before = snapshot(run.folder / "repo/steps")
     run.process.send_signal(signal.SIGCONT)
     assert run.end() == 1
