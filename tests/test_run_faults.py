@@ -265,6 +265,11 @@ def test_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
+def with_bytes(folder: Path, pattern: str) -> list[Path]:
+    """The files of this pattern below it, without those that a killed rank had only just created."""
+    return [path for path in folder.rglob(pattern) if path.is_file() and path.stat().st_size]
+
+
 @pytest.mark.parametrize("where", ["memory", "nvme", "repo", "memory nvme"])
 def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Path, where: str) -> None:
     """In each file of the newest step there: it comes from the next place, or is an older one."""
@@ -277,10 +282,9 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
     flipped = 0
     for name in where.split():
         commits = sorted(places[name].rglob("steps/*/commit.json"), key=lambda path: int(path.parent.name))
-        for path in commits[-1].parent.rglob("*"):
-            if path.is_file():
-                flip(path)
-                flipped += 1
+        for path in with_bytes(commits[-1].parent, "*"):
+            flip(path)
+            flipped += 1
     assert flipped >= 2
     run.process.send_signal(signal.SIGCONT)
     ends_well(run, 24)
@@ -297,9 +301,8 @@ def test_all_steps_are_damaged(start: Starter) -> None:
     run.until_step(7)
     run.process.send_signal(signal.SIGSTOP)
     run.kill_ranks()
-    for path in [path for place in places for path in place.rglob("steps/**/*") if path.is_file()]:
-        if path.stat().st_size:  # a file that a killed rank had just created has no byte yet
-            flip(path)
+    for path in [path for place in places for path in with_bytes(place, "steps/**/*")]:
+        flip(path)
     before = snapshot(run.folder / "repo/steps")
     run.process.send_signal(signal.SIGCONT)
     assert run.end() == 1
