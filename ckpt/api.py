@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 from ckpt import session as sessions
 from ckpt.apart import check_apart
+from ckpt.arguments import check_switch
 from ckpt.checkpoint import Checkpoint
 from ckpt.codec import CodecWish
 from ckpt.fill import Filler, Finish
@@ -69,6 +70,7 @@ def save(
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
     changed then.
     """
+    check_switch("blocking", blocking)
     options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout, verify_replicas=verify_replicas)
     number = None if step is None else check_step(step)
     repo = open_repository(named(url))
@@ -116,6 +118,7 @@ def load(
     repo = open_repository(named(url))
     ranks = as_group(group)
     wish = Wish(like, only, progress, rename, ranks, share_reads)
+    check_switch("strict", strict)
     if step is not None:
         return load_step(repo, check_step(step), wish)
     found = load_newest(repo, strict, wish)

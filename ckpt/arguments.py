@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+
 from ckpt.storage.errors import InvalidArgument
 
 
@@ -52,7 +54,7 @@ def checked_patterns(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
-    if not all(isinstance(pattern, str) for pattern in found):
+    if not found or not all(isinstance(pattern, str) for pattern in found):
         raise InvalidArgument(f"only={value!r}: use a name or pattern such as 'model.*', or a list of them")
     return found
 
@@ -78,6 +80,12 @@ def check_progress(value: Any) -> None:
     """What is told the number of bytes just read."""
     if value is not None and not callable(value):
         raise InvalidArgument(f"progress={value!r}: use a function of one number, the bytes just read, or None")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """True or False, numpy's too. Nothing else: "false" from a configuration would count as True."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(f"{name}={value!r}: use True or False")
 
 
 def check_share_reads(value: Any) -> None:

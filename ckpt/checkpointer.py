@@ -18,7 +18,7 @@ from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt import session as sessions
 from ckpt.api import check_step, load_newest, load_step
-from ckpt.arguments import checked_every, positive
+from ckpt.arguments import check_switch, checked_every, positive
 from ckpt.codec import CodecWish
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
@@ -139,6 +139,7 @@ class Checkpointer:
         unless `strict` or named. After a roll-back `ckpt-run` names steps that may be spoiled (CKPT_BEFORE): an older one is
         taken, if there is any.
         """
+        check_switch("strict", strict)
         session, repo = self._open(), self.repository
         self._calm = None
         self._settle()  # a save under way may delete what is read here
@@ -255,6 +256,7 @@ class Checkpointer:
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
         """Save now. Replaces the step if it is there: after a roll-back the loop comes by again. It comes to every tier."""
+        check_switch("blocking", blocking)
         return self._save(step, state, blocking, True)
 
     def _save(self, step: int, state: Any, blocking: bool, everywhere: bool) -> SaveHandle:

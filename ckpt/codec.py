@@ -62,6 +62,8 @@ def parse(wish: CodecWish) -> Callable[[str], str | None]:
     first that matches counts; leaves that match none get "auto").
     """
     if isinstance(wish, Mapping) and "id" not in wish:
+        if not wish:
+            raise InvalidArgument("codec={}: use 'auto', 'none', a numcodecs configuration, or {pattern: one of these}")
         for pattern in wish:
             if not isinstance(pattern, str):
                 raise InvalidArgument(f"codec: {pattern!r} is no pattern of leaf names: write it as text, such as 'model.*'")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt import codec, parts
-from ckpt.arguments import checked_bytes, checked_seconds, positive
+from ckpt.arguments import check_switch, checked_bytes, checked_seconds, positive
 from ckpt.digest import require
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.retention import Keep
@@ -36,4 +36,6 @@ class Options:
         require(self.digest)
         checked_bytes("memory", self.memory)
         checked_seconds("timeout", self.timeout)
+        check_switch("overwrite", self.overwrite)
+        check_switch("verify_replicas", self.verify_replicas)
         positive("in_flight", self.in_flight, "a positive number of saves")

@@ -13,11 +13,11 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.claim import Attempt, Claim, Series, claim
 from ckpt.groups.base import Group
+from ckpt.known import KnownBlock, KnownBlocks
 from ckpt.pack import lengths
 from ckpt.places import bad_packs
 from ckpt.repository import Repository
@@ -30,21 +30,6 @@ if TYPE_CHECKING:
     from ckpt.handle import SaveHandle
 
 log = logging.getLogger("ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class KnownBlock:
-    """Where a block of the previous step is stored."""
-
-    pack: str
-    position: int
-    stored: int
-    codec: str | None
-    checksum: int | None
-
-
-KnownBlocks = dict[tuple[bytes, int], KnownBlock]
-"""Blocks by digest and raw length."""
 
 
 Asked = tuple[int | None, ...]
@@ -60,6 +45,7 @@ class Session:
     ) -> None:  # fmt: skip
         self.repo = repo
         self.group = group
+        self._place = repo.url, group.rank
         self.spared: Callable[[], Collection[int]] = tuple
         """Steps that no sweep deletes, for they are still to be copied from here."""
         self.holders = 0
@@ -160,6 +146,7 @@ class Session:
             if attempt.serial > self._known_of:
                 self._known_of = attempt.serial
                 self._known = (algorithm, blocks, packs)
+                _remembered[:] = [(self._place, blocks)]
         distrusted(self.repo).discard(attempt.step)
 
     def pin(self, attempt: Attempt, packs: Iterable[str]) -> None:
@@ -193,7 +180,11 @@ class Session:
         if manifest.digest_algorithm != algorithm:
             return {}, {}
         mine = None if self.group.size == 1 else self.group.rank
-        blocks = {key: KnownBlock(*at) for key, at in manifest.blocks(mine).items()}
+        before = next((blocks for place, blocks in _remembered if place == self._place), {})
+        blocks = {}
+        for key, at in manifest.blocks(mine).items():
+            known = before.get(key)
+            blocks[key] = known if known is not None and (known.pack, known.position) == at[:2] else KnownBlock(*at)
         return blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}
 
     def sweep(self, keep: Keep | None, saved: int, retired: set[str]) -> None:
@@ -263,6 +254,8 @@ _orphans: list[Session] = []  # left with an error that nobody has seen
 _lent: list[Claim] = []  # to groups that meet just now
 _registry = threading.RLock()
 _distrusted: dict[str, set[int]] = {}
+_remembered: list[tuple[tuple[str, int], KnownBlocks]] = []
+"""What the last save of this process wrote or saw to be whole, and where: kept for the next save in a session of its own."""
 
 
 def distrusted(repo: Repository) -> set[int]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt import arena as arenas
@@ -27,6 +28,7 @@ from ckpt.digest import checksum, digest_and_cells, require
 from ckpt.groups.base import Group, different_steps
 from ckpt.handle import SaveHandle
 from ckpt.held import held_by, specs_of
+from ckpt.known import KnownBlock, KnownBlocks, is_whole
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.manifest import StoredBlock
 from ckpt.options import Options
@@ -35,7 +37,7 @@ from ckpt.plan import BLOCK_BYTES, Block, plan, stage
 from ckpt.quiet import be_nice, collector_paused, processors
 from ckpt.repository import step_folder
 from ckpt.sample import Sample, can_be_sampled, differing, sample
-from ckpt.session import KnownBlock, KnownBlocks, Session
+from ckpt.session import Session
 from ckpt.storage.errors import (
     CkptError,
     SaveFailed,
@@ -438,6 +440,8 @@ class _Save:
                 summed, cells = digest_and_cells(self._algorithm, region.data[: block.nbytes].data)
         key = (summed, block.nbytes)
         at = self._known.get(key)
+        if at is not None and not at.seen:
+            at = self._seen(key, at, cells)
         if at is None:
             at = self._append(packs, block, region)
         else:
@@ -446,6 +450,13 @@ class _Save:
         if at.codec is not None:
             cells = b""
         return StoredBlock(at.pack, at.position, at.stored, block.nbytes, at.codec, summed, at.checksum, cells)
+
+    def _seen(self, key: tuple[bytes, int], at: KnownBlock, cells: bytes) -> KnownBlock | None:
+        """A block that another process has written, read once; None where it may not be referred to."""
+        if not is_whole(self._store, at, cells, self._computing):
+            return None
+        at = self._known[key] = replace(at, seen=True)
+        return at
 
     def _computing(self) -> AbstractContextManager[object]:
         """In it a writer hashes or encodes. Once the caller trains on, one processor is its: two writers that hash at once
@@ -475,7 +486,7 @@ class _Save:
             pack, position = packs.append(padded.data)
         finally:
             self._tuner.write_ended(len(padded))
-        return KnownBlock(pack, position, stored, config, check)
+        return KnownBlock(pack, position, stored, config, check, seen=True)
 
     def _commit(self, packs: list[PackFile]) -> Checkpoint:
         blocks = [stored for stored in self._stored if stored is not None]

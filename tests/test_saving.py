@@ -1,6 +1,7 @@
 """Ways of saving: in the background, staged late, compressed, referring to earlier blocks, within a memory budget."""
 
 import errno
+import json
 import os
 import threading
 import time
@@ -10,12 +11,15 @@ import numcodecs
 import numpy as np
 import pytest
 import torch
+from support import assert_same, finish, python
 
 import ckpt
 from ckpt.codec import Measured, Tuner, choose
 from ckpt.digest import digest_and_cells
 from ckpt.interval import daly
 from ckpt.storage.base import Writer
+from ckpt.storage.descriptors import DescriptorReader
+from ckpt.storage.errors import StoreError
 from ckpt.storage.local import LocalStore
 
 MIB = 1 << 20
@@ -241,6 +245,44 @@ def test_a_pack_that_is_gone_is_not_referred_to(tmp_path):
     checkpoint = ckpt.save(state, tmp_path / "r", codec="none")
     assert checkpoint.commit.written_bytes >= 8 * MIB
     np.testing.assert_array_equal(ckpt.load(tmp_path / "r")["a"], state["a"])
+
+
+SAVER = """
+import json, sys, numpy as np, ckpt
+for step in (0, 1):
+    state = {"frozen": np.arange(6 << 20, dtype="u2"), "head": np.random.default_rng(step).integers(0, 9, 1 << 20, "u1")}
+    ckpt.save(state, sys.argv[1], step=step, codec=json.loads(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
+@pytest.mark.parametrize("damage", ["first byte", "last byte", "bad sector"])
+def test_a_block_that_rotted_is_not_referred_to(tmp_path, caplog, monkeypatch, codec, damage):
+    """What another process has written is read before it is first referred to: else no step may be left that is whole."""
+    finish(python(SAVER, tmp_path / "r", json.dumps(codec)))
+    newest = ckpt.open(tmp_path / "r")[1]
+    state = ckpt.load(tmp_path / "r", step=1)
+    [bad] = [row for row in newest.manifest().by_block() if row.leaf == "head"]
+    pack = tmp_path / "r" / bad.pack
+    assert "steps/1/" in bad.pack
+    if damage == "bad sector":
+
+        def read_into(self, position, buffer, inner=DescriptorReader.read_into):
+            if self._where.endswith(bad.pack):
+                raise StoreError("reading failed") from OSError(errno.EIO, "Input/output error")
+            return inner(self, position, buffer)
+
+        monkeypatch.setattr(DescriptorReader, "read_into", read_into)
+    else:
+        data = bytearray(pack.read_bytes())
+        data[bad.position + (0 if damage == "first byte" else bad.stored - 1)] ^= 1
+        pack.write_bytes(data)
+    saved = ckpt.save(state, tmp_path / "r", step=2, keep=1, codec="none")
+    assert ckpt.open(tmp_path / "r").steps() == [2]
+    assert saved.commit.written_bytes == MIB, "the head alone: the other blocks are whole, and referred to"
+    assert f"{bad.pack}, block at byte {bad.position}, " in caplog.text
+    assert "it is written again, and not referred to" in caplog.text
+    assert_same(ckpt.load(tmp_path / "r", step=2, strict=True), state)
 
 
 def test_packs_roll_over(tmp_path, monkeypatch):
