@@ -126,8 +126,8 @@ class Repository:
             commit = self.record(step)
         except NotFound:
             have = self.steps()
-            listed = f"it has {_listed(have)}" if have else "it has no committed step"
-            raise StepNotFound(f"{self.url} has no committed step {step}; {listed}") from None
+            others = f"it has {listed(have)}" if have else "it has no committed step"
+            raise StepNotFound(f"{self.url} has no committed step {step}; {others}") from None
         if commit.step != step:
             raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}")
         return commit
@@ -208,7 +208,8 @@ def _store(url: str | os.PathLike[str]) -> Store:
     return open_store(text)
 
 
-def _listed(steps: list[int]) -> str:
+def listed(steps: list[int]) -> str:
+    """Some numbers, for a message."""
     if len(steps) > 8:
         return f"steps {', '.join(map(str, steps[:3]))} … {', '.join(map(str, steps[-3:]))}"
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"

@@ -20,7 +20,7 @@ from ckpt.groups.base import Alone, Group, different_steps
 from ckpt.read import Progress
 from ckpt.records import decode_commit, encode_commit
 from ckpt.rename import Rename
-from ckpt.repository import Repository, commit_name
+from ckpt.repository import Repository, commit_name, listed
 from ckpt.select import Patterns
 from ckpt.sharing import ShareReads
 from ckpt.storage import errors
@@ -143,13 +143,13 @@ def load_newest_together(
     """`load_newest` for a group. Rank 0 says which steps there are."""
     group = wish.group
 
-    def listed() -> str:
+    def committed() -> str:
         repo.check()
         return json.dumps([n for n in repo.step_numbers() if repo.store.exists(commit_name(n))])
 
     group.meet_at(repo.store)
     require_one_step(group, None)
-    numbers = json.loads(told_by_rank_0(group, listed))
+    numbers = json.loads(told_by_rank_0(group, committed))
     damage: dict[int, IntegrityError] = {}
     found: tuple[int, Any] | None = None
     for number in newest_first(numbers, before):
@@ -171,9 +171,15 @@ def settled(
     depth: frames from here up to the user's call, which the warning names.
     """
     sessions.distrust(repo, damage)
+    if found is None and damage:
+        newest, *others = damage.values()
+        for error in others:
+            log.error("%s", error)
+        if not others:
+            raise newest
+        raise IntegrityError(f"no step of {repo.url} is whole, of {listed(sorted(damage))}; the newest: {newest}") from newest
     for passed_over in damage.values():
-        if found is None:
-            raise passed_over
+        assert found is not None
         message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"
         log.error(message)
         warnings.warn(message, stacklevel=depth)

@@ -142,6 +142,20 @@ def a_newer_tree(data: bytes) -> bytes:
     return json.dumps({**json.loads(data), "format": 2}).encode()
 
 
+def test_no_step_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All are named, and what is wrong with each."""
+    root = tmp_path / "r"
+    for step in (3, 5, 9):
+        ckpt.save(state_of(step), root, step)
+        next(root.glob(f"steps/{step}/pack/*")).write_bytes(b"")
+    with refused(ckpt.IntegrityError, "no step of", "is whole, of steps 3, 5, 9", "of step 9", root=root):
+        ckpt.load(root)
+    for step in (3, 5):
+        assert f"of step {step} of {root.as_uri()}" in caplog.text
+    with ckpt.Checkpointer(root) as saver, refused(ckpt.IntegrityError, "is whole, of steps 3, 5, 9"):
+        saver.restore(state_of(0))
+
+
 @pytest.mark.parametrize(("change", "suffix"), [(a_newer_manifest, ".parquet"), (a_newer_tree, ".json")])
 def test_a_file_of_a_step_of_the_future(root: Path, change: Callable[[bytes], bytes], suffix: str) -> None:
     """Neither guessed at nor passed over, and never replaced."""

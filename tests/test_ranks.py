@@ -1059,6 +1059,11 @@ def test_a_group_falls_back_together(tmp_path: Path) -> None:
     assert all_well(on_ranks(2, load)) == [0, 0]
     for error in on_ranks(2, lambda g: ckpt.load(tmp_path, state(g.rank, False), group=g, step=1)):
         assert isinstance(error, ckpt.IntegrityError)
+    next((tmp_path / "steps/0/pack").glob("0-*.pack")).unlink()
+    for error in on_ranks(2, lambda g: ckpt.load(tmp_path, state(g.rank, False), group=g)):
+        assert isinstance(error, ckpt.IntegrityError)
+        assert "no step of " in str(error)
+        assert "is whole, of steps 0, 1; the newest: leaf w of step 1" in str(error)
 
 
 def test_shards_of_one_process_must_be_whole(tmp_path: Path) -> None:
