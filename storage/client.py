@@ -140,12 +140,12 @@ class NodeStore(Store):
         self.call("quarantine", name)
 
     def close(self) -> None:
+        """Let the connections go, each when the last call that uses it has ended.
+
+        To close one beneath a call of another thread frees what that call is using: the process crashes (pyarrow 26).
+        """
         with self._lock:
-            clients, self._clients = self._clients, [None] * _CONNECTIONS
-        for client in clients:
-            if client is not None:
-                with suppress(pa.ArrowException):
-                    client.close()
+            self._clients = [None] * _CONNECTIONS
 
     # --- the wire ----------------------------------------------------------------------------------------------
 
@@ -163,14 +163,16 @@ class NodeStore(Store):
         """The bytes of an object in pieces, fewer than asked only at its end."""
         with self.told(f"reading {name}"):
             ticket = flight.Ticket(wire.pack([name, position, nbytes]))
-            for chunk in self.client().do_get(ticket, self.options()):
+            client = self.client()  # which must outlive its streams
+            for chunk in client.do_get(ticket, self.options()):
                 yield wire.column(chunk.data)
 
     def append(self, key: str, data: memoryview) -> int:
         """One append of an upload."""
         with self.told("an append"):
             descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), digest(data)]))
-            writer, reader = self.client().do_put(descriptor, wire.SCHEMA, self.options())
+            client = self.client()
+            writer, reader = client.do_put(descriptor, wire.SCHEMA, self.options())
             try:
                 for start in range(0, len(data), _PIECE_BYTES):
                     writer.write_batch(wire.batch(data[start : start + _PIECE_BYTES]))

@@ -288,6 +288,35 @@ def test_a_client_that_vanished(tmp_path: Path) -> None:
         node.close()
 
 
+CLOSER = """
+import os, sys, threading
+from ckpt.storage.client import NodeStore
+store, errors = NodeStore(sys.argv[1]), []
+def work(number):
+    try:
+        for _ in range(40):
+            store.put(f"x{number}", b"1" * 100_000)
+            assert b"".join(store.read(f"x{number}", 0, 100_000)) == b"1" * 100_000
+            with store.create(f"y{number}") as writer:
+                writer.append(memoryview(b"2" * 5000))
+                writer.commit()
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+while any(thread.is_alive() for thread in threads):
+    store.close()
+assert not errors, errors
+"""
+
+
+def test_closed_beneath_the_calls_of_other_threads(node: Here) -> None:
+    """As where an answer is not waited for. Flight's own `close` frees what such a call is using."""
+    said = subprocess.run([sys.executable, "-c", CLOSER, node.address], capture_output=True, text=True, timeout=300)
+    assert (said.returncode, said.stderr) == (0, "")
+
+
 def test_nobody_there() -> None:
     store = NodeStore("127.0.0.1:1", Access(deadline_seconds=1))
     for call in (lambda: store.get("a"), lambda: store.put("a", b""), store.info, lambda: store.registers.read(["a"])):
