@@ -3,8 +3,8 @@
 Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, and tells the store what comes
 next: told so, Linux fills its cache at the rate of the disk, and often not by its own read-ahead (benchmarks/limits.py has
 both). An uncompressed block that goes to one contiguous place is read straight into it,
-and summed chunk by chunk while the chunk is still in the cache. Where only a part of an uncompressed block is wanted, only
-its cells are read. Reads go through the page cache: a second load is a memory copy. What is read once, by one process
+and summed chunk by chunk while the chunk is still in the cache. Where only parts of an uncompressed block are wanted, only
+their cells are read. Reads go through the page cache: a second load is a memory copy. What is read once, by one process
 (`Wanted.once`), is read past the cache, whole blocks into memory on huge pages.
 """
 
@@ -37,6 +37,9 @@ READ_THREADS = 3
 """At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
 
 _CHUNK = 1 << 20
+
+_WORTH = 0.8
+"""Cells of several pieces are read instead of all the block where they are less of it than that."""
 
 _AHEAD_BYTES = 16 << 20
 """How far before each thread the store is told what comes."""
@@ -88,30 +91,39 @@ class Wanted:
     pieces: list[Piece] = field(default_factory=list)
     once: bool = False
     """No other process of this host is known to need it, nor this one again."""
+    _parts: list[tuple[int, int]] | None = None
 
-    def part(self) -> Piece | None:
-        """The only wanted piece, where it can be had without the rest of the block and is worth that."""
-        if len(self.pieces) > 1:
-            return None
-        piece = self.pieces[0]
-        row = piece.row
-        is_less = row.nbytes * 2 < row.raw or piece.box is not row.box
-        return piece if row.codec is None and is_less else None
+    def parts(self) -> list[tuple[int, int]]:
+        """Runs of cells, each from and to, that are read instead of all of the block; none where that is not worth it."""
+        if self._parts is None:
+            self._parts = self._found_parts()
+        return self._parts
 
-    def stretch(self) -> tuple[int, int]:
-        """What of the raw block is read, from and to."""
-        piece = self.part()
-        return (0, self.row.raw) if piece is None else piece.cells()
+    def _found_parts(self) -> list[tuple[int, int]]:
+        row, pieces = self.row, self.pieces
+        if row.codec is not None or (row.raw <= CELL_BYTES and len(pieces) > 1):
+            return []
+        if len(pieces) == 1 and pieces[0].box is pieces[0].row.box and pieces[0].row.nbytes * 2 >= row.raw:
+            return []
+        runs: list[tuple[int, int]] = []
+        for begin, end in sorted(piece.cells() for piece in pieces):
+            if runs and begin <= runs[-1][1]:
+                runs[-1] = runs[-1][0], max(end, runs[-1][1])
+            else:
+                runs.append((begin, end))
+        return runs if len(pieces) == 1 or sum(end - begin for begin, end in runs) <= _WORTH * row.raw else []
 
-    def stretch_stored(self) -> tuple[int, int]:
-        """What is read of it as it is stored, from and to."""
-        piece = self.part()
-        return (0, self.row.stored) if piece is None else piece.cells()
+    def stretches(self) -> list[tuple[int, int]]:
+        """What of the raw block is read, each from and to."""
+        return self.parts() or [(0, self.row.raw)]
+
+    def stored(self) -> list[tuple[int, int]]:
+        """What is read of it as it is stored, each from and to."""
+        return self.parts() or [(0, self.row.stored)]
 
     def to_read(self) -> int:
         """The bytes that are read of it, as stored."""
-        begin, end = self.stretch_stored()
-        return end - begin
+        return sum(end - begin for begin, end in self.stored())
 
 
 def read_leaves(
@@ -247,11 +259,11 @@ class Worker:
         waiting: deque[tuple[Wanted, int]] = deque()
         nbytes = 0
         for block in order:
-            begin, end = block.stretch_stored()
             if not self._past_cache(block):
-                self._store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
-            waiting.append((block, end - begin))
-            nbytes += end - begin
+                for begin, end in block.stored():
+                    self._store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
+            waiting.append((block, block.to_read()))
+            nbytes += block.to_read()
             while nbytes > _AHEAD_BYTES and len(waiting) > 1:
                 first, size = waiting.popleft()
                 nbytes -= size
@@ -286,10 +298,10 @@ class Worker:
     # --- one block ---------------------------------------------------------------------------------------------
 
     def _block(self, block: Wanted) -> None:
-        if (piece := block.part()) is not None:
-            begin, end = piece.cells()
-            self._place_part(piece, self._cells(piece.row, begin, end, self._past_cache(block)))
-            self._report(end - begin)
+        if block.parts():
+            for begin, end in block.parts():
+                self._place_cells(block, self._cells(block, begin, end), begin)
+                self._report(end - begin)
             return
         piece = block.pieces[0]
         is_one = len(block.pieces) == 1 and piece.row.codec is None and piece.row.nbytes == piece.row.raw
@@ -300,12 +312,12 @@ class Worker:
         self._report(block.row.stored)
 
     def fetch(self, block: Wanted, begin: int, end: int, out: Bytes) -> None:
-        """Read a stretch of a block, verified and decoded, into `out`: all of it, or some cells of its only wanted piece."""
+        """Read a stretch of a block, verified and decoded, into `out`: all of it, or some of the wanted cells."""
 
         def read(block: Wanted) -> Bytes:
             if end - begin == block.row.raw:
                 return self._whole(block)
-            return self._cells(block.pieces[0].row, begin, end, self._past_cache(block))
+            return self._cells(block, begin, end)
 
         try:
             out[:] = self._from_nearest(block, read)
@@ -313,17 +325,15 @@ class Worker:
         finally:
             self._close()
 
-    def accept(self, block: Wanted, data: Bytes) -> None:
-        """Check the stretch of a block that is wanted, of which other ranks have read some, and put it where it belongs."""
-        begin, end = block.stretch()
-        if end - begin == block.row.raw:
+    def accept(self, block: Wanted, begin: int, data: Bytes) -> None:
+        """Check a stretch of a block that is wanted, of which other ranks have read some, and put it where it belongs."""
+        if len(data) == block.row.raw:
             if digest(self._algorithm, data) != block.row.digest:
                 raise self._damaged(block.row, "digest")
             self.place(block, data)
         else:
-            piece = block.pieces[0]
-            self._check_cells(piece.row, data, begin)
-            self._place_part(piece, data)
+            self._check_wanted(block, data, begin)
+            self._place_cells(block, data, begin)
 
     def place(self, block: Wanted, raw: Bytes) -> None:
         """Put the pieces of a block where they belong."""
@@ -376,18 +386,29 @@ class Worker:
             raise self._damaged(row, "digest")
         return raw
 
-    def _cells(self, row: Row, begin: int, end: int, past_cache: bool) -> Bytes:
-        """Some cells of an uncompressed block, verified, in this worker's buffer. The row must have bytes in each."""
-        cells = self._read(row, row.position + begin, end - begin, past_cache)
-        self._check_cells(row, cells, begin)
+    def _cells(self, block: Wanted, begin: int, end: int) -> Bytes:
+        """Some cells of an uncompressed block, verified, in this worker's buffer. A wanted piece must lie in each."""
+        cells = self._read(block.row, block.row.position + begin, end - begin, self._past_cache(block))
+        self._check_wanted(block, cells, begin)
         return cells
 
-    def _place_part(self, piece: Piece, cells: Bytes) -> None:
-        """Put a wanted box where it belongs, given the cells around it."""
-        row, leaf, box, at = piece
-        begin, _ = piece.cells()
-        first, last = piece.span()
-        leaf.write(at, _rows_of_span(cells[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
+    def _place_cells(self, block: Wanted, cells: Bytes, begin: int) -> None:
+        """Put the wanted boxes that lie in some cells, from byte `begin` of the block on, where they belong."""
+        for piece in block.pieces:
+            first, last = piece.span()
+            if begin <= first < begin + len(cells):
+                row, leaf, box, at = piece
+                data = _rows_of_span(cells[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize)
+                leaf.write(at, data)
+
+    def _check_wanted(self, block: Wanted, cells: Bytes, begin: int) -> None:
+        """Check cells of a raw block, from byte `begin` of it on, in each of which a wanted piece lies."""
+        end, checked = begin + len(cells), begin
+        for piece in sorted(block.pieces, key=lambda piece: piece.row.start):
+            first, last = max(checked, piece.cells()[0]), min(end, piece.cells()[1])
+            if first < last:
+                self._check_cells(piece.row, cells[first - begin : last - begin], first)
+                checked = last
 
     def _check_cells(self, row: Row, data: Bytes, begin: int) -> None:
         """Check cells of a raw block, from byte `begin` of it on, in each of which the row has bytes."""

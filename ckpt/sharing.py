@@ -33,7 +33,7 @@ ROUND_BYTES = 96 << 20
 _WORTH = 1.05  # what the group reads over what there is, from which on sharing begins
 
 Need = np.ndarray
-"""Rows of (pack, position, raw bytes, from, to, bytes to read), one a block, in the order of the blocks."""
+"""Rows of (pack, position, raw bytes, stored bytes, from, to), one a stretch, in the order in which they lie."""
 
 _COLUMNS = 6
 
@@ -53,7 +53,7 @@ class Stretch(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank needs of a block that it does not need whole, from and to."""
+    """A part that a rank needs of a block that it does not need whole, from and to."""
 
     rank: int
     begin: int
@@ -65,16 +65,14 @@ class Block:
     """What the ranks need of one block."""
 
     raw: int
-    stored: int = 0
-    """The bytes to read for all of it, where a rank needs that."""
+    stored: int
+    """The bytes to read for all of it."""
     whole: list[int] = field(default_factory=list)
-    """The ranks that do."""
+    """The ranks that need all of it."""
     parts: list[Part] = field(default_factory=list)
+    alone: int = 0
+    """The bytes that are read where each rank reads for itself."""
     _united: list[Stretch] | None = None
-
-    def alone(self) -> int:
-        """The bytes that are read where each rank reads for itself."""
-        return self.stored * len(self.whole) + sum(part.end - part.begin for part in self.parts)
 
     def united(self) -> list[Stretch]:
         """What is to be read of it, each byte once. All of it where a rank needs it all; else what lies between two edges."""
@@ -144,14 +142,16 @@ def read_together(
         return
     number = {name: i for i, name in enumerate(packs)}
     keys = [(number[w.row.pack or ""], w.row.position) for w in order]
-    mine = np.array([(*k, w.row.raw, *w.stretch(), w.to_read()) for k, w in zip(keys, order, strict=True)], np.int64)
+    stretches = [(*k, w.row.raw, w.row.stored, *s) for k, w in zip(keys, order, strict=True) for s in w.stretches()]
+    mine = np.array(stretches, np.int64)
     needs = [np.frombuffer(data, np.int64).reshape(-1, _COLUMNS) for data in group.all_gather(mine.tobytes())]
     by_key = dict(zip(keys, order, strict=True))
     blocks = blocks_of(needs)
-    shared = share != "auto" or _is_worth_it(store, group, blocks)
+    saves = _saves(blocks)
+    shared = share != "auto" or (saves and not _shares_cache(store, group))
     if once:
         for key, wanted in by_key.items():
-            wanted.once = shared or _is_divided(blocks[key])
+            wanted.once = shared or not saves or _is_divided(blocks[key])
     if not shared:
         read_blocks(store, algorithm, order, where, progress)
         return
@@ -178,12 +178,11 @@ def _round(
 ) -> None:  # fmt: skip
     """Read what is this rank's, hand over, put in place. Goes on after an error: the others count on the messages."""
     rank = group.rank
-    needed = [block.stretch() for block, _ in taken]
-    buffers: list[Bytes] = [np.empty(last - first, np.uint8) for first, last in needed]
+    buffers = [[(first, np.empty(last - first, np.uint8)) for first, last in block.stretches()] for block, _ in taken]
 
     def within(i: int, begin: int, end: int) -> Bytes:
-        first, _ = needed[i]
-        return buffers[i][begin - first : end - first]
+        first, buffer = next(it for it in reversed(buffers[i]) if it[0] <= begin)
+        return buffer[begin - first : end - first]
 
     own = threading.local()  # a worker's memory is used again
 
@@ -197,7 +196,8 @@ def _round(
 
     def accept(i: int) -> None:
         try:
-            Worker(store, algorithm, where, None).accept(taken[i][0], buffers[i])
+            for first, buffer in buffers[i]:
+                Worker(store, algorithm, where, None).accept(taken[i][0], first, buffer)
         except Exception as error:
             failed.append(error)
 
@@ -206,9 +206,10 @@ def _round(
         list(pool.map(lambda it: read(*it), reads))
         send: list[Message] = []
         receive: list[Message] = []
-        for i, (_, turn) in enumerate(taken):
+        for i, (block, turn) in enumerate(taken):  # of a block from first to last, as it is sent
             send += [(peer, within(i, begin, end).data) for peer, begin, end in turn.sent_by(rank)]
-            receive += [(peer, within(i, begin, end).data) for peer, begin, end in turn.received_by(rank, *needed[i])]
+            for stretch in block.stretches():
+                receive += [(peer, within(i, begin, end).data) for peer, begin, end in turn.received_by(rank, *stretch)]
         group.exchange(send, receive)
         list(pool.map(accept, range(len(taken))))
 
@@ -217,11 +218,11 @@ def blocks_of(needs: Sequence[Need]) -> dict[Key, Block]:
     """What the ranks need, by block."""
     found: dict[Key, Block] = {}
     for rank, need in enumerate(needs):
-        for pack, position, raw, begin, end, nbytes in need.tolist():
+        for pack, position, raw, stored, begin, end in need.tolist():
             if (block := found.get((pack, position))) is None:
-                block = found[pack, position] = Block(raw)
+                block = found[pack, position] = Block(raw, stored)
+            block.alone += stored if end - begin == raw else end - begin
             if end - begin == raw:
-                block.stored = nbytes
                 block.whole.append(rank)
             else:
                 block.parts.append(Part(rank, begin, end))
@@ -238,7 +239,7 @@ def schedule(blocks: Mapping[Key, Block], size: int) -> dict[Key, Turn]:
     shared: dict[Key, list[Stretch]] = {}
     for key in sorted(blocks):
         united = blocks[key].united()
-        if blocks[key].alone() > _bytes(united):
+        if blocks[key].alone > _bytes(united):
             shared[key] = united
             continue
         for stretch in united:
@@ -273,18 +274,21 @@ def _bytes(stretches: Sequence[Stretch]) -> int:
     return sum(stretch.nbytes for stretch in stretches)
 
 
-def _is_worth_it(store: Store, group: Group, blocks: Mapping[Key, Block]) -> bool:
-    total = sum(block.alone() for block in blocks.values())
-    if total <= _WORTH * sum(_bytes(block.united()) for block in blocks.values()):
-        return False
-    # On one host they share the page cache, which is faster than any message.
-    return not (all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host())
+def _saves(blocks: Mapping[Key, Block]) -> bool:
+    """Whether the group reads much less where ranks read for each other."""
+    total = sum(block.alone for block in blocks.values())
+    return total > _WORTH * sum(_bytes(block.united()) for block in blocks.values())
+
+
+def _shares_cache(store: Store, group: Group) -> bool:
+    """Whether the ranks share a page cache, which is faster than any message."""
+    return all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host()
 
 
 def _is_divided(block: Block) -> bool:
     """Whether ranks that need a block read different bytes of it, but for the cells at their borders."""
     united = block.united()
-    return block.alone() <= _bytes(united) + (len(united) - 1) * CELL_BYTES
+    return block.alone <= _bytes(united) + (len(united) - 1) * CELL_BYTES
 
 
 assert ROUND_BYTES > BLOCK_BYTES
