@@ -422,7 +422,7 @@ def test_four_ranks_become_three(tmp_path: Path) -> None:
 
     all_well(on_ranks(4, lambda g: ckpt.save(rows(g.rank, 4, True), tmp_path, 0, group=g, codec="none")))
     unique = sum(a.nbytes for a in full.values())
-    for share, most in (("auto", 1.3), (True, 1.05)):  # whole blocks: 1.5; the cells at borders are read by both, or handed over
+    for share, most in (("auto", 1.3), (True, 1.05)):  # whole blocks: 1.5
 
         def load(group: Group, share: Any = share) -> None:
             loaded = ckpt.load(Counting(tmp_path), rows(group.rank, 3, False), group=group, share_reads=share)
