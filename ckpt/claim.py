@@ -54,7 +54,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def _started(pid: int) -> str:
+def started(pid: int) -> str:
     """Start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" where it is gone."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
@@ -72,7 +72,7 @@ def this_process() -> Owner:
     boot = _read("/proc/sys/kernel/random/boot_id").strip()
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     pid = os.getpid()
-    return Owner(socket.gethostname(), boot, _namespace(), pid, _started(pid), since, secrets.token_hex(8))
+    return Owner(socket.gethostname(), boot, _namespace(), pid, started(pid), since, secrets.token_hex(8))
 
 
 def alive(owner: Owner, me: Owner) -> bool | None:
@@ -81,7 +81,7 @@ def alive(owner: Owner, me: Owner) -> bool | None:
         # The same host after a reboot: nothing survived it.
         return False if owner.host == me.host and owner.boot != me.boot and me.boot and owner.boot else None
     if owner.started or me.started:
-        return _started(owner.pid) == owner.started
+        return started(owner.pid) == owner.started
     try:
         os.kill(owner.pid, 0)  # no /proc here: a process of this number is taken to be the owner
     except ProcessLookupError:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.groups import Alone, EnvGroup, Group, as_group, detect
+from ckpt.groups import Alone, EnvGroup, Group, as_group, detect, meeting
 from ckpt.storage.errors import GroupError, InvalidArgument
 from ckpt.storage.local import LocalStore
 
@@ -215,6 +215,7 @@ def in_env(folder: Path) -> list[Group]:
     group = detect()
     assert isinstance(group, EnvGroup)
     group._timeout = float(os.environ.get("TIMEOUT", "60"))
+    meeting._SETTLE_SECONDS = float(os.environ.get("SETTLE", "2"))
     say("waiting")
     group.meet_at(LocalStore(folder / "repository"))
     say("met")

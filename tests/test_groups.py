@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ckpt.claim import this_process
 from ckpt.groups import Alone, EnvGroup, Group, as_group, detect
 from ckpt.groups import meeting as by_meeting
 from ckpt.groups.env import place
+from ckpt.groups.hello import hello
 from ckpt.groups.threads import ThreadGroup
 from ckpt.storage.base import Store
 from ckpt.storage.errors import GroupError, InvalidArgument, NotFound
@@ -195,6 +197,49 @@ def test_a_meeting_of_the_living_is_left_alone(folder: Path, monkeypatch: pytest
     finish(other)
     finish(second)
     assert gather(groups, "here") == [words("here", 2)] * 2
+
+
+LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+
+def elsewhere(folder: Path, rank: int, size: int) -> tuple[subprocess.Popen[str], int]:
+    """A rank that another process has started, which is returned with the number of that of the rank."""
+    launcher = launch(sys.executable, "-c", LAUNCHER, sys.executable, PROGRAM, "env", folder, RANK=rank, WORLD_SIZE=size)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "waiting\n"
+    (child,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return launcher, int(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("launcher_lives", [False, True])
+def test_a_rank_of_another_start_is_not_taken(folder: Path, launcher_lives: bool) -> None:
+    """Of the job as it was before it was started again, or of another one at the same time: nothing names either."""
+    launcher, other = elsewhere(folder, 1, 2)
+    try:
+        if not launcher_lives:
+            launcher.kill()
+            launcher.wait()
+        zero = rank_process(folder, 0, 2, SETTLE=60)
+        until(lambda: [*(folder / "repository").glob("meet/*/hello-1-*")])
+        time.sleep(0.5)
+        assert zero.poll() is None
+        one = rank_process(folder, 1, 2)
+        finish(zero)
+        finish(one)
+        assert Path(f"/proc/{other}").exists(), "it waits for its own rank 0"
+    finally:
+        os.kill(other, signal.SIGKILL)
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_ranks_that_different_processes_have_started(folder: Path) -> None:
+    """Each in a shell of its own: they meet, once it is plain that nobody else says to be one of them."""
+    launcher, _ = elsewhere(folder, 1, 2)
+    finish(rank_process(folder, 0, 2, SETTLE=0.5))
+    finish(launcher)
+    assert len(reports(folder, 2)) == 2
 
 
 # --- one process, many threads ---------------------------------------------------------------------------------
@@ -374,7 +419,7 @@ def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, memb
     old = folder / "meet" / f"{groups[0]._job.digest}-2-{'0' * 16}"
     old.mkdir(parents=True)
     owner = dataclasses.replace(this_process(), host="elsewhere")
-    (old / "open").write_text(json.dumps(dataclasses.asdict(owner)))
+    (old / "open").write_bytes(dataclasses.replace(hello(), owner=owner).encoded())
     if members == "before":
         (old / "members.json").write_text('["0", "1"]')
         monkeypatch.setattr("ckpt.groups.meeting.Meeting._withdraw", lambda *a: None)  # none is said to it
@@ -404,13 +449,23 @@ def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyP
         until(lambda: [*folder.glob("meet/*/open")])
         (meeting,) = (folder / "meet").iterdir()
         dead = dataclasses.replace(this_process(), started="1")
-        (meeting / "hello-1-0123456789abcdef").write_text(json.dumps(dataclasses.asdict(dead)))
+        (meeting / "hello-1-0123456789abcdef").write_bytes(dataclasses.replace(hello(), owner=dead).encoded())
         said.set()
         time.sleep(0.1)
         assert zero.is_alive()
         groups[1].meet_at(LocalStore(folder))
         zero.join()
     assert gather(groups, "both") == [words("both", 2)] * 2
+
+
+def test_who_has_waited_long_enough_is_not_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 1 and 2 have come, and given up before rank 0 does: it names the one that nobody has seen."""
+    groups = env_groups(4, monkeypatch, timeout=1)
+    groups[0]._timeout = 4
+    told = together(*(lambda g=g: g.meet_at(LocalStore(folder)) for g in groups[:3]))
+    for error in told:
+        assert isinstance(error, GroupError)
+        one_line(error, ": rank 3 did not come within")
 
 
 def test_two_processes_of_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +505,7 @@ def test_which_meetings_are_removed(
     meet(env_groups(2, monkeypatch, run_id=run_id), store)
     (old,) = folder.glob("meet/*")
     owner = dataclasses.replace(this_process(), **change)
-    (old / "open").write_text(json.dumps(dataclasses.asdict(owner)))
+    (old / "open").write_bytes(dataclasses.replace(hello(), owner=owner).encoded())
     meet(env_groups(2, monkeypatch, run_id=run_id), store)
     assert old.exists() is left
     assert len([*folder.glob("meet/*")]) == 1 + left

@@ -6,6 +6,7 @@
                              /<k>-<r>          what rank r brings to gather k
                              /<k>-all          all of it, put together by rank 0: n reads and not n², and one name to poll
                              /bye-<r>          rank r needs nothing of this any more
+                             /gone-<r>         rank r was here, and has waited long enough
 
 Rank r says hello in every open meeting of its job and takes the first whose members name its token. So one that a killed
 incarnation left is never taken for the present one, for its rank 0 answers no more, and who comes early simply waits.
@@ -20,12 +21,13 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from ckpt.claim import Owner, alive, this_process
+from ckpt.claim import alive
 from ckpt.groups.base import Group, late
+from ckpt.groups.hello import Hello, decoded, hello
 from ckpt.storage.base import Store
-from ckpt.storage.errors import GroupError, NotFound
+from ckpt.storage.errors import CkptError, GroupError, NotFound
 from ckpt.storage.threads import Threads
 
 log = logging.getLogger("ckpt")
@@ -34,6 +36,8 @@ PLACE = "meet"
 _FAREWELL_SECONDS = 2.0
 """How long rank 0 waits at the end to clean up. Short, for it may be leaving because another rank has died."""
 _STALE_SECONDS = 86400.0
+_SETTLE_SECONDS = 2.0
+"""How long rank 0 looks whether a rank comes once more, where the job has no name and another process has started that rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Meeting:
         self._store = store
         self._job = job
         self._timeout = timeout
+        self._me = hello()
         self._gathers = 0
         self._folder = self._open() if group.rank == 0 else self._find()
 
@@ -62,18 +67,22 @@ class Meeting:
         """Rank 0: open a meeting and wait for the others."""
         token = secrets.token_hex(8)
         folder = f"{PLACE}/{self._job.digest}-{self._group.size}-{token}"
-        _put(self._store, f"{folder}/open", _identity())
+        _put(self._store, f"{folder}/open", self._me.encoded())
         came: dict[int, str] = {}
+        settled: float | None = None
         for _ in _waits(self._timeout):
             hellos = _hellos(self._store, folder)
             if len(hellos) == self._group.size - 1:
-                came = self._living(folder, hellos)
+                came, doubtful = self._living(folder, hellos)
                 if len(came) == len(hellos):
-                    break
+                    settled = settled or time.monotonic() + _SETTLE_SECONDS
+                    if not doubtful or time.monotonic() >= settled:
+                        break
         else:
-            came = self._living(folder, _hellos(self._store, folder))
+            came, _ = self._living(folder, _hellos(self._store, folder))
+            gone = _ranks(self._store, folder, "gone")
             self._remove(folder)
-            raise self._late({0, *came})
+            raise self._late({0, *came, *gone} if len({*came, *gone}) < self._group.size - 1 else {0, *came})
         names = [token, *(came[rank] for rank in range(1, self._group.size))]
         _put(self._store, f"{folder}/members.json", json.dumps(names).encode())
         self._clean(folder)
@@ -94,15 +103,19 @@ class Meeting:
                         begun.add(folder)
                         continue
                     with suppress(NotFound):  # swept, as in _put, or the meeting is over: then not made anew by a hello
-                        self._store.put(f"{folder}/hello-{rank}-{token}", _identity())
+                        self._store.put(f"{folder}/hello-{rank}-{token}", self._me.encoded())
                         greeted.add(folder)
                 elif members is not None and json.loads(members)[rank] == token:
                     self._withdraw(greeted - {folder}, token)
                     return folder
         # Where one is still open it is the others that are missing; if all are there, rank 0 answers no more.
-        heard = [{0, rank, *_hellos(self._store, folder)} for folder in greeted]
+        heard = [{0, rank, *_hellos(self._store, folder), *_ranks(self._store, folder, "gone")} for folder in greeted]
         others = set(range(1, self._group.size))
         came = max(heard, key=len, default=others)
+        for folder in greeted:  # who waits longer is not to blame this rank
+            with suppress(CkptError):
+                if self._store.exists(f"{folder}/open"):
+                    self._store.put(f"{folder}/gone-{rank}", b"")
         self._withdraw(greeted, token)
         raise self._late(others if came > others else came)
 
@@ -110,24 +123,33 @@ class Meeting:
         """Take the hellos back: nobody is to count on a process that does not come."""
         self._store.delete([f"{folder}/hello-{self._group.rank}-{token}" for folder in folders])
 
-    def _living(self, folder: str, hellos: dict[int, list[str]]) -> dict[int, str]:
-        """The token of each rank whose process may live: one that died since, and was started again, said hello too."""
-        me = this_process()
+    def _living(self, folder: str, hellos: dict[int, list[str]]) -> tuple[dict[int, str], bool]:
+        """The token of each rank whose process may live: one that died since, and was started again, said hello too.
+
+        Also whether one of them may be of another job.
+        """
+        me, doubtful = self._me, False
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
         said = iter(_get_all(self._store, names))
         living: dict[int, str] = {}
         for rank, tokens in hellos.items():
-            owners = [(token, _owner(next(said))) for token in tokens]
-            here = [(token, owner) for token, owner in owners if owner is not None and alive(owner, me) is not False]
+            came = [(token, decoded(next(said))) for token in tokens]
+            here = [(token, one) for token, one in came if one is not None and one.lives(me)]
+            if not self._job.named:
+                here = [(token, one) for token, one in here if not one.is_left_over(me)]
+                ours = [(token, one) for token, one in here if one.is_of(me)]
+                if len(ours) == 1:
+                    here = ours
+                doubtful |= any(one.is_of(me) is False for _, one in here)
             if len(here) > 1:
                 self._remove(folder)
-                who = " and ".join(f"process {owner.pid} on {owner.host}" for _, owner in here)
+                who = " and ".join(f"process {one.owner.pid} on {one.owner.host}" for _, one in here)
                 raise GroupError(
                     f"{self._group!r}: {who} both say that they are rank {rank}: end what is left of an earlier start, "
                     f"and give jobs that use {self._store.url} at the same time a CKPT_RUN_ID each"
                 )
             living.update((rank, token) for token, _ in here)
-        return living
+        return living, doubtful
 
     def _late(self, came: Collection[int], doing: str = "meet") -> GroupError:
         missing = [rank for rank in range(self._group.size) if rank not in came]
@@ -194,40 +216,27 @@ class Meeting:
 
     def _clean(self, mine: str) -> None:
         """Remove meetings whose rank 0 has died: nobody will ever need them."""
-        me = this_process()
         for name in list(self._store.list_folders(PLACE)):
             folder = f"{PLACE}/{name}"
             if folder == mine:
                 continue
-            owner = _owner(_get(self._store, f"{folder}/open"))
+            opener = decoded(_get(self._store, f"{folder}/open"))
             same_job = self._job.named and name.startswith(f"{self._job.digest}-")
-            if owner is None or _is_over(owner, me, same_job):
+            if opener is None or _is_over(opener, self._me, same_job):
                 log.debug("removing %s of %s, which nobody needs", folder, self._store.url)
                 self._remove(folder)
 
 
-def _is_over(owner: Owner, me: Owner, same_job: bool) -> bool:
+def _is_over(opener: Hello, me: Hello, same_job: bool) -> bool:
     """Whether nobody needs the meeting of this rank 0 any more. One of another job that lives may be in a gather."""
-    lives = alive(owner, me)
+    lives = alive(opener.owner, me.owner)
     if lives is None:  # on another host
-        return same_job or _age(owner.since) > _STALE_SECONDS
+        return same_job or _age(opener.owner.since) > _STALE_SECONDS
     return not lives
 
 
 def _age(since: str) -> float:
     return time.time() - calendar.timegm(time.strptime(since, "%Y-%m-%dT%H:%M:%SZ"))
-
-
-def _identity() -> bytes:
-    return json.dumps(asdict(this_process())).encode()
-
-
-def _owner(data: bytes | None) -> Owner | None:
-    """Whose hello or meeting it is; None where that is gone or says nothing."""
-    try:
-        return Owner(**json.loads(data or b""))
-    except (ValueError, TypeError):
-        return None
 
 
 def _hellos(store: Store, folder: str) -> dict[int, list[str]]:
@@ -239,6 +248,12 @@ def _hellos(store: Store, folder: str) -> dict[int, list[str]]:
         if kind == "hello":
             found.setdefault(int(rank), []).append(token)
     return found
+
+
+def _ranks(store: Store, folder: str, kind: str) -> set[int]:
+    """The ranks that have left such a word."""
+    names = (entry.name.rpartition("/")[2].split("-") for entry in store.list(folder))
+    return {int(rest[0]) for word, *rest in names if word == kind}
 
 
 def _join(parts: Sequence[bytes]) -> bytes:
