@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ckpt import records
 from ckpt.repository import Repository
-from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy
+from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy, StoreError
 from ckpt.storage.failpoints import failpoint
 
 log = logging.getLogger("ckpt")
@@ -152,6 +152,8 @@ class Claim:
         self._serials = (series or Series()).serials
         self._beside: list[int] = []  # the sizes of the groups beside the first
         self._pid = os.getpid()
+        self.ranks: Sequence[Owner] = ()
+        """The processes of the group, by rank, where they are known."""
         self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self._active: dict[str, frozenset[str]] = {}
@@ -201,15 +203,21 @@ class Claim:
             return dict(self._active)
 
     def check(self) -> None:
-        """Raise Fenced where a newer writer has taken over."""
-        if (newer := self.newer()) is not None:
-            raise newer
+        """Raise Fenced where a newer writer has taken over, StoreError where the repository has been removed."""
+        if (over := self.over()) is not None:
+            raise over
 
-    def newer(self) -> Fenced | None:
+    def over(self) -> Fenced | StoreError | None:
         """What `check` raises, None where this is the newest generation."""
-        newest = max(_generations(self.repo), default=self.generation)
+        there = _generations(self.repo)
+        newest = max(there, default=0)
         if newest <= self.generation:
-            return None
+            if self.generation in there or self.repo.store.exists(_name(self.generation)):
+                return None
+            return StoreError(
+                f"{self.repo.url}/{_name(self.generation)} is gone: the folder was removed or emptied while it is written to. "
+                "What was saved there is lost; begin to save anew"
+            )
         owner, me = _owner(self.repo, newest), this_process()
         if owner and (owner.pid, alive(owner, me)) == (me.pid, True):
             return Fenced(
@@ -263,9 +271,10 @@ class Claim:
             log.info("%s: that rank %d has ended its saves is not said: %s", self.repo.url, self.rank, error)
 
     def left(self) -> set[int]:
-        """The ranks of this group that have ended their saves: what is not there of them now never comes."""
-        ours = self.generation, self.lane
-        return {word.rank for word in _words(_names(self.repo)) if (word.generation, word.lane) == ours}
+        """The ranks of this group that have ended their saves, or are dead: what is not there of them now never comes."""
+        ours, me = (self.generation, self.lane), this_process()
+        said = {word.rank for word in _words(_names(self.repo)) if (word.generation, word.lane) == ours}
+        return said | {rank for rank, owner in enumerate(self.ranks) if alive(owner, me) is False}
 
 
 def claim(repo: Repository, size: int = 1, series: Series | None = None) -> Claim:

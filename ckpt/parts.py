@@ -353,7 +353,7 @@ def _wait(
             return None
         if now >= fence:
             fence = now + _FENCE_SECONDS
-            hopeless = claim.newer() or given_up()
+            hopeless = claim.over() or given_up()
             if hopeless is not None:
                 if (found := look()) is not None:
                     return found

@@ -13,9 +13,10 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckpt.claim import Attempt, Claim, Series, claim
+from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
 from ckpt.groups.base import Group
 from ckpt.known import KnownBlock, KnownBlocks
 from ckpt.pack import lengths
@@ -220,11 +221,13 @@ def _meet(
         if "error" in told:
             kind = getattr(errors, told["error"], CkptError)
             raise kind(told["message"])
-        return Claim(repo, told["generation"], group.rank, group.size, series, told["lane"]), told["next"], tuple(told["asked"])
+        other = Claim(repo, told["generation"], group.rank, group.size, series, told["lane"])
+        other.ranks = _processes(group)
+        return other, told["next"], tuple(told["asked"])
     mine: Claim | None = None
     try:
         repo.ensure()
-        if shared is not None and shared.newer() is None:
+        if shared is not None and shared.over() is None:
             mine = shared.beside(group.size)
         else:
             mine = claim(repo, group.size, series)
@@ -238,10 +241,17 @@ def _meet(
         raise
     try:
         _tell(where, group, told)
+        mine.ranks = _processes(group)
     except BaseException:
         _release_unused(mine)
         raise
     return mine, told["next"], asked
+
+
+def _processes(group: Group) -> list[Owner]:
+    """The processes of a group, by rank: one that has died without a word is not waited for, where that can be seen."""
+    me = json.dumps(asdict(this_process())).encode()
+    return [Owner(**json.loads(said)) for said in group.all_gather(me)]
 
 
 def _tell(where: Store, group: Group, told: dict[str, object]) -> None:

@@ -541,6 +541,30 @@ def test_a_store_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         LocalStore(folder).put("meet/litter/hello-1-0", b"")  # for the next to read
 
 
+def test_a_rank_that_could_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 could not open its meeting there, and tells nobody; this rank does not wait for it in vain."""
+    group = env_groups(2, monkeypatch)[1]
+    with pytest.raises(GroupError) as told:
+        group.meet_at(FailingStore(LocalStore(folder), "put", 1))
+    one_line(told, "rank 1 of 2", f"meeting at {LocalStore(folder).url} failed", "injected")
+    assert not files(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_died_is_not_gathered_from(folder: Path, dead: int) -> None:
+    """It has met the other, and comes to no gather: that is seen, where both are on one host."""
+    ranks = [rank_process(folder, rank, 2, TIMEOUT=600, **({"AFTER": "stay"} if rank == dead else {})) for rank in (0, 1)]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "met\n"
+    ranks[dead].kill()
+    ranks[dead].communicate()
+    _, said = ranks[1 - dead].communicate(timeout=60)
+    assert ranks[1 - dead].returncode == 1
+    assert f"rank {dead} (process {ranks[dead].pid} on {socket.gethostname()}) is dead" in said
+
+
 def test_temporary_files_that_are_swept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 prepares the repository while the others are putting: their puts are repeated."""
     groups = env_groups(3, monkeypatch)

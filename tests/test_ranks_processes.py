@@ -135,6 +135,89 @@ def test_each_rank_killed_at_each_named_point(tmp_path: Path) -> None:
     assert not failed, failed
 
 
+SAVER = """
+import os, sys
+import numpy as np
+import ckpt
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+state = {"w": ckpt.Shard(np.full(1000, rank), (1000 * size,), (1000 * rank,))}
+for step in range(1000):
+    print(step, flush=True)
+    input()
+    try:
+        ckpt.save(state, sys.argv[1], step=step)
+    except ckpt.CkptError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+
+
+def savers(size: int, url: Path) -> list[subprocess.Popen[str]]:
+    """Ranks that save a step when they are told to, with the timeout that users have."""
+    pipe = subprocess.PIPE
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(url)], env=clean() | {"RANK": str(rank), "WORLD_SIZE": str(size)},
+            stdin=pipe, stdout=pipe, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+def lines(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """What each says next."""
+    return [rank.stdout.readline().rstrip() for rank in ranks if rank.stdout is not None]
+
+
+def go(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+
+
+def test_a_rank_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
+    """It is seen to be dead by the others of its host: no timeout is waited for."""
+    ranks = savers(3, tmp_path / "r")
+    try:
+        assert lines(ranks) == ["0"] * 3
+        go(ranks)
+        assert lines(ranks) == ["1"] * 3
+        ranks[1].kill()
+        ranks[1].wait()
+        others = [ranks[0], ranks[2]]
+        go(others)
+        for said in lines(others):
+            assert said.startswith("RanksMissing"), said
+            assert "rank 1 of 3 did not bring its part of step 1 and has ended" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ckpt.open(tmp_path / "r").steps() == [0]
+
+
+def test_the_repository_is_removed_while_ranks_wait(tmp_path: Path) -> None:
+    """As /dev/shm is cleared now and then. They hear of it, and don't wait for what can't come any more."""
+    ranks = savers(2, tmp_path / "r")
+    try:
+        assert lines(ranks) == ["0"] * 2
+        go(ranks)
+        assert lines(ranks) == ["1"] * 2
+        go(ranks[:1])
+        while not list((tmp_path / "r").glob("steps/1/part/0-*.arrow")):
+            assert ranks[0].poll() is None
+        shutil.rmtree(tmp_path / "r")
+        (said,) = lines(ranks[:1])
+        assert "is gone: the folder was removed or emptied while it is written to" in said, said
+        go(ranks[1:])
+        (said,) = lines(ranks[1:])
+        assert "is not a checkpoint repository (no ckpt.json)" in said, said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
 def test_a_killed_job_s_ranks_do_not_add_to_the_next(tmp_path: Path) -> None:
     """Every rank but the committer goes on a while after the next job has begun."""
     ranks = start(3, "train", tmp_path, steps=1000, timeout=60)

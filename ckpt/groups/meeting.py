@@ -19,7 +19,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -36,6 +36,8 @@ PLACE = "meet"
 _FAREWELL_SECONDS = 2.0
 """How long rank 0 waits at the end to clean up. Short, for it may be leaving because another rank has died."""
 _STALE_SECONDS = 86400.0
+_UNSURE_SECONDS = 1.0
+"""After so long without a meeting a rank looks whether it could write to the store at all."""
 _SETTLE_SECONDS = 2.0
 """How long rank 0 looks whether a rank comes once more, where the job has no name and another process has started that rank."""
 
@@ -58,6 +60,8 @@ class Meeting:
         self._job = job
         self._timeout = timeout
         self._me = hello()
+        self._others: dict[int, Hello] = {}
+        """Those that this rank waits for: rank 0 for all, the others for rank 0."""
         self._gathers = 0
         self._folder = self._open() if group.rank == 0 else self._find()
 
@@ -94,7 +98,11 @@ class Meeting:
         mine = f"{self._job.digest}-{self._group.size}-"
         greeted: set[str] = set()
         begun: set[str] = set()  # without this process
+        unsure: float | None = time.monotonic() + _UNSURE_SECONDS
         for _ in _waits(self._timeout):
+            if unsure is not None and not greeted and time.monotonic() > unsure:
+                unsure = None
+                self._try(token)
             folders = {f"{PLACE}/{name}" for name in self._store.list_folders(PLACE) if name.startswith(mine)}
             for folder in folders - begun:
                 members = _get(self._store, f"{folder}/members.json")
@@ -107,6 +115,8 @@ class Meeting:
                         greeted.add(folder)
                 elif members is not None and json.loads(members)[rank] == token:
                     self._withdraw(greeted - {folder}, token)
+                    if (opener := decoded(_get(self._store, f"{folder}/open"))) is not None:
+                        self._others[0] = opener
                     return folder
         # Where one is still open it is the others that are missing; if all are there, rank 0 answers no more.
         heard = [{0, rank, *_hellos(self._store, folder), *_ranks(self._store, folder, "gone")} for folder in greeted]
@@ -118,6 +128,12 @@ class Meeting:
                     self._store.put(f"{folder}/gone-{rank}", b"")
         self._withdraw(greeted, token)
         raise self._late(others if came > others else came)
+
+    def _try(self, token: str) -> None:
+        """Raise where this rank could not say hello, and rank 0 perhaps not open a meeting."""
+        name = f"{PLACE}/try-{token}/try"
+        _put(self._store, name, b"")
+        self._store.delete([name])
 
     def _withdraw(self, folders: Collection[str], token: str) -> None:
         """Take the hellos back: nobody is to count on a process that does not come."""
@@ -149,6 +165,7 @@ class Meeting:
                     f"and give jobs that use {self._store.url} at the same time a CKPT_RUN_ID each"
                 )
             living.update((rank, token) for token, _ in here)
+            self._others.update((rank, one) for _, one in here)
         return living, doubtful
 
     def _late(self, came: Collection[int], doing: str = "meet") -> GroupError:
@@ -176,21 +193,40 @@ class Meeting:
     def _collect(self, number: int) -> bytes:
         """Rank 0: what all have brought, once they have."""
         names = [f"{self._folder}/{number}-{rank}" for rank in range(self._group.size)]
+        dead: GroupError | None = None
         for _ in _waits(self._timeout):
             here = {entry.name for entry in self._store.list(self._folder)}
             if here.issuperset(names):
                 brought = [data for data in _get_all(self._store, names) if data is not None]
                 if len(brought) == self._group.size:  # else the store lists what it can't yet read
                     return _join(brought)
+            elif dead is not None:
+                raise dead
+            dead = self._dead(rank for rank in range(self._group.size) if names[rank] not in here)
         raise self._absent(number)
 
     def _await(self, number: int) -> bytes:
         """Another rank: the same, from rank 0."""
+        dead: GroupError | None = None
         for _ in _waits(self._timeout):
             together = _get(self._store, f"{self._folder}/{number}-all")
             if together is not None:
                 return together
+            if dead is not None:
+                raise dead
+            dead = self._dead([0])
         raise self._absent(number)
+
+    def _dead(self, ranks: Iterable[int]) -> GroupError | None:
+        """What to raise where one of these ranks, which was not heard, is dead: once it was looked for again."""
+        for rank in ranks:
+            other = self._others.get(rank)
+            if other is not None and not other.lives(self._me):
+                return GroupError(
+                    f"{self._group!r}: rank {rank} (process {other.owner.pid} on {other.owner.host}) is dead; look at its log, "
+                    "and restart the job"
+                )
+        return None
 
     def _absent(self, number: int) -> GroupError:
         here = {entry.name for entry in self._store.list(self._folder)}
