@@ -213,13 +213,29 @@ def note_of(repo: Repository) -> dict[str, Any] | None:
         return None
 
 
-def mend_marker(repo: Repository) -> None:
-    """Write the marker of a near place anew where it is damaged: its steps are verified by themselves."""
+def mend_marker(repo: Repository, tier: Tier) -> None:
+    """Write the marker of a near place anew where it is damaged, or was removed: its steps are verified by themselves."""
     try:
-        repo.check()
+        try:
+            repo.check()
+        except FormatError as error:  # not there yet, else
+            if not _was_cleared(repo, tier):
+                return
+            log.warning("%s; it is written anew", error)
+            repo.store.put(MARKER, new_marker())
     except IntegrityError as error:
         log.warning("%s; it is written anew", error)
         with suppress(StoreError):
             repo.store.put(MARKER, new_marker())
-    except (FormatError, StoreError):  # not there yet, or told by what comes next
+    except StoreError:  # told by what comes next
         pass
+
+
+def _was_cleared(repo: Repository, tier: Tier) -> bool:
+    """Whether somebody has removed the files of a near place while it was written to, and nothing is lost if it is used again.
+
+    What still came after that is no step. One there may be that of another repository, but in memory: its name says whose.
+    """
+    names = [entry.name for entry in repo.store.list()]
+    ours = all(name == NOTE or name.startswith(("steps/", "generations/", "meet/")) for name in names)
+    return bool(names) and ours and (tier.url == MEMORY or not any(name.endswith("/commit.json") for name in names))

@@ -144,7 +144,7 @@ class Tiers:
     def _enter(self, tier: Tier, repo: Repository, series: Series, where: Store) -> None:
         """where: the ranks meet at the repository of record, for a tier that can't be written is no place to agree on that."""
         if self._places and self._group.rank == 0:
-            mend_marker(repo)
+            mend_marker(repo, tier)
         self._places.insert(0, _Place(tier, sessions.enter(repo, self._group, series, where)))
 
     def _prepare(self) -> None:
