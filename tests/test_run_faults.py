@@ -294,6 +294,16 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
     assert ckpt.load(run.folder / "repo", group=None)["w"].shape == (4 * RANKS, 100)
 
 
+def test_the_memory_tier_is_cleared(start: Starter) -> None:
+    """By somebody who cleans up /dev/shm, beneath the ranks that save there."""
+    run = start(tiers=("memory",), seconds=0.06, steps=40)
+    memory = in_memory(run)
+    run.until_step(13)
+    shutil.rmtree(memory, ignore_errors=True)
+    ends_well(run, 40)
+    assert len(run.failures()) == 1
+
+
 def test_all_steps_are_damaged(start: Starter) -> None:
     """In all places. It is given up with the reason, and nothing is begun anew over them, or removed."""
     run = start(tiers=("memory",), seconds=0.06, steps=10_000)
