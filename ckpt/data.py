@@ -196,7 +196,7 @@ _OURS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "gener
 
 
 class Stream(_Position):
-    """Global batches of anything that can be iterated, each split over the ranks.
+    """Global batches of what a function of the epoch gives, anything that can be iterated, each split over the ranks.
 
     Every rank reads all items and keeps its part of each `global_batch` of them, so let items be cheap (names of files,
     offsets) and let `collate` do the work: it gets this rank's items as a list.
@@ -219,6 +219,11 @@ class Stream(_Position):
         world_size: int | None = None,
     ) -> None:
         super().__init__(global_batch, rank, world_size)
+        for name, function, words in (("make", make, "the number of an epoch"), ("seek", seek or make, "an epoch and an item")):
+            if not callable(function):
+                raise InvalidArgument(
+                    f"{name}={function!r:.200}: use a function of {words} that gives the items, such as lambda epoch: names"
+                )
         if last not in ("short", "drop"):
             raise InvalidArgument(f"last={last!r}: use 'short' or 'drop'")
         self._make, self._seek, self._collate, self._last = make, seek, collate, last

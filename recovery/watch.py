@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -34,7 +34,7 @@ _SPIES, _SPY_SECONDS = 8, 5.0
 """So many stacks are read at once, and so long at most."""
 
 _NO_MEMORY = "was killed by the kernel, as there was no memory left (SIGKILL)"
-_SAID = 1000
+_SAID = 400
 """Characters of the last line of a log. The names of long folders come first in it, and the reason after them."""
 
 
@@ -112,12 +112,12 @@ class Watch:
             return "spawn"
         return "redo" if beat.step + 1 <= self._best else "useful"
 
-    def slowest(self, now: float) -> Slowest | None:
-        """The one that is behind; None where none uses ckpt."""
+    def slowest(self, now: float, late: Collection[int] = ()) -> Slowest | None:
+        """The one that is behind; None where none uses ckpt. late: of several at one step, one of these."""
         heard = [(number, beat) for number, beat in self._beats.items() if beat.pid and number in self._running]
         if not heard:
             return None
-        number, beat = min(heard, key=lambda each: (each[1].step, each[1].since))
+        number, beat = min(heard, key=lambda each: (each[1].step, each[0] not in late, each[1].since))
         return Slowest(number, beat.step, now - beat.since, beat.phase)
 
     @property
@@ -208,16 +208,16 @@ class Watch:
             if now - since >= _STOPPED_SECONDS:
                 detail = f"was stopped (SIGSTOP) and stayed so for {now - since:.1f} s"
                 return Wrong("stopped", (rank.number,), detail, now - self._beats[rank.number].since)
-        beats = [self._beats[number] for number in self._running]
+        beats = {number: self._beats[number] for number in self._running}
         least = self._limits.floor
-        late = [beat for beat in beats if beat.pid and self._silence(beat, now) > least]
-        late = [beat for beat in late if self._silence(beat, now) > self._limits.of(beat.phase)]
+        late = {number: beat for number, beat in beats.items() if beat.pid and self._silence(beat, now) > least}
+        late = {number: beat for number, beat in late.items() if self._silence(beat, now) > self._limits.of(beat.phase)}
         if not late:
             return None
-        for beat in late:
+        for beat in late.values():
             self._limits.cut_off(beat.phase, self._silence(beat, now))
         # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
-        slow = self.slowest(now)
+        slow = self.slowest(now, late)
         assert slow is not None
         detail = slow.in_words(str(self.ranks[0].log.parent)) + self._went_before(slow.step)
         return Wrong("hang", (slow.rank,), detail, slow.silent_seconds)

@@ -324,6 +324,19 @@ def test_what_the_docs_name_is_there_without_another_import() -> None:
 # --- Stream ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"make": range(97)}, r"make=range\(0, 97\): use a function of the number of an epoch .* lambda epoch: names"),
+        ({"make": lambda epoch: range(97), "seek": 3}, "seek=3: use a function of an epoch and an item"),
+        ({"make": lambda epoch: range(97), "last": "pad"}, "use 'short' or 'drop'"),
+    ],
+)
+def test_what_is_no_stream(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        data.Stream(**options, global_batch=12)
+
+
 def stream(size: int = 10, rank: int = 0, world_size: int = 1, **options: Any) -> data.Stream:
     def items(epoch: int) -> Iterator[int]:
         yield from range(1000 * epoch, 1000 * epoch + size)

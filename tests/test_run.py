@@ -297,6 +297,26 @@ def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
         stop_ranks(ranks, "")
 
 
+def test_a_rank_that_may_wait_is_not_blamed(tmp_path: Path) -> None:
+    """At one step are one that has saved last, for which no limit holds, and is silent for longest; and one that hangs."""
+    program = (
+        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\np.mine().attach()\n"
+        "rank and time.sleep(1)\np.mine().beat(p.PHASES.index('step' if rank else 'end'), 9)\ntime.sleep(1000)"
+    )
+    share = Share("r", 0, 0, 2, 2, 0, "127.0.0.1", 1, {})
+    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
+    try:
+        watch, until = Watch(ranks, Limits(least_seconds=0.5, first_seconds=first_seconds(5)), -1), time.monotonic() + 60
+        while watch.wrong is None:
+            assert time.monotonic() < until
+            watch.look(time.monotonic())
+            time.sleep(0.01)
+        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
+        assert "in phase 'step'" in watch.wrong.detail
+    finally:
+        stop_ranks(ranks, "")
+
+
 def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:
     """It may have been the hardware: the same is tried again, and comes out right."""
     run = start(fault=("nan", 17, 1))
@@ -679,12 +699,16 @@ def test_two_in_one_folder(start: Callable[..., Run]) -> None:
     assert run.end() == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("what", ["why", "status", "report"])
-def test_no_run_here(tmp_path: Path, what: str) -> None:
-    command = [sys.executable, "-m", "ckpt.tools.run", what, "--run-dir", str(tmp_path / "none")]
+@pytest.mark.parametrize("what", ["why", "status", "report", "plan --dry-run", "drain", "inject kill"])
+@pytest.mark.parametrize("there", [False, True])
+def test_no_run_here(tmp_path: Path, what: str, there: bool) -> None:
+    if there:
+        (tmp_path / "none").mkdir()
+    command = [sys.executable, "-m", "ckpt.tools.run", *what.split(), "--run-dir", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "holds no run; give its folder as --run-dir" in done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["none"] * there, "nothing is made there"
 
 
 def test_plain_commands(tmp_path: Path) -> None:

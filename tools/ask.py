@@ -110,6 +110,7 @@ def _ranks(report: Report) -> Iterator[tuple[str, ...]]:
 
 def _living(run_dir: Path, state: str | None) -> dict[str, Report]:
     """The agents that say something while one listens."""
+    _require_run(run_dir, state)
     from ckpt.recovery.agents import listen
     from ckpt.recovery.state import open_state
 
@@ -128,6 +129,7 @@ def drain(run_dir: Path, state: str | None) -> int:
     from ckpt.recovery.course import Course
     from ckpt.recovery.state import Draft, open_state
 
+    _require_run(run_dir, state)
     opened = open_state(run_dir, state)
     while True:
         course = Course().went_on(_entries(run_dir, state))
@@ -248,12 +250,18 @@ def _step(step: int) -> str:
     return str(step) if step >= 0 else "none"
 
 
-def _entries(run_dir: Path, state: str | None) -> list[Entry]:
+def _require_run(run_dir: Path, state: str | None) -> None:
+    """Refuse a folder that holds no run: nothing is made there."""
     from ckpt.recovery.record import FILE
-    from ckpt.recovery.state import open_state
 
     if state is None and not (run_dir / FILE).exists():
         raise CkptError(f"{run_dir} holds no run; give its folder as --run-dir")
+
+
+def _entries(run_dir: Path, state: str | None) -> list[Entry]:
+    from ckpt.recovery.state import open_state
+
+    _require_run(run_dir, state)
     opened = open_state(run_dir, state)
     entries = opened.entries()
     opened.close()
