@@ -28,7 +28,7 @@ def held_by(flat: Flat) -> list[Held]:
     found = []
     for name, leaf in flat.leaves.items():
         shards = leaf.parts()
-        if shards is None:
+        if shards is None or (not shards and 0 in leaf.shape):  # of an array without elements every rank holds all
             found.append(Held(name, leaf, None, leaf.shape))
         else:
             found += [Held(name, part.leaf, part, leaf.shape) for part in shards]

@@ -250,6 +250,8 @@ def _meet(
 
 def _processes(group: Group) -> list[Owner]:
     """The processes of a group, by rank: one that has died without a word is not waited for, where that can be seen."""
+    if not group.can_gather:
+        return []
     me = json.dumps(asdict(this_process())).encode()
     return [Owner(**json.loads(said)) for said in group.all_gather(me)]
 

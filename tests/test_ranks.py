@@ -267,7 +267,7 @@ def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactor
     writers, readers = data.draw(sizes), data.draw(sizes)
     arrays, before, after = {}, {}, {}
     for i in range(data.draw(st.integers(1, 3))):
-        shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+        shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
         kind = data.draw(st.sampled_from(["u1", "f4", "f8"]))
         arrays[f"x{i}"] = np.random.default_rng(i).integers(0, 255, shape).astype(kind)
         before[f"x{i}"] = data.draw(layouts(shape, writers))
@@ -285,6 +285,21 @@ def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactor
         return all(same(loaded[name], want[name]) for name in want)
 
     assert all(all_well(on_ranks(readers, load)))
+
+
+def test_arrays_without_elements(tmp_path: Path) -> None:
+    """Cut over ranks none of which holds anything of them."""
+    def state(group: Group) -> dict[str, Any]:
+        boxes = ckpt.Shard(np.zeros((0, 5), "f2"), (0, 5), (0, 0))
+        return {"flat": ckpt.Shard(np.zeros(0), (3, 0), flat=0), "boxes": boxes, "copies": np.zeros((0, 7), "i4")}
+
+    for step, size in enumerate((3, 1)):
+        all_well(on_ranks(size, lambda g, step=step: ckpt.save(state(g), tmp_path, step, group=g)))
+        for readers in (1, 2):
+            all_well(on_ranks(readers, lambda g: ckpt.load(tmp_path, state(g), group=g)))
+        wanted = {"flat": np.zeros((3, 0)), "boxes": np.zeros((0, 5), "f2"), "copies": np.zeros((0, 7), "i4")}
+        assert_equal(ckpt.load(tmp_path, group=None), wanted)
+        assert ckpt.open(tmp_path)[step].verify() == 0
 
 
 @given(st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple), st.data())

@@ -242,7 +242,7 @@ def on_mesh(seed: int, mesh: DeviceMesh, order: int, fill: bool) -> tuple[dict[s
     drawn = random.Random(seed)
     state, want = {}, {}
     for i in range(16):
-        shape = [drawn.randint(1, 11) for _ in range(drawn.randint(1, 3))]
+        shape = [drawn.randint(0, 11) for _ in range(drawn.randint(1, 3))]
         placements = [drawn.choice([Replicate(), *map(Shard, range(len(shape)))]) for _ in range(3)][::order]
         want[f"x{i}"] = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * i + seed
         state[f"x{i}"] = distribute_tensor(want[f"x{i}"] * fill, mesh, placements)

@@ -69,6 +69,7 @@ class _Ranks(Group):
     """The ranks of one dcp.save. What rank 0 tells the others when a session begins travels with DCP's own plan."""
 
     name = "torch.distributed.checkpoint"
+    can_gather = False
 
     def __init__(self, rank: int, size: int, told: bytes = b"", step: int = 0) -> None:
         self.rank, self.size, self.told, self.step = rank, size, told, step

@@ -31,6 +31,8 @@ class Group(ABC):
     size: int
     can_exchange: bool = False
     """Whether `exchange` is there."""
+    can_gather: bool = True
+    """Whether `all_gather` is there, and not only `broadcast`."""
 
     _one_host: bool | None = None
 
