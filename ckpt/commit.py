@@ -5,6 +5,7 @@ A single process commits its own rows. In a group each rank leaves them as its p
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from contextlib import suppress
@@ -95,6 +96,7 @@ class Committer:
             commit = parts.await_commit(repo, claim, attempt, 2 * timeout)
             return Checkpoint(self._store, commit, claim.rank)
         whole = parts.put_together(repo, self._step, parts.gather(repo, claim, attempt, timeout))
+        self._session.drift.see(self._step, whole.tree, self._before)
         self._session.pin(attempt, whole.packs)
         parts.require_packs(self._store, self._step, whole.packs)
         with collector_paused():
@@ -106,6 +108,15 @@ class Committer:
         with suppress(CkptError, OSError):  # the next generation's sweep takes them otherwise
             self._store.delete(whole.parts)
         return checkpoint
+
+    def _before(self) -> tuple[int, Any] | None:
+        """The newest step below this one, and its tree for all ranks."""
+        repo = self._session.repo
+        number = max((n for n in repo.step_numbers() if n < self._step), default=None)
+        if number is None:
+            return None
+        commit = repo.commit(number)
+        return number, json.loads(Checkpoint(self._store, commit).verified(commit.trees[0]))["tree"]
 
     def _make(
         self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written: int

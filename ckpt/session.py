@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
+from ckpt.drift import Drift
 from ckpt.groups.base import Group
 from ckpt.known import KnownBlock, KnownBlocks
 from ckpt.pack import lengths
@@ -57,6 +58,7 @@ class Session:
             self.claim = shared or claim(repo, series=series)
         else:
             self.claim, self._next_step, self._asked_of_rank_0 = _meet(repo, group, series, where or repo.store, shared, asked)
+        self.drift = Drift()
         self._lock = threading.Lock()
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
         self._pending: list[SaveHandle] = []

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import re
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough for a message of ours."""
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    """What an error of a library says, short enough for a message of ours.
+
+    Some bring a stack of C++ frames; gloo begins with the place in its source.
+    """
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[/\S+:\d+\] ", "", line)[:400] or type(error).__name__
 
 
 class CkptError(Exception):

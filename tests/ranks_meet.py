@@ -171,7 +171,10 @@ def in_torch(folder: Path) -> list[Group]:
     check(as_group(mesh["tp"]), 1000)
     check(as_group(dist.init_device_mesh("cpu", (4,))), 1000)
     hasty = as_group(dist.new_group(range(4), timeout=datetime.timedelta(seconds=0.5)))
+    named = as_group(dist.new_group(range(4), timeout=datetime.timedelta(seconds=5)))
     if rank < 3:
+        said = ["Ranks 3 failed"] if rank == 0 else []
+        fails(lambda: named.meet_at(LocalStore(folder)), f"torch.distributed, rank {rank} of 4: meeting failed", *said)
         fails(lambda: hasty.all_gather(b""), f"torch.distributed, rank {rank} of 4", "a gather failed")
         (folder / f"over-{rank}").touch()
     for others in range(3):

@@ -13,6 +13,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -1400,6 +1401,30 @@ def test_ranks_that_name_different_steps_save_none(tmp_path: Path, steps: tuple[
         all_well(on_ranks(3, lambda g: ckpt.save(one_array(1), tmp_path, step, overwrite=True, group=g), groups))  # noqa: B023
     first = {None: 1, 4: 5, 5: 6}[steps[0]]
     assert ckpt.open(tmp_path).steps() == sorted({first, 4, 5, max(first, 5) + 1})
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_rank_that_leaves_out_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture, behind: bool) -> None:
+    """Where no step is named, only what it says itself tells it from a slow one."""
+    def train(group: Group) -> None:
+        for i in range(5):
+            if behind and group.rank == 1 and i == 2:
+                continue
+            own = {"seed": 10 * group.rank + i, "reader": ckpt.PerRank(i // 3 * group.rank), "names": [f"r{group.rank}", 1.5]}
+            w = ckpt.Shard(np.full(10, i), (20,), (10 * group.rank,))
+            with suppress(ckpt.RanksMissing):  # the last, to which that one does not come
+                ckpt.save({"w": w, "loop": {"it": i, "epoch": 0}, **own}, tmp_path, group=group, timeout=6)
+
+    all_well(on_ranks(2, train))
+    told = [record.getMessage() for record in caplog.records if "was the same on all ranks" in record.getMessage()]
+    if not behind:
+        assert ckpt.open(tmp_path).steps() == [0, 1, 2, 3, 4]
+        assert not told
+        return
+    assert ckpt.open(tmp_path).steps() == [0, 1, 2, 3]
+    assert len(told) == 1
+    words = "loop.it was the same on all ranks in step 1 (1), and is not now (2 on rank 0; 3 on rank 1)"
+    assert f"step 2: {words}" in told[0]
 
 
 def test_ranks_that_come_with_different_steps_later(tmp_path: Path) -> None:

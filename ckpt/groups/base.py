@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckpt.storage.base import Store
-from ckpt.storage.errors import GroupError, InvalidArgument, StoreError
+from ckpt.storage.errors import GroupError, InvalidArgument, StoreError, first_line
 
 Message = tuple[int, memoryview]
 """The other rank, and the bytes to send or the memory to fill."""
@@ -106,11 +106,6 @@ class Group(ABC):
             raise GroupError(
                 f"{self!r}: {doing} failed: {first_line(error)}; see whether a rank has died, and restart the job"
             ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """An error of a library in one line; some bring a stack of C++ frames."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.groups.base import TIMEOUT_SECONDS, Group, first_line, late
-from ckpt.storage.errors import GroupError
+from ckpt.groups.base import TIMEOUT_SECONDS, Group, late
+from ckpt.storage.errors import GroupError, first_line
 
 _number = itertools.count()  # of the gathers of this process, whatever objects make them: keys are never used twice
 

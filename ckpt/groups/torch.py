@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.groups.base import Group, Message
+from ckpt.storage.base import Store
 
 PIECE_BYTES = 1 << 30
 """Messages are cut to this length: not every backend takes 2 GiB at once."""
@@ -36,6 +37,7 @@ class TorchGroup(Group):
         self._device = torch.device(kind, index)
         # Point to point on the device would take its memory, and its time from the training.
         self.can_exchange = kind == "cpu"
+        self._met = False
 
     @property
     def _group(self) -> Any:
@@ -43,6 +45,17 @@ class TorchGroup(Group):
         if found is None:
             raise ValueError("the process group was destroyed")  # told as GroupError
         return found
+
+    def meet_at(self, store: Store) -> None:
+        """Before all else, once: gloo can say who does not come, by a barrier, and no other call of it does."""
+        import torch.distributed as dist
+
+        if self._met:
+            return
+        with self._told("meeting"):
+            if dist.get_backend(self._group) == dist.Backend.GLOO and (limit := _timeout(self._group)) is not None:
+                dist.monitored_barrier(self._group, limit, wait_all_ranks=True)
+        self._met = True
 
     def all_gather(self, data: bytes) -> list[bytes]:
         import torch
@@ -91,6 +104,14 @@ class TorchGroup(Group):
             ]
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
+
+
+def _timeout(group: Any) -> Any:
+    """That of a process group on gloo, as timedelta; None where this version of torch does not tell it."""
+    import torch
+
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _devices(group: Any) -> list[str]:

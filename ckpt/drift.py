@@ -1,0 +1,102 @@
+"""Ranks that no longer save the same moment: a number that all had in common, such as a step, and that differs now.
+
+Parts of a step belong together by how often each rank has saved. One that has left out a save can't be told from one that is
+slow, but by what it says itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckpt.storage.errors import CkptError
+from ckpt.tree import Node
+
+log = logging.getLogger("ckpt")
+
+Path = tuple[Any, ...]
+"""Tags, keys and numbers that lead to a node."""
+
+_LONG = 64
+"""A longer list of numbers is no place for a step: the state of a random generator, for one."""
+
+
+class Drift:
+    """What the ranks of a session say, step by step."""
+
+    def __init__(self) -> None:
+        self._apart: set[Path] = set()
+        self._told = False
+
+    def see(self, step: int, tree: Node, before: Callable[[], tuple[int, Node] | None]) -> None:
+        """Warn, once, of a number that differs between the ranks in the tree of a step, and did not in the step before.
+
+        before: the number and tree of that; asked only where something differs anew.
+        """
+        if self._told:
+            return
+        apart = dict(differing(tree))
+        new, self._apart = apart.keys() - self._apart, set(apart)
+        if not new:
+            return
+        try:
+            earlier = before()
+        except (CkptError, ValueError, KeyError, TypeError) as error:  # a wrong file is told by who needs it
+            log.debug("what the ranks had in common is not known: %s", error)
+            return
+        if earlier is None:
+            return
+        number, old = earlier
+        for path in sorted(new, key=str):
+            if is_number(common := found(old, path)):
+                self._told = True
+                shown = "; ".join(f"{value} on rank {rank}" for rank, value in list(apart[path].items())[:4])
+                log.warning(
+                    "step %d: %s was the same on all ranks in step %d (%s), and is not now (%s): see whether one of them has "
+                    "left out a save, for then it saves other moments than the others; name the steps (step=), or end this job",
+                    step, named(path), number, common, shown,
+                )  # fmt: skip
+                return
+
+
+def is_number(node: Node) -> bool:
+    """Whether it may count something."""
+    return type(node) is int
+
+
+def differing(node: Node, path: Path = ()) -> Iterator[tuple[Path, dict[str, int]]]:
+    """The numbers that differ between ranks: where they are, and what each rank has."""
+    if isinstance(node, list):
+        for i, item in enumerate(node if len(node) <= _LONG else ()):
+            yield from differing(item, (*path, i))
+    elif isinstance(node, dict):
+        if "ranks" in node:
+            if all(map(is_number, node["ranks"].values())) and len(set(node["ranks"].values())) > 1:
+                yield path, node["ranks"]
+        else:
+            for tag, inner in node.items():
+                if tag == "dict":
+                    for key, value in inner:
+                        yield from differing(value, (*path, tag, str(key)))
+                elif tag in ("tuple", "namedtuple", "dataclass", "object"):
+                    yield from differing(inner, (*path, tag))
+
+
+def found(node: Node, path: Path) -> Node:
+    """What is there; None where nothing is."""
+    for part in path:
+        if isinstance(part, int):
+            node = node[part] if isinstance(node, list) and part < len(node) else None
+        elif isinstance(node, dict):
+            node = node.get(part)
+        elif isinstance(node, list):  # the entries of a dict
+            node = next((value for key, value in node if str(key) == part), None)
+        else:
+            return None
+    return node
+
+
+def named(path: Path) -> str:
+    """As a user would say it."""
+    return ".".join(str(part) for part in path if part not in ("dict", "tuple", "namedtuple", "dataclass", "object"))
