@@ -253,6 +253,8 @@ class Claim:
             return
         name = _name(self.generation)
         try:
+            if not self.repo.store.exists(name):  # the repository was removed, and is not to be begun again
+                return
             with self._cleaning:  # a copy under way would take this record's temporary file for one of a killed writer
                 self._is_clean = True
                 self.repo.store.put(name, records.encode("generation", {"owner": None}))

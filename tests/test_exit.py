@@ -62,6 +62,12 @@ def test_a_save_as_the_last_line(namespace: str, tmp_path: Path, ranks: int, how
     assert ckpt.open(namespace).steps() == [1]
 
 
+def test_a_folder_that_was_removed_stays_so(tmp_path: Path) -> None:
+    """The end of the program gives back the right to write there, if there is any there."""
+    ends_well(started(f"{SAVE}\nimport shutil; shutil.rmtree(sys.argv[1])", str(tmp_path / "r"), "blocking"))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_checkpointer_that_nobody_closes(namespace: str) -> None:
     ends_well(started(CHECKPOINTER, namespace))
     assert ckpt.open(namespace).steps() == [0, 1]
