@@ -79,8 +79,18 @@ class Piece(NamedTuple):
 
     def cells(self) -> tuple[int, int]:
         """What of an uncompressed block must be read for this piece, from and to: whole cells."""
-        first, last = self.span()
-        return first // CELL_BYTES * CELL_BYTES, min(self.row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
+        row = self.row
+        first, last = (row.start, row.start + row.nbytes) if self.box is row.box else self.span()
+        return first // CELL_BYTES * CELL_BYTES, min(row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
+
+
+class Run(NamedTuple):
+    """Cells of a block that lie beside each other, of which all are wanted."""
+
+    begin: int
+    end: int
+    pieces: list[tuple[int, int, Piece]]
+    """Those that lie in them, each with its cells from and to, in the order in which these begin."""
 
 
 @dataclass(slots=True)
@@ -91,35 +101,50 @@ class Wanted:
     pieces: list[Piece] = field(default_factory=list)
     once: bool = False
     """No other process of this host is known to need it, nor this one again."""
-    _parts: list[tuple[int, int]] | None = None
+    _runs: list[Run] | None = None
 
-    def parts(self) -> list[tuple[int, int]]:
-        """Runs of cells, each from and to, that are read instead of all of the block; none where that is not worth it."""
-        if self._parts is None:
-            self._parts = self._found_parts()
-        return self._parts
+    def runs(self) -> list[Run]:
+        """The cells that are read instead of all of the block; none where that is not worth it."""
+        if self._runs is None:
+            self._runs = self._found_runs()
+        return self._runs
 
-    def _found_parts(self) -> list[tuple[int, int]]:
+    def _found_runs(self) -> list[Run]:
         row, pieces = self.row, self.pieces
-        if row.codec is not None or (row.raw <= CELL_BYTES and len(pieces) > 1):
+        if row.codec is not None:
             return []
-        if len(pieces) == 1 and pieces[0].box is pieces[0].row.box and pieces[0].row.nbytes * 2 >= row.raw:
+        if len(pieces) == 1:
+            if pieces[0].box is pieces[0].row.box and pieces[0].row.nbytes * 2 >= row.raw:
+                return []
+            cells = pieces[0].cells()
+            return [Run(*cells, [(*cells, pieces[0])])]
+        most = _WORTH * row.raw
+        if row.raw <= CELL_BYTES or sum(p.row.nbytes for p in pieces if p.box is p.row.box) > most:
             return []
-        runs: list[tuple[int, int]] = []
-        for begin, end in sorted(piece.cells() for piece in pieces):
-            if runs and begin <= runs[-1][1]:
-                runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        runs: list[Run] = []
+        total = 0
+        for begin, end, piece in sorted(((*piece.cells(), piece) for piece in pieces), key=lambda found: found[:2]):
+            if runs and begin <= runs[-1].end:
+                last = runs[-1]
+                total += max(0, end - last.end)
+                last.pieces.append((begin, end, piece))
+                runs[-1] = Run(last.begin, max(end, last.end), last.pieces)
             else:
-                runs.append((begin, end))
-        return runs if len(pieces) == 1 or sum(end - begin for begin, end in runs) <= _WORTH * row.raw else []
+                total += end - begin
+                runs.append(Run(begin, end, [(begin, end, piece)]))
+        return runs if total <= most else []
+
+    def run_at(self, begin: int) -> Run:
+        """The one in which a byte of the block lies."""
+        return next(run for run in self.runs() if run.begin <= begin < run.end)
 
     def stretches(self) -> list[tuple[int, int]]:
         """What of the raw block is read, each from and to."""
-        return self.parts() or [(0, self.row.raw)]
+        return [run[:2] for run in self.runs()] or [(0, self.row.raw)]
 
     def stored(self) -> list[tuple[int, int]]:
         """What is read of it as it is stored, each from and to."""
-        return self.parts() or [(0, self.row.stored)]
+        return [run[:2] for run in self.runs()] or [(0, self.row.stored)]
 
     def to_read(self) -> int:
         """The bytes that are read of it, as stored."""
@@ -298,17 +323,17 @@ class Worker:
     # --- one block ---------------------------------------------------------------------------------------------
 
     def _block(self, block: Wanted) -> None:
-        if block.parts():
-            for begin, end in block.parts():
-                self._place_cells(block, self._cells(block, begin, end), begin)
-                self._report(end - begin)
+        if runs := block.runs():
+            for run in runs:
+                self._place([piece for _, _, piece in run.pieces], self._cells(block, run.begin, run.end), run.begin)
+                self._report(run.end - run.begin)
             return
         piece = block.pieces[0]
         is_one = len(block.pieces) == 1 and piece.row.codec is None and piece.row.nbytes == piece.row.raw
-        if is_one and not self._past_cache(block) and (place := self._place(piece)) is not None:
+        if is_one and not self._past_cache(block) and (place := self._memory(piece)) is not None:
             self._straight(piece.row, place)
             return
-        self.place(block, self._whole(block))
+        self._place(block.pieces, self._whole(block))
         self._report(block.row.stored)
 
     def fetch(self, block: Wanted, begin: int, end: int, out: Bytes) -> None:
@@ -330,22 +355,30 @@ class Worker:
         if len(data) == block.row.raw:
             if digest(self._algorithm, data) != block.row.digest:
                 raise self._damaged(block.row, "digest")
-            self.place(block, data)
+            self._place(block.pieces, data)
         else:
-            self._check_wanted(block, data, begin)
-            self._place_cells(block, data, begin)
+            run = block.run_at(begin)
+            self._check_run(run, data, begin)
+            self._place([piece for _, _, piece in run.pieces], data, begin)
 
-    def place(self, block: Wanted, raw: Bytes) -> None:
-        """Put the pieces of a block where they belong."""
-        for piece in block.pieces:
-            row, leaf, box, _ = piece
-            flat = leaf.flat
-            if flat is not None and len(flat) == row.nbytes and box is row.box:  # a whole small leaf
-                flat[:] = raw[row.start : row.start + row.nbytes]
+    def _place(self, pieces: Iterable[Piece], data: Bytes, begin: int = 0) -> None:
+        """Put pieces of a block where they belong, out of its bytes from `begin` on."""
+        for piece in pieces:
+            row, leaf, box, at = piece
+            if box is not row.box:
+                first, last = piece.span()
+                leaf.write(at, _rows_of_span(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
                 continue
-            self._put(piece, raw[row.start : row.start + row.nbytes])
+            mine = data[row.start - begin : row.start - begin + row.nbytes]
+            flat = leaf.flat
+            if flat is not None and len(flat) == row.nbytes:  # a whole small leaf
+                flat[:] = mine
+            elif (place := self._memory(piece)) is not None:
+                place[:] = mine
+            else:
+                leaf.write(at, mine)
 
-    def _place(self, piece: Piece) -> Bytes | None:
+    def _memory(self, piece: Piece) -> Bytes | None:
         """The destination's own memory for a piece, where that is contiguous."""
         leaf = piece.leaf
         if leaf.flat is None:
@@ -389,26 +422,17 @@ class Worker:
     def _cells(self, block: Wanted, begin: int, end: int) -> Bytes:
         """Some cells of an uncompressed block, verified, in this worker's buffer. A wanted piece must lie in each."""
         cells = self._read(block.row, block.row.position + begin, end - begin, self._past_cache(block))
-        self._check_wanted(block, cells, begin)
+        self._check_run(block.run_at(begin), cells, begin)
         return cells
 
-    def _place_cells(self, block: Wanted, cells: Bytes, begin: int) -> None:
-        """Put the wanted boxes that lie in some cells, from byte `begin` of the block on, where they belong."""
-        for piece in block.pieces:
-            first, last = piece.span()
-            if begin <= first < begin + len(cells):
-                row, leaf, box, at = piece
-                data = _rows_of_span(cells[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize)
-                leaf.write(at, data)
-
-    def _check_wanted(self, block: Wanted, cells: Bytes, begin: int) -> None:
-        """Check cells of a raw block, from byte `begin` of it on, in each of which a wanted piece lies."""
+    def _check_run(self, run: Run, cells: Bytes, begin: int) -> None:
+        """Check cells of a raw block, from byte `begin` of it on, that lie in a run."""
         end, checked = begin + len(cells), begin
-        for piece in sorted(block.pieces, key=lambda piece: piece.row.start):
-            first, last = max(checked, piece.cells()[0]), min(end, piece.cells()[1])
-            if first < last:
-                self._check_cells(piece.row, cells[first - begin : last - begin], first)
-                checked = last
+        for first, last, piece in run.pieces:
+            if (upto := min(last, end)) > checked >= first:
+                self._check_cells(piece.row, cells[checked - begin : upto - begin], checked)
+                checked = upto
+        assert checked == end  # else bytes would be handed out that nobody has verified
 
     def _check_cells(self, row: Row, data: Bytes, begin: int) -> None:
         """Check cells of a raw block, from byte `begin` of it on, in each of which the row has bytes."""
@@ -416,18 +440,6 @@ class Worker:
         for i, start in enumerate(range(0, len(data), CELL_BYTES), known):
             if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
                 raise self._damaged(row, f"cell {i}")
-
-    def _put(self, piece: Piece, data: Bytes) -> None:
-        row, leaf, box, at = piece
-        if box is row.box:
-            if (place := self._place(piece)) is not None:
-                place[:] = data
-                return
-        else:
-            dtype = numpy_dtype(row.dtype)
-            shaped = data.view(f"V{dtype.itemsize}").reshape(row.box.shape)
-            data = np.ascontiguousarray(shaped[box.relative_to(row.box).slices()]).reshape(-1).view(np.uint8)
-        leaf.write(at, data)
 
     def _past_cache(self, block: Wanted) -> bool:
         return block.once and self._store.past_cache

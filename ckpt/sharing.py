@@ -83,11 +83,15 @@ class Block:
     def _unite(self) -> list[Stretch]:
         if self.whole:
             return [Stretch(0, self.raw, self.stored, self.whole)]
-        edges = sorted({edge for part in self.parts for edge in (part.begin, part.end)})
-        found = []
-        for begin, end in itertools.pairwise(edges):
-            if ranks := [part.rank for part in self.parts if part.begin <= begin and end <= part.end]:
-                found.append(Stretch(begin, end, end - begin, ranks))
+        changes: dict[int, list[int]] = {}  # at each edge the ranks that want what follows, if they did not before
+        for rank, begin, end in self.parts:
+            changes.setdefault(begin, []).append(rank)
+            changes.setdefault(end, []).append(rank)
+        found, ranks = [], set[int]()
+        for begin, end in itertools.pairwise(sorted(changes)):
+            ranks.symmetric_difference_update(changes[begin])
+            if ranks:
+                found.append(Stretch(begin, end, end - begin, sorted(ranks)))
         return found
 
     def takers(self) -> Iterator[Part]:
