@@ -75,6 +75,14 @@ def this_process() -> Owner:
     return Owner(socket.gethostname(), boot, _namespace(), pid, started(pid), since, secrets.token_hex(8))
 
 
+def is_dead(owner: Owner, me: Owner) -> bool:
+    """Whether the process of one that was there at the same time as this one is seen to be gone.
+
+    Another boot is another host here: there are several of one name, clones and "localhost".
+    """
+    return (owner.host, owner.boot) == (me.host, me.boot) and alive(owner, me) is False
+
+
 def alive(owner: Owner, me: Owner) -> bool | None:
     """Whether the owner's process lives; None where this host cannot tell."""
     if (owner.host, owner.boot, owner.namespace) != (me.host, me.boot, me.namespace):
@@ -136,10 +144,13 @@ class Claim:
     """
 
     def __init__(
-        self, repo: Repository, generation: int, rank: int = 0, size: int = 1, series: Series | None = None, lane: int = 0
-    ) -> None:
+        self, repo: Repository, generation: int, rank: int = 0, size: int = 1, series: Series | None = None, lane: int = 0,
+        token: str = "",
+    ) -> None:  # fmt: skip
         self.repo = repo
         self.generation = generation
+        self.token = token
+        """Of the owner in the record: by it this claim is told from that of a repository which was begun anew at this URL."""
         self.rank = rank
         self.size = size
         self.lane = lane
@@ -209,10 +220,9 @@ class Claim:
 
     def over(self) -> Fenced | StoreError | None:
         """What `check` raises, None where this is the newest generation."""
-        there = _generations(self.repo)
-        newest = max(there, default=0)
+        newest = max(_generations(self.repo), default=0)
         if newest <= self.generation:
-            if self.generation in there or self.repo.store.exists(_name(self.generation)):
+            if self._is_there():
                 return None
             return StoreError(
                 f"{self.repo.url}/{_name(self.generation)} is gone: the folder was removed or emptied while it is written to. "
@@ -229,6 +239,17 @@ class Claim:
             f"{self.repo.url} was taken over{who} (generation {newest}, this process has {self.generation}); "
             "this process may not write to it any more: stop it"
         )
+
+    def _is_there(self) -> bool:
+        """Whether the record of this claim is there, and not that of another which was made after all was removed."""
+        name = _name(self.generation)
+        try:
+            owner = records.decode("generation", self.repo.store.get(name), name)["owner"]
+        except NotFound:
+            return False
+        except (CkptError, KeyError):  # damaged, or not to be had just now
+            return True
+        return owner is None or owner.get("token") == self.token
 
     def lost(self) -> RanksMissing | None:
         """What tells a rank that rank 0, which holds the claim, is dead; None where it lives or can't be seen from here."""
@@ -253,7 +274,7 @@ class Claim:
             return
         name = _name(self.generation)
         try:
-            if not self.repo.store.exists(name):  # the repository was removed, and is not to be begun again
+            if not self._is_there():  # the repository was removed, and is not to be begun again
                 return
             with self._cleaning:  # a copy under way would take this record's temporary file for one of a killed writer
                 self._is_clean = True
@@ -276,16 +297,16 @@ class Claim:
         """The ranks of this group that have ended their saves, or are dead: what is not there of them now never comes."""
         ours, me = (self.generation, self.lane), this_process()
         said = {word.rank for word in _words(_names(self.repo)) if (word.generation, word.lane) == ours}
-        return said | {rank for rank, owner in enumerate(self.ranks) if alive(owner, me) is False}
+        return said | {rank for rank, owner in enumerate(self.ranks) if is_dead(owner, me)}
 
 
 def claim(repo: Repository, size: int = 1, series: Series | None = None) -> Claim:
     """Become the writer of a repository, for a group of `size`; raise RepositoryBusy where a live process is."""
-    return Claim(repo, _take(repo, series.above if series else 0), 0, size, series)
-
-
-def _take(repo: Repository, above: int) -> int:
     me = this_process()
+    return Claim(repo, _take(repo, series.above if series else 0, me), 0, size, series, token=me.token)
+
+
+def _take(repo: Repository, above: int, me: Owner) -> int:
     for _ in range(20):
         held = max(_generations(repo), default=0)
         newest = max(held, above)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckpt.storage.errors import CkptError
 from ckpt.tree import Node
 
 log = logging.getLogger("ckpt")
@@ -34,28 +33,31 @@ class Drift:
 
         before: the number and tree of that; asked only where something differs anew.
         """
+        try:
+            self._see(step, tree, before)
+        except Exception as error:  # it only warns: nothing that it meets may be what a save fails for
+            log.debug("whether the ranks save the same moment is not known: %r", error)
+
+    def _see(self, step: int, tree: Node, before: Callable[[], tuple[int, Node] | None]) -> None:
         if self._told:
             return
         apart = dict(differing(tree))
         new, self._apart = apart.keys() - self._apart, set(apart)
         if not new:
             return
-        try:
-            earlier = before()
-        except (CkptError, ValueError, KeyError, TypeError) as error:  # a wrong file is told by who needs it
-            log.debug("what the ranks had in common is not known: %s", error)
-            return
-        if earlier is None:
+        if (earlier := before()) is None:
             return
         number, old = earlier
+        if any(is_number(found(old, path)) and found(old, path) != value for path, value in common(tree)):
+            return  # something that counts on is still the same on all: these differ for a reason of their own
         for path in sorted(new, key=str):
-            if is_number(common := found(old, path)):
+            if is_number(was := found(old, path)):
                 self._told = True
                 shown = "; ".join(f"{value} on rank {rank}" for rank, value in list(apart[path].items())[:4])
                 log.warning(
                     "step %d: %s was the same on all ranks in step %d (%s), and is not now (%s): see whether one of them has "
                     "left out a save, for then it saves other moments than the others; name the steps (step=), or end this job",
-                    step, named(path), number, common, shown,
+                    step, named(path), number, was, shown,
                 )  # fmt: skip
                 return
 
@@ -83,6 +85,22 @@ def differing(node: Node, path: Path = ()) -> Iterator[tuple[Path, dict[str, int
                     yield from differing(inner, (*path, tag))
 
 
+def common(node: Node, path: Path = ()) -> Iterator[tuple[Path, int]]:
+    """The numbers that are the same on all ranks."""
+    if is_number(node):
+        yield path, node
+    elif isinstance(node, list):
+        for i, item in enumerate(node if len(node) <= _LONG else ()):
+            yield from common(item, (*path, i))
+    elif isinstance(node, dict):
+        for tag, inner in node.items():
+            if tag == "dict":
+                for key, value in inner:
+                    yield from common(value, (*path, tag, str(key)))
+            elif tag in ("tuple", "namedtuple", "dataclass", "object"):
+                yield from common(inner, (*path, tag))
+
+
 def found(node: Node, path: Path) -> Node:
     """What is there; None where nothing is."""
     for part in path:
@@ -91,7 +109,7 @@ def found(node: Node, path: Path) -> Node:
         elif isinstance(node, dict):
             node = node.get(part)
         elif isinstance(node, list):  # the entries of a dict
-            node = next((value for key, value in node if str(key) == part), None)
+            node = next((entry[1] for entry in node if isinstance(entry, list) and str(entry[0]) == part), None)
         else:
             return None
     return node

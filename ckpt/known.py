@@ -14,7 +14,7 @@ from ckpt.arena import round_up
 from ckpt.places import from_nearest
 from ckpt.read import is_bad_sector
 from ckpt.storage.base import Store
-from ckpt.storage.errors import CkptError, IntegrityError, StoreError
+from ckpt.storage.errors import IntegrityError, StoreError
 from ckpt.storage.pages import pages
 from ckpt.storage.sums import CELL_BYTES, bad_cells
 
@@ -46,7 +46,7 @@ KnownBlocks = dict[tuple[bytes, int], KnownBlock]
 def is_whole(
     store: Store, block: KnownBlock, cells: bytes, computing: Callable[[], AbstractContextManager[object]]
 ) -> bool:
-    """Whether a block can be read as it was written; if not, it is told in the log, and remembered as bad.
+    """Whether a block is as it was written; if not, it is told in the log, and remembered as bad. Raises StoreError.
 
     cells: the checksums of the cells of the raw block.
     computing: entered while this works and does not wait for the store.
@@ -55,11 +55,13 @@ def is_whole(
     def read(copy: Store) -> None:
         where = f"{copy.url}/{block.pack}, block at byte {block.position},"
         hasher, good, done = xxhash.xxh3_64(), True, 0
-        memory = np.frombuffer(pages(min(_PIECE, round_up(block.stored))), np.uint8)
+        # Far away each call takes its time: all at once.
+        at_once = _PIECE if copy.past_cache else -(-block.stored // CELL_BYTES) * CELL_BYTES
+        memory = np.frombuffer(pages(min(at_once, round_up(block.stored))), np.uint8)
         try:
             with copy.open_once(block.pack) as reader:
                 while done < block.stored and good:
-                    wanted = min(_PIECE, block.stored - done)
+                    wanted = min(at_once, block.stored - done)
                     # Whole pages, as packs have them: such can pass the page cache.
                     count = reader.read_into(block.position + done, memory[: round_up(wanted)].data)
                     if count < wanted:
@@ -69,7 +71,7 @@ def is_whole(
                             hasher.update(memory[:wanted].data)
                         else:
                             at = done // CELL_BYTES * 8
-                            good = not bad_cells(memory[:wanted].data, cells[at : at + _PIECE // CELL_BYTES * 8])
+                            good = not bad_cells(memory[:wanted].data, cells[at : at + at_once // CELL_BYTES * 8])
                     done += wanted
         except StoreError as error:
             if not is_bad_sector(error):
@@ -80,7 +82,7 @@ def is_whole(
 
     try:
         from_nearest(store, read, block.pack, block.position)
-    except CkptError as error:
+    except IntegrityError as error:
         log.warning("%s; it is written again, and not referred to", error)
         return False
     return True

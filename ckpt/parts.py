@@ -340,7 +340,8 @@ def _wait(
 ) -> T | None:
     """What `look` finds, asked more and more slowly; None when the time is up.
 
-    Raises Fenced where a newer generation has begun, and what `given_up` says; but looks once more before.
+    Raises Fenced where a newer generation has begun, StoreError where the repository is gone, and what `given_up` says; but
+    looks once more before.
     """
     deadline = time.monotonic() + timeout
     pause = _POLL[0]

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
 from ckpt.drift import Drift
@@ -149,7 +149,7 @@ class Session:
             if attempt.serial > self._known_of:
                 self._known_of = attempt.serial
                 self._known = (algorithm, blocks, packs)
-                _remembered[:] = [(self._place, blocks)]
+                _remember(self._place, blocks)
         distrusted(self.repo).discard(attempt.step)
 
     def pin(self, attempt: Attempt, packs: Iterable[str]) -> None:
@@ -183,11 +183,11 @@ class Session:
         if manifest.digest_algorithm != algorithm:
             return {}, {}
         mine = None if self.group.size == 1 else self.group.rank
-        before = next((blocks for place, blocks in _remembered if place == self._place), {})
+        before = _remembered.get(self._place, {})
         blocks = {}
         for key, at in manifest.blocks(mine).items():
-            known = before.get(key)
-            blocks[key] = known if known is not None and (known.pack, known.position) == at[:2] else KnownBlock(*at)
+            seen = KnownBlock(*at, seen=True)
+            blocks[key] = seen if before.get(key) == seen else KnownBlock(*at)
         return blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}
 
     def sweep(self, keep: Keep | None, saved: int, retired: set[str]) -> None:
@@ -218,13 +218,12 @@ def _meet(
     Returns the claim, the number of the next step, and what rank 0 is asked to save.
     """
     if group.rank:
-        group.meet_at(where)
-        told = json.loads(group.broadcast(None))
+        told, ranks = _tell(where, group, None)
         if "error" in told:
             kind = getattr(errors, told["error"], CkptError)
             raise kind(told["message"])
-        other = Claim(repo, told["generation"], group.rank, group.size, series, told["lane"])
-        other.ranks = _processes(group)
+        other = Claim(repo, told["generation"], group.rank, group.size, series, told["lane"], told["token"])
+        other.ranks = ranks
         return other, told["next"], tuple(told["asked"])
     mine: Claim | None = None
     try:
@@ -234,7 +233,8 @@ def _meet(
         else:
             mine = claim(repo, group.size, series)
             mine.clean()  # now, while nobody of this generation writes
-        told = {"generation": mine.generation, "lane": mine.lane, "next": _after_newest(repo), "asked": asked}
+        told = {"generation": mine.generation, "lane": mine.lane, "token": mine.token}
+        told |= {"next": _after_newest(repo), "asked": asked}
     except BaseException as error:
         if mine is not None:
             _release_unused(mine)
@@ -242,25 +242,21 @@ def _meet(
         _tell(where, group, {"error": kind, "message": f"rank 0 could not begin to save: {error}"})
         raise
     try:
-        _tell(where, group, told)
-        mine.ranks = _processes(group)
+        _, mine.ranks = _tell(where, group, told)
     except BaseException:
         _release_unused(mine)
         raise
     return mine, told["next"], asked
 
 
-def _processes(group: Group) -> list[Owner]:
-    """The processes of a group, by rank: one that has died without a word is not waited for, where that can be seen."""
-    if not group.can_gather:
-        return []
-    me = json.dumps(asdict(this_process())).encode()
-    return [Owner(**json.loads(said)) for said in group.all_gather(me)]
-
-
-def _tell(where: Store, group: Group, told: dict[str, object]) -> None:
+def _tell(where: Store, group: Group, told: dict[str, Any] | None) -> tuple[dict[str, Any], list[Owner]]:
+    """Meet; what rank 0 tells, and the processes of all ranks: one that has died is not waited for, where that can be seen."""
     group.meet_at(where)
-    group.broadcast(json.dumps(told).encode())
+    if not group.can_gather:
+        return json.loads(group.broadcast(None if told is None else json.dumps(told).encode())), []
+    all_said = group.all_gather(json.dumps({"told": told, "process": asdict(this_process())}).encode())
+    said = [json.loads(data) for data in all_said]
+    return said[0]["told"], [Owner(**one["process"]) for one in said]
 
 
 _sessions: dict[tuple[str, Group | None], Session] = {}
@@ -268,8 +264,9 @@ _orphans: list[Session] = []  # left with an error that nobody has seen
 _lent: list[Claim] = []  # to groups that meet just now
 _registry = threading.RLock()
 _distrusted: dict[str, set[int]] = {}
-_remembered: list[tuple[tuple[str, int], KnownBlocks]] = []
-"""What the last save of this process wrote or saw to be whole, and where: kept for the next save in a session of its own."""
+_remembered: dict[tuple[str, int], KnownBlocks] = {}
+"""By URL and rank what the last save of this process wrote or saw to be whole: kept for a next one in a session of its own."""
+_MOST_REMEMBERED = 4
 
 
 def distrusted(repo: Repository) -> set[int]:
@@ -278,6 +275,14 @@ def distrusted(repo: Repository) -> set[int]:
     A run that falls back comes by them again and makes, bit for bit, the same blocks: those must be written anew.
     """
     return _distrusted.setdefault(repo.url, set())
+
+
+def _remember(place: tuple[str, int], blocks: KnownBlocks) -> None:
+    with _registry:
+        _remembered.pop(place, None)
+        _remembered[place] = blocks
+        while len(_remembered) > _MOST_REMEMBERED:
+            del _remembered[next(iter(_remembered))]
 
 
 def distrust(repo: Repository, steps: Iterable[int]) -> None:

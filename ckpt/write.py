@@ -182,6 +182,8 @@ class _Save:
         self._known: KnownBlocks = {}
         self._known_packs: dict[str, int] = {}
         self._referenced: set[str] = set()
+        self._refused: set[tuple[bytes, int]] = set()  # blocks that were found bad
+        self._unreadable: set[str] = set()  # packs
         self._samples: dict[int, Sample] = {}  # of the blocks that are staged late
         self._go = threading.Event()  # the writers may begin
         self._eager_staged = threading.Event()
@@ -453,10 +455,18 @@ class _Save:
 
     def _seen(self, key: tuple[bytes, int], at: KnownBlock, cells: bytes) -> KnownBlock | None:
         """A block that another process has written, read once; None where it may not be referred to."""
-        if not is_whole(self._store, at, cells, self._computing):
+        if key in self._refused or at.pack in self._unreadable:
             return None
-        at = self._known[key] = replace(at, seen=True)
-        return at
+        try:
+            if is_whole(self._store, at, cells, self._computing):
+                at = self._known[key] = replace(at, seen=True)
+                return at
+            self._refused.add(key)
+        except StoreError as error:
+            if at.pack not in self._unreadable:
+                log.warning("%s; nothing of %s is referred to, but written again", error, at.pack)
+            self._unreadable.add(at.pack)
+        return None
 
     def _computing(self) -> AbstractContextManager[object]:
         """In it a writer hashes or encodes. Once the caller trains on, one processor is its: two writers that hash at once

@@ -157,7 +157,8 @@ class NodeStore(Store):
         """An action and its answers."""
         with self.told(verb):
             action = flight.Action(verb, wire.pack(list(arguments)))
-            return [wire.unpack(r.body) for r in self.client().do_action(action, self.options(deadline))]
+            client = self.client()
+            return [wire.unpack(r.body) for r in client.do_action(action, self.options(deadline))]
 
     def read(self, name: str, position: int, nbytes: int) -> Iterator[memoryview]:
         """The bytes of an object in pieces, fewer than asked only at its end."""

@@ -234,12 +234,26 @@ def test_a_rank_of_another_start_is_not_taken(folder: Path, launcher_lives: bool
         launcher.communicate()
 
 
-def test_ranks_that_different_processes_have_started(folder: Path) -> None:
-    """Each in a shell of its own: they meet, once it is plain that nobody else says to be one of them."""
-    launcher, _ = elsewhere(folder, 1, 2)
-    finish(rank_process(folder, 0, 2, SETTLE=0.5))
-    finish(launcher)
-    assert len(reports(folder, 2)) == 2
+@pytest.mark.parametrize("shell", ["stays", "ends"])
+@pytest.mark.parametrize(("settle", "timeout"), [(0.2, 60), (60, 3)])
+def test_ranks_that_different_processes_have_started(folder: Path, shell: str, settle: float, timeout: float) -> None:
+    """Each in a shell of its own, which may end: they meet, once it is plain, or too late, that nobody else says to be one."""
+    launcher, other = elsewhere(folder, 1, 2)
+    try:
+        if shell == "ends":
+            launcher.kill()
+            launcher.wait()
+        finish(rank_process(folder, 0, 2, SETTLE=settle, TIMEOUT=timeout))
+        if shell == "stays":
+            finish(launcher)
+        else:
+            until(lambda: (folder / "1.json").exists())
+        until(lambda: len([*folder.glob("?.json")]) == 2)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
+        launcher.kill()
+        launcher.communicate()
 
 
 # --- one process, many threads ---------------------------------------------------------------------------------

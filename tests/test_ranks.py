@@ -1427,6 +1427,28 @@ def test_a_rank_that_leaves_out_a_save(tmp_path: Path, caplog: pytest.LogCapture
     assert f"step 2: {words}" in told[0]
 
 
+@pytest.mark.parametrize(
+    "states",
+    [
+        [{"a": [1, 2, 3]}, {"a": {"n": "rank"}}],  # another shape
+        [{"it": 0, "skipped": 0}, {"it": 1, "skipped": "rank"}],  # they are in step
+        [{"a": "rank"}, {"a": "rank"}], [{}, {"a": "rank"}], [{"a": 1.5}, {"a": "rank"}], [{"a": (1, 2)}, {"a": (1, "rank")}],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_differ_for_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture, states: list[Any]) -> None:
+    """No save fails for what is only looked at, and few are warned about that are well."""
+    def of(node: Any, rank: int) -> Any:
+        if isinstance(node, dict):
+            return {key: of(value, rank) for key, value in node.items()}
+        return tuple(of(item, rank) for item in node) if isinstance(node, tuple) else rank + 5 if node == "rank" else node
+
+    for step, state in enumerate(states):
+        all_well(on_ranks(2, lambda g, step=step, state=state: ckpt.save(of(state, g.rank), tmp_path, step, group=g)))
+    told = [record for record in caplog.records if "was the same on all ranks" in record.getMessage()]
+    assert len(told) == ("(1, 2)" in str(states[0]))
+
+
 def test_ranks_that_come_with_different_steps_later(tmp_path: Path) -> None:
     """Whoever waits in vain is told with which step the other has come."""
     groups = ThreadGroup.make(2)

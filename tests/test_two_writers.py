@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -11,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import SOAK, assert_all_load, assert_clean, assert_same, failing, finish, one_line, python, state_of
 
@@ -203,6 +206,51 @@ def test_two_that_begin_at_the_same_moment(tmp_path: Path) -> None:
         assert_clean(root)
     for racer in racers:
         finish(racer)
+
+
+OTHER = """
+import sys, ckpt, numpy as np
+with ckpt.Checkpointer(sys.argv[1]) as saver:
+    saver.save(5, {"x": np.full(1 << 20, 9.0)}, blocking=True)
+    print("saved", flush=True)
+    input()
+    saver.save(6, {"x": np.full(1 << 20, 10.0)}, blocking=True)
+"""
+
+
+def test_a_repository_that_another_has_begun_anew(tmp_path: Path) -> None:
+    """At the URL of one that was removed, with the very same number of a generation: nothing of it is touched."""
+    saver = ckpt.Checkpointer(tmp_path / "r")
+    saver.save(1, {"x": np.full(1 << 20, 1.0)}, blocking=True)
+    shutil.rmtree(tmp_path / "r")
+    other = python(OTHER, tmp_path / "r")
+    assert other.stdout is not None
+    assert other.stdout.readline() == "saved\n"
+    with pytest.raises(ckpt.StoreError, match="was removed or emptied while it is written to"):
+        saver.save(5, {"x": np.full(1 << 20, 2.0)}, blocking=True)
+    saver.close()
+    assert json.loads(next((tmp_path / "r/generations").iterdir()).read_text())["owner"]["pid"] == other.pid
+    other.communicate("\n", timeout=60)
+    assert other.returncode == 0
+    assert ckpt.open(tmp_path / "r").steps() == [5, 6]
+    assert ckpt.load(tmp_path / "r", step=5)["x"][0] == 9
+
+
+def test_a_repository_that_was_made_again_is_another(tmp_path: Path) -> None:
+    """Its packs have the names that those of the one before had, and other bytes: none is taken for what this process wrote."""
+    state = {"x": np.random.default_rng(0).integers(0, 9, 1 << 20, "u1")}
+    ckpt.save(state, tmp_path / "r", step=0, codec="none")
+    shutil.rmtree(tmp_path / "r")
+    code = """
+import sys, ckpt, numpy as np
+state = {"x": np.random.default_rng(0).integers(0, 9, 1 << 20, "u1")}
+ckpt.save(state, sys.argv[1], step=0, codec={"id": "zstd"})
+"""
+    finish(python(code, tmp_path / "r"))
+    saved = ckpt.save(state, tmp_path / "r", step=1, codec="none")
+    assert saved.commit.written_bytes == 0, "it is referred to"
+    assert saved.verify()
+    assert_same(ckpt.load(tmp_path / "r", step=1, strict=True), state)
 
 
 def test_threads_of_one_process_share(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from ckpt.claim import Owner, alive, started, this_process
+from ckpt.claim import Owner, alive, is_dead, started, this_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Hello:
 
     def lives(self, me: Hello) -> bool:
         """Whether its process may live."""
-        return alive(self.owner, me.owner) is not False
+        return not is_dead(self.owner, me.owner)
 
     def is_of(self, me: Hello) -> bool | None:
         """Whether one process has started both; None where that can't be told."""

@@ -39,7 +39,8 @@ _STALE_SECONDS = 86400.0
 _UNSURE_SECONDS = 1.0
 """After so long without a meeting a rank looks whether it could write to the store at all."""
 _SETTLE_SECONDS = 2.0
-"""How long rank 0 looks whether a rank comes once more, where the job has no name and another process has started that rank."""
+"""How long rank 0 looks whether a rank comes once more, where the job has no name and another process has started that rank;
+five times as long where that process is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +74,23 @@ class Meeting:
         folder = f"{PLACE}/{self._job.digest}-{self._group.size}-{token}"
         _put(self._store, f"{folder}/open", self._me.encoded())
         came: dict[int, str] = {}
-        settled: float | None = None
+        all_came: float | None = None
         for _ in _waits(self._timeout):
             hellos = _hellos(self._store, folder)
             if len(hellos) == self._group.size - 1:
-                came, doubtful = self._living(folder, hellos)
+                came, doubt = self._living(folder, hellos)
                 if len(came) == len(hellos):
-                    settled = settled or time.monotonic() + _SETTLE_SECONDS
-                    if not doubtful or time.monotonic() >= settled:
+                    all_came = all_came or time.monotonic()
+                    if time.monotonic() >= all_came + doubt:
                         break
+                    log.info("%r: waiting %g s for others that say to be one of its ranks: no CKPT_RUN_ID names this job",
+                             self._group, doubt)  # fmt: skip
         else:
             came, _ = self._living(folder, _hellos(self._store, folder))
-            gone = _ranks(self._store, folder, "gone")
-            self._remove(folder)
-            raise self._late({0, *came, *gone} if len({*came, *gone}) < self._group.size - 1 else {0, *came})
+            if len(came) < self._group.size - 1:
+                gone = _ranks(self._store, folder, "gone")
+                self._remove(folder)
+                raise self._late({0, *came, *gone} if len({*came, *gone}) < self._group.size - 1 else {0, *came})
         names = [token, *(came[rank] for rank in range(1, self._group.size))]
         _put(self._store, f"{folder}/members.json", json.dumps(names).encode())
         self._clean(folder)
@@ -139,12 +143,12 @@ class Meeting:
         """Take the hellos back: nobody is to count on a process that does not come."""
         self._store.delete([f"{folder}/hello-{self._group.rank}-{token}" for folder in folders])
 
-    def _living(self, folder: str, hellos: dict[int, list[str]]) -> tuple[dict[int, str], bool]:
+    def _living(self, folder: str, hellos: dict[int, list[str]]) -> tuple[dict[int, str], float]:
         """The token of each rank whose process may live: one that died since, and was started again, said hello too.
 
-        Also whether one of them may be of another job.
+        Also how many seconds to look for others, where one of them may be of another job.
         """
-        me, doubtful = self._me, False
+        me, doubt = self._me, 0.0
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
         said = iter(_get_all(self._store, names))
         living: dict[int, str] = {}
@@ -152,11 +156,12 @@ class Meeting:
             came = [(token, decoded(next(said))) for token in tokens]
             here = [(token, one) for token, one in came if one is not None and one.lives(me)]
             if not self._job.named:
-                here = [(token, one) for token, one in here if not one.is_left_over(me)]
-                ours = [(token, one) for token, one in here if one.is_of(me)]
-                if len(ours) == 1:
-                    here = ours
-                doubtful |= any(one.is_of(me) is False for _, one in here)
+                here = [it for it in here if not it[1].is_left_over(me)] or here
+                ours = [it for it in here if it[1].is_of(me)]
+                here = ours if len(ours) == 1 else here
+                for _, one in here:
+                    left_over = one.is_left_over(me)
+                    doubt = max(doubt, _SETTLE_SECONDS * (5 if left_over else 1 if one.is_of(me) is False else 0))
             if len(here) > 1:
                 self._remove(folder)
                 who = " and ".join(f"process {one.owner.pid} on {one.owner.host}" for _, one in here)
@@ -166,7 +171,7 @@ class Meeting:
                 )
             living.update((rank, token) for token, _ in here)
             self._others.update((rank, one) for _, one in here)
-        return living, doubtful
+        return living, doubt
 
     def _late(self, came: Collection[int], doing: str = "meet") -> GroupError:
         missing = [rank for rank in range(self._group.size) if rank not in came]
