@@ -35,6 +35,8 @@ _SPIES, _SPY_SECONDS = 8, 5.0
 
 _NO_MEMORY = "was killed by the kernel, as there was no memory left (SIGKILL)"
 _SAID = 400
+_NO_REASON = ("This typically refers to a problem with your application.", "Please see the FAQ page", "====")
+"""How mpiexec of MPICH ends what it says of a rank that has failed."""
 """Characters of the last line of a log. The names of long folders come first in it, and the reason after them."""
 
 
@@ -118,6 +120,9 @@ class Watch:
         if not heard:
             return None
         number, beat = min(heard, key=lambda each: (each[1].step, each[0] not in late, each[1].since))
+        if late and beat.step < 0:  # nobody has done a step: one that has not come so far as to open a Checkpointer is behind
+            number = min((n for n in self._running if not self._beats[n].pid), default=number)
+            beat = self._beats[number]
         return Slowest(number, beat.step, now - beat.since, beat.phase)
 
     @property
@@ -186,6 +191,8 @@ class Watch:
                     if before.since >= self._forgiven:
                         self._limits.learn(before.phase, max(took, looked - before.since))
                     self._measures[rank.number].learn(before, beat)
+                self._beats[rank.number] = beat
+            elif beat.pid != before.pid:  # it has opened a Checkpointer
                 self._beats[rank.number] = beat
 
     def _bad(self) -> Wrong | None:
@@ -283,7 +290,7 @@ def _end(rank: Rank) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
-    lines = [line.strip() for line in _tail(rank.log).splitlines() if line.strip()]
+    lines = [line.strip() for line in _tail(rank.log).splitlines() if line.strip() and not line.startswith(_NO_REASON)]
     said = f" ({lines[-1][:_SAID]})" if lines else ""
     return f"exited with status {code}{said}"
 

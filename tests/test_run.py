@@ -297,6 +297,47 @@ def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
         stop_ranks(ranks, "")
 
 
+@pytest.mark.parametrize("waits", ["", "p.mine().beat(p.PHASES.index('load'))"])
+def test_a_hang_before_the_first_step(tmp_path: Path, waits: str) -> None:
+    """One hangs while it imports, or wherever it is before it uses ckpt: the others wait for it, and it is named."""
+    program = (
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
+        f"import ckpt.pulse as p\np.mine().attach()\n{waits}\ntime.sleep(1000)"
+    )
+    share = Share("r", 0, 0, 3, 3, 0, "127.0.0.1", 1, {})
+    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
+    try:
+        watch, until = Watch(ranks, Limits(least_seconds=0.5, first_seconds=first_seconds(5)), -1), time.monotonic() + 60
+        while watch.wrong is None:
+            assert time.monotonic() < until
+            watch.look(time.monotonic())
+            time.sleep(0.01)
+        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
+        assert "in phase 'start'" in watch.wrong.detail
+    finally:
+        stop_ranks(ranks, "")
+
+
+def test_ranks_that_know_nothing_of_ckpt_may_be_silent(tmp_path: Path) -> None:
+    """One of them uses it, and goes on; of the others nothing is known."""
+    program = (
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
+        "import ckpt.pulse as p\np.mine().attach()\nwhile True: p.mine().beat(2, 1); time.sleep(0.1)"
+    )
+    share = Share("r", 0, 0, 2, 2, 0, "127.0.0.1", 1, {})
+    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
+    try:
+        watch = Watch(ranks, Limits(least_seconds=2, first_seconds=first_seconds(4)), -1)
+        until = time.monotonic() + 60
+        while watch._beats[0].beats < 80:  # eight seconds at least
+            assert time.monotonic() < until
+            watch.look(time.monotonic())
+            assert watch.wrong is None
+            time.sleep(0.01)
+    finally:
+        stop_ranks(ranks, "")
+
+
 def test_a_rank_that_may_wait_is_not_blamed(tmp_path: Path) -> None:
     """At one step are one that has saved last, for which no limit holds, and is silent for longest; and one that hangs."""
     program = (
