@@ -11,9 +11,10 @@ from math import inf
 from statistics import median
 
 FIRST_SECONDS: Mapping[str, float] = {
-    "start": 900.0, "load": 1800.0, "step": 900.0, "save": 1800.0, "eval": 3600.0, "compile": 3600.0, "end": inf,
+    "start": 3600.0, "load": 1800.0, "step": 900.0, "save": 1800.0, "eval": 3600.0, "compile": 3600.0, "end": inf,
 }  # fmt: skip
-"""Where nothing is learned. A first step may compile; after the last save the program does what it likes."""
+"""Where nothing is learned. A start builds the model, a first step may compile; after the last save the program does what it
+likes."""
 
 _LEARNED = ("step", "save", "load", "eval", "compile")
 
