@@ -222,7 +222,8 @@ class Pulse:
             time.sleep(0.001)
 
     def attach(self) -> None:
-        """This process is the rank."""
+        """This process is the rank. What it has done before, such as imports, is no silence."""
+        self._fields[_SINCE] = time.monotonic_ns()
         self._fields[_PID] = os.getpid()
         with contextlib.suppress(ValueError, OSError, AttributeError):  # no stderr, or not the main thread of it
             faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
