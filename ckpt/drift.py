@@ -17,6 +17,7 @@ log = logging.getLogger("ckpt")
 Path = tuple[Any, ...]
 """Tags, keys and numbers that lead to a node."""
 
+_WITHIN = ("tuple", "namedtuple", "dataclass", "object")
 _LONG = 64
 """A longer list of numbers is no place for a step: the state of a random generator, for one."""
 
@@ -67,38 +68,34 @@ def is_number(node: Node) -> bool:
     return type(node) is int
 
 
-def differing(node: Node, path: Path = ()) -> Iterator[tuple[Path, dict[str, int]]]:
+def differing(node: Node) -> Iterator[tuple[Path, dict[str, int]]]:
     """The numbers that differ between ranks: where they are, and what each rank has."""
-    if isinstance(node, list):
-        for i, item in enumerate(node if len(node) <= _LONG else ()):
-            yield from differing(item, (*path, i))
-    elif isinstance(node, dict):
-        if "ranks" in node:
-            if all(map(is_number, node["ranks"].values())) and len(set(node["ranks"].values())) > 1:
-                yield path, node["ranks"]
-        else:
-            for tag, inner in node.items():
-                if tag == "dict":
-                    for key, value in inner:
-                        yield from differing(value, (*path, tag, str(key)))
-                elif tag in ("tuple", "namedtuple", "dataclass", "object"):
-                    yield from differing(inner, (*path, tag))
+    for path, value in numbers(node):
+        if isinstance(value, dict) and all(map(is_number, value.values())) and len(set(value.values())) > 1:
+            yield path, value
 
 
-def common(node: Node, path: Path = ()) -> Iterator[tuple[Path, int]]:
+def common(node: Node) -> Iterator[tuple[Path, int]]:
     """The numbers that are the same on all ranks."""
+    return ((path, value) for path, value in numbers(node) if is_number(value))
+
+
+def numbers(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Where a number is, or something that each rank has of its own: that, or a dict of what each rank has."""
     if is_number(node):
         yield path, node
     elif isinstance(node, list):
         for i, item in enumerate(node if len(node) <= _LONG else ()):
-            yield from common(item, (*path, i))
+            yield from numbers(item, (*path, i))
+    elif isinstance(node, dict) and "ranks" in node:
+        yield path, node["ranks"]
     elif isinstance(node, dict):
         for tag, inner in node.items():
             if tag == "dict":
                 for key, value in inner:
-                    yield from common(value, (*path, tag, str(key)))
-            elif tag in ("tuple", "namedtuple", "dataclass", "object"):
-                yield from common(inner, (*path, tag))
+                    yield from numbers(value, (*path, tag, str(key)))
+            elif tag in _WITHIN:
+                yield from numbers(inner, (*path, tag))
 
 
 def found(node: Node, path: Path) -> Node:
@@ -117,4 +114,4 @@ def found(node: Node, path: Path) -> Node:
 
 def named(path: Path) -> str:
     """As a user would say it."""
-    return ".".join(str(part) for part in path if part not in ("dict", "tuple", "namedtuple", "dataclass", "object"))
+    return ".".join(str(part) for part in path if part not in ("dict", *_WITHIN))

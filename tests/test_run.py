@@ -273,28 +273,35 @@ def test_a_rank_leaves_the_others(start: Callable[..., Run]) -> None:
     assert len(run.failures()) == 1
 
 
-def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
-    """It has ended well, so that it is not what has failed; but perhaps it is waited for."""
-    program = (
-        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
-        "p.mine().attach(); p.mine().beat(2, 9 - rank)\nrank or time.sleep(1000)"
-    )
-    share = Share("r", 0, 0, 2, 2, 0, "127.0.0.1", 1, {})
-    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
+@contextlib.contextmanager
+def watched(program: str, size: int, folder: Path) -> Iterator[Watch]:
+    """Ranks that run a program, until something is wrong with them."""
+    share = Share("r", 0, 0, size, size, 0, "127.0.0.1", 1, {})
+    ranks = start_ranks([sys.executable, "-c", program], share, folder, folder / "logs")
     try:
         watch, until = Watch(ranks, Limits(least_seconds=0.5, first_seconds=first_seconds(5)), -1), time.monotonic() + 60
         while watch.wrong is None:
             assert time.monotonic() < until
             watch.look(time.monotonic())
             time.sleep(0.01)
+        yield watch
+    finally:
+        stop_ranks(ranks, "")
+
+
+def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
+    """It has ended well, so that it is not what has failed; but perhaps it is waited for."""
+    program = (
+        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
+        "p.mine().attach(); p.mine().beat(2, 9 - rank)\nrank or time.sleep(1000)"
+    )
+    with watched(program, 2, tmp_path) as watch:
         assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (0,))
         assert watch.wrong.detail.endswith("; rank 1 had ended after step 8, with status 0")
         said = Report("a", "a-1", 0.0, 1, str(tmp_path), str(tmp_path), "a", 1, attempt=0)
         shown = {row[0]: row for row in ask._ranks(said)}
         assert [shown["1"][i] for i in (2, 3, 5)] == ["ended", "8", ""]
         assert [shown["0"][i] for i in (2, 3)] == ["step", "9"]
-    finally:
-        stop_ranks(ranks, "")
 
 
 @pytest.mark.parametrize("waits", ["", "p.mine().beat(p.PHASES.index('load'))"])
@@ -304,18 +311,9 @@ def test_a_hang_before_the_first_step(tmp_path: Path, waits: str) -> None:
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
         f"import ckpt.pulse as p\np.mine().attach()\n{waits}\ntime.sleep(1000)"
     )
-    share = Share("r", 0, 0, 3, 3, 0, "127.0.0.1", 1, {})
-    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
-    try:
-        watch, until = Watch(ranks, Limits(least_seconds=0.5, first_seconds=first_seconds(5)), -1), time.monotonic() + 60
-        while watch.wrong is None:
-            assert time.monotonic() < until
-            watch.look(time.monotonic())
-            time.sleep(0.01)
+    with watched(program, 3, tmp_path) as watch:
         assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
         assert "in phase 'start'" in watch.wrong.detail
-    finally:
-        stop_ranks(ranks, "")
 
 
 def test_ranks_that_know_nothing_of_ckpt_may_be_silent(tmp_path: Path) -> None:
@@ -344,18 +342,9 @@ def test_a_rank_that_may_wait_is_not_blamed(tmp_path: Path) -> None:
         "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\np.mine().attach()\n"
         "rank and time.sleep(1)\np.mine().beat(p.PHASES.index('step' if rank else 'end'), 9)\ntime.sleep(1000)"
     )
-    share = Share("r", 0, 0, 2, 2, 0, "127.0.0.1", 1, {})
-    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
-    try:
-        watch, until = Watch(ranks, Limits(least_seconds=0.5, first_seconds=first_seconds(5)), -1), time.monotonic() + 60
-        while watch.wrong is None:
-            assert time.monotonic() < until
-            watch.look(time.monotonic())
-            time.sleep(0.01)
+    with watched(program, 2, tmp_path) as watch:
         assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
         assert "in phase 'step'" in watch.wrong.detail
-    finally:
-        stop_ranks(ranks, "")
 
 
 def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:

@@ -80,11 +80,12 @@ class Meeting:
             if len(hellos) == self._group.size - 1:
                 came, doubt = self._living(folder, hellos)
                 if len(came) == len(hellos):
+                    if all_came is None and doubt:
+                        log.info("%r: waiting %g s for others that say to be one of its ranks: no CKPT_RUN_ID names this job",
+                                 self._group, doubt)  # fmt: skip
                     all_came = all_came or time.monotonic()
                     if time.monotonic() >= all_came + doubt:
                         break
-                    log.info("%r: waiting %g s for others that say to be one of its ranks: no CKPT_RUN_ID names this job",
-                             self._group, doubt)  # fmt: skip
         else:
             came, _ = self._living(folder, _hellos(self._store, folder))
             if len(came) < self._group.size - 1:
