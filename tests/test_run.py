@@ -908,7 +908,7 @@ def test_no_limit_is_below_ten_times_what_is_usual(phase: str, usual: float, tim
 
 @pytest.mark.parametrize("phase", ["save", "eval"])
 def test_a_hang_that_is_no_step(start: Callable[..., Run], phase: str) -> None:
-    run = start("--hang", "1", "--first-hang", "5", fault=(f"hung-{phase}", 22, 2))
+    run = start("--hang", "3", "--first-hang", "8", fault=(f"hung-{phase}", 22, 2))
     assert run.end() == 0, run.said
     is_right(run)
     assert run.failures() == [("hang", [2])]
