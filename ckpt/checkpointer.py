@@ -279,9 +279,10 @@ class Checkpointer:
     def _prepare(self, state: Any) -> None:
         """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""
         self._prepared = True
-        nbytes = staging_bytes(state, self._options, self._open().group)
-        if nbytes:
-            arenas.pool.prepare(nbytes)
+        with pulses.phase("save"):  # it asks the state's own code, as a save does
+            nbytes = staging_bytes(state, self._options, self._open().group)
+            if nbytes:
+                arenas.pool.prepare(nbytes)
 
     def _is_due(self, step: int) -> bool:
         return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due(step))
