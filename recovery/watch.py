@@ -35,9 +35,10 @@ _SPIES, _SPY_SECONDS = 8, 5.0
 
 _NO_MEMORY = "was killed by the kernel, as there was no memory left (SIGKILL)"
 _SAID = 400
+"""Characters of the last line of a log. The names of long folders come first in it, and the reason after them."""
+
 _NO_REASON = ("This typically refers to a problem with your application.", "Please see the FAQ page", "====")
 """How mpiexec of MPICH ends what it says of a rank that has failed."""
-"""Characters of the last line of a log. The names of long folders come first in it, and the reason after them."""
 
 
 class Watch:
