@@ -15,16 +15,13 @@ from functools import partial
 import numpy as np
 
 from ckpt.aggregator import files
-from ckpt.aggregator import ring as rings
-from ckpt.aggregator.fanout import FanOut, Health
+from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.files import INLINE_BYTES, File, Head, Layout
 from ckpt.aggregator.ledger import Decide, Keepers, Ledger
-from ckpt.aggregator.members import Config, Member, is_address, parse_url
-from ckpt.aggregator.place import Place
-from ckpt.aggregator.placement import Spot, shared
+from ckpt.aggregator.members import Config, parse_url
+from ckpt.aggregator.membership import Membership
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
-from ckpt.aggregator.told import Told, check_devices, domains
 from ckpt.aggregator.writing import FileWriter, Forgotten, Gone, new_version
 from ckpt.storage.base import Buffer
 from ckpt.storage.device import Info
@@ -48,7 +45,6 @@ Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
 
 PATH_BYTES = 1024
 _PIECE_BYTES = 8 << 20
-_MEET_SECONDS = 1.0
 _DISCARD_SECONDS = 3.0
 _TOLD_SECONDS = 60.0
 _SCRATCH_BYTES = 128 << 20
@@ -70,14 +66,11 @@ def check_path(path: str) -> str:
     return path
 
 
-class Namespace:
+class Namespace(Membership):
     """A namespace, opened. Safe to use from many threads."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.url = f"ckpt://{config.name}"
-        self.places = {m.name: Place(m, config.access) for m in config.members}
-        self.spots = tuple(m.spot for m in config.members)
+        super().__init__(config)
         seconds = config.access.deadline_seconds
         self.slow_seconds = seconds
         """A member that takes longer for an append is passed over."""
@@ -85,106 +78,17 @@ class Namespace:
         self.read_seconds = 2 * seconds
         self.hedge_seconds = 0.5
         """A read that takes longer is asked of another member too."""
-        health = Health(probe=self._probe)
-        self.fan_out = FanOut(health)
-        self.reads = FanOut(health)
+        self.reads = FanOut(self.fan_out.health)
         self._scratch: list[np.ndarray] = []
         self._scratch_lock = threading.Lock()
-        self._registers = {name: place.registers for name, place in self.places.items()}
         self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds, self.renew)
-        self.near = config.near
-        """The domains of this host."""
-        self._told = Told(self.fan_out)
-        self._infos: Mapping[str, Info] = {}
         self._told_few = False
         self._told_short = -math.inf
         self._checked: Mapping[str, Info] | None = None
-        self._domains: Mapping[str, tuple[str, ...]] = {}
-        self._ring: rings.Ring | None = None
-        self._opening = threading.RLock()
-
-    def _probe(self, name: str) -> None:
-        place = self.places.get(name)
-        if place is not None:  # else it was left out meanwhile
-            place.info()
-
-    @property
-    def ring(self) -> rings.Ring:
-        """Who keeps the records. Asked when first needed."""
-        known = self._ring
-        if known is not None:
-            return known
-        found = self._find()
-        while found is None:
-            with self._opening:
-                seconds, tolerated = self.config.access.deadline_seconds, self.config.redundancy.tolerated
-                self.meet(seconds, everyone=True)
-                self.check_devices(self.places)
-                rings.make(self._registers, self.spots, tolerated, self.fan_out, seconds)
-            found = self._find()  # which may be that of another client
-        return found
-
-    def exists(self) -> bool:
-        """Whether anything was ever written here. Only writing makes a namespace."""
-        return self._find() is not None
-
-    def answers(self, seconds: float) -> bool:
-        """Whether anything may have been written here. Members that do not answer within this time are left alone from then on,
-        until they do. Raises Unavailable where they are more than may be lost."""
-        calls = {name: partial(registers.scan, rings.PREFIX) for name, registers in self._registers.items()}
-        answers, errors = self.fan_out.ask(calls, seconds)
-        if len(errors) > self.config.redundancy.tolerated:
-            reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
-            raise Unavailable(f"{len(answers)} of {len(calls)} members of {self.url} answer, which is too few ({reasons})")
-        return any(answers.values())  # all take the first ring before anything is written
-
-    def _find(self) -> rings.Ring | None:
-        with self._opening:
-            if self._ring is None:
-                seconds = self.config.access.deadline_seconds
-                found = rings.find(self._registers, self.fan_out, seconds, self._adopt)
-                if found is not None:
-                    if strange := [name for name in found.everyone if name not in self.places]:
-                        raise self._unnamed(strange)
-                    self.spots = tuple(s for s in self.spots if s.name not in found.gone)
-                self._ring = found
-            return self._ring
-
-    def renew(self) -> None:
-        """Ask again who keeps the records, when that is next needed."""
-        self._ring = None
-
-    def _adopt(self, found: rings.Ring) -> bool:
-        """Know the members of a ring that came after this process was configured, as far as their names say where they are."""
-        strange = [spot for name, spot in found.everyone.items() if name not in self._registers]
-        if unknown := [spot.name for spot in strange if not is_address(spot.name)]:
-            raise self._unnamed(unknown)
-        for spot in strange:
-            place = Place(Member(spot, address=spot.name), self.config.access)
-            self.places = {**self.places, spot.name: place}
-            self._registers[spot.name] = place.registers
-            if any(spot.name == s.name for s in found.members):
-                self.spots = (*self.spots, spot)
-        return bool(strange)
-
-    def _unnamed(self, names: Sequence[str]) -> Unavailable:
-        return Unavailable(
-            f"{self.url} names {', '.join(self.places)}, but records are kept by {', '.join(names)} too; name all of them"
-        )
-
-    def leave_out(self, member: str) -> None:
-        """Go on without a member."""
-        self.places = {name: place for name, place in self.places.items() if name != member}
-        self.spots = tuple(s for s in self.spots if s.name != member)
 
     def _keepers(self, paths: Sequence[str]) -> dict[str, Keepers]:
         now = self.ring
         return {path: now.keepers(path) for path in paths}
-
-    def nearness(self, member: str) -> int:
-        """How many of the widest failure domains a member shares with this host."""
-        place = self.places.get(member)
-        return 0 if place is None else shared(self.near, self._domains.get(member, place.member.spot.domain))
 
     def take_scratch(self, nbytes: int) -> np.ndarray:
         """Memory for fragments, used again and again: as O_DIRECT wants it."""
@@ -288,30 +192,6 @@ class Namespace:
                 f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
             )
         return {name: records for name, (records, _) in answers.items()}, errors
-
-    def meet(self, seconds: float = _MEET_SECONDS, everyone: bool = False) -> None:
-        """Learn where members stand of which the configuration does not say it. Another client may know less, or more: it only
-        proposes other places then. Waits so long for those who were not asked before, or for everyone."""
-        infos = self._told.ask(self.places, seconds, everyone)
-        if infos is self._infos:
-            return
-        with self._opening:
-            agreed = {} if self._ring is None else {name: spot.domain for name, spot in self._ring.everyone.items()}
-            known = {name: place.member.spot.domain for name, place in self.places.items()}
-            silent = {name for name in known if name not in infos or not infos[name].labels}
-            self._domains = domains({n: d or (agreed.get(n, ()) if n in silent else ()) for n, d in known.items()}, infos)
-            self.spots = self.placed(self.spots)
-            if len(self.config.near) == 1 and known.get(self.config.near[0]) == self.config.near:  # the member's own name
-                self.near = self._domains[self.config.near[0]]
-            self._infos = infos
-
-    def placed(self, spots: Iterable[Spot]) -> tuple[Spot, ...]:
-        """Members with the domains that are known by now."""
-        return tuple(replace(s, domain=self._domains.get(s.name, s.domain)) for s in spots)
-
-    def check_devices(self, names: Iterable[str]) -> None:
-        """Raises InvalidArgument where two of these members are the same device."""
-        check_devices(self._infos, names, self.url)
 
     def _ready(self, redundancy: Redundancy) -> None:
         """Before anything is written: know where to, and see to it that its record outlives as many members as its redundancy
