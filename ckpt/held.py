@@ -9,6 +9,7 @@ from ckpt.groups.base import Group
 from ckpt.leaves.base import ArrayLeaf, Part
 from ckpt.plan import LeafSpec
 from ckpt.shard import Replica
+from ckpt.storage.errors import UnsupportedLeaf
 from ckpt.tree import Flat
 
 
@@ -43,6 +44,11 @@ def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> lis
     found = []
     for name, x, part, shape in held:
         if part is not None:
+            if part.replica.of > group.size > 1:  # the shares of the others would be missing
+                raise UnsupportedLeaf(
+                    f"leaf {name}: its shard is copy {part.replica.number} of {part.replica.of}, but {group.size} ranks save; "
+                    "of replica=(i, n) each copy must be on a rank"
+                )
             replica = part.replica if part.replica.of > 1 and group.size > 1 else None
             spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), shape, part.box.offset, replica)
         elif everywhere is not None and name not in flat.own:

@@ -220,7 +220,8 @@ class _Rows:
         rest = f", {ranks_text(np.unique(self.ranks[rows]).tolist())} stored the rest" if len(rows) else ""
         return StepRefused(
             f"leaf {name}: no rank stored {_text(gap)} of shape {shape}{rest}; if only some ranks hold this "
-            "leaf, or each holds a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank"
+            "leaf, or each holds a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
+            "where a Shard says replica=(i, n), a rank must bring each i"
         )
 
     # --- words ---------------------------------------------------------------------------------------------------

@@ -81,7 +81,10 @@ def settle(node: Node, stored: Collection[str], step: int) -> Node:
             return next(iter(known.values()))
         return {"ranks": {rank: settle(n, stored, step) for rank, n in node["ranks"].items()}}
     if "array" in node and node["array"] not in stored:
-        raise StepRefused(f"step {step}: leaf {node['array']}: no rank stored any of it; one must hold each of its elements")
+        raise StepRefused(
+            f"step {step}: leaf {node['array']}: no rank stored any of it; one must hold each of its elements, and where a "
+            "Shard says replica=(i, n), a rank must bring each i"
+        )
     return {tag: _settled(tag, value, stored, step) for tag, value in node.items()}
 
 

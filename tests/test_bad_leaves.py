@@ -81,6 +81,17 @@ def test_a_flat_shard_outside_its_array(root: Path, shape: tuple[int, ...], star
         ckpt.save({"w": ckpt.Shard(np.ones(3), shape, flat=start)}, root)
 
 
+@pytest.mark.parametrize("offset", [(2, 0), 5, np.int64(5), [0, (2, 0)]])
+def test_several_local_arrays_need_several_offsets(offset: object) -> None:
+    with refused(ckpt.InvalidArgument, "offset=", "give a list of offsets, as [(2, 0)]"):
+        ckpt.Shard([np.zeros((2, 3)), np.zeros((2, 3))], (6, 3), offset)  # type: ignore[arg-type]
+
+
+def test_an_offset_of_too_few_numbers(root: Path) -> None:
+    with refused(ckpt.UnsupportedLeaf, "leaf w", "at [0]", "each must have 2 numbers", root=root):
+        ckpt.save({"w": ckpt.Shard(np.zeros((2, 10)), (6, 10), (0,))}, root)
+
+
 def test_the_state_itself_cannot_be_stored(root: Path) -> None:
     with refused(ckpt.UnsupportedLeaf, "(root)", "function", root=root):
         ckpt.save(lambda: 1, root, 5)

@@ -740,6 +740,30 @@ def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
     assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in lacking(told, range(3), lambda _: {})
 
 
+def test_copies_of_which_there_are_more_than_ranks(tmp_path: Path) -> None:
+    """Also where it is so small that one rank writes all of it: a larger one would lack a part."""
+
+    def save(group: Group, of: int) -> Any:
+        state = {"w": ckpt.Shard(np.ones((2, 5)), (2, 5), (0, 0), replica=(group.rank, of))}
+        return ckpt.save(state, tmp_path, of, group=group)
+
+    for rank, error in enumerate(on_ranks(2, lambda g: save(g, 3))):
+        assert isinstance(error, ckpt.UnsupportedLeaf)
+        assert f"leaf w: its shard is copy {rank} of 3, but 2 ranks save" in str(error)
+    all_well(on_ranks(2, lambda g: save(g, 2)))
+    assert ckpt.open(tmp_path).steps() == [2]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_copies_that_all_take_themselves_for_the_same(tmp_path: Path, number: int) -> None:
+    def state(_: int) -> Any:
+        return {"w": ckpt.Shard(np.ones((64, 5000)), (64, 5000), (0, 0), replica=(number, 2))}
+
+    for error in refused(tmp_path, state):
+        assert "leaf w: no rank stored" in str(error)
+        assert "where a Shard says replica=(i, n), a rank must bring each i" in str(error)
+
+
 def test_a_shard_that_a_rank_calls_otherwise_is_named(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         mine = ckpt.Shard(np.ones((2, 5)), (8, 5), (2 * rank, 0))

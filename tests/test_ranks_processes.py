@@ -276,3 +276,25 @@ def test_a_rank_needs_little_beside_its_shard(tmp_path: Path, ranks: int) -> Non
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) <= ranks * 256 << 20
+
+
+def test_ranks_of_two_names_do_not_meet_and_say_so(tmp_path: Path) -> None:
+    program = (
+        "import sys, numpy as np, ckpt\n"
+        "from ckpt.groups import EnvGroup, meeting\n"
+        "meeting._LONG_SECONDS = 0.5\n"
+        "ckpt.save({'w': np.ones(3)}, sys.argv[1], 0, group=EnvGroup(timeout=4))\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True,
+            env=clean() | {"RANK": str(rank), "WORLD_SIZE": "2", "CKPT_RUN_ID": f"start-{rank}"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "waiting for rank 1 at " in said[0]
+    assert "waiting for rank 0 at " in said[1]
+    assert "ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too" in said[1]
+    assert not list(tmp_path.glob("steps/*"))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import calendar
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.claim import alive
-from ckpt.groups.base import Group, late
+from ckpt.groups.base import Group, late, ranks_text
 from ckpt.groups.hello import Hello, decoded, hello
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, GroupError, NotFound
@@ -38,6 +39,8 @@ _FAREWELL_SECONDS = 2.0
 _STALE_SECONDS = 86400.0
 _UNSURE_SECONDS = 1.0
 """After so long without a meeting a rank looks whether it could write to the store at all."""
+_LONG_SECONDS = 15.0
+"""After so long a rank says for whom it waits."""
 _SETTLE_SECONDS = 2.0
 """How long rank 0 looks whether a rank comes once more, where the job has no name and another process has started that rank;
 five times as long where that process is gone."""
@@ -75,8 +78,10 @@ class Meeting:
         _put(self._store, f"{folder}/open", self._me.encoded())
         came: dict[int, str] = {}
         all_came: float | None = None
-        for _ in _waits(self._timeout):
+        for is_long in _waits(self._timeout):
             hellos = _hellos(self._store, folder)
+            if is_long:
+                self._tell([rank for rank in range(1, self._group.size) if rank not in hellos])
             if len(hellos) == self._group.size - 1:
                 came, doubt = self._living(folder, hellos)
                 if len(came) == len(hellos):
@@ -104,7 +109,9 @@ class Meeting:
         greeted: set[str] = set()
         begun: set[str] = set()  # without this process
         unsure: float | None = time.monotonic() + _UNSURE_SECONDS
-        for _ in _waits(self._timeout):
+        for is_long in _waits(self._timeout):
+            if is_long:
+                self._tell([] if greeted else [0])
             if unsure is not None and not greeted and time.monotonic() > unsure:
                 unsure = None
                 self._try(token)
@@ -133,6 +140,18 @@ class Meeting:
                     self._store.put(f"{folder}/gone-{rank}", b"")
         self._withdraw(greeted, token)
         raise self._late(others if came > others else came)
+
+    def _tell(self, missing: Collection[int]) -> None:
+        """Say who has not come by now, and what may be the reason."""
+        here = self._store.list_folders(PLACE)
+        others = [name for name in here if not name.startswith((f"{self._job.digest}-", "try-"))]
+        perhaps = (
+            "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too: all ranks of a job need the same"
+        )
+        log.warning(
+            "%r: waiting for %s at %s, for %g s at most%s", self._group, ranks_text(missing) if missing else "the others",
+            self._store.url, self._timeout, perhaps if others else "",
+        )  # fmt: skip
 
     def _try(self, token: str) -> None:
         """Raise where this rank could not say hello, and rank 0 perhaps not open a meeting."""
@@ -338,12 +357,14 @@ def _put(store: Store, name: str, data: bytes) -> None:
     store.put(name, data)
 
 
-def _waits(seconds: float) -> Iterator[None]:
-    """Look now, then ever more rarely, and a last time when the time is over."""
+def _waits(seconds: float) -> Iterator[bool]:
+    """Look now, then ever more rarely, and a last time when the time is over. True is given once, when that has lasted long."""
     until = time.monotonic() + seconds
-    pause = 0.002
+    pause, long = 0.002, time.monotonic() + _LONG_SECONDS
     while True:
-        yield
+        is_long = time.monotonic() >= long
+        long = math.inf if is_long else long
+        yield is_long
         left = until - time.monotonic()
         if left <= 0:
             return

@@ -45,6 +45,8 @@ class Shard:
         self.offset: list[tuple[int, ...]] = []
         if offset is not None:
             corners: Any = offset if self._several else [offset]
+            if self._several and (hasattr(corners, "__index__") or any(hasattr(corner, "__index__") for corner in corners)):
+                raise InvalidArgument(f"Shard: offset={offset!r}: to a list of arrays give a list of offsets, as [(2, 0)]")
             self.offset = [_numbers(o, "offset") for o in corners]
             if self._several and len(self.offset) != len(local):
                 raise InvalidArgument(f"Shard: {len(local)} local arrays and {len(self.offset)} offsets")
@@ -160,7 +162,10 @@ def _flat_parts(leaf: ArrayLeaf, value: Shard) -> list[Part]:
 
 def _check(box: Box, leaf: ArrayLeaf, shape: tuple[int, ...]) -> None:
     if len(box.offset) != len(shape) or len(leaf.shape) != len(shape):
-        raise TypeError(f"a shard of shape {list(leaf.shape)} at {list(box.offset)} of an array of shape {list(shape)}")
+        raise TypeError(
+            f"a shard of shape {list(leaf.shape)} at {list(box.offset)} can't lie in an array of shape {list(shape)}: each "
+            f"must have {len(shape)} {'number' if len(shape) == 1 else 'numbers'}"
+        )
     if leaf.shape != box.shape or any(
         o < 0 or o + n > length for o, n, length in zip(box.offset, box.shape, shape, strict=True)
     ):
