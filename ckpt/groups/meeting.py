@@ -141,12 +141,12 @@ class Meeting:
         self._withdraw(greeted, token)
         raise self._late(others if came > others else came)
 
-    def _tell(self, missing: Collection[int]) -> None:
+    def _tell(self, missing: Sequence[int]) -> None:
         """Say who has not come by now, and what may be the reason."""
         here = self._store.list_folders(PLACE)
         others = [name for name in here if not name.startswith((f"{self._job.digest}-", "try-"))]
         perhaps = (
-            "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too: all ranks of a job need the same"
+            "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too: all of a job need the same"
         )
         log.warning(
             "%r: waiting for %s at %s, for %g s at most%s", self._group, ranks_text(missing) if missing else "the others",
