@@ -28,6 +28,8 @@ FILE = "ledger.jsonl"
 
 _FILES = "ledger*.jsonl"
 _WRITE_SECONDS = 0.5
+_LINE_SECONDS, _LINE_PART = 1.0, 0.01
+"""A line in which the job goes on ends when it is longer than both this and this part of all time: it says how far that was."""
 _OPEN_SECONDS = 10.0
 """What ended longer ago keeps its name. A lost host is noticed sooner."""
 _STARTING_SECONDS = 10.0
@@ -77,16 +79,19 @@ class Ledger:
         self._failed = False
         # One offset for the whole run: its lines follow each other without a gap, whatever is done to the clock.
         self._clock = time.time() - time.monotonic()
-        self._began = self._until = self._written = process_began() if began is None else began
+        self._first = self._began = self._until = self._written = process_began() if began is None else began
         self._since = round(self._began + self._clock, 6)
         self._name: Name = "spawn"
         self._attempt = 0
         self._step = self._committed = -1
+        self._from = -1  # the step at the beginning of the line under way
 
     def now(self, name: Name, attempt: int, step: int = -1, committed: int = -1) -> None:
         """The time since the last call was spent on this. step, committed: how far the job is now, where that is known."""
         moment = time.monotonic()
-        if (name, attempt) != (self._name, self._attempt):
+        longest = max(_LINE_SECONDS, _LINE_PART * (moment - self._first))
+        goes_on = self._step > self._from and self._until - self._began >= longest
+        if goes_on or (name, attempt) != (self._name, self._attempt):
             self._end_line(self._until)
             self._name, self._attempt = name, attempt
         self._until, self._step, self._committed = moment, step, committed
@@ -109,7 +114,7 @@ class Ledger:
     def _end_line(self, moment: float) -> None:
         """The line under way ends here, and the next one begins."""
         self._ended.append(self._line(moment))
-        self._began = moment
+        self._began, self._from = moment, self._step
 
     def _line(self, until: float) -> Line:
         at, seconds = until + self._clock, until - self._began

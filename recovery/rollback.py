@@ -58,7 +58,10 @@ def roll_back(history: Sequence[Bad], skip: Ranges = ()) -> RollBack:
     if times == 1:
         return RollBack("retry", f"{what}; the same batches are tried again", skip, None, limit)
     if times > SKIPS + 1:
-        reason = f"{what}; the {_th(times)} time there, and batches {format_ranges(skip)} were passed over: look at the log"
+        reason = (
+            f"{what}; the {_th(times)} time there, and batches {format_ranges(skip)} were passed over: look at the losses in "
+            "the ranks' logs, in the folder of the run"
+        )
         return RollBack("halt", reason, skip)
     # The batch before may have spoiled the weights with a loss that was still good.
     reach = 4 ** (times - 2)

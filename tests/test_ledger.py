@@ -252,6 +252,19 @@ def test_what_was_noticed_late_changes_its_name(tmp_path: Path) -> None:
     assert [line.attempt for line in lines(tmp_path) if line.name == "wait"] == [1]
 
 
+def test_a_long_line_is_cut_where_the_job_goes_on(tmp_path: Path) -> None:
+    """So that the ledger says how far it was; not where nothing is done, and ever more rarely."""
+    ledger = Ledger(tmp_path / FILE, began := time.monotonic() - 1000)
+    ledger._until = began + 990  # a line of eleven seconds, from here on
+    for step in (-1, 0, 1, 2):
+        ledger.now("useful", 0, step, step)
+        ledger._began -= 11
+    ledger.now("wait", 0, 2, 2)
+    ledger.close()
+    found = [(line.name, line.step) for line in lines(tmp_path)]
+    assert found == [("spawn", -1), ("useful", 0), ("useful", 1), ("useful", 2), ("wait", 2)]
+
+
 def test_what_was_noticed_late_changes_lines_that_had_ended(tmp_path: Path) -> None:
     """Also such as are on the disk; ranks that wait for a lost one change from one name to another meanwhile."""
     ledger = Ledger(tmp_path / FILE, time.monotonic() - 3)

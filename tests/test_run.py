@@ -586,6 +586,8 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
         (["--metrics", "127.0.0.1:99999", "--", "true"], 1, "write HOST:PORT, such as 127.0.0.1:9200"),
         (["--metrics", f"{'ü' * 70}.b:80", "--", "true"], 1, ".b:80: write HOST:PORT, such as 127.0.0.1:9200"),
         (["--launcher", "torchrun", "--", "true"], 1, "GROUP_RANK='x' is no number of a host"),
+        (["--launcher", "torchrun", "--name", "a", "--", "true"], 1, "GROUP_WORLD_SIZE is not set here, so torchrun has not"),
+        (["--launcher", "slurm", "--", "true"], 1, "start it as `srun … ckpt-run --launcher slurm …`, or leave out --launcher"),
         (["--nnodes", "2", "--name", "a/b", "--", "true"], 1, "'a/b' can't be the name of a host: give letters"),
         (["--state", "sqlite:///x", "--", "true"], 1, "--state sqlite:///x: write etcd://HOST:PORT,…/NAME"),
     ],
@@ -739,6 +741,10 @@ def test_no_run_here(tmp_path: Path, what: str, there: bool) -> None:
     assert done.returncode == 1
     assert "holds no run; give its folder as --run-dir" in done.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["none"] * there, "nothing is made there"
+    if there:
+        (tmp_path / "none" / "ledger-h1.jsonl").touch()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert "holds only the ledger of a host; give --state as the run had it" in done.stderr
 
 
 def test_plain_commands(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def drain(run_dir: Path, state: str | None) -> int:
             raise CkptError(why_not)
         if opened.append(course.number, [Draft(course.attempt, "request", "drain", {})]):
             break
-    emit("it saves and ends; see `ckpt-run status`")
+    emit(f"it saves and ends; see `ckpt-run status {_where(run_dir, state)}`")
     return 0
 
 
@@ -179,7 +179,7 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
     pages = [Path(report.pages) / f"{report.attempt}-{rank}" for report in _living(run_dir, state).values()]
     page = next((page for page in pages if page.exists()), None)
     if page is None:
-        raise CkptError(f"there is no rank {rank} here now: see `ckpt-run status --run-dir {run_dir}`")
+        raise CkptError(f"there is no rank {rank} here now: see `ckpt-run status {_where(run_dir, state)}`")
     pid = Pulse(page).read().pid
     if not pid:
         raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is not known")
@@ -252,10 +252,18 @@ def _step(step: int) -> str:
 
 def _require_run(run_dir: Path, state: str | None) -> None:
     """Refuse a folder that holds no run: nothing is made there."""
+    from ckpt.recovery.ledger import file_of
     from ckpt.recovery.record import FILE
 
     if state is None and not (run_dir / FILE).exists():
+        if any(run_dir.glob(file_of("*"))):
+            raise CkptError(f"{run_dir} holds only the ledger of a host; give --state as the run had it")
         raise CkptError(f"{run_dir} holds no run; give its folder as --run-dir")
+
+
+def _where(run_dir: Path, state: str | None) -> str:
+    """The options by which a run is found again."""
+    return f"--run-dir {run_dir}" if state is None else f"--run-dir {run_dir} --state {state}"
 
 
 def _entries(run_dir: Path, state: str | None) -> list[Entry]:

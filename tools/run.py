@@ -132,6 +132,8 @@ def command(
     if directory is not None:
         os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it
     name = place.check_name(name or place.name_of(launcher, os.environ))
+    if nnodes is None:
+        place.require_started(launcher, os.environ)
     lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_name(run_dir, name)
     limits = Limits(least_seconds=hang, first_seconds=FIRST_SECONDS if first_hang is None else first_seconds(first_hang))
     address = (address or "").strip("[]") or place.address_of(state if hosts > 1 else None)
