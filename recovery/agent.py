@@ -418,7 +418,7 @@ class Agent:
         return replace(
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
             newest=watch.newest, committed=watch.committed, saved=watch.saved, restored=watch.restored, stop=watch.stops,
-            stop_step=watch.stop_step, step_seconds=here.limits.usual_step(), spent=watch.spent,
+            stop_step=watch.stop_step, step_seconds=watch.step_seconds, spent=watch.spent,
             slowest=watch.slowest(time.monotonic()), paces=watch.paces,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,9 @@ _SILENT_SECONDS = 0.1
 """Who has said something since is not stopped."""
 _STOPPED_SECONDS = 0.5
 """A process may be stopped for a moment, as by a debugger that attaches."""
+
+_PACE_SECONDS = 10.0
+"""How fast the job goes on is that of this last time."""
 
 _SPIES, _SPY_SECONDS = 8, 5.0
 """So many stacks are read at once, and so long at most."""
@@ -61,6 +65,7 @@ class Watch:
         self._told_to_end = False
         self._looked = time.monotonic()
         self._forgiven = 0.0
+        self._passed: deque[tuple[float, int]] = deque()  # when the newest step was seen to grow, and to what
 
     # --- what they do ------------------------------------------------------------------------------------------
 
@@ -88,6 +93,14 @@ class Watch:
     def newest(self) -> int:
         """The last one that any has done."""
         return max(beat.step for beat in self._beats.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step takes of late, with the saves between them; without, where none was seen yet."""
+        if len(self._passed) < 2:
+            return self._limits.usual_step()
+        (began, first), *_, (ended, last) = self._passed
+        return (ended - began) / (last - first)
 
     @property
     def committed(self) -> int:
@@ -169,6 +182,10 @@ class Watch:
             rank.pulse.ended()
             del self._running[rank.number]
         self._listen(before)
+        if (newest := self.newest) >= 0 and (not self._passed or newest > self._passed[-1][1]):
+            self._passed.append((now, newest))
+            while len(self._passed) > 2 and now - self._passed[0][0] > _PACE_SECONDS:
+                self._passed.popleft()
         failed = sorted((rank for rank in ended if rank.status != 0), key=self._order)
         if self.wrong is None:
             bad = self._bad()  # ranks whose loss was good fail, too, where another leaves out a save

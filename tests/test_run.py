@@ -316,6 +316,17 @@ def test_a_hang_before_the_first_step(tmp_path: Path, waits: str) -> None:
         assert "in phase 'start'" in watch.wrong.detail
 
 
+def test_the_pace_of_a_job_has_its_saves_in_it(tmp_path: Path) -> None:
+    """By it the step to stop after is named: of a job that saves each step most of the time is that of the saves."""
+    program = (
+        "import ckpt.pulse as p, time\nmine = p.mine()\nmine.attach()\nstep, save = map(p.PHASES.index, ('step', 'save'))\n"
+        "for number in range(15):\n    mine.beat(step, number); time.sleep(0.002)\n    mine.beat(save); time.sleep(0.15)\n"
+        "mine.beat(step); time.sleep(1000)"
+    )
+    with watched(program, 2, tmp_path) as watch:
+        assert watch.step_seconds >= 0.14
+
+
 def test_ranks_that_know_nothing_of_ckpt_may_be_silent(tmp_path: Path) -> None:
     """One of them uses it, and goes on; of the others nothing is known."""
     program = (
