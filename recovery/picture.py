@@ -145,8 +145,6 @@ def _draw_progress(ax: Any, lines: Sequence[Line], starts: Sequence[float], mark
     for start, line in zip(starts, lines, strict=True):
         at = (start + line.seconds) / scale
         if line.step >= 0 and line.name in ("useful", "redo", "stall"):
-            if not done:  # later attempts go on from a step, of which their first line knows only the end
-                done[line.attempt].append((start / scale, 0))
             done[line.attempt].append((at, line.step))
         if line.committed > (saved[-1][1] if saved else -1):
             saved.append((at, line.committed))
