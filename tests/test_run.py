@@ -274,19 +274,32 @@ def test_a_rank_leaves_the_others(start: Callable[..., Run]) -> None:
 
 
 @contextlib.contextmanager
-def watched(program: str, size: int, folder: Path) -> Iterator[Watch]:
-    """Ranks that run a program, until something is wrong with them."""
+def looked_after(program: str, size: int, folder: Path, limits: Limits) -> Iterator[tuple[Watch, Iterator[None]]]:
+    """Ranks that run a program; each turn of the iterator looks at them, for a minute at most."""
     share = Share("r", 0, 0, size, size, 0, "127.0.0.1", 1, {})
     ranks = start_ranks([sys.executable, "-c", program], share, folder, folder / "logs")
-    try:
-        watch, until = Watch(ranks, Limits(least_seconds=0.5, first_seconds=first_seconds(5)), -1), time.monotonic() + 60
-        while watch.wrong is None:
+    watch, until = Watch(ranks, limits, -1), time.monotonic() + 60
+
+    def looks() -> Iterator[None]:
+        while True:
             assert time.monotonic() < until
             watch.look(time.monotonic())
+            yield
             time.sleep(0.01)
-        yield watch
+
+    try:
+        yield watch, looks()
     finally:
         stop_ranks(ranks, "")
+
+
+@contextlib.contextmanager
+def watched(program: str, size: int, folder: Path) -> Iterator[Watch]:
+    """Ranks that run a program, until something is wrong with them."""
+    with looked_after(program, size, folder, Limits(least_seconds=0.5, first_seconds=first_seconds(5))) as (watch, looks):
+        while watch.wrong is None:
+            next(looks)
+        yield watch
 
 
 def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
@@ -333,18 +346,10 @@ def test_ranks_that_know_nothing_of_ckpt_may_be_silent(tmp_path: Path) -> None:
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
         "import ckpt.pulse as p\np.mine().attach()\nwhile True: p.mine().beat(2, 1); time.sleep(0.1)"
     )
-    share = Share("r", 0, 0, 2, 2, 0, "127.0.0.1", 1, {})
-    ranks = start_ranks([sys.executable, "-c", program], share, tmp_path, tmp_path / "logs")
-    try:
-        watch = Watch(ranks, Limits(least_seconds=2, first_seconds=first_seconds(4)), -1)
-        until = time.monotonic() + 60
+    with looked_after(program, 2, tmp_path, Limits(least_seconds=2, first_seconds=first_seconds(4))) as (watch, looks):
         while watch._beats[0].beats < 80:  # eight seconds at least
-            assert time.monotonic() < until
-            watch.look(time.monotonic())
+            next(looks)
             assert watch.wrong is None
-            time.sleep(0.01)
-    finally:
-        stop_ranks(ranks, "")
 
 
 def test_a_rank_that_may_wait_is_not_blamed(tmp_path: Path) -> None:
