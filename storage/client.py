@@ -222,6 +222,8 @@ class NodeStore(Store):
             if told is not None:
                 raise type(told)(f"{self.url}: {told}") from error
             text = next(iter(str(error).splitlines()), "")[:300]
+            if "Connection refused" in text:  # gRPC would repeat that for up to a second, though the node serves again
+                self.close()
             if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
                 raise Refused(f"{self.url} refused {doing}: {text}") from error
             if isinstance(error, flight.FlightTimedOutError):

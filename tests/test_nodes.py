@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -368,6 +369,32 @@ def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
         assert (tmp_path / "data" / "device.json").read_bytes() == identity
         with pytest.raises(NotFound):
             writer.commit()
+    finally:
+        node.close()
+
+
+def test_a_node_that_serves_again_is_reached_at_once(tmp_path: Path) -> None:
+    """Who was refused all the while, too: gRPC repeats the refusal of before for up to a second."""
+    node = Process(tmp_path / "data", "--no-near")
+    store = NodeStore(node.address, Access(deadline_seconds=5))
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            with suppress(Unavailable):
+                store.exists("a")
+
+    try:
+        store.put("a", b"1")
+        node.kill()
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            node.start()
+        finally:
+            ended.set()
+            asking.join()
+        assert store.get("a") == b"1"
     finally:
         node.close()
 
