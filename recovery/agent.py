@@ -9,14 +9,11 @@ import os
 import secrets
 import selectors
 import shutil
-import signal
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
 from ckpt import tier
 from ckpt.recovery import course as courses
@@ -31,6 +28,7 @@ from ckpt.recovery.keeper import Guard, Keeper
 from ckpt.recovery.launch import Share
 from ckpt.recovery.ledger import Name, totals
 from ckpt.recovery.limits import Limits
+from ckpt.recovery.signals import Signals
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.recovery.voice import Voice
 from ckpt.recovery.warm import WarmStarts
@@ -96,7 +94,7 @@ class Agent:
         self._attempt = -1
         self._best = -1
         self._wrong: Wrong | None = None  # of ranks that could not be started
-        self._signal, self._signals, self._signal_at = 0, 0, 0.0
+        self._signals = Signals()
         self._read_at = self._tidy_at = 0.0
         self._status: int | None = None
         self._trouble = ""
@@ -107,8 +105,7 @@ class Agent:
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
         host.adopt_orphans()
-        # A signal is noted from here on, and interrupts nothing: neither what makes something, nor what clears it away.
-        with contextlib.closing(selectors.DefaultSelector()) as self._select, self._signals_heard():
+        with contextlib.closing(selectors.DefaultSelector()) as self._select, self._signals.heard(self._select):
             self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))
             try:
                 return self._run_with_pages()
@@ -163,8 +160,8 @@ class Agent:
                 self._went_wrong(error)
             if self._status is not None:
                 return self._status
-            if self._signal and self._may_leave():
-                return 128 + self._signal
+            if self._signals.first and self._may_leave():
+                return 128 + self._signals.first
             self._wait()
 
     # --- joining -----------------------------------------------------------------------------------------------
@@ -177,7 +174,7 @@ class Agent:
                 if self._joins():
                     return
             except Unavailable:
-                if self._signal or time.monotonic() > until:
+                if self._signals.first or time.monotonic() > until:
                     raise
                 time.sleep(SAY_SECONDS)
 
@@ -342,8 +339,8 @@ class Agent:
 
     def _see_home(self) -> None:
         """Until it is done, or one is asked once more to end."""
-        signals, until = self._signals, time.monotonic() + self._spec.give_up_seconds
-        while self._is_open() and self._signals == signals and time.monotonic() < until:
+        signals, until = self._signals.count, time.monotonic() + self._spec.give_up_seconds
+        while self._is_open() and self._signals.count == signals and time.monotonic() < until:
             mine = replace(self._report(), leaving=0)  # who leads now leads to the end
             self._voice.say(mine)
             try:
@@ -408,7 +405,7 @@ class Agent:
         watch, here = self._watch, self._here
         said = Report(
             here.name, self._incarnation, self._joined, os.getpid(), str(self._pages), str(here.folder / "logs"), here.address,
-            self._port, self._attempt, wrong=self._wrong, leaving=self._signal, hurry=self._signals > 1,
+            self._port, self._attempt, wrong=self._wrong, leaving=self._signals.first, hurry=self._signals.count > 1,
             warm="" if self._warm is None else self._warm.said,
         )  # fmt: skip
         if (keeper := self._keeper) is not None:
@@ -463,9 +460,8 @@ class Agent:
             self._leaves = True
         if self._leaves:
             return True
-        return (
-            time.monotonic() - self._signal_at > self._spec.grace_seconds + 2 * LOST_SECONDS
-        )  # nobody decides any more
+        patience = self._spec.grace_seconds + 2 * LOST_SECONDS
+        return time.monotonic() - self._signals.first_at > patience  # nobody decides any more
 
     def _went_wrong(self, error: StoreError) -> None:
         """The state does not answer: the ranks go on, and only what goes wrong meanwhile has to wait."""
@@ -476,32 +472,8 @@ class Agent:
     def _wait(self) -> None:
         """Until something happens, and not for long."""
         for key, _ in self._select.select(_TICK_SECONDS):
-            if key.data is None:
-                self._woken.recv(4096)
-
-    @contextlib.contextmanager
-    def _signals_heard(self) -> Iterator[None]:
-        wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        wake.setblocking(False)
-        self._select.register(self._woken, selectors.EVENT_READ, None)
-        all_of_them = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        heard = [number for number in all_of_them if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
-        previous = {number: signal.signal(number, self._signalled) for number in heard}
-        wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in previous.items():  # who asks again while it ends changes nothing
-                signal.signal(number, handler if not self._signal else signal.SIG_IGN)
-            wake.close()
-            self._woken.close()
-
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if not self._signal:
-            self._signal, self._signal_at = number, time.monotonic()
+            if key.data is self._signals:
+                self._signals.awake()
 
 
 def _shared_memory() -> str | None:

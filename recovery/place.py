@@ -35,23 +35,23 @@ def check_name(name: str) -> str:
     return name
 
 
-_HOSTS = {"slurm": "SLURM_STEP_NUM_NODES", "torchrun": "GROUP_WORLD_SIZE"}
-_BY = {"slurm": "srun", "torchrun": "torchrun --no-python"}
+_STARTERS = {"slurm": ("srun", "SLURM_STEP_NUM_NODES"), "torchrun": ("torchrun --no-python", "GROUP_WORLD_SIZE")}
+"""Launchers that tell each agent how many hosts they have started one on: by which command, and in which variable."""
 
 
 def require_started(launcher: str, environ: Mapping[str, str]) -> None:
     """Raise InvalidArgument where a launcher that says on how many hosts it has started agents has not started this one."""
-    if (variable := _HOSTS.get(launcher)) is not None and hosts_of(launcher, environ) is None:
+    if launcher in _STARTERS and hosts_of(launcher, environ) is None:
+        command, variable = _STARTERS[launcher]
         raise InvalidArgument(
             f"--launcher {launcher}: {variable} is not set here, so {launcher} has not started this; start it as "
-            f"`{_BY[launcher]} … ckpt-run --launcher {launcher} …`, or leave out --launcher"
+            f"`{command} … ckpt-run --launcher {launcher} …`, or leave out --launcher"
         )
 
 
 def hosts_of(launcher: str, environ: Mapping[str, str]) -> int | None:
     """How many hosts a launcher has started agents on; None where it does not say."""
-    variable = _HOSTS.get(launcher)
-    value = environ.get(variable, "") if variable else ""
+    value = environ.get(_STARTERS[launcher][1], "") if launcher in _STARTERS else ""
     return int(value) if value.isascii() and value.isdigit() else None
 
 
