@@ -45,8 +45,8 @@ class Slowest:
     silent_seconds: float
     phase: str
 
-    def in_words(self, logs: str) -> str:
-        return f"said nothing for {self.silent_seconds:.1f} s in phase {self.phase!r}; the stacks are in {logs}"
+    def in_words(self, logs: str, more: str = "") -> str:
+        return f"said nothing for {self.silent_seconds:.1f} s in phase {self.phase!r} (stacks in {logs}{more})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,13 +244,19 @@ class Watch:
         # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
         slow = self.slowest(now, late)
         assert slow is not None
-        detail = slow.in_words(str(self.ranks[0].log.parent)) + self._went_before(slow.step)
+        detail = slow.in_words(str(self.ranks[0].log.parent), self._went_before(slow.step))
         return Wrong("hang", (slow.rank,), detail, slow.silent_seconds)
 
     def _went_before(self, step: int) -> str:
-        """Ranks that have ended well, and have done less than those that wait now: perhaps for them."""
-        gone = {n: b.step for n, b in self._beats.items() if n not in self._running and b.pid and b.step < step}
-        return "".join(f"; rank {number} had ended after step {last}, with status 0" for number, last in gone.items())
+        """Ranks that have left, and have done no more than those that wait now: perhaps for them."""
+        said = ""
+        for number, beat in self._beats.items():
+            if beat.pid and beat.step <= step:
+                if number not in self._running:
+                    said += f"; rank {number} had ended after step {beat.step}, with status 0"
+                elif beat.phase == "end":
+                    said += f"; rank {number} had closed its Checkpointer after step {beat.step}"
+        return said
 
     def _silence(self, beat: Beat, now: float) -> float:
         """Seconds, of which this process has seen all."""

@@ -302,6 +302,17 @@ def watched(program: str, size: int, folder: Path) -> Iterator[Watch]:
         yield watch
 
 
+def test_a_rank_that_has_closed_its_checkpointer_is_named(tmp_path: Path) -> None:
+    """As one that an exception has taken out of its loop, and that waits for the others at its end, as MPI does."""
+    program = (
+        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
+        "p.mine().attach(); p.mine().beat(2, 8); rank and p.mine().beat(6)\ntime.sleep(1000)"
+    )
+    with watched(program, 2, tmp_path) as watch:
+        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (0,))
+        assert watch.wrong.detail.endswith("; rank 1 had closed its Checkpointer after step 8)")
+
+
 def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
     """It has ended well, so that it is not what has failed; but perhaps it is waited for."""
     program = (
@@ -310,7 +321,7 @@ def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
     )
     with watched(program, 2, tmp_path) as watch:
         assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (0,))
-        assert watch.wrong.detail.endswith("; rank 1 had ended after step 8, with status 0")
+        assert watch.wrong.detail.endswith("; rank 1 had ended after step 8, with status 0)")
         said = Report("a", "a-1", 0.0, 1, str(tmp_path), str(tmp_path), "a", 1, attempt=0)
         shown = {row[0]: row for row in ask._ranks(said)}
         assert [shown["1"][i] for i in (2, 3, 5)] == ["ended", "8", ""]

@@ -79,7 +79,7 @@ class Meeting:
         came: dict[int, str] = {}
         all_came: float | None = None
         for is_long in _waits(self._timeout):
-            hellos = _hellos(self._store, folder)
+            hellos = _words(self._store, folder, "hello")
             if is_long:
                 self._tell([rank for rank in range(1, self._group.size) if rank not in hellos])
             if len(hellos) == self._group.size - 1:
@@ -92,9 +92,9 @@ class Meeting:
                     if time.monotonic() >= all_came + doubt:
                         break
         else:
-            came, _ = self._living(folder, _hellos(self._store, folder))
+            came, _ = self._living(folder, _words(self._store, folder, "hello"))
             if len(came) < self._group.size - 1:
-                gone = _ranks(self._store, folder, "gone")
+                gone = _words(self._store, folder, "gone")
                 self._remove(folder)
                 raise self._late({0, *came, *gone} if len({*came, *gone}) < self._group.size - 1 else {0, *came})
         names = [token, *(came[rank] for rank in range(1, self._group.size))]
@@ -131,7 +131,7 @@ class Meeting:
                         self._others[0] = opener
                     return folder
         # Where one is still open it is the others that are missing; if all are there, rank 0 answers no more.
-        heard = [{0, rank, *_hellos(self._store, folder), *_ranks(self._store, folder, "gone")} for folder in greeted]
+        heard = [{0, rank, *_words(self._store, folder, "hello"), *_words(self._store, folder, "gone")} for folder in greeted]
         others = set(range(1, self._group.size))
         came = max(heard, key=len, default=others)
         for folder in greeted:  # who waits longer is not to blame this rank
@@ -300,21 +300,14 @@ def _age(since: str) -> float:
     return time.time() - calendar.timegm(time.strptime(since, "%Y-%m-%dT%H:%M:%SZ"))
 
 
-def _hellos(store: Store, folder: str) -> dict[int, list[str]]:
-    """The tokens that were given, by rank."""
+def _words(store: Store, folder: str, word: str) -> dict[int, list[str]]:
+    """The ranks that have left such a word, each with the tokens that it gave."""
     found: dict[int, list[str]] = {}
     for entry in store.list(folder):
-        kind, _, rest = entry.name.rpartition("/")[2].partition("-")
-        rank, _, token = rest.partition("-")
-        if kind == "hello":
-            found.setdefault(int(rank), []).append(token)
+        kind, *rest = entry.name.rpartition("/")[2].split("-")
+        if kind == word:
+            found.setdefault(int(rest[0]), []).extend(rest[1:])
     return found
-
-
-def _ranks(store: Store, folder: str, kind: str) -> set[int]:
-    """The ranks that have left such a word."""
-    names = (entry.name.rpartition("/")[2].split("-") for entry in store.list(folder))
-    return {int(rest[0]) for word, *rest in names if word == kind}
 
 
 def _join(parts: Sequence[bytes]) -> bytes:
