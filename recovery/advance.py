@@ -287,10 +287,13 @@ def _wrong(view: View, report: Report, reports: Sequence[Report]) -> Failure:
 def _failure(
     view: View, cause: Cause, ranks: Sequence[int], detail: str, reports: Sequence[Report], host: str = ""
 ) -> Failure:
+    """host: where it began. What that one says is of this moment; of the others it may be older than their last steps."""
+    there = [report for report in reports if report.name == host] or reports
+    step = min((r.step for r in there), default=-1)
+    committed = max((r.committed for r in reports), default=-1)
     return Failure(
-        cause, tuple(ranks), detail, min((r.step for r in reports), default=-1),
-        max((r.committed for r in reports), default=-1), view.ran_seconds, host or (reports[0].name if reports else ""),
-        restored=max((r.restored for r in reports), default=-1),
+        cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,
+        host or (reports[0].name if reports else ""), restored=max((r.restored for r in reports), default=-1),
     )  # fmt: skip
 
 

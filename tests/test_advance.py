@@ -206,6 +206,19 @@ def test_the_cause_of_what_fails_together() -> None:
     assert (failure.facts["cause"], failure.facts["host"], failure.text) == ("signal", "c", "was killed by SIGSEGV")
 
 
+def test_where_it_failed_is_what_that_host_says() -> None:
+    """The others said where they are a moment before. A step that is committed is done on all of them."""
+    run = world()
+    run.turn()
+    run.agents["a"] = replace(run.agents["a"], step=41, committed=49)
+    run.agents["b"] = replace(run.agents["b"], step=55, wrong=Wrong("signal", (3,), "was killed by SIGKILL"))
+    told = advance(run.view())
+    assert (told[0].facts["step"], told[0].facts["committed"]) == (55, 49)
+    assert told[1].text.startswith("rank 3 was killed by SIGKILL after step 55; all ranks start again from step 49")
+    del run.agents["b"]
+    assert advance(run.view())[0].facts["step"] == 49
+
+
 def test_who_hangs_is_who_is_behind() -> None:
     """Of all hosts, not of the one that noticed first."""
     run = world()
