@@ -108,6 +108,8 @@ class Checkpointer:
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
         self._failure_seconds = told_mean_time()
         self._pulse = pulses.mine()
+        if self._pulse is not None:
+            self._pulse.hold()
         self._losses = None if self._pulse is None else Losses(self._pulse, asked_for())
         self._tiers = Tiers(url, every, keep, tiers, ranks) if tiers else None
         self._every = every if self._tiers is None else self._tiers.every

@@ -5,7 +5,7 @@ in one piece; a beat costs a microsecond and no system call.
 
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
     8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
-    16 computed (ns, sum)   17 trouble   18 restored step   19 ended
+    16 computed (ns, sum)   17 trouble   18 restored step   19 ended   20 asked to end (ns, CLOCK_MONOTONIC)
 
 All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
 into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
@@ -23,9 +23,11 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 from ckpt import stopwatch
@@ -48,7 +50,7 @@ _KINDS: tuple[BadKind, ...] = ("not finite", "spike")
 
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
 _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
-_COMPUTED, _TROUBLE, _RESTORED, _ENDED = range(16, 20)
+_COMPUTED, _TROUBLE, _RESTORED, _ENDED, _ASKED = range(16, 21)
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -97,6 +99,8 @@ class Beat:
     """The step that it went on from; -1 none."""
     ended: bool = False
     """Its process is over. Who looks after it says so."""
+    asked: float = 0.0
+    """When it was sent SIGTERM last, by CLOCK_MONOTONIC; 0 never."""
 
 
 class Pulse:
@@ -228,6 +232,14 @@ class Pulse:
         with contextlib.suppress(ValueError, OSError, AttributeError):  # no stderr, or not the main thread of it
             faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
 
+    def hold(self) -> None:
+        """From now on SIGTERM does not end this process, but is told: who sends it to all of a job wants it to be saved.
+
+        Who looks after it ends it where nobody else was asked to end. What the program itself does with SIGTERM goes before.
+        """
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _asked)
+
     # --- who looks after it ------------------------------------------------------------------------------------
 
     def read(self) -> Beat:
@@ -240,6 +252,7 @@ class Pulse:
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
             fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
             fields[_COMPUTED] / 1e9, _TROUBLES[fields[_TROUBLE]], fields[_RESTORED], bool(fields[_ENDED]),
+            fields[_ASKED] / 1e9,
         )  # fmt: skip
 
     def ended(self) -> None:
@@ -273,6 +286,12 @@ def _reserve(file: int, path: str | os.PathLike[str]) -> None:
 
 _mine: Pulse | None = None
 _looked = False
+
+
+def _asked(number: int, frame: FrameType | None) -> None:
+    """A signal has asked this process to end."""
+    if _mine is not None:
+        _mine._fields[_ASKED] = time.monotonic_ns()
 
 
 def mine() -> Pulse | None:
@@ -360,11 +379,31 @@ def look_again() -> None:
     _mine, _looked = None, False
 
 
+_mask: set[int] | None = None
+
+
+def _before_fork() -> None:
+    """A signal that comes to the child before it has let go of the handler waits until it has."""
+    global _mask
+    if signal.getsignal(signal.SIGTERM) is _asked:
+        _mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork_in_parent() -> None:
+    global _mask
+    if _mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _mask)
+        _mask = None
+
+
 def _after_fork() -> None:
     """A child is not the rank."""
     global _mine, _looked
     _mine, _looked = None, True
+    if signal.getsignal(signal.SIGTERM) is _asked:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork_in_parent()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

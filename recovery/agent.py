@@ -392,6 +392,7 @@ class Agent:
         if self._keeper is not None:
             self._keeper.look(memories.named(self._course.memory))
         if self._watch is not None:
+            self._watch.leaving = bool(self._signals.first)
             for rank in self._watch.look(time.monotonic()):
                 self._select.unregister(rank.pidfd)
             if time.monotonic() >= self._tidy_at:

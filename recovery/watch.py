@@ -31,6 +31,9 @@ _SILENT_SECONDS = 0.1
 _STOPPED_SECONDS = 0.5
 """A process may be stopped for a moment, as by a debugger that attaches."""
 
+_ASKED_SECONDS = 1.0
+"""Who sends SIGTERM to all processes of a job has sent it to `ckpt-run` by then, too."""
+
 _PACE_SECONDS = 10.0
 """How fast the job goes on is that of this last time."""
 
@@ -54,6 +57,8 @@ class Watch:
         """What went wrong first."""
         self.stop_step: int | None = None
         """The step to stop after, where there is one."""
+        self.leaving = False
+        """Whether the agent was asked to end: a stop will come."""
         self._limits = limits
         self._best = best
         self._beats = {rank.number: rank.pulse.read() for rank in ranks}
@@ -196,7 +201,7 @@ class Watch:
                 detail = _NO_MEMORY if cause == "out of memory" else _end(failed[0])
                 self.wrong = Wrong(cause, tuple(rank.number for rank in failed), detail)
             else:
-                self.wrong = self._silent(now)
+                self.wrong = self._asked(now) or self._silent(now)
         return ended
 
     def _listen(self, looked: float) -> None:
@@ -210,7 +215,7 @@ class Watch:
                         self._limits.learn(before.phase, max(took, looked - before.since))
                     self._measures[rank.number].learn(before, beat)
                 self._beats[rank.number] = beat
-            elif beat.pid != before.pid:  # it has opened a Checkpointer
+            elif (beat.pid, beat.asked) != (before.pid, before.asked):  # it has opened a Checkpointer, or was asked to end
                 self._beats[rank.number] = beat
 
     def _bad(self) -> Wrong | None:
@@ -222,6 +227,14 @@ class Watch:
         ranks = tuple(number for bad, number in found if bad.step == first)
         bad = next(bad for bad, _ in found if bad.step == first)
         return Wrong("diverged", ranks, f"had a loss of {bad.loss:g} in step {bad.step}", bad=bad)
+
+    def _asked(self, now: float) -> Wrong | None:
+        """Ranks that were asked to end, where the job was not: they hold it back (Pulse.hold), and are ended here."""
+        beats = {number: self._beats[number] for number in self._running}
+        ranks = tuple(number for number, beat in beats.items() if 0 < beat.asked < now - _ASKED_SECONDS)
+        if not ranks or self.leaving or self.stop_step is not None:
+            return None
+        return Wrong("signal", ranks, "was asked to end by SIGTERM")
 
     def _silent(self, now: float) -> Wrong | None:
         for rank in self._running.values():
@@ -244,7 +257,10 @@ class Watch:
         # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
         slow = self.slowest(now, late)
         assert slow is not None
-        detail = slow.in_words(str(self.ranks[0].log.parent), self._went_before(slow.step))
+        more = self._went_before(slow.step)
+        if slow.phase == "end" and (line := _last_line(next(r.log for r in self.ranks if r.number == slow.rank))):
+            more += f"; its log ends with: {line}"  # perhaps an exception that has taken it out of its loop
+        detail = slow.in_words(str(self.ranks[0].log.parent), more)
         return Wrong("hang", (slow.rank,), detail, slow.silent_seconds)
 
     def _went_before(self, step: int) -> str:
@@ -314,9 +330,14 @@ def _end(rank: Rank) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
-    lines = [line.strip() for line in _tail(rank.log).splitlines() if line.strip() and not line.startswith(_NO_REASON)]
-    said = f" ({lines[-1][:_SAID]})" if lines else ""
-    return f"exited with status {code}{said}"
+    line = _last_line(rank.log)
+    return f"exited with status {code} ({line})" if line else f"exited with status {code}"
+
+
+def _last_line(log: Path) -> str:
+    """That says something."""
+    lines = [line.strip() for line in _tail(log).splitlines() if line.strip() and not line.startswith(_NO_REASON)]
+    return lines[-1][:_SAID] if lines else ""
 
 
 def _tail(path: Path, nbytes: int = 4096) -> str:

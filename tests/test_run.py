@@ -313,6 +313,18 @@ def test_a_rank_that_has_closed_its_checkpointer_is_named(tmp_path: Path) -> Non
         assert watch.wrong.detail.endswith("; rank 1 had closed its Checkpointer after step 8)")
 
 
+def test_an_exception_that_a_rank_does_not_get_rid_of_is_named(tmp_path: Path) -> None:
+    """Its process goes on, as where other threads, or a collective at the end, keep it; the others wait for it in a step."""
+    program = (
+        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
+        "p.mine().attach(); p.mine().beat(2, 9 - rank)\n"
+        "if rank: p.mine().beat(6); print('Traceback:\\nValueError: bad batch', flush=True)\ntime.sleep(1000)"
+    )
+    with watched(program, 2, tmp_path) as watch:
+        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
+        assert watch.wrong.detail.endswith("; its log ends with: ValueError: bad batch)")
+
+
 def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
     """It has ended well, so that it is not what has failed; but perhaps it is waited for."""
     program = (

@@ -400,6 +400,45 @@ def test_a_storm_of_sigterm_during_a_save(start: Starter, whom: str) -> None:
     assert saved >= 4
 
 
+def test_sigterm_to_each_process_of_a_job(start: Starter) -> None:
+    """As systemd ends a service: once to each. The job is saved at the step under way, and not lost since the last save."""
+    run = start(steps=200)
+    run.until_step(11)
+    for pid in (*(run.pid(rank) for rank in range(RANKS)), run.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.said
+    assert "have saved and ended, as SIGTERM asked" in run.said
+    saved = run.newest()
+    again = start(steps=200)
+    ends_well(again, 200)
+    assert again.restored() == [saved + 1] * RANKS
+
+
+def test_sigterm_to_one_rank(start: Starter) -> None:
+    """Nobody wants the job to end: it comes back."""
+    run = start(steps=200)
+    run.until_step(11)
+    os.kill(run.pid(1), signal.SIGTERM)
+    ends_well(run, 200)
+    assert run.failures() == [("signal", [1])]
+    assert "rank 1 was asked to end by SIGTERM after step" in run.said
+
+
+def test_what_a_rank_starts_does_not_hold_sigterm(tmp_path: Path) -> None:
+    """A loader's worker is ended by it. Neither is a handler of the program's own replaced."""
+    program = (
+        "import ckpt, os, signal, time\n"
+        "ck = ckpt.Checkpointer('a'); assert callable(signal.getsignal(signal.SIGTERM))\n"
+        "if (child := os.fork()) == 0: time.sleep(1000)\n"
+        "os.kill(child, signal.SIGTERM); assert os.waitpid(child, 0)[1] == signal.SIGTERM\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "ckpt.Checkpointer('b').close(); assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN\n"
+    )
+    Pulse(tmp_path / "page", new=True).close()
+    told = os.environ | {"CKPT_PULSE": str(tmp_path / "page")}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=told, check=True, timeout=60)
+
+
 def test_a_host_is_lost_together_with_the_coordinator(job: Callable[..., Job]) -> None:
     run = job("--min", "2", hosts=4, steps=200)
     for name in "abcd":
