@@ -9,6 +9,7 @@ import os
 import secrets
 import selectors
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, liste
 from ckpt.recovery.console import Console
 from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
+from ckpt.recovery.decide import in_words
 from ckpt.recovery.guardian import Guardian
 from ckpt.recovery.keeper import Guard, Keeper
 from ckpt.recovery.launch import Share
@@ -97,7 +99,7 @@ class Agent:
         self._signals = Signals()
         self._read_at = self._tidy_at = 0.0
         self._status: int | None = None
-        self._trouble = ""
+        self._trouble = self._waits = ""
         self._said = ""
         self._told_stop = -1
         self._leaves = False
@@ -135,7 +137,9 @@ class Agent:
                 self._voice.close()
         finally:
             if self._keeper is not None:
-                self._keeper.close(self._frees_memory())
+                self._keeper.close(free := self._frees_memory())
+                if self._status is None and not free and memories.named(self._course.memory):
+                    self._say("the run has not ended, and the memory is kept: start ckpt-run again")
             if web is not None:
                 web.close()
             if self._warm is not None:
@@ -155,7 +159,7 @@ class Agent:
             try:
                 while self._status is None and (self._follow() or self._lead()):
                     pass
-                self._trouble = ""
+                self._trouble = self._waits = ""
             except StoreError as error:
                 self._went_wrong(error)
             if self._status is not None:
@@ -461,14 +465,34 @@ class Agent:
             self._leaves = True
         if self._leaves:
             return True
-        patience = self._spec.grace_seconds + 2 * LOST_SECONDS
-        return time.monotonic() - self._signals.first_at > patience  # nobody decides any more
+        return time.monotonic() - self._signals.first_at > self._patience  # nobody decides any more
 
     def _went_wrong(self, error: StoreError) -> None:
         """The state does not answer: the ranks go on, and only what goes wrong meanwhile has to wait."""
         if not self._trouble:
             self._say(f"{error}. The ranks go on; what happens to them is dealt with when it answers again")
         self._trouble = str(error)
+        waits, self._waits = self._waits, self._waiting()
+        if self._waits and self._waits != waits:
+            self._say(self._waits)
+
+    def _waiting(self) -> str:
+        """What has come to pass, and has to wait for the state; "" nothing."""
+        watch = self._watch
+        if self._signals.first:
+            name = signal.Signals(self._signals.first).name
+            return f"{name}: without the state the ranks can't be asked to save; they are ended within {self._patience:g} s"
+        if watch is not None and watch.wrong is not None:
+            wrong = watch.wrong
+            return f"{in_words(wrong.ranks, wrong.detail)}; what is done about it is decided when the state answers"
+        if watch is not None and watch.over:
+            return "all ranks of this host have ended well; the run ends when the state answers, or by another signal"
+        return ""
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that it waits for who decides, once it was asked to end."""
+        return self._spec.grace_seconds + 2 * LOST_SECONDS
 
     def _wait(self) -> None:
         """Until something happens, and not for long."""

@@ -120,7 +120,7 @@ def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), befor
 
 def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int | None) -> Decision:
     last = failures[-1]
-    what, look = f"{_who(last)} {_does(last)} {_at(last)}", f"look at {last.log or 'the log'}"
+    what, look = f"{in_words(last.ranks, last.detail, last.host)} {_at(last)}", f"look at {last.log or 'the log'}"
     if last.cause == "asked":
         return Decision("halt", what)
     if last.cause == "preempted":
@@ -248,17 +248,11 @@ def _at(failure: Failure) -> str:
     return f"after step {failure.step}" if failure.step >= 0 else "before the first step"
 
 
-def _does(failure: Failure) -> str:
-    """Of one, or of several."""
-    verb, _, rest = failure.detail.partition(" ")
-    forms = {"was": "were", "has": "have"} if len(failure.ranks) > 1 else {"were": "was", "have": "has"}
-    return f"{forms.get(verb, verb)} {rest}"
-
-
-def _who(failure: Failure) -> str:
-    ranks = failure.ranks
+def in_words(ranks: Sequence[int], detail: str, host: str = "") -> str:
+    """Who, and what has happened to them. host: where it is all of it."""
     if not ranks:
-        return f"host {failure.host}"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
+        return f"host {host} {detail}"
+    verb, _, rest = detail.partition(" ")
+    forms = {"was": "were", "has": "have"} if len(ranks) > 1 else {"were": "was", "have": "has"}
+    who = "rank" if len(ranks) == 1 else "ranks"
+    return f"{who} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''} {forms.get(verb, verb)} {rest}"

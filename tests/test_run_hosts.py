@@ -518,10 +518,38 @@ def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
         log = run.log()
         assert [(e.facts["cause"], e.facts["ranks"]) for e in log if e.kind == "failure"] == [("signal", [2])]
         is_right(run, 6)
+        waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
+        assert sum(run.said(name).count(waits) for name in "abc") == 1
     finally:
         run.close()
         server.kill()
         shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@needs_etcd
+def test_etcd_goes_away_for_good(tmp_path: Path) -> None:
+    """Each host says how it stands there, and ends when it is asked to."""
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", "--grace", "1", hosts=2, steps=30)
+    try:
+        for name in "ab":
+            run.start(name)
+        run.until_step(5)
+        server.kill()
+        ended = "all ranks of this host have ended well; the run ends when the state answers, or by another signal"
+        until(lambda: all((run.folder / f"end-{rank}.npy").exists() for rank in range(4)))
+        time.sleep(1)
+        for agent in run.agents.values():
+            agent.send_signal(signal.SIGTERM)
+        assert run.ends(*"ab") == dict.fromkeys("ab", 128 + signal.SIGTERM)
+        for name in "ab":
+            assert run.said(name).count(ended) == 1
+            assert "SIGTERM: without the state the ranks can't be asked to save; they are ended within 7 s" in run.said(name)
+        is_right(run, 4)
+    finally:
+        run.close()
+        server.kill()
 
 
 # --- hosts that are cut off --------------------------------------------------------------------------------------
