@@ -142,7 +142,7 @@ def _watched(view: View) -> list[Draft]:
     if asked or course.requested:
         name = course.requested or signal.Signals(max(report.leaving for report in asked)).name
         return [_stop(course, reports, name)]
-    drafts = [*_spares(view), *_stragglers(view, reports)]
+    drafts = [*_fell_back(course, reports), *_spares(view), *_stragglers(view, reports)]
     if memories.is_newer(course.memory, reports, -1 if course.before is None else course.budget.best):
         why = "what was in the memory of the hosts before is not needed any more"
         drafts.append(remembered(course, course.memory[:1], why))
@@ -156,6 +156,17 @@ def _stop(course: Course, reports: Sequence[Report], text: str) -> Draft:
     step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
     ahead = 1 + math.ceil(min(_AHEAD_SECONDS / step_seconds, 1e6)) if several else 1
     return Draft(course.attempt, "stop", text, asdict(Stop(newest + ahead, False, ahead)))
+
+
+def _fell_back(course: Course, reports: Sequence[Report]) -> list[Draft]:
+    """It went on from an older step than the newest that was saved, and nobody had decided so."""
+    restored = max((report.restored for report in reports), default=-1)
+    said = course.restored is not None or course.before is not None
+    saved = course.failures[-1].committed if course.failures else -1
+    if said or not 0 <= restored < saved:
+        return []
+    text = f"the ranks go on from step {restored}, as no later one is whole: {saved} was saved; their logs say more"
+    return [Draft(course.attempt, "note", text, {"restored": restored})]
 
 
 def _spares(view: View) -> list[Draft]:

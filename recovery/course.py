@@ -88,6 +88,8 @@ class Course:
     """How many spares wait, as it was said last."""
     came: int | None = None
     """How many hosts there were, as it was said last while more were waited for."""
+    restored: int | None = None
+    """The step that this attempt went on from, where that was said: it is an older one than was saved."""
     memory: tuple[Memory, ...] = ()
     """Of several hosts: the one that steps are saved to, and those before it that may hold steps; of earlier runs, too."""
     home: bool = False
@@ -138,7 +140,8 @@ def _after(course: Course, entry: Entry) -> Course:
     if entry.kind == "start":
         members = tuple(Member(**member) for member in facts["members"])
         memory = memories.from_facts(facts["memory"])
-        return replace(course, attempt=entry.attempt, members=members, memory=memory, slow={}, left_out="", came=None)
+        anew = replace(course, slow={}, left_out="", came=None, restored=None)
+        return replace(anew, attempt=entry.attempt, members=members, memory=memory)
     if entry.kind == "failure":
         bad = Bad(**facts["bad"]) if facts.get("bad") else None
         known = {f.name: facts[f.name] for f in fields(Failure) if f.name in facts}  # a later version may add some
@@ -158,7 +161,7 @@ def _noted(course: Course, entry: Entry) -> Course:
     facts = entry.facts
     if "straggler" in facts:
         course = replace(course, slow={**course.slow, int(facts["straggler"]): entry.text})
-    known = {name: facts[name] for name in ("left_out", "spares", "came") if name in facts}
+    known = {name: facts[name] for name in ("left_out", "spares", "came", "restored") if name in facts}
     return replace(course, **known)
 
 

@@ -219,6 +219,29 @@ def test_where_it_failed_is_what_that_host_says() -> None:
     assert advance(run.view())[0].facts["step"] == 49
 
 
+def test_who_goes_on_from_an_older_step_than_was_saved_says_so() -> None:
+    """Once, and not where it was decided."""
+    run = world()
+    run.turn()
+    run.step = 29
+    run.agents["b"] = replace(run.agents["b"], wrong=Wrong("signal", (3,), "was killed by SIGKILL"))
+    run.follow()
+    for _ in range(3):
+        run.turn()
+    assert [len(run.starts()), run.course.failures[-1].committed] == [2, 25]
+    assert advance(run.view()) == []
+    run.agents["a"] = replace(run.agents["a"], restored=25)
+    assert advance(run.view()) == []
+    run.agents["a"] = replace(run.agents["a"], restored=20)
+    told = advance(run.view())
+    assert [(draft.kind, draft.facts) for draft in told] == [("note", {"restored": 20})]
+    assert told[0].text.startswith("the ranks go on from step 20, as no later one is whole: 25 was saved")
+    before = replace(run.view(), course=replace(run.course, before=25))
+    assert advance(before) == []
+    run.append(len(run.log), told)
+    assert advance(run.view()) == []
+
+
 def test_who_hangs_is_who_is_behind() -> None:
     """Of all hosts, not of the one that noticed first."""
     run = world()

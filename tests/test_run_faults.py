@@ -291,6 +291,8 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
     assert len(run.failures()) == 1
     least = {"memory": 10, "nvme": 12, "repo": 12, "memory nvme": 5}
     assert min(run.restored()) >= least[where]
+    saved = next(entry.facts["committed"] for entry in run.log() if entry.kind == "failure")
+    assert ("no later one is whole" in run.said) == (min(run.restored()) <= saved)
     assert ckpt.load(run.folder / "repo", group=None)["w"].shape == (4 * RANKS, 100)
 
 
