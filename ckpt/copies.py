@@ -47,9 +47,14 @@ def describe(flat: Flat) -> str:
 
 
 def sharers(flat: Flat) -> str:
-    """The same leaves, those with elements, and the sets of ranks that divide copies of each: for the one who must say why a
-    step could not be put together."""
-    return _text([(name, _sharers(leaf)) for name, leaf in _uncertain(flat) if 0 not in leaf.shape])
+    """The sets of ranks that divide copies of the same leaves, this rank being one of each: by set the names of those that have
+    elements, in a text. Ranks of a set have one text; where they have several, the committer looks which leaf one lacks."""
+    names: dict[str, list[str]] = {}
+    for name, leaf in _uncertain(flat):
+        if 0 not in leaf.shape:
+            for sharer in _sharers(leaf):
+                names.setdefault(sharer, []).append(name)
+    return json.dumps({sharer: _text(those) for sharer, those in names.items()})
 
 
 def _uncertain(flat: Flat) -> Iterator[tuple[str, ArrayLeaf]]:
@@ -117,27 +122,22 @@ _NAMED = 3
 """Leaves in one message."""
 
 
-def lacking(
-    told: Mapping[str, Sequence[int]], ranks: Sequence[int], storing: Callable[[Collection[str]], Mapping[str, set[int]]]
-) -> str:
+def lacking(told: Mapping[str, Sequence[int]], storing: Callable[[Collection[str]], Mapping[str, set[int]]]) -> str:
     """Which leaves some ranks have, and others that should have copies lack, in words; "" where there is none.
 
     Ranks with copies divide all of these among them. Where one lacks a leaf the others' cuts are not its own any more, and
-    what is then missing is of any leaf. told: what `sharers` gave, and the ranks that told it; storing: which ranks have
-    stored something of leaves.
+    what is then missing is of any leaf, or of none: a small one is written by one rank. told: what `sharers` gave, and the
+    ranks that told it; storing: which ranks have stored something of leaves.
     """
-    members: dict[str, set[int]] = {_EVERYONE: {*ranks}}
-    having: dict[tuple[str, str], set[int]] = {}
-    for text, tellers in told.items():
-        for name, those_of in _told(text):
-            for sharer in those_of:
-                members.setdefault(sharer, set()).update(tellers)
-                having.setdefault((name, sharer), set()).update(tellers)
-    suspects = {name for (name, sharer), those in having.items() if those != members[sharer]}
-    stored = storing(suspects)
+    texts: dict[str, dict[str, list[int]]] = {_EVERYONE: {}}
+    for said, tellers in told.items():
+        for sharer, text in {_EVERYONE: "", **json.loads(said)}.items():
+            texts.setdefault(sharer, {}).setdefault(text, []).extend(tellers)
+    lacked = [one for by_text in texts.values() if len(by_text) > 1 for one in _lacked(by_text)]
+    stored = storing({name for name, _, _ in lacked}) if lacked else {}
     found = []
-    for (name, sharer), those in having.items():
-        if without := members[sharer] - those - stored.get(name, set()):
+    for name, those, others in lacked:
+        if without := others - stored.get(name, set()):
             found.append(f"leaf {name} is on {ranks_text(sorted(those))} but not on {ranks_text(sorted(without))}")
     if not found:
         return ""
@@ -146,6 +146,18 @@ def lacking(
         f"{', '.join(found[:_NAMED])}{more}, where each should have an equal copy under the same name; what only some ranks "
         "hold belongs in ckpt.Shard, what each rank has for itself in ckpt.PerRank"
     )
+
+
+def _lacked(by_text: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, set[int], set[int]]]:
+    """Leaves that some ranks of a set named, and others did not; with those and these."""
+    members = {rank for tellers in by_text.values() for rank in tellers}
+    having: dict[str, set[int]] = {}
+    for text, tellers in by_text.items():
+        for name in _told(text):
+            having.setdefault(name, set()).update(tellers)
+    for name, those in having.items():
+        if those != members:
+            yield name, those, members - those
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
         algorithms.setdefault(said["digest"], part.rank)
         sizes.setdefault(said["world_size"], part.rank)
         held.setdefault(said["held"], part.rank)
-        sharing.setdefault(said.get("sharers", ""), []).append(part.rank)
+        sharing.setdefault(said["sharers"], []).append(part.rank)
         if "copies" in said:
             copies.append((part.rank, json.loads(said["copies"])))
     _require_one("digests by", algorithms, step)
@@ -223,13 +223,10 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
     known = agreed(held)
     compare(step, copies)
     ranks = [part.rank for part in listed]
-    try:
-        table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
-        tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
-    except StepRefused:
-        if cause := lacking(sharing, ranks, lambda names: _storing(names, ranks, tables)):
-            raise StepRefused(f"step {step}: {cause}") from None
-        raise
+    if cause := lacking(sharing, lambda names: _storing(names, ranks, tables)):  # first, for a gap may be of any leaf
+        raise StepRefused(f"step {step}: {cause}")
+    table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
+    tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
 
 

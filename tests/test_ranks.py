@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from support import SOAK, assert_clean, assert_same, drop_cache, finish, is_cach
 
 import ckpt
 from ckpt.copies import agreed, describe, lacking
-from ckpt.groups.base import Group
+from ckpt.groups.base import Group, ranks_text
 from ckpt.groups.threads import ThreadGroup
 from ckpt.schedule import LEAD_SECONDS, next_step
 from ckpt.shard import Box, flat_boxes
@@ -724,20 +724,33 @@ def test_a_copy_that_a_rank_lacks_is_named(tmp_path: Path, lost: str, instead: s
         assert (f"leaf {instead} is on rank 2 but" in str(error)) == bool(instead)
 
 
+@pytest.mark.parametrize("lacking_it", [{0}, {1}, {3}, {1, 2, 3}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("size", [1, 64, 500, 20_000])
+def test_a_copy_that_a_rank_lacks_is_refused_whatever_its_size(tmp_path: Path, size: int, lacking_it: set[int]) -> None:
+    """A small one is written by one rank: where another lacks it, no part of it is missing."""
+    def state(rank: int) -> Any:
+        return {"d": np.arange(1000.0)} | ({} if rank in lacking_it else {"x": np.ones(size)})
+
+    for error in refused(tmp_path, state, 4):
+        assert isinstance(error, ckpt.StepRefused)
+        assert f"step 1: leaf x is on {ranks_text(sorted({*range(4)} - lacking_it))} but not on" in str(error)
+
+
 def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
     """Two pairs of ranks hold copies, and all of them: a leaf of one pair is none that the other lacks."""
-    def text(*leaves: tuple[str, str]) -> str:
-        said = json.dumps([[name, [sharer]] for name, sharer in leaves])
-        return base64.b64encode(zlib.compress(said.encode())).decode()
+    def text(**leaves: Sequence[str]) -> str:
+        return json.dumps(
+            {sharer: base64.b64encode(zlib.compress(json.dumps(names).encode())).decode() for sharer, names in leaves.items()}
+        )
 
-    first, second = text(("a", "pair 1"), ("x", "all")), text(("b", "pair 2"), ("x", "all"))
+    first, second = text(pair1="a", all="x"), text(pair2="b", all="x")
     told = {first: [0, 1], second: [2, 3]}
-    assert lacking(told, range(4), lambda _: {}) == ""
-    told = {first: [0], text(("c", "pair 1"), ("x", "all")): [1], second: [2, 3]}
-    assert lacking(told, range(4), lambda _: {}).startswith("leaf a is on rank 0 but not on rank 1, leaf c is on rank 1 but")
-    assert lacking(told, range(4), lambda names: {name: {0, 1} for name in names}) == "", "a rank's rows tell that it has them"
-    told = {text(*((f"w{i}", "all") for i in range(9))): [0, 1], text(): [2]}
-    assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in lacking(told, range(3), lambda _: {})
+    assert lacking(told, lambda _: {}) == ""
+    told = {first: [0], text(pair1="c", all="x"): [1], second: [2, 3]}
+    assert lacking(told, lambda _: {}).startswith("leaf a is on rank 0 but not on rank 1, leaf c is on rank 1 but")
+    assert lacking(told, lambda names: {name: {0, 1} for name in names}) == "", "a rank's rows tell that it has them"
+    told = {text(all=[f"w{i}" for i in range(9)]): [0, 1], text(): [2]}
+    assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in lacking(told, lambda _: {})
 
 
 def test_copies_of_which_there_are_more_than_ranks(tmp_path: Path) -> None:
@@ -1018,6 +1031,7 @@ def test_a_second_job_fences_the_first(tmp_path: Path) -> None:
     assert isinstance(found[0], ckpt.Fenced)
     assert isinstance(found[1], (ckpt.Fenced, ckpt.StepRefused))
     assert ckpt.open(tmp_path).steps() == [0]
+
 
 
 def test_ranks_are_told_why_rank_0_cannot_begin(tmp_path: Path) -> None:
