@@ -63,9 +63,13 @@ class Committer:
         """Files of what was committed as this step before."""
 
     def refuse_existing(self) -> None:
-        """Raise AlreadyExists, before any work, where the step is committed and whole."""
+        """Raise AlreadyExists, before any work, where the step is committed and whole; Fenced where a newer writer is there, for
+        this one is to stop and not to take another number."""
         if self._exists_and_is_good():
-            raise AlreadyExists(self._taken())
+            self._session.claim.check()
+            raise AlreadyExists(
+                f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
+            )
 
     def commit(self, rows: Any, algorithm: str, packs: dict[str, int], written: int, *, sharded: bool) -> Checkpoint:
         """Commit an Arrow table of rows, or as a rank of a group see to it that they are.
@@ -153,23 +157,19 @@ class Committer:
         name, data = commit_name(self._step), encode_commit(commit)
         try:
             self._store.put_new(name, data)
+            return
         except AlreadyExists:
             if self._store.get(name) == data:  # a retry inside the store: the first try had arrived
                 return
-            if not self._options.overwrite and self._exists_and_is_good():
-                raise AlreadyExists(self._taken()) from None
-            with suppress(StepNotFound, IntegrityError):
-                there = self._session.repo.commit(self._step)
-                if there.generation > self._session.claim.generation:
-                    raise Fenced(
-                        f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one"
-                    ) from None
-                self.retired.update(there.files())
-            self._session.claim.check()
-            self._store.put(name, data)
-
-    def _taken(self) -> str:
-        return f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
+        if not self._options.overwrite:
+            self.refuse_existing()
+        with suppress(StepNotFound, IntegrityError):
+            there = self._session.repo.commit(self._step)
+            if there.generation > self._session.claim.generation:
+                raise Fenced(f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one")
+            self.retired.update(there.files())
+        self._session.claim.check()
+        self._store.put(name, data)
 
     def _exists_and_is_good(self) -> bool:
         try:

@@ -1033,6 +1033,16 @@ def test_a_second_job_fences_the_first(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path).steps() == [0]
 
 
+def test_a_rank_that_wakes_after_a_newer_job_has_its_step_is_told_to_stop(tmp_path: Path) -> None:
+    """And not to take another number."""
+    groups = ThreadGroup.make(2)
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g), groups))
+    mine = sorted((tmp_path / "generations").iterdir())[-1]
+    mine.with_name("00000009.json").write_bytes(mine.read_bytes())
+    for error in on_ranks(2, lambda g: ckpt.save(one_array(1), tmp_path, 0, group=g), groups):
+        assert isinstance(error, ckpt.Fenced)
+
+
 
 def test_ranks_are_told_why_rank_0_cannot_begin(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
