@@ -536,6 +536,22 @@ def test_the_end_does_not_wait_for_the_dead(folder: Path, monkeypatch: pytest.Mo
     together(groups[0].close, groups[2].close)  # closed twice
 
 
+def test_who_leaves_late_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start of the job has removed the meeting; also what a rank put there just afterwards."""
+    groups, store = env_groups(3, monkeypatch, run_id="job"), LocalStore(folder)
+    meet(groups, store)
+    (old,) = folder.glob("meet/*")
+    owner = dataclasses.replace(this_process(), started="1")  # dead
+    (old / "open").write_bytes(dataclasses.replace(hello(), owner=owner).encoded())
+    again = [env_groups(3, monkeypatch, run_id="job") for _ in range(2)]
+    meet(again[0], store)
+    groups[1].close()
+    assert not old.exists()
+    store.put(f"meet/{old.name}/bye-2", b"")
+    meet(again[1], store)
+    assert not old.exists()
+
+
 def test_a_forked_child_ends_no_meeting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = env_groups(1, monkeypatch)
     meet(groups, LocalStore(folder))

@@ -263,8 +263,9 @@ class Meeting:
     def leave(self) -> None:
         """Rank 0 removes the meeting once nobody needs it; where a rank does not say so, the next meeting does."""
         if self._group.rank:
-            # Not twice, as other puts: it may have been seen already, and everything removed.
-            self._store.put(f"{self._folder}/bye-{self._group.rank}", b"")
+            if self._store.exists(f"{self._folder}/open"):  # else it is over, and a word would be left behind
+                # Not twice, as other puts: it may have been seen already, and everything removed.
+                self._store.put(f"{self._folder}/bye-{self._group.rank}", b"")
             return
         for _ in _waits(_FAREWELL_SECONDS):
             left = {entry.name for entry in self._store.list(self._folder)}
