@@ -63,8 +63,8 @@ class Committer:
         """Files of what was committed as this step before."""
 
     def refuse_existing(self) -> None:
-        """Raise AlreadyExists, before any work, where the step is committed and whole; Fenced where a newer writer is there, for
-        this one is to stop and not to take another number."""
+        """Raise AlreadyExists where the step is committed and whole; Fenced where a newer writer is there, for this one is to
+        stop and not to take another number."""
         if self._exists_and_is_good():
             self._session.claim.check()
             raise AlreadyExists(

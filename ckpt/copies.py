@@ -183,7 +183,7 @@ def _bytes(leaf: ArrayLeaf) -> Bytes:
     return out
 
 
-def compare(step: int, told: Sequence[tuple[int, Copies]]) -> None:
+def compare(told: Sequence[tuple[int, Copies]]) -> None:
     """Raise StepRefused for the first shard of which two ranks hold different bytes. told: by rank."""
     first: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, str]] = {}
     for rank, copies in told:
@@ -191,7 +191,7 @@ def compare(step: int, told: Sequence[tuple[int, Copies]]) -> None:
             other, known = first.setdefault((name, tuple(offset), tuple(shape)), (rank, found))
             if known != found:
                 raise StepRefused(
-                    f"step {step}: leaf {name}{_where(Box(tuple(offset), tuple(shape)))} differs between rank {other} and "
+                    f"leaf {name}{_where(Box(tuple(offset), tuple(shape)))} differs between rank {other} and "
                     f"rank {rank}, which should hold equal copies. Find out where they drifted apart; what each rank has for "
                     "itself belongs in ckpt.PerRank"
                 )

@@ -217,9 +217,12 @@ class _Rows:
                 f"{self.ranks[b]} overlap in {_text(common)} of shape {shape}; {_NOT_COPIES}"
             )
         gap = uncovered(shape, offset, extent)
-        rest = f", {ranks_text(np.unique(self.ranks[rows]).tolist())} stored the rest" if len(rows) else ""
+        assert gap is not None
+        begin = np.array(gap.offset, np.int64)
+        near = rows[np.all((offset <= begin + gap.shape) & (offset + extent >= begin), axis=1)]
+        beside = f", {ranks_text(np.unique(self.ranks[near]).tolist())} stored what lies beside it" if len(near) else ""
         return StepRefused(
-            f"leaf {name}: no rank stored {_text(gap)} of shape {shape}{rest}; if only some ranks hold this "
+            f"leaf {name}: no rank stored {_text(gap)} of shape {shape}{beside}; if only some ranks hold this "
             "leaf, or each holds a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
             "where a Shard says replica=(i, n), a rank must bring each i"
         )

@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -191,6 +191,20 @@ def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> 
 
 def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole:
     """Read, verify and merge the parts; raise StepRefused where they do not make a whole step."""
+    with _refusing(step):
+        return _put_together(repo, listed)
+
+
+@contextmanager
+def _refusing(step: int) -> Iterator[None]:
+    """Say of which step something is refused."""
+    try:
+        yield
+    except StepRefused as error:
+        raise StepRefused(f"step {step}: {error}") from None
+
+
+def _put_together(repo: Repository, listed: Sequence[Listed]) -> Whole:
     from ckpt.merge import merge
 
     failpoint("ranks.merge")
@@ -217,16 +231,16 @@ def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole
         sharing.setdefault(said["sharers"], []).append(part.rank)
         if "copies" in said:
             copies.append((part.rank, json.loads(said["copies"])))
-    _require_one("digests by", algorithms, step)
-    _require_one("counts its group as", sizes, step)
-    _require_all_verify([rank for rank, _ in copies], [part.rank for part in listed], step)
-    known = agreed(held)
-    compare(step, copies)
     ranks = [part.rank for part in listed]
+    _require_one("digests by", algorithms)
+    _require_one("counts its group as", sizes)
+    _require_all_verify([rank for rank, _ in copies], ranks)
+    known = agreed(held)
+    compare(copies)
     if cause := lacking(sharing, lambda names: _storing(names, ranks, tables)):  # first, for a gap may be of any leaf
-        raise StepRefused(f"step {step}: {cause}")
+        raise StepRefused(cause)
     table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
-    tree = settle(merge_trees(list(told.values())), _leaf_names(table), step)
+    tree = settle(merge_trees(list(told.values())), _leaf_names(table))
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
 
 
@@ -246,20 +260,18 @@ def _read(store: Store, part: Listed) -> Any:
     return read_part(data, where)
 
 
-def _require_one(what: str, told: dict[str, int], step: int) -> None:
+def _require_one(what: str, told: dict[str, int]) -> None:
     if len(told) > 1:
         (a, first), (b, second) = list(told.items())[:2]
-        raise StepRefused(
-            f"step {step}: rank {first} {what} {a}, rank {second} {b}; every rank must save with the same options"
-        )
+        raise StepRefused(f"rank {first} {what} {a}, rank {second} {b}; every rank must save with the same options")
 
 
-def _require_all_verify(those: Sequence[int], ranks: Sequence[int], step: int) -> None:
+def _require_all_verify(those: Sequence[int], ranks: Sequence[int]) -> None:
     """Copies are compared where every rank has digested its own, or nowhere."""
     if those and (others := [rank for rank in ranks if rank not in set(those)]):
         raise StepRefused(
-            f"step {step}: verify_replicas=True on {ranks_text(those)}, False on {ranks_text(others)}; every rank must save "
-            "with the same options"
+            f"verify_replicas=True on {ranks_text(those)}, False on {ranks_text(others)}; every rank must save with the same "
+            "options"
         )
 
 
@@ -286,8 +298,9 @@ def require_whole(data: bytes, tree: Node, step: int, where: str) -> int:
     from ckpt.manifest import read_table
     from ckpt.merge import merge
 
-    table = merge([(0, read_table(data, where))])
-    settle(tree, _leaf_names(table), step)
+    with _refusing(step):
+        table = merge([(0, read_table(data, where))])
+        settle(tree, _leaf_names(table))
     return totals(table)[1]
 
 

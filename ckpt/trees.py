@@ -65,13 +65,13 @@ def _same_types(a: Node, b: Node) -> bool:
     return json.dumps(a) == json.dumps(b)
 
 
-def settle(node: Node, stored: Collection[str], step: int) -> Node:
+def settle(node: Node, stored: Collection[str]) -> Node:
     """The tree with arrays that were stored; raise StepRefused for one that nobody stored any of.
 
     Of leaves that are tied, a rank may know one by another name than the others, where its own shards are empty.
     """
     if isinstance(node, list):
-        return [settle(n, stored, step) for n in node]
+        return [settle(n, stored) for n in node]
     if not isinstance(node, dict):
         return node
     if "ranks" in node:
@@ -79,19 +79,19 @@ def settle(node: Node, stored: Collection[str], step: int) -> Node:
         known = {n["array"]: n for n in arrays if n["array"] in stored}
         if len(arrays) == len(node["ranks"]) and len(known) == 1 and any(n["array"] not in stored for n in arrays):
             return next(iter(known.values()))
-        return {"ranks": {rank: settle(n, stored, step) for rank, n in node["ranks"].items()}}
+        return {"ranks": {rank: settle(n, stored) for rank, n in node["ranks"].items()}}
     if "array" in node and node["array"] not in stored:
         raise StepRefused(
-            f"step {step}: leaf {node['array']}: no rank stored any of it; one must hold each of its elements, and where a "
+            f"leaf {node['array']}: no rank stored any of it; one must hold each of its elements, and where a "
             "Shard says replica=(i, n), a rank must bring each i"
         )
-    return {tag: _settled(tag, value, stored, step) for tag, value in node.items()}
+    return {tag: _settled(tag, value, stored) for tag, value in node.items()}
 
 
-def _settled(tag: str, value: Any, stored: Collection[str], step: int) -> Any:
+def _settled(tag: str, value: Any, stored: Collection[str]) -> Any:
     if tag == "dict":
-        return [[key, settle(v, stored, step)] for key, v in value]
-    return settle(value, stored, step) if tag in _WITH_NODES else value
+        return [[key, settle(v, stored)] for key, v in value]
+    return settle(value, stored) if tag in _WITH_NODES else value
 
 
 _WITH_NODES = ("tuple", "namedtuple", "dataclass", "object", "set", "frozenset", "metadata")

@@ -9,9 +9,9 @@ import re
 def first_line(error: BaseException) -> str:
     """What an error of a library says, short enough for a message of ours.
 
-    Some bring a stack of C++ frames; gloo begins with the place in its source.
+    Some bring a stack of C++ frames; gloo begins with the place in its source. Ours goes on after it: no full stop.
     """
-    line = str(error).strip().partition("\n")[0]
+    line = str(error).strip().partition("\n")[0].removesuffix(".")
     return re.sub(r"^\[/\S+:\d+\] ", "", line)[:400] or type(error).__name__
 
 

@@ -291,6 +291,12 @@ def test_a_broadcast_of_nothing() -> None:
         Alone().broadcast(None)
 
 
+def test_what_a_library_says_goes_on_as_our_sentence() -> None:
+    with pytest.raises(GroupError) as told, Alone()._told("a gather"):
+        raise RuntimeError("[/src/gloo/pair.cc:1] Timed out for faulty rank.\nframe #0: c10::Error")
+    one_line(told, "a gather failed: Timed out for faulty rank; see whether a rank has died")
+
+
 def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = ThreadGroup.make(3)
     hosts = iter((b"a", b"a", b"b"))
