@@ -61,6 +61,9 @@ class PerRank:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
 
 def flatten(state: Any, rank: int | None = None) -> Flat:
     """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored.

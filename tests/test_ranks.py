@@ -590,6 +590,7 @@ def test_values_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
             assert new["reader"]["buffer"].tolist() == filled["reader"].value["buffer"].tolist() == [own] * 3
             assert new["reader"]["seed"] == filled["reader"].value["seed"] == own
             assert new["same"] == filled["same"] == [1, "x", None]
+    assert str(state(1)["reader"]) == "PerRank({'buffer': array([1, 1, 1]), 'seed': 1})"
     assert ckpt.load(tmp_path, group=None)["position"] == 0
     assert sorted(ckpt.open(tmp_path)[0]) == ["reader.buffer@0", "reader.buffer@1", "reader.buffer@2", "w"]
 
