@@ -64,7 +64,8 @@ def save(
     group: the ranks that save this state together: an mpi4py communicator, a torch process group, `ckpt.groups.Group`; None for
         this process alone. "auto" takes what is initialised (torch.distributed, jax.distributed, MPI), else what the
         environment says (RANK and WORLD_SIZE …). Every rank of the group must call.
-    timeout: seconds that a step waits for the slowest rank.
+    timeout: seconds that a step waits for the slowest rank; not the first save of a group, for all to come: that has 600 s, or
+        the timeout of the torch process group.
     verify_replicas: let every rank digest all that it holds, and refuse the step where copies differ.
 
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
