@@ -42,7 +42,7 @@ lint: $(VENV)/.lint
 	cd build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p ckpt
 
 clean:
-	rm -rf $(VENV) build dist demo-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist demo-run comeback-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras of pyproject.toml; a changed pyproject.toml installs it again.
