@@ -24,6 +24,7 @@ from ckpt import pulse as pulses
 from ckpt.cursor import Cursor, Last, Plan, contains, order, sample_seed, share, to_skip
 from ckpt.groups import as_group
 from ckpt.storage.errors import CkptError, InvalidArgument
+from ckpt.storage.words import count
 
 
 class _Position:
@@ -186,9 +187,8 @@ class Loader(_Position):
         for done in (0, at.sample):
             left = (self._plan.size - done) % self._global_batch
             if self._plan.last == "short" and 0 < left < self._world_size:
-                raise InvalidArgument(
-                    f"the last batch of an epoch has {left} samples for {self._world_size} ranks; use last='drop' or 'pad'"
-                )
+                few = f"{count(left, 'sample')} for {count(self._world_size, 'rank')}"
+                raise InvalidArgument(f"the last batch of an epoch has {few}; use last='drop' or 'pad'")
         self._cursor = self._plan.settled(at)
 
 

@@ -19,6 +19,7 @@ from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
 from ckpt.recovery.state import Draft
 from ckpt.recovery.stopping import Stop, next_stop
 from ckpt.recovery.straggle import FACTOR, stragglers
+from ckpt.storage.words import count
 
 _AHEAD_SECONDS = 0.5
 """With several hosts: how far ahead the step to stop after is named first. Some times what passes until agents read it."""
@@ -82,7 +83,7 @@ def _begun(view: View) -> list[Draft]:
     if choice is None:
         if view.waited_seconds < spec.give_up_seconds:
             return _awaited(view, spec, len(ready))
-        came = f"{len(ready)} of {spec.least} hosts came within {spec.give_up_seconds:g} s"
+        came = f"{len(ready)} of {count(spec.least, 'host')} came within {spec.give_up_seconds:g} s"
         return [_ended(course, f"{came}; start ckpt-run on more, or lower --min", 0)]
     memory = memories.at_start(course.memory, {name: staying[name] for name in choice.hosts})
     if memory is None:
@@ -92,15 +93,15 @@ def _begun(view: View) -> list[Draft]:
         Member(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)
     ]
     first = staying[choice.hosts[0]]
-    count = len(members) * spec.ranks
+    total = len(members) * spec.ranks
     where = "" if spec.hosts == 1 else f" on {', '.join(choice.hosts)}"
     changed = f", {choice.reason}" if choice.reason else ""
     facts = {
-        "ranks": count, "command": list(spec.command), "members": [asdict(member) for member in members],
+        "ranks": total, "command": list(spec.command), "members": [asdict(member) for member in members],
         "address": first.address, "port": first.port, "pages": first.pages, "logs": f"{first.logs}/{attempt}", "pid": first.pid,
         "environment": course.environment, "memory": memories.facts(memory),
     }  # fmt: skip
-    return [Draft(attempt, "start", f"{count} ranks{where}{changed}: {' '.join(spec.command)}", facts)]
+    return [Draft(attempt, "start", f"{count(total, 'rank')}{where}{changed}: {' '.join(spec.command)}", facts)]
 
 
 def _awaited(view: View, spec: Spec, here: int) -> list[Draft]:

@@ -13,6 +13,7 @@ from ckpt.recovery.course import is_failure
 from ckpt.recovery.ledger import NAMES, Line, Name, goodput
 from ckpt.recovery.simulate import Point
 from ckpt.recovery.state import Entry
+from ckpt.storage.words import count
 
 COLOURS: Mapping[Name, str] = {
     "useful": "#0b7285", "redo": "#f08c00", "stall": "#ffd43b", "restore": "#4dabf7", "spawn": "#9775fa",
@@ -230,7 +231,7 @@ def _marks(lines: Sequence[Line], starts: Sequence[float], entries: Sequence[Ent
 
 def _cause(entry: Entry) -> str:
     ranks = [str(rank) for rank in entry.facts.get("ranks", ())]
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else count(len(ranks), "rank")
     text = entry.text.partition(";")[0]
     return f"{who} {text if len(text) <= 60 else text[:59] + '…'}"
 
@@ -238,7 +239,7 @@ def _cause(entry: Entry) -> str:
 def _title(entries: Sequence[Entry]) -> str:
     facts = next((entry.facts for entry in entries if entry.kind == "start"), {})
     words = [PurePath(word).name if word.startswith("/") else word for word in facts.get("command", ())]
-    text = f"{facts.get('ranks', 0)} ranks: {' '.join(words)}"
+    text = f"{count(facts.get('ranks', 0), 'rank')}: {' '.join(words)}"
     return text if len(text) <= 120 else text[:119] + "…"
 
 

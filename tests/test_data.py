@@ -268,7 +268,7 @@ def test_batches_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     ("options", "message"),
     [
         ({"global_batch": 3, "rank": 0, "world_size": 4}, "leaves some of 4 ranks without a sample"),
-        ({"rank": 0, "world_size": 4, "size": 21}, "1 samples for 4 ranks; use last='drop' or 'pad'"),
+        ({"rank": 0, "world_size": 4, "size": 21}, "1 sample for 4 ranks; use last='drop' or 'pad'"),
         ({"rank": 4, "world_size": 4}, "rank=4 is no rank"),
         ({"rank": 0, "world_size": None}, "or neither"),
         ({"sampler": None, "drop_last": True}, "drop_last, sampler: Loader sees to"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.storage.errors import CkptError
+from ckpt.storage.words import count
 from ckpt.tools import common
 from ckpt.tools.common import emit
 
@@ -158,7 +159,7 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
         raise CkptError(why_not)
     ranks = sum(member.count for member in course.members)
     if fail is not None and fail >= ranks:
-        raise CkptError(f"there is no rank {fail}; there are {common.count(ranks, 'rank')}, from 0 on")
+        raise CkptError(f"there is no rank {fail}; there are {count(ranks, 'rank')}, from 0 on")
     for name in lose:
         if name not in reports:
             raise CkptError(f"{name} is no host of this run; there are {', '.join(sorted(reports))}")
@@ -226,7 +227,7 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
         spent = [(name, seconds.get(name, 0.0)) for name in NAMES]
         rows = [(name, f"{part:.2f} s", f"{100 * part / (total or 1.0):.1f} %") for name, part in spent]
         common.show_table(("", ">seconds", ">share"), rows)
-        emit(f"{total:.2f} s in all; {common.count(failures, 'failure')}")
+        emit(f"{total:.2f} s in all; {count(failures, 'failure')}")
         for entry in slow:
             emit(f"attempt {entry.attempt}: {common.printable(entry.text)}")
     if elsewhere:

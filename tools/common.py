@@ -150,12 +150,6 @@ def size(nbytes: float) -> str:
     return decimal(round(nbytes)).replace(" bytes", " B")
 
 
-def count(number: int, noun: str) -> str:
-    """`1 leaf`, `2 steps`."""
-    plural = "leaves" if noun == "leaf" else noun + "s"
-    return f"{number:,} {noun if number == 1 else plural}"
-
-
 def printable(name: str) -> str:
     """A name from a file without control characters, which could drive the terminal."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()

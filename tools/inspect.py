@@ -16,8 +16,9 @@ from ckpt.api import check_step
 from ckpt.checkpoint import Checkpoint
 from ckpt.repository import Repository
 from ckpt.storage.errors import CkptError
+from ckpt.storage.words import count
 from ckpt.tools import common
-from ckpt.tools.common import count, emit, printable, size
+from ckpt.tools.common import emit, printable, size
 from ckpt.tools.contents import Contents, contents
 from ckpt.tools.survey import (
     LeafReport,

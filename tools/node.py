@@ -17,8 +17,9 @@ import click
 import ckpt
 from ckpt.storage.access import TokenFile, is_loopback
 from ckpt.storage.errors import InvalidArgument, StoreError
+from ckpt.storage.words import count
 from ckpt.tools import common
-from ckpt.tools.common import count, emit, size
+from ckpt.tools.common import emit, size
 
 if TYPE_CHECKING:
     from ckpt.aggregator.caretaker import Caretaker

@@ -19,8 +19,9 @@ from ckpt.repository import Repository
 from ckpt.storage.descriptors import explained
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.words import count
 from ckpt.tools import common
-from ckpt.tools.common import Advance, count, emit, printable, size
+from ckpt.tools.common import Advance, emit, printable, size
 from ckpt.tools.contents import contents
 
 # One module a format, imported only when asked for: each needs another library.

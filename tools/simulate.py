@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ckpt.storage.words import count
 from ckpt.tools import common
 from ckpt.tools.common import emit
 
@@ -71,8 +72,8 @@ def command(
     if png is not None:
         from ckpt.recovery.picture import draw_sweep
 
-        what = f"{common.count(hosts, 'host')}, a failure every {mtbf / 3600:.3g} h, a save stalls for {stall:g} s"
-        draw_sweep(points, f"{what}; {days:g} days, {common.count(seeds, 'seed')}", png)
+        what = f"{count(hosts, 'host')}, a failure every {mtbf / 3600:.3g} h, a save stalls for {stall:g} s"
+        draw_sweep(points, f"{what}; {days:g} days, {count(seeds, 'seed')}", png)
     if as_json:
         common.emit_json([
             {
@@ -96,7 +97,7 @@ def command(
     common.show_table((">saved every", ">goodput", ">least", ">most", *(f">{name}" for name in shown), ""), rows)
     outcomes = [outcome for p in points for outcome in p.outcomes]
     failures = sum(sum(o.failures.values()) for o in outcomes) / len(outcomes)
-    emit(f"shares of the time in %; {failures:.0f} failures in {days:g} days, on average of {common.count(seeds, 'seed')}")
+    emit(f"shares of the time in %; {failures:.0f} failures in {days:g} days, on average of {count(seeds, 'seed')}")
     if given_up := [outcome for outcome in outcomes if outcome.halted]:
         emit(f"{len(given_up)} of {len(outcomes)} runs were given up: {given_up[0].halted}")
     return 0

@@ -14,7 +14,8 @@ from ckpt.records import CommitRecord
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.base import Entry
 from ckpt.storage.errors import CkptError, IntegrityError, NotFound
-from ckpt.tools.common import Advance, count, size
+from ckpt.storage.words import count
+from ckpt.tools.common import Advance, size
 
 State = Literal["ok", "incomplete", "damaged", "unreadable", "unfinished"]
 
