@@ -38,6 +38,7 @@ from ckpt.recovery.watch import Watch
 from ckpt.storage.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.web import Web
+from ckpt.storage.words import count
 
 log = logging.getLogger("ckpt.run")
 
@@ -194,9 +195,10 @@ class Agent:
         if self._here.name in living:
             raise CkptError(f"another host of this run is called {self._here.name}; give this one another --name")
         if goes_on and living and (alone or course.spec != self._spec):
+            same = "the same command and options as on the other hosts"
+            then = "for one job on several hosts give --nnodes on each" if alone else f"give {same}"
             raise CkptError(
-                f"another run is under way there ({_words(course.spec)}); give the same command and options as on the "
-                "other hosts, or another --run-dir or --state"
+                f"another run is under way there ({_words(course.spec)}); {then}, or another --run-dir or --state"
             )
         if comes_to:
             self._run = course.run
@@ -506,4 +508,7 @@ def _shared_memory() -> str | None:
 
 
 def _words(spec: Spec | None) -> str:
-    return "" if spec is None else f"{spec.hosts} hosts with {spec.ranks} ranks each: {' '.join(spec.command)}"
+    if spec is None:
+        return ""
+    ranks = f"{count(spec.ranks, 'rank')}{' each' if spec.hosts > 1 else ''}"
+    return f"{count(spec.hosts, 'host')} with {ranks}: {' '.join(spec.command)}"

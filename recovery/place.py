@@ -40,7 +40,12 @@ _STARTERS = {"slurm": ("srun", "SLURM_STEP_NUM_NODES"), "torchrun": ("torchrun -
 
 
 def require_started(launcher: str, environ: Mapping[str, str]) -> None:
-    """Raise InvalidArgument where a launcher that says on how many hosts it has started agents has not started this one."""
+    """Raise InvalidArgument where a launcher does not tell this agent on how many hosts it has started one."""
+    if launcher == "k8s":
+        raise InvalidArgument(
+            "--launcher k8s: a pod is told its name, and not how many there are: each would run a job of its own; give "
+            "--nnodes, without the spares"
+        )
     if launcher in _STARTERS and hosts_of(launcher, environ) is None:
         command, variable = _STARTERS[launcher]
         raise InvalidArgument(

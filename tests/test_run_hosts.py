@@ -457,6 +457,18 @@ def test_another_command(job: Callable[..., Job]) -> None:
     assert "another run is under way there (3 hosts with 2 ranks each" in run.said("b")
 
 
+@ETCD
+def test_hosts_without_their_number(job: Callable[..., Job]) -> None:
+    """Each is a job on one host: they can't share a state."""
+    run = job(hosts=1)
+    run.start("a", program=("sleep", "60"))
+    run.until(lambda log: bool(log), "begun")
+    run.start("b", program=("sleep", "60"))
+    assert run.ends("b") == {"b": 1}
+    said = "another run is under way there (1 host with 2 ranks: sleep 60); for one job on several hosts give --nnodes on each"
+    assert said in run.said("b")
+
+
 def test_a_run_on_one_host_in_the_same_place(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     for name in "abc":

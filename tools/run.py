@@ -11,6 +11,7 @@ import click
 
 from ckpt.recovery import place
 from ckpt.storage.errors import CkptError, InvalidArgument
+from ckpt.storage.words import count
 from ckpt.tools import ask, common
 from ckpt.tools.simulate import command as simulate
 
@@ -33,7 +34,7 @@ _FILE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 @ask.folder_option
 @click.option(
     "--launcher", type=click.Choice(place.LAUNCHERS), default="local", show_default=True,
-    help="mpiexec: starts the ranks. Others start this command on each host: names and counts of hosts are theirs.",
+    help="mpiexec: starts the ranks. Others start this command on each host: its name is theirs, and but for k8s --nnodes.",
 )
 @click.option("--name", help="Of this host.  [default: as the launcher or the system calls it]")
 @click.option("--address", help="Where other hosts reach this one.  [default: the one that reaches the state]")
@@ -122,7 +123,7 @@ def command(
             f"--spares {spares} is of hosts, beside --nnodes 2 or more; one host has a process ready for warm starts without it"
         )
     if least is not None and least > hosts:
-        raise InvalidArgument(f"--min {least} is more than the {hosts} hosts of --nnodes")
+        raise InvalidArgument(f"--min {least} is more than the {count(hosts, 'host')} of --nnodes")
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
