@@ -27,20 +27,40 @@ FILE = "run.sqlite"
 
 
 class Record(State):
-    """The file in a folder, made where it is not there."""
+    """The file in a folder, made where it is not there. read_only: by who may not write there; nothing is made then."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], read_only: bool = False) -> None:
         self.path = Path(folder) / FILE
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._needs = os.R_OK if read_only else os.W_OK
         self._lock = threading.Lock()  # a thread of its own says that the agent lives
         try:
+            if read_only:
+                self._db, self._reports = self._connect_to_read(), self._connect_to_read()
+                return
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._db = self._connect("FULL")
             self._reports = self._connect("OFF")  # what an agent says now is of no use after a crash
         except sqlite3.Error as error:
-            damaged = getattr(error, "sqlite_errorname", "").startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT"))
-            # Else it may well be the record of a run.
-            then = "remove it" if damaged else "free space on this disk, and check it"
-            raise CkptError(f"{self.path} can't be used: {error}; {then}, or give another --run-dir") from error
+            raise CkptError(f"{self.path} can't be used: {error}; {self._remedy(error)}, or give another --run-dir") from error
+
+    def _remedy(self, error: sqlite3.Error) -> str:
+        """What to do; nobody is told to remove what may well be the record of a run."""
+        name = getattr(error, "sqlite_errorname", "")
+        if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+            return "remove it"
+        if name.startswith("SQLITE_READONLY") or (self.path.exists() and not os.access(self.path, self._needs)):
+            return "this user lacks the permission: do it as the user of the run"
+        return "free space on this disk, and check it"
+
+    def _connect_to_read(self) -> sqlite3.Connection:
+        # Nobody has it open where it has no log beside it, and who may not write there could not make one.
+        how = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
+        where = f"{self.path.absolute().as_uri()}?{how}"
+        db = sqlite3.connect(where, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        (made,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'agents'").fetchone()
+        if not made:
+            raise CkptError(f"the run in {self.path.parent} has not begun")
+        return db
 
     def _connect(self, synchronous: str) -> sqlite3.Connection:
         until = time.monotonic() + _BUSY_SECONDS
@@ -108,4 +128,4 @@ class Record(State):
         try:
             yield
         except sqlite3.Error as error:
-            raise Unavailable(f"{self.path} can't be used now: {error}; free space on this disk, and check it") from error
+            raise Unavailable(f"{self.path} can't be used now: {error}; {self._remedy(error)}") from error

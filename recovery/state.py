@@ -74,12 +74,12 @@ def as_json(entry: Entry) -> str:
     return json.dumps(asdict(entry))
 
 
-def open_state(folder: Path, url: str | None = None) -> State:
-    """The state of the run in a folder, or at etcd://HOST:PORT,…/NAME."""
+def open_state(folder: Path, url: str | None = None, read_only: bool = False) -> State:
+    """The state of the run in a folder, or at etcd://HOST:PORT,…/NAME. read_only: for who only asks."""
     if url is None:
         from ckpt.recovery.record import Record
 
-        return Record(folder)
+        return Record(folder, read_only)
     from ckpt.recovery.etcd_state import EtcdState
 
     return EtcdState(url)

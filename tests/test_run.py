@@ -13,11 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -29,8 +32,9 @@ from support import SOAK
 import ckpt
 from ckpt.pulse import PHASES, Pulse
 from ckpt.recovery import agent, host, launch, memory
+from ckpt.recovery import course as courses
 from ckpt.recovery.agents import Report
-from ckpt.recovery.course import Spec
+from ckpt.recovery.course import Member, Spec
 from ckpt.recovery.decide import USELESS, Budget, Failure, decide
 from ckpt.recovery.launch import Share, free_port
 from ckpt.recovery.launch import start as start_ranks
@@ -39,6 +43,7 @@ from ckpt.recovery.ledger import totals
 from ckpt.recovery.limits import FIRST_SECONDS, Limits, first_seconds
 from ckpt.recovery.place import address_of
 from ckpt.recovery.record import Record
+from ckpt.recovery.state import Draft, Entry
 from ckpt.recovery.watch import Watch
 from ckpt.storage.errors import CkptError
 from ckpt.storage.web import Page, Web
@@ -983,6 +988,69 @@ def test_only_a_record_that_is_none_is_to_be_removed(tmp_path: Path) -> None:
     (tmp_path / "other" / "run.sqlite").mkdir(parents=True)
     with pytest.raises(CkptError, match="free space on this disk, and check it, or give another --run-dir"):
         Record(tmp_path / "other")
+
+
+def test_another_user_may_look(start: Callable[..., Run], tmp_path: Path) -> None:
+    """And is told why it can't do more, where the files of the run are not its own."""
+    if os.getuid() != 0:
+        pytest.skip("only root can be another user")
+    nobody: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+
+        def asks(*words: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "ckpt.tools.run", *words, "--run-dir", f"{folder}/run"]
+            return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/", **nobody)
+
+        (tmp_path / "job").symlink_to(folder)
+        run = start(steps=10_000)
+        run.until_step(3)
+        if "No module named" in (status := asks("status")).stderr:
+            pytest.skip("the package is where only root can read it")
+        assert (status.returncode, status.stderr) == (0, "")
+        assert "only the user of the run can see its ranks" in status.stdout
+        assert "rank 1 was killed by SIGKILL" in asks("plan", "--fail", "1").stdout
+        for words in (("drain",), ("inject", "kill")):
+            assert "do it as the user of the run" in asks(*words).stderr
+        run.process.terminate()
+        assert run.end() == 128 + signal.SIGTERM
+        for words in (("why",), ("report",)):
+            done = asks(*words)
+            assert (done.returncode, done.stderr) == (0, "")
+        assert "it does not run: " in asks("status").stdout
+        assert not list(Path(folder, "run").glob("run.sqlite-*")), "who only asks leaves nothing"
+
+
+def test_status_shows_the_ranks_of_this_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A host whose ranks were ended still has their pages: as a spare, or until its next ones run."""
+    drafts = [courses.run(0, "r", Spec(("true",), 1, hosts=2, least=1))]
+    for attempt, hosts in enumerate(("ab", "b")):
+        members = [asdict(Member(name, f"{name}-1", i, 1)) for i, name in enumerate(hosts)]
+        drafts.append(Draft(attempt, "start", "ranks", {"members": members, "memory": []}))
+    entries = [Entry(1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+    reports = {}
+    for name, attempt in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        pulse = Pulse(tmp_path / name / f"{attempt}-0", new=True)
+        pulse.attach()
+        pulse.beat(2, 70 + attempt)
+        pulse.close()
+        doing: Literal["running", "idle"] = "running" if attempt else "idle"
+        reports[name] = Report(name, f"{name}-1", 0.0, 1, str(tmp_path / name), "logs", "a", 1, attempt, doing)
+    monkeypatch.setattr(ask, "_entries", lambda *_: entries)
+    monkeypatch.setattr(ask, "_living", lambda *_: reports)
+    assert ask.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
+    shown = capfd.readouterr().out
+    assert " 71 " in shown
+    assert " 70 " not in shown, "that rank is no more"
+    assert re.search("^a +spare", shown, re.MULTILINE)
+    reports["b"] = replace(reports["b"], attempt=0)
+    assert ask.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
+    shown = capfd.readouterr().out
+    assert re.search("^b +waits", shown, re.MULTILINE)
+    assert "no rank runs now; start: ranks" in shown
 
 
 def test_no_room_for_a_page_names_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

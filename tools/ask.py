@@ -62,17 +62,23 @@ def status(run_dir: Path, state: str | None) -> int:
     if why_not := _why_not(course, reports):
         emit(common.printable(why_not))
         return 1
-    spec, first = course.spec, {member.name: member.first for member in course.members}
+    spec, last, first = course.spec, course.last, {member.name: member.first for member in course.members}
     assert spec is not None
+    assert last is not None
     if len(reports) > 1:
         rows = [
-            (r.name, r.doing if r.name in first else "spare", str(first.get(r.name, "")), _step(r.step), _step(r.committed),
+            (r.name, _does(r, course), str(first.get(r.name, "")), _step(r.step), _step(r.committed),
              "coordinates" if r.name == course.leader else "")
             for r in sorted(reports.values(), key=lambda r: (first.get(r.name, 1 << 60), r.joined))
         ]  # fmt: skip
         common.show_table(("host", "does", ">first rank", ">step", ">committed", ""), rows)
-    for report in reports.values():
+    at_work = [report for report in reports.values() if _does(report, course) in ("running", "over")]
+    if not at_work:
+        emit(f"no rank runs now; {last.kind}: {common.printable(last.text)}")
+    for report in at_work:
         ranks = list(_ranks(report))
+        if _is_barred(report):
+            emit(f"step {_step(report.step)}, committed {_step(report.committed)}; only the user of the run can see its ranks")
         if ranks:
             common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for", ">a step"), ranks)
             warm = f"; {report.warm}" if report.warm else ""
@@ -91,6 +97,18 @@ def _why_not(course: Course, reports: Mapping[str, Report]) -> str:
     if course.over and course.last is not None:
         return f"it does not run: {course.last.text}"
     return "" if reports else "it does not run: its agents are gone; start ckpt-run again, and it goes on"
+
+
+def _does(report: Report, course: Course) -> str:
+    """What a host does; its ranks may be those of an attempt before."""
+    if all(member.name != report.name for member in course.members):
+        return "spare"
+    return report.doing if report.doing != "idle" and report.attempt == course.attempt else "waits"
+
+
+def _is_barred(report: Report) -> bool:
+    """Whether the pages of its ranks are here, and another user's."""
+    return Path(report.pages).exists() and not os.access(report.pages, os.R_OK | os.X_OK)
 
 
 def _ranks(report: Report) -> Iterator[tuple[str, ...]]:
@@ -115,7 +133,7 @@ def _living(run_dir: Path, state: str | None) -> dict[str, Report]:
     from ckpt.recovery.agents import listen
     from ckpt.recovery.state import open_state
 
-    opened = open_state(run_dir, state)
+    opened = open_state(run_dir, state, read_only=True)
     try:
         return listen(opened)
     finally:
@@ -177,7 +195,10 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
     """Do something bad to a rank of this host, to see what happens: kill it, stop it, end it, let it dump core."""
     from ckpt.pulse import Pulse
 
-    pages = [Path(report.pages) / f"{report.attempt}-{rank}" for report in _living(run_dir, state).values()]
+    reports = _living(run_dir, state).values()
+    if any(map(_is_barred, reports)):
+        raise CkptError("this user lacks the permission to signal the ranks: do it as the user of the run")
+    pages = [Path(report.pages) / f"{report.attempt}-{rank}" for report in reports]
     page = next((page for page in pages if page.exists()), None)
     if page is None:
         raise CkptError(f"there is no rank {rank} here now: see `ckpt-run status {_where(run_dir, state)}`")
@@ -271,7 +292,7 @@ def _entries(run_dir: Path, state: str | None) -> list[Entry]:
     from ckpt.recovery.state import open_state
 
     _require_run(run_dir, state)
-    opened = open_state(run_dir, state)
+    opened = open_state(run_dir, state, read_only=True)
     entries = opened.entries()
     opened.close()
     if not entries:
