@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import socket
 import subprocess
 import time
@@ -111,7 +112,7 @@ def start(
     """
     numbers = range(share.first, share.first + share.count)
     files = [logs / f"rank-{number}.log" for number in numbers]
-    _check(command)
+    _require_script(command)
     ranks: list[Rank] = []
     process: subprocess.Popen[bytes] | Forged
     try:
@@ -133,13 +134,23 @@ def start(
         stop(ranks, "")
         if error.errno in _FOR_NOW:
             raise Unavailable(f"the ranks can't be started now: {error.strerror} ({error.filename or command[0]})") from error
-        raise CkptError(
-            f"{command[0]} can't be started: {error.strerror}; give a command that runs by itself"
-        ) from error
+        raise _not_started(command, error.strerror) from error
     return ranks
 
 
-def _check(command: Sequence[str]) -> None:
+def require(command: Sequence[str]) -> None:
+    """Raise CkptError where a command can't be started: before a run of it is begun, and takes the place of the one before."""
+    if shutil.which(command[0]) is None:
+        is_there = "/" in command[0] and os.path.exists(command[0])
+        raise _not_started(command, os.strerror(errno.EACCES if is_there else errno.ENOENT))
+    _require_script(command)
+
+
+def _not_started(command: Sequence[str], reason: str | None) -> CkptError:
+    return CkptError(f"{command[0]} can't be started: {reason}; give a command that runs by itself")
+
+
+def _require_script(command: Sequence[str]) -> None:
     """What Python would say at each start, and only in the log."""
     try:
         split(command)

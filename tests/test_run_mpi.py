@@ -68,11 +68,14 @@ def test_a_rank_of_mpi(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_a_wrong_command(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF of nothing")
+    program.chmod(0o755)
     command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--launcher", "mpiexec", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run([*command, "--", "/none/such"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, "--", str(program)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs" / "0").iterdir())
-    assert "/none/such can't be started: No such file or directory" in logs
+    assert f"{program} can't be started: Exec format error" in logs
 
 
 def test_which_rank_it_is() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,6 +132,7 @@ def command(
         raise InvalidArgument(f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME")
     if not command[0].strip():
         raise InvalidArgument("the command is empty, as a variable that is not set; write ckpt-run -- python train.py")
+    _require(command)
     if directory is not None:
         os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it
     name = place.check_name(name or place.name_of(launcher, os.environ))
@@ -150,6 +153,18 @@ def command(
     finally:
         opened.close()
         os.close(lock)
+
+
+def _require(command: Sequence[str]) -> None:
+    """Refuse a command that can't be started: it may be meant for what is asked of a run."""
+    from ckpt.recovery import launch
+
+    try:
+        launch.require(command)
+    except CkptError as error:
+        if near := get_close_matches(command[0], _OTHERS, 1):
+            raise CkptError(f"there is no command {command[0]}; did you mean `ckpt-run {near[0]}`?") from error
+        raise
 
 
 def _usable(url: str) -> str:
