@@ -219,6 +219,9 @@ class Agent:
         if not self._state.append(course.number, drafts):
             self._state.withdraw(mine.name)
             return False
+        if course.spec is not None and course.spec.command != self._spec.command:
+            before = " ".join(course.spec.command)
+            self._say(f"another job was run there ({before}): the record and the ledger go on; give each its own --run-dir")
         failpoint("agent.begun")
         for name in known.keys() - living.keys() - {mine.name}:
             self._state.withdraw(name)

@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckpt.storage.errors import CkptError, InvalidArgument
@@ -52,6 +52,15 @@ def require_started(launcher: str, environ: Mapping[str, str]) -> None:
             f"--launcher {launcher}: {variable} is not set here, so {launcher} has not started this; start it as "
             f"`{command} … ckpt-run --launcher {launcher} …`, or leave out --launcher"
         )
+
+
+def hint(launcher: str, command: Sequence[str]) -> str:
+    """What to say where the command starts ranks of its own, and nothing else tells that; "" elsewhere."""
+    name = os.path.basename(command[0])
+    if launcher != "local" or name not in ("mpiexec", "mpirun", "srun"):
+        return ""
+    better = "srun … ckpt-run --launcher slurm" if name == "srun" else "ckpt-run -n RANKS --launcher mpiexec"
+    return f"{name} and all that it starts are one rank here (WORLD_SIZE=1); `{better} -- PROGRAM` knows each"
 
 
 def hosts_of(launcher: str, environ: Mapping[str, str]) -> int | None:

@@ -41,7 +41,7 @@ from ckpt.recovery.launch import start as start_ranks
 from ckpt.recovery.launch import stop as stop_ranks
 from ckpt.recovery.ledger import totals
 from ckpt.recovery.limits import FIRST_SECONDS, Limits, first_seconds
-from ckpt.recovery.place import address_of
+from ckpt.recovery.place import address_of, hint
 from ckpt.recovery.record import Record
 from ckpt.recovery.state import Draft, Entry
 from ckpt.recovery.watch import Watch
@@ -802,6 +802,29 @@ def test_plain_commands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["I am 0 of 2", "I am 1 of 2"]
     no_memory_is_left(tmp_path / "run")
+
+
+def test_another_job_in_a_folder_is_told_of_the_one_before(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--"]
+    said = []
+    for program in (["true"], ["true"], ["sh", "-c", "true"]):
+        done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0
+        said.append(done.stderr)
+    assert said[:2] == ["", ""]
+    (line,) = said[2].splitlines()
+    assert "another job was run there (true)" in line
+
+
+@pytest.mark.parametrize(("launcher", "command", "better"), [
+    ("local", "/usr/bin/mpirun", "`ckpt-run -n RANKS --launcher mpiexec -- PROGRAM`"),
+    ("local", "srun", "`srun … ckpt-run --launcher slurm -- PROGRAM`"),
+    ("slurm", "srun", ""), ("local", "python", ""),
+])  # fmt: skip
+def test_a_command_that_starts_ranks(launcher: str, command: str, better: str) -> None:
+    said = hint(launcher, [command, "-n", "3"])
+    assert better in said
+    assert bool(said) == bool(better)
 
 
 # --- a tier in memory ------------------------------------------------------------------------------------------

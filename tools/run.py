@@ -133,6 +133,8 @@ def command(
     if not command[0].strip():
         raise InvalidArgument("the command is empty, as a variable that is not set; write ckpt-run -- python train.py")
     _require(command)
+    if (hint := place.hint(launcher, command)):
+        common.complain("ckpt-run", hint)
     if directory is not None:
         os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it
     name = place.check_name(name or place.name_of(launcher, os.environ))
