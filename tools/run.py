@@ -102,8 +102,17 @@ def command(
     \b
       ckpt-run -n 4 -- python train.py --lr 1e-4
       ckpt-run -n 8 --nnodes 4 --min 3 --state etcd://host0:2379/lab -- python train.py     on each host
+
+    Other commands, each with --help:
+
+    \b
+      ckpt-run status                what hosts and ranks do now
       ckpt-run why                   what was decided, and why
+      ckpt-run plan --fail 2         what would be decided if that happened now
+      ckpt-run drain                 save, and end
+      ckpt-run inject kill --rank 2  do something bad to a rank, to see what happens
       ckpt-run report                where the time went
+      ckpt-run simulate              what failures cost, and how often to save
 
     A rank is told who it is as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR …). A rank that uses ckpt.Checkpointer is
     noticed when it hangs, too, and is asked to save before the job ends. Exit status: 0 all ranks ended well, 1 the job was
