@@ -237,7 +237,7 @@ def _stopping(
         return _with_decision(view, replace(cause, cause=_end_of(view, asked), detail=why))
     if ended or hurry or view.waited_seconds > spec.grace_seconds:
         why = (
-            f"were ended by {last.text}; they do not use ckpt" if not heard
+            f"were ended by {last.text}, with no Checkpointer opened," if not heard
             else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
             else f"have saved and ended, as {last.text} asked" if ended
             else f"were ended by {last.text}; they were not waited for" if hurry

@@ -14,15 +14,13 @@ from ckpt.recovery.state import Draft, Entry
 def suppose(entries: Sequence[Entry], reports: Mapping[str, Report], lost: Sequence[str], killed: int | None) -> list[Draft]:
     """The entries that would follow, up to the next attempt.
 
-    lost: hosts that are no more. killed: a rank that is killed; with neither, rank 0 is.
+    lost: hosts that are no more. killed: a rank that is killed.
     """
     course = Course().went_on(entries)
     there = {name: report for name, report in reports.items() if name not in lost}
-    if not lost or killed is not None:
-        rank = killed or 0
-        for member in course.members:
-            if member.first <= rank < member.first + member.count and member.name in there:
-                there[member.name] = replace(there[member.name], wrong=Wrong("signal", (rank,), "was killed by SIGKILL"))
+    for member in course.members:
+        if killed is not None and member.first <= killed < member.first + member.count and member.name in there:
+            there[member.name] = replace(there[member.name], wrong=Wrong("signal", (killed,), "was killed by SIGKILL"))
     found: list[Draft] = []
     waited = 0.0
     for _ in range(8):

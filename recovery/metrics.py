@@ -62,7 +62,7 @@ def _of_record(entries: Sequence[Entry], up: bool) -> list[_Family]:
         _Family("ckpt_run_up", "gauge", "Whether it runs.", [({}, int(up))]),
         _Family("ckpt_run_attempt", "gauge", "The attempt under way, or the last one.", _last(entries)),
         _Family("ckpt_run_failures_total", "counter", "Failures of ranks, by cause.", _by("cause", failures)),
-        _Family("ckpt_run_decisions_total", "counter", "What was decided after failures.", _by("action", decisions)),
+        _Family("ckpt_run_decisions_total", "counter", "What was decided at the end of an attempt.", _by("action", decisions)),
         _Family("ckpt_run_straggler_ratio", "gauge", "Of slow ranks: times as long as the median.", _slow(entries)),
     ]
 

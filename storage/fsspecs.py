@@ -279,10 +279,9 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         if scheme in fsspec.available_protocols():
             raise StoreError(f"{url} cannot be opened: {error}; correct the URL") from error
-        known = ", ".join(sorted(fsspec.available_protocols()))
         raise UnknownScheme(
             f"{url}: no store serves {scheme}:// URLs; use a path, file://, s3://, gs://, az:// "
-            f'(pip install "ckpt-store[s3]"), or what fsspec serves with the package it names: {known}'
+            '(pip install "ckpt-store[s3]"), or another scheme of fsspec'
         ) from error
     except Exception as error:  # some connect at once: each raises errors of its own
         said = f"{url} cannot be opened ({first_line(error)}); check the host, the credentials and what it needs"
