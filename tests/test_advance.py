@@ -486,7 +486,7 @@ def test_a_report_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize(("lost", "killed", "kinds"), [
-    ((), None, ["failure", "decision", "start"]), (("b",), None, ["failure", "decision", "start"]),
+    ((), 0, ["failure", "decision", "start"]), (("b",), None, ["failure", "decision", "start"]),
     (("b", "c"), None, ["failure", "decision", "end"]),
 ])  # fmt: skip
 def test_suppose(lost: tuple[str, ...], killed: int | None, kinds: list[str]) -> None:

@@ -203,6 +203,14 @@ def test_a_report_says_whose_time_is_not_in_it(asked: Path, capfd: pytest.Captur
     assert json.loads(capfd.readouterr().out)["not_here"] == ["a"]
 
 
+def test_a_report_without_a_ledger(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is elsewhere, and says who had it."""
+    entries = commands._entries(asked, None)
+    monkeypatch.setattr(commands, "_entries", lambda *_: entries)
+    with pytest.raises(CkptError, match="holds no ledger of this run; give --run-dir as a or b had it"):
+        ask(commands.report, asked / "none", "--state", "etcd://127.0.0.1:1/lab")
+
+
 def test_what_is_asked_of_a_run_that_is_no_more(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its agents were killed, or it has ended: all say the same."""
     for text in ("its agents are gone", "it was asked to end"):

@@ -420,7 +420,9 @@ def test_drain(job: Callable[..., Job]) -> None:
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*"abc").values()) == {0}
     log = run.log()
-    assert next(e.kind for e in reversed(log) if e.kind in ("start", "stop")) == "stop"
+    (agreed,) = [e.facts["step"] for e in log if e.kind == "stop" and e.facts["agreed"]]
+    (told,) = [line for line in run.ask("why").stdout.splitlines() if "  stop  " in line]
+    assert told.endswith(f"  stop  drain, after step {agreed}")
     assert "have saved and ended, as drain asked" in log[-1].text
 
 
@@ -439,10 +441,14 @@ def test_status_and_plan(job: Callable[..., Job]) -> None:
     assert "1 of 2 spare hosts wait" in status
     lost = starts(log)[0][1]
     planned = run.ask("plan", "--dry-run", "--lose", lost).stdout
+    assert planned.startswith(f"suppose  {lost} is lost\ndecision  host {lost} says nothing")
     assert f"without {lost} (gone) with {spare} instead" in planned
     planned = run.ask("plan", "--dry-run", "--lose", lost, "--lose", spare).stdout
     assert "4 ranks on" in planned
     assert "rank 3 was killed by SIGKILL" in run.ask("plan", "--dry-run", "--fail", "3").stdout
+    assert run.ask("plan").stdout.startswith("suppose  rank 0 is killed\ndecision  rank 0 was killed by SIGKILL")
+    everyone = [word for name in "abcd" for word in ("--lose", name)]
+    assert "then no host is left that could decide" in run.ask("plan", *everyone).stderr
     assert run.ask("plan", "--lose", "nobody").returncode == 1
     assert "there is no rank 6; there are 6 ranks, from 0 on" in run.ask("plan", "--fail", "6").stderr
     assert [e.kind for e in run.log()] == [e.kind for e in log], "nothing was done"

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,16 @@ def why(run_dir: Path, state: str | None, as_json: bool) -> int:
     """Print what was decided, and why."""
     from ckpt.recovery.state import as_json as lines
 
-    for entry in _entries(run_dir, state):
+    entries = _entries(run_dir, state)
+    for entry, after in zip_longest(entries, entries[1:]):
+        again = entry.kind == "stop" and after is not None and after.kind == "stop"  # with the step that all have agreed on
         if as_json:
             emit(lines(entry))
-        elif entry.kind not in ("run", "failure"):
+        elif entry.kind not in ("run", "failure") and not again:
             at = datetime.datetime.fromtimestamp(entry.at).strftime("%H:%M:%S")
             what = f"{entry.facts['action']}: " if entry.kind == "decision" else ""
-            emit(f"{at}  attempt {entry.attempt}  {entry.kind}  {what}{common.printable(entry.text)}")
+            where = f", after step {entry.facts['step']}" if entry.kind == "stop" and entry.facts["agreed"] else ""
+            emit(f"{at}  attempt {entry.attempt}  {entry.kind}  {what}{common.printable(entry.text)}{where}")
     return 0
 
 
@@ -165,7 +169,7 @@ def drain(run_dir: Path, state: str | None) -> int:
 @state_option
 @click.option("--dry-run", is_flag=True, help="Nothing is done in any case.")
 @click.option("--lose", multiple=True, metavar="HOST", help="Suppose that this host is lost.")
-@click.option("--fail", type=click.IntRange(0), metavar="RANK", help="Suppose that this rank is killed.")
+@click.option("--fail", type=click.IntRange(0), metavar="RANK", help="Suppose that this rank is killed; without both, rank 0.")
 def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...], fail: int | None) -> int:
     """Say what would be decided if something went wrong now, without doing it."""
     from ckpt.recovery.course import Course
@@ -181,8 +185,15 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
     for name in lose:
         if name not in reports:
             raise CkptError(f"{name} is no host of this run; there are {', '.join(sorted(reports))}")
+    if set(lose) == set(reports):
+        raise CkptError("then no host is left that could decide; start ckpt-run again, and it goes on from what was saved")
+    if fail is None and not lose:
+        fail = 0
+    supposed = [f"{name} is lost" for name in lose] + [f"rank {fail} is killed"] * (fail is not None)
+    emit(f"suppose  {' and '.join(supposed)}")
     for draft in suppose(entries, reports, lose, fail):
-        emit(f"{draft.kind}  {common.printable(draft.text)}")
+        if draft.kind != "failure":  # the decision says what has failed
+            emit(f"{draft.kind}  {common.printable(draft.text)}")
     return 0
 
 
@@ -228,6 +239,9 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
     entries, seconds = _entries(run_dir, state), totals(run_dir)
     failures = sum(map(is_failure, entries))
     elsewhere = _elsewhere(run_dir, entries)
+    if state is not None and not seconds:
+        whose = " or ".join(elsewhere) or "ckpt-run"
+        raise CkptError(f"{run_dir} holds no ledger of this run; give --run-dir as {whose} had it")
     slow = [entry for entry in entries if entry.kind == "note" and "straggler" in entry.facts]
     total = sum(seconds.values())
     if png is not None:
