@@ -173,7 +173,7 @@ def test_a_rank_is_killed(job: Callable[..., Job]) -> None:
 
 @pytest.mark.parametrize("which", ["leader", "other"])
 def test_a_host_is_lost_and_a_spare_takes_its_place(job: Callable[..., Job], which: str) -> None:
-    run = job()
+    run = job(steps=500)  # more than are done while the log is read
     for name in "abcd":
         run.start(name)
     run.until_step(12)
