@@ -464,7 +464,7 @@ def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         # In time: rank 0 looks only once the dead one has said hello.
         said = threading.Event()
-        patch.setattr("ckpt.groups.meeting._hellos", lambda *a, real=by_meeting._hellos: said.wait() and real(*a))
+        patch.setattr("ckpt.groups.meeting._words", lambda *a, real=by_meeting._words: said.wait() and real(*a))
         zero.start()
         until(lambda: [*folder.glob("meet/*/open")])
         (meeting,) = (folder / "meet").iterdir()
