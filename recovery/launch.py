@@ -140,10 +140,10 @@ def start(
 
 def require(command: Sequence[str]) -> None:
     """Raise CkptError where a command can't be started: before a run of it is begun, and takes the place of the one before."""
+    _require_script(command)
     if shutil.which(command[0]) is None:
         is_there = "/" in command[0] and os.path.exists(command[0])
         raise _not_started(command, os.strerror(errno.EACCES if is_there else errno.ENOENT))
-    _require_script(command)
 
 
 def _not_started(command: Sequence[str], reason: str | None) -> CkptError:
