@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from typing import TypeVar
 
+from ckpt.storage.base import Writer
 from ckpt.storage.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.threads import Threads
 
@@ -206,3 +208,18 @@ def in_order(call: Callable[[T], object], items: Iterable[T], threads: int, name
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def durable(writer: Writer) -> Callable[[], int]:
+    """A call for its commit. Where that fails what was written is given up with it, for nobody asks again: else a file stays
+    open, and its bytes on the disk."""
+
+    def commit() -> int:
+        try:
+            return writer.commit()
+        except StoreError:
+            with suppress(StoreError):
+                writer.abort()
+            raise
+
+    return commit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.aggregator import erasure
-from ckpt.aggregator.fanout import in_order
+from ckpt.aggregator.fanout import durable, in_order
 from ckpt.aggregator.files import Fragment, Holder, Layout, Piece, compact, share_bytes
 from ckpt.aggregator.placement import choose
 from ckpt.aggregator.writing import Gone, new_version, object_name
@@ -169,7 +169,7 @@ class _Objects:
 
     def commit(self) -> None:
         """Make durable what can be made so."""
-        calls = {member: writer.commit for member, (_, writer) in self._writers.items()}
+        calls = {member: durable(writer) for member, (_, writer) in self._writers.items()}
         _, errors = self._namespace.fan_out.ask(calls, self._namespace.commit_seconds)
         for member, error in errors.items():
             self._fail(member, self._writers[member][0], error)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.aggregator import erasure, files
+from ckpt.aggregator.fanout import durable
 from ckpt.aggregator.files import INLINE_BYTES, File, Fragment, Head, Holder, Layout, Piece, share_bytes
 from ckpt.aggregator.placement import Spot, choose
 from ckpt.aggregator.redundancy import Redundancy
@@ -311,7 +312,7 @@ class FileWriter(Writer):
         """Make the objects durable that hold something; the names of those that could not be made so."""
         used = {f.holder for piece in self._pieces if piece is not None for f in piece.fragments if f is not None}
         mine = {i: writer for i, writer in enumerate(self._writers) if writer is not None}
-        commits = {self._holders[i].member: writer.commit for i, writer in mine.items() if i in used}
+        commits = {self._holders[i].member: durable(writer) for i, writer in mine.items() if i in used}
         _, errors = self._namespace.fan_out.ask(commits, self._namespace.commit_seconds)
         for member, error in errors.items():
             self._avoid(member, error)

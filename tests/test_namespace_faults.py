@@ -320,6 +320,7 @@ def test_members_fail_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             failing(namespace, monkeypatch, writer, member)
         writer.commit()
     assert there(namespace, "a") == {parse(redundancy).least}
+    assert not list(tmp_path.rglob("*.ckpt-tmp")), "what could not be made durable is given up"
     assert namespace.get("a") == data
     namespace.close()
 
