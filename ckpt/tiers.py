@@ -145,6 +145,7 @@ class Tiers:
         """where: the ranks meet at the repository of record, for a tier that can't be written is no place to agree on that."""
         if self._places and self._group.rank == 0:
             mend_marker(repo, tier)
+            _forget_freed(repo, self._places[-1].session.repo)
         self._places.insert(0, _Place(tier, sessions.enter(repo, self._group, series, where)))
 
     def _prepare(self) -> None:
@@ -435,6 +436,14 @@ class Tiers:
                     store.sweep_temporaries("")
                 except StoreError as error:
                     log.warning("the memory at %s is not free yet: %s", place.url, error)
+
+
+def _forget_freed(repo: Repository, record: Repository) -> None:
+    """Remove the commits that `_free` has left for ranks which waited for them: of their steps nothing else is there."""
+    for step in repo.step_numbers():
+        name = commit_name(step)
+        if [entry.name for entry in repo.store.list(f"steps/{step}")] == [name] and record.store.exists(name):
+            repo.store.delete([name])
 
 
 def _any(step: int) -> bool:

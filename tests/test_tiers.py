@@ -772,6 +772,22 @@ def test_ranks_save_near_and_load_into_other_layouts(places: Places) -> None:
     assert np.array_equal(ckpt.load(places.run, step=6)["w"], np.arange(6400.0).reshape(64, 100) * 7)
 
 
+def test_what_ranks_have_freed_is_no_damage_to_the_next(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """The record of the last step stays, as a rank may still wait for it, and goes with the next start."""
+
+    def work(group: Group) -> int:
+        with ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=group) as ck:
+            _, start = ck.restore(shard_of(group.rank, 2, 0))
+            for step in range(start, start + 2):
+                ck.step(step, shard_of(group.rank, 2, step))
+        return start
+
+    assert all_well(on_ranks(2, work)) == [0, 0]
+    assert all_well(on_ranks(2, work)) == [2, 2]
+    assert "falling back" not in caplog.text
+    assert [path.parent.name for path in places.memory.rglob("commit.json")] == ["3"]
+
+
 RANK = """
 import os, sys, ckpt
 from pathlib import Path
