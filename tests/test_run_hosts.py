@@ -549,15 +549,15 @@ def test_etcd_goes_away_for_good(tmp_path: Path) -> None:
     """Each host says how it stands there, and ends when it is asked to."""
     server = EtcdProcess(tmp_path / "etcd")
     server.start()
-    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", "--grace", "1", hosts=2, steps=30)
+    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", "--grace", "1", hosts=2, steps=300)
     try:
         for name in "ab":
             run.start(name)
         run.until_step(5)
         server.kill()
         ended = "all ranks of this host have ended well; the run ends when the state answers, or by another signal"
-        until(lambda: all((run.folder / f"end-{rank}.npy").exists() for rank in range(4)))
-        time.sleep(1)
+        until(lambda: all((run.folder / f"end-{rank}.npy").exists() for rank in range(4)), 90)
+        time.sleep(4)  # the ranks have yet to end, and their agents to see it
         for agent in run.agents.values():
             agent.send_signal(signal.SIGTERM)
         assert run.ends(*"ab") == dict.fromkeys("ab", 128 + signal.SIGTERM)
