@@ -307,27 +307,22 @@ def watched(program: str, size: int, folder: Path) -> Iterator[Watch]:
         yield watch
 
 
-def test_a_rank_that_has_closed_its_checkpointer_is_named(tmp_path: Path) -> None:
-    """As one that an exception has taken out of its loop, and that waits for the others at its end, as MPI does."""
+@pytest.mark.parametrize(("step", "more", "blamed", "said"), [
+    (8, "", 0, "; rank 1 had closed its Checkpointer after step 8)"),
+    (7, "print('Traceback:\\nValueError: bad batch', flush=True)", 1, "; its log ends with: ValueError: bad batch)"),
+])  # fmt: skip
+def test_a_rank_that_has_closed_its_checkpointer_is_named(
+    tmp_path: Path, step: int, more: str, blamed: int, said: str
+) -> None:
+    """As one that an exception has taken out of its loop, and whose process goes on: other threads, or a collective at its end,
+    keep it. The others wait for it in a step; where it is behind them it is the cause."""
     program = (
         "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
-        "p.mine().attach(); p.mine().beat(2, 8); rank and p.mine().beat(6)\ntime.sleep(1000)"
+        f"p.mine().attach(); p.mine().beat(2, {step} if rank else 8)\nif rank: p.mine().beat(6); {more}\ntime.sleep(1000)"
     )
     with watched(program, 2, tmp_path) as watch:
-        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (0,))
-        assert watch.wrong.detail.endswith("; rank 1 had closed its Checkpointer after step 8)")
-
-
-def test_an_exception_that_a_rank_does_not_get_rid_of_is_named(tmp_path: Path) -> None:
-    """Its process goes on, as where other threads, or a collective at the end, keep it; the others wait for it in a step."""
-    program = (
-        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
-        "p.mine().attach(); p.mine().beat(2, 9 - rank)\n"
-        "if rank: p.mine().beat(6); print('Traceback:\\nValueError: bad batch', flush=True)\ntime.sleep(1000)"
-    )
-    with watched(program, 2, tmp_path) as watch:
-        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
-        assert watch.wrong.detail.endswith("; its log ends with: ValueError: bad batch)")
+        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (blamed,))
+        assert watch.wrong.detail.endswith(said)
 
 
 def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
