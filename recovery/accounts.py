@@ -32,14 +32,15 @@ class Accounts:
         assert last is not None
         assert spec is not None
         if last.kind not in ("start", "stop"):
-            waits = spec.hosts > 1 or last.facts.get("wait", 0) > 0
-            self.spent(course, "wait" if waits else "spawn" if last.kind == "run" else "decide")
+            for_hosts = spec.hosts > 1 or last.facts.get("wait", 0) > 0
+            self.spent(course, "wait" if for_hosts else "spawn" if last.kind == "run" else "decide")
             return
         living = self._coordinator.reports()
         here = [report for report in living.values() if report.attempt == course.attempt]
         first = living.get(course.members[0].name, mine)
         step, committed = min((r.step for r in here), default=-1), max((r.committed for r in here), default=-1)
-        self.spent(course, first.spent if first in here else "spawn", step, committed)
+        waits = last.kind == "start" and any(report.wrong is not None for report in here)  # until all have been heard
+        self.spent(course, "detect" if waits else first.spent if first in here else "spawn", step, committed)
         late = [report.wrong.silent_seconds for report in here if report.wrong is not None]
         silent = [self._coordinator.silent_seconds(member.name) for member in course.members]
         late += [seconds for seconds in silent if seconds > LOST_SECONDS]

@@ -44,6 +44,8 @@ class View:
     """Since the last entry was seen."""
     ran_seconds: float = 0.0
     """Since the attempt began."""
+    unheard: frozenset[str] = frozenset()
+    """Of the hosts, those that have said nothing since something was first seen to be wrong."""
 
 
 def advance(view: View) -> list[Draft]:
@@ -137,7 +139,9 @@ def _watched(view: View) -> list[Draft]:
     if last.kind == "stop":
         return _stopping(view, reports, asked, cause, ended)
     if cause is not None:
-        return _with_decision(view, cause)
+        # Ranks that have lost their peers may fail before those are silent for long enough to be lost.
+        follows = _FIRST.index(cause.cause) > _FIRST.index("lost")
+        return [] if follows and view.unheard & here.keys() else _with_decision(view, cause)
     if ended:
         return [Draft(course.attempt, "end", "all ranks have ended well", {"status": 0, "final": True})]
     if asked or course.requested:

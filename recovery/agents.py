@@ -161,6 +161,10 @@ class Roll:
         """Those that live, and those that may: they were not listened to for long enough."""
         return {name: seen.report for name, seen in self._seen.items() if self._now - seen.at <= self.lost_seconds}
 
+    def unheard(self, since: float) -> frozenset[str]:
+        """Who has said nothing since then, by CLOCK_MONOTONIC."""
+        return frozenset(name for name, seen in self._seen.items() if seen.at <= since)
+
     def silent_seconds(self, name: str) -> float:
         """Since it was heard last; 0 where it never was."""
         seen = self._seen.get(name)

@@ -7,6 +7,7 @@ it still live, learns of it: its own entries would come too late.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from ckpt.recovery.advance import View, advance
 from ckpt.recovery.agents import Report, Roll, report
@@ -33,6 +34,7 @@ class Coordinator:
         self._entry: tuple[str, int] | None = None
         self._entry_at = time.monotonic()
         self._began_at = time.monotonic()
+        self._wrong_at: float | None = None
 
     def turn(self, course: Course, mine: Report) -> bool:
         """Do what there is to be done now; whether something was. Raises Unavailable where the state does not answer."""
@@ -74,7 +76,19 @@ class Coordinator:
             self._roll.hear(told, time.monotonic())
         me = {mine.name: mine}
         self._told = self._roll.living() | me
-        return View(course, self._told, self._roll.perhaps() | me, now - self._entry_at, now - self._began_at)
+        perhaps = self._roll.perhaps() | me
+        return View(
+            course, self._told, perhaps, now - self._entry_at, now - self._began_at, self._unheard(course, perhaps, now)
+        )
+
+    def _unheard(self, course: Course, perhaps: Mapping[str, Report], now: float) -> frozenset[str]:
+        """Who has said nothing since something was wrong; what is heard in the next round may have been said before."""
+        if not any(r.wrong is not None and r.attempt == course.attempt for r in perhaps.values()):
+            self._wrong_at = None
+            return frozenset()
+        if self._wrong_at is None:
+            self._wrong_at = now
+        return self._roll.unheard(self._wrong_at + _LISTEN_SECONDS)
 
     def _takes_the_lead(self, course: Course, view: View, mine: Report) -> bool:
         if course.leader in view.perhaps or mine.leaving:

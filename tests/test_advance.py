@@ -115,6 +115,24 @@ def test_who_is_waited_for_is_said_once() -> None:
     assert "with these it goes on 30 s" in run.log[-1].text
 
 
+def test_a_failure_is_not_put_down_to_a_host_while_another_may_be_lost() -> None:
+    """Ranks that have lost their peers end with an error, at once; only a loss that is not finite has come by itself."""
+    run = world()
+    run.turn()
+    wrong = {cause: replace(run.agents["a"], wrong=Wrong(cause, (0,), "failed")) for cause in ("exit", "diverged")}
+    view = replace(run.view(), unheard=frozenset("b"))
+    exits = replace(view, perhaps={**view.perhaps, "a": wrong["exit"]})
+    assert advance(exits) == []
+    assert [d.kind for d in advance(replace(exits, unheard=frozenset("d")))] == ["failure", "decision"], "no host of it"
+    for perhaps, unheard, cause in (
+        (exits.perhaps, "", "exit"),
+        ({**view.perhaps, "a": wrong["diverged"]}, "b", "diverged"),
+        ({name: exits.perhaps[name] for name in "ac"}, "", "lost"),
+    ):
+        failure, decision = advance(replace(view, perhaps=perhaps, unheard=frozenset(unheard)))
+        assert (failure.facts["cause"], decision.kind) == (cause, "decision")
+
+
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2))
 def test_any_failures_come_to_an_end(seed: int, hosts: int, fewer: int, spares: int) -> None:
