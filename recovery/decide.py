@@ -172,7 +172,11 @@ def _twice_soon(failures: Sequence[Failure]) -> bool:
     """Whether the last two came of themselves, soon after the same step was restored, wherever each did."""
     pair = failures[-2:]
     same = len({failure.restored for failure in pair}) == 1
-    return len(pair) == 2 and same and all(_of_itself(f) and 0 <= f.step - f.restored <= _SOON_STEPS for f in pair)
+    return len(pair) == 2 and same and all(_of_itself(failure) and _soon(failure) for failure in pair)
+
+
+def _soon(failure: Failure) -> bool:
+    return 0 <= failure.step - failure.restored <= _SOON_STEPS
 
 
 def _of_itself(failure: Failure) -> bool:
@@ -195,10 +199,12 @@ class Choice:
 
 
 def suspects(failures: Sequence[Failure]) -> frozenset[str]:
-    """Hosts where two failures in a row began, with no newer step saved in between: it may be the host. And stragglers."""
+    """Hosts where two failures in a row began, it may be the host: with no newer step saved in between, or both soon after the
+    ranks had begun, for where each step is saved there always is a newer one. And stragglers."""
     found = {failure.host for failure in failures if failure.cause == "straggler"}
     for one, other in pairwise(failures):
-        if one.host == other.host and other.committed <= one.committed and other.cause not in WANTED:
+        alike = other.committed <= one.committed or (one.cause not in WANTED and _soon(one) and _soon(other))
+        if one.host == other.host and alike and other.cause not in WANTED:
             found.add(other.host)
     return frozenset(found)
 

@@ -323,6 +323,16 @@ def test_suspects() -> None:
     assert suspects([failure("a"), failure("a", cause="asked")]) == set()
 
 
+@pytest.mark.parametrize(("first", "second", "expected"), [(3, 3, {"a"}), (32, 32, {"a"}), (33, 3, set()), (3, 33, set())])
+def test_a_host_that_fails_soon_where_each_step_is_saved(first: int, second: int, expected: set[str]) -> None:
+    """So that each attempt has saved a newer one."""
+    one = failure("a", first, step=first, restored=0)
+    other = failure("a", first + second, step=first + second, restored=first)
+    assert suspects([one, other]) == expected
+    assert suspects([one, replace(other, host="b")]) == set()
+    assert suspects([replace(one, cause="asked"), other]) == set()
+
+
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.integers(1, 4), st.booleans())
 def test_choosing(ready: list[str], suspected: set[str], wanted: int, waited: bool) -> None:
     least = max(1, wanted - 1)
