@@ -93,6 +93,7 @@ class Agent:
         self._accounts: Accounts | None = None
         self._warm = WarmStarts(spec.command) if here.warm and not here.through_mpi else None
         self._memory = memory.folder_of(here.folder) if spec.hosts == 1 else None
+        self._held_bytes = 0
         self._keeper: Keeper | None = None
         self._attempt = -1
         self._best = -1
@@ -408,6 +409,8 @@ class Agent:
                 self._tidy_at = time.monotonic() + _TIDY_SECONDS
                 host.reap()
                 self._guardian.look()
+                if (folder := self._memory if self._keeper is None else self._keeper.folder) is not None:
+                    self._held_bytes = memory.held_bytes(folder)
                 if self._warm is not None:
                     launch.prepare(self._warm, self._share, self._pages)
 
@@ -416,7 +419,7 @@ class Agent:
         said = Report(
             here.name, self._incarnation, self._joined, os.getpid(), str(self._pages), str(here.folder / "logs"), here.address,
             self._port, self._attempt, wrong=self._wrong, leaving=self._signals.first, hurry=self._signals.count > 1,
-            warm="" if self._warm is None else self._warm.said,
+            warm="" if self._warm is None else self._warm.said, held_bytes=self._held_bytes,
         )  # fmt: skip
         if (keeper := self._keeper) is not None:
             said = replace(said, memory=keeper.state, nodes=keeper.nodes, fresh=keeper.fresh)
@@ -456,7 +459,7 @@ class Agent:
     def _metrics(self) -> str:
         watch = self._watch
         beats = {} if watch is None else watch.beats
-        return metrics.text(list(self._log), totals(self._here.folder), True, beats, time.monotonic())
+        return metrics.text(list(self._log), totals(self._here.folder), True, beats, time.monotonic(), self._held_bytes)
 
     # --- the end -----------------------------------------------------------------------------------------------
 

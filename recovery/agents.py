@@ -99,6 +99,8 @@ class Report:
     """Whether its `fresh` node is there."""
     nodes: tuple[str, ...] = ()
     """HOST:PORT of all nodes that it serves from its memory."""
+    held_bytes: int = 0
+    """What steps take of the memory of its host."""
     fresh: str = ""
     """The one of them that nobody has used yet."""
     saved: int = -1

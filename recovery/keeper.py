@@ -80,7 +80,8 @@ class Keeper:
         """HOST:PORT of all that are served."""
         self.fresh = ""
         """One of them, that is empty."""
-        self._folder = folder
+        self.folder = folder
+        """In the memory of this host, with all that the nodes hold."""
         self._told = json.dumps([str(folder), address, guard.certificate, guard.key])
         self._ready = self._asked = False
         self._lacks_since = time.monotonic()
@@ -131,7 +132,7 @@ class Keeper:
                 self._process.kill()
                 self._process.wait()
         if free:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "ckpt.recovery.keeper"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -25,6 +26,16 @@ def folder_of(run_folder: Path, host: str = "") -> Path | None:
         return tier.own_memory() / f"run-{name}"
     except (StoreError, OSError):
         return None
+
+
+def held_bytes(folder: Path) -> int:
+    """Of the memory of this host, by all that is in the folder: also what is kept for its pages alone."""
+    held = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # it is deleted, or renamed, just now
+                held += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return held
 
 
 def bring_home(folder: Path) -> str:

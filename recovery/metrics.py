@@ -30,14 +30,15 @@ class _Family:
 
 def text(
     entries: Sequence[Entry], seconds: Mapping[str, float], up: bool, beats: Mapping[int, Beat] = MappingProxyType({}),
-    now: float = 0.0,
+    now: float = 0.0, held_bytes: int = 0,
 ) -> str:
     """All metrics of a run. Pure.
 
     entries: its record, in order. seconds: by name, of its ledger. up: it runs. beats: of the ranks that run, by their number,
-    with `now` by the clock of their `since` (CLOCK_MONOTONIC).
+    with `now` by the clock of their `since` (CLOCK_MONOTONIC). held_bytes: what steps take of the memory of this host.
     """
-    families = [*_of_record(entries, up), *_of_ledger(seconds), *_of_ranks(beats, now)]
+    held = _Family("ckpt_run_memory_bytes", "gauge", "What steps take of the memory of this host.", [({}, held_bytes)])
+    families = [*_of_record(entries, up), *_of_ledger(seconds), *_of_ranks(beats, now), *([held] if held_bytes else [])]
     lines = []
     for family in families:
         if family.samples:

@@ -66,4 +66,4 @@ class Voice:
 
 def _essence(report: Report) -> Report:
     where = replace(report, step=0, newest=0, committed=0, saved=0, step_seconds=0.0, spent="useful")
-    return replace(where, slowest=None, paces=(), warm="")
+    return replace(where, slowest=None, paces=(), warm="", held_bytes=0)

@@ -842,6 +842,25 @@ def no_memory_is_left(folder: Path, host: str = "") -> None:
     assert found is None or not found.exists()
 
 
+def test_how_much_is_in_memory_is_said(start: Callable[..., Run], tiered: None) -> None:
+    """Of the steps that are kept, and of one that is saved just now; by status, and as a metric."""
+    port = free_port("127.0.0.1")
+    run = start("--metrics", f"127.0.0.1:{port}", seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    until, said = time.monotonic() + 30, ""
+    while "of the memory of" not in said and time.monotonic() < until:
+        command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert re.search(r"^steps take 0\.\d{3} GB of the memory of ", said, re.MULTILINE), said
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    found = re.search(r"^ckpt_run_memory_bytes (\d+)$", metrics, re.MULTILINE)
+    assert found, metrics
+    assert 0 < int(found[1]) < 1_000_000
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.said
+
+
 def test_no_step_is_lost_that_is_in_memory(start: Callable[..., Run], tiered: None) -> None:
     """All ranks are killed; at most the step under way is done again."""
     run = start(seconds=0.1)
