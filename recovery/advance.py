@@ -167,10 +167,9 @@ def _fell_back(course: Course, reports: Sequence[Report]) -> list[Draft]:
     """It went on from an older step than the newest that was saved, and nobody had decided so."""
     restored = max((report.restored for report in reports), default=-1)
     said = course.restored is not None or course.before is not None
-    saved = course.failures[-1].committed if course.failures else -1
-    if said or not 0 <= restored < saved:
+    if said or not 0 <= restored < course.committed:
         return []
-    text = f"the ranks go on from step {restored}, as no later one is whole: {saved} was saved; their logs say more"
+    text = f"the ranks go on from step {restored}, as no later one is whole: {course.committed} was saved; their logs say more"
     return [Draft(course.attempt, "note", text, {"restored": restored})]
 
 

@@ -78,6 +78,8 @@ class Course:
     """A step before this one is restored, until those from it on have been made anew and are trusted."""
     limit: float | None = None
     """What loss is too much, until the ranks have seen enough."""
+    saved: int = -1
+    """The newest step of the run before this one, if that was the same job; -1 nothing is known."""
     requested: str = ""
     """Somebody wants the run to end: in words. "" nobody."""
     slow: Mapping[int, str] = field(default_factory=dict)
@@ -94,6 +96,11 @@ class Course:
     """Of several hosts: the one that steps are saved to, and those before it that may hold steps; of earlier runs, too."""
     home: bool = False
     """After the end: what was only in memory is where it belongs, or was tried to be brought there."""
+
+    @property
+    def committed(self) -> int:
+        """The newest step that was saved before this attempt, as far as is known; -1 none."""
+        return self.failures[-1].committed if self.failures else self.saved
 
     @property
     def environment(self) -> dict[str, str]:
@@ -134,8 +141,10 @@ def _after(course: Course, entry: Entry) -> Course:
     if entry.kind == "run":
         spec = Spec(**{**facts["spec"], "command": tuple(facts["spec"]["command"])})
         budget = Budget(spec.restarts, spec.restarts)
+        same = course.spec is not None and course.spec.command == spec.command
         return Course(
-            entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget, memory=course.memory
+            entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget, memory=course.memory,
+            saved=course.committed if same else -1,
         )  # fmt: skip
     if entry.kind == "start":
         members = tuple(Member(**member) for member in facts["members"])

@@ -260,6 +260,23 @@ def test_who_goes_on_from_an_older_step_than_was_saved_says_so() -> None:
     assert advance(run.view()) == []
 
 
+@pytest.mark.parametrize("command", ["train", "another"])
+def test_so_does_the_next_run_of_the_same_job(command: str) -> None:
+    """What was saved may have been spoiled in between; of another job nothing is known."""
+    run = world()
+    run.turn()
+    ended = [courses.failed(0, failure("a", 25, "asked")), Draft(0, "end", "as drain asked", {"status": 0})]
+    again = [courses.run(1, "s", replace(run.spec, command=(command,))), Draft(1, "lead", "", {"name": "a"})]
+    run.append(len(run.log), [*ended, *again])
+    run.follow()
+    for _ in range(2):
+        run.turn()
+    assert (run.course.attempt, run.course.last and run.course.last.kind) == (1, "start")
+    run.agents["a"] = replace(run.agents["a"], restored=20)
+    told = [draft.text for draft in advance(run.view())]
+    assert [text[:34] for text in told] == (["the ranks go on from step 20, as n"] if command == "train" else [])
+
+
 def test_who_hangs_is_who_is_behind() -> None:
     """Of all hosts, not of the one that noticed first."""
     run = world()
