@@ -307,7 +307,8 @@ class Agent:
         for rank in ranks:
             self._guardian.add(rank.process.pid)
             self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
-        self._watch = Watch(ranks, self._here.limits, self._best, self._spec.straggler_seconds)
+        best = max(self._best, *(failure.step for failure in self._course.failures), -1)  # a spare has seen none of it
+        self._watch = Watch(ranks, self._here.limits, best, self._spec.straggler_seconds)
         self._console.follow(ranks)
         failpoint("agent.started")
 

@@ -305,6 +305,25 @@ def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
     assert took.get("detect", 0.0) >= least, (took, [(e.kind, e.text) for e in log])
 
 
+def test_what_a_spare_does_again_is_no_useful_time(job: Callable[..., Job]) -> None:
+    """It has rank 0 now, whose time is that of the run, and has not seen the steps that were done before."""
+    run = job("--spares", "1", hosts=2, steps=100_000)
+    run.start("a")
+    run.until(lambda log: any(e.kind == "lead" for e in log), "led")
+    run.start("b")
+    run.until_step(5)
+    run.start("c")
+    run.until(lambda log: (run.folder / "run" / "c.lock").exists(), "c is there")
+    first = starts(run.log())[0][0]
+    run.agents[first].kill()
+    run.until(lambda log: len(starts(log)) == 2, "gone on")
+    run.until_step(max(e.facts["step"] for e in run.log() if e.kind == "failure") + 10, 1)
+    assert run.ask("drain").returncode == 0
+    assert set(run.ends(*(set("abc") - {first})).values()) == {0}
+    assert starts(run.log())[1][0] == "c"
+    assert is_accounted(run).get("redo", 0.0) > 0.0
+
+
 def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
     """At once, under its name: its ranks are no more, so all start again, with it."""
     run = job()
