@@ -231,7 +231,7 @@ def _marks(lines: Sequence[Line], starts: Sequence[float], entries: Sequence[Ent
 
 def _cause(entry: Entry) -> str:
     ranks = [str(rank) for rank in entry.facts.get("ranks", ())]
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else count(len(ranks), "rank")
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else count(len(ranks), "rank") if ranks else f"host {entry.facts['host']}"
     text = entry.text.partition(";")[0]
     return f"{who} {text if len(text) <= 60 else text[:59] + '…'}"
 

@@ -436,3 +436,10 @@ def test_metrics_are_served(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_lost_host_in_the_picture() -> None:
+    from ckpt.recovery.picture import _cause
+
+    lost = Entry(3, 0.0, 1, "failure", "says nothing for 3 s", {"cause": "lost", "ranks": [], "host": "a"})
+    assert _cause(lost) == "host a says nothing for 3 s"
