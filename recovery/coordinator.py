@@ -98,6 +98,6 @@ class Coordinator:
             return False
         failpoint("coordinator.lead")
         text = f"{mine.name} coordinates from now on" + (f", as {course.leader} is gone" if course.leader else "")
-        written = self._state.append(course.number, [Draft(course.attempt, "lead", text, {"name": mine.name})])
+        written = self._state.append(course.number, [Draft(max(0, course.attempt), "lead", text, {"name": mine.name})])
         failpoint("coordinator.lead.written")
         return written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -117,6 +118,7 @@ def start(
     process: subprocess.Popen[bytes] | Forged
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        _free(pages, share.attempt)
         made = [Pulse(_page(pages, share, number), new=True) for number in numbers]
         for file in files:
             file.touch()
@@ -164,6 +166,14 @@ def prepare(warm: WarmStarts, share: Share, pages: Path) -> None:
     """See to it that the next start is a warm one. To be called often; never waits."""
     page = _page(pages, share, share.first)
     warm.look({**os.environ, **environment(share, share.first, page)}, imports.beside(page))
+
+
+def _free(pages: Path, attempt: int) -> None:
+    """Remove the pages of attempts before: where memory has run short, this one has theirs."""
+    for page in pages.iterdir():
+        before = re.fullmatch(r"(\d+)-\d+", page.name)
+        if before and int(before[1]) != attempt:
+            page.unlink(missing_ok=True)
 
 
 def _page(pages: Path, share: Share, number: int) -> Path:

@@ -709,6 +709,27 @@ def test_a_program_that_names_no_url(tmp_path: Path) -> None:
     assert "no repository is named: give its URL, or start this by `ckpt-run --dir URL` (CKPT_DIR)" in done.stderr
 
 
+def test_the_next_attempt_starts_where_memory_has_run_short(tmp_path: Path) -> None:
+    """By somebody else, since the first had begun: it has the room of the pages of that."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small tmpfs")
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(pages)], capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        for attempt in range(3):
+            share = Share("r", attempt, 0, 2, 2, 0, "127.0.0.1", 1, {})
+            ranks = start_ranks(["true"], share, pages, tmp_path / "logs")
+            stop_ranks(ranks, "")
+            with contextlib.suppress(OSError), open(pages / "others", "ab", buffering=0) as other:
+                while True:
+                    other.write(bytes(4096))
+        assert sorted(page.name for page in pages.iterdir()) == ["2-0", "2-1", "others"]
+    finally:
+        subprocess.run(["umount", str(pages)], check=True)
+
+
 def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> None:
     """Else another process might have it, and be ended for it."""
     share = Share("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
