@@ -49,12 +49,8 @@ from ckpt.tree import Flat, flatten
 
 log = logging.getLogger("ckpt")
 
-WRITERS = 8
-"""Threads that hash, encode and write. Most wait for the disk: on a busy two-core machine 3 threads reached 0.78 of an
-O_DIRECT disk, 4 threads 0.81, 8 threads 0.85. Measured with benchmarks/run.py."""
-
-BLOCKING_ARENA = 128 << 20
-"""Staging memory of a blocking save: two blocks for each writer."""
+_ENCODERS = 8
+"""Threads that encode and write, where a codec was asked for. Else there are as many as the store takes appends at once."""
 
 _LEAST_ARENA = 32 << 20
 """That of a small state, a quarter of it at most: memory touched for the first time costs more than the disk."""
@@ -188,6 +184,8 @@ class _Save:
         self._go = threading.Event()  # the writers may begin
         self._eager_staged = threading.Event()
         self._appending = threading.Event()
+        encodes = any(block.codec not in (None, "auto") for block in self._blocks)
+        self._writers = _ENCODERS if encodes else self._store.parallel_appends
         self._spare = threading.Semaphore(max(1, processors() - 1))  # processors, while training goes on
         self._checkpoint: Checkpoint | None = None
 
@@ -195,7 +193,8 @@ class _Save:
 
     def blocking(self) -> None:
         total = sum(round_up(b.nbytes) for b in self._blocks)
-        budget = min(max(_LEAST_ARENA, min(BLOCKING_ARENA, total // 4)), self._options.memory or BLOCKING_ARENA)
+        most = self._writers * BLOCK_BYTES * 3 // 2  # half as many are staged as are written: what is small stays in the caches
+        budget = min(max(_LEAST_ARENA, min(most, total // 4)), self._options.memory or most)
         self._go.set()
         stager = threading.Thread(target=self._stage, args=(range(len(self._blocks)), True, True), name="ckpt-stage")
         try:
@@ -332,7 +331,7 @@ class _Save:
             self._fail(error)
         finally:
             if end:
-                for _ in range(WRITERS):
+                for _ in range(self._writers):
                     self._staged.put(None)
 
     def _stage_in_parallel(self, indices: list[int]) -> None:
@@ -356,7 +355,7 @@ class _Save:
                 self._fail(self._changed(name))
                 break
         self._handle.staged.set()
-        for _ in range(WRITERS):
+        for _ in range(self._writers):
             self._staged.put(None)
 
     def _changed(self, name: str) -> StateChanged:
@@ -380,7 +379,8 @@ class _Save:
         try:
             with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", total) as writer:
                 crew = [
-                    threading.Thread(target=self._write, args=(writer,), name="ckpt-write") for _ in range(WRITERS - 1)
+                    threading.Thread(target=self._write, args=(writer,), name="ckpt-write")
+                    for _ in range(self._writers - 1)
                 ]
                 try:
                     for thread in crew:

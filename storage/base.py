@@ -102,6 +102,11 @@ class Store(ABC):
     past_cache = False
     """Whether what `open_once` opens is read past the page cache, where position, memory and length lie on pages."""
 
+    @property
+    def parallel_appends(self) -> int:
+        """How many at once, of some MiB, keep the store busy. More only take turns, and their data leaves the caches."""
+        return 8
+
     @abstractmethod
     def put(self, name: str, data: Buffer) -> None:
         """Store `data` under `name`, atomically and durably, replacing what was there."""

@@ -396,3 +396,12 @@ def raised(do: Callable[[], None]) -> list[BaseException]:
     except StoreError as error:
         return [error]
     return []
+
+
+def test_a_disk_is_kept_busy_by_fewer_appends(tmp_path: Path) -> None:
+    """A file system of the network, or in memory, has no device of its own."""
+    there = LocalStore(tmp_path / "not" / "yet" / "made")
+    assert there.parallel_appends == (4 if os.major(tmp_path.stat().st_dev) else 8)
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no tmpfs at /dev/shm")
+    assert LocalStore("/dev/shm/ckpt-test-not-made").parallel_appends == 8
