@@ -22,11 +22,20 @@ _FOREIGN = {
 }
 
 
+LARGEST_ELEMENT = 8 << 20
+"""That of a block, which holds whole elements."""
+
+
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the stored name of a numpy dtype; raise TypeError where elements are Python objects."""
+    """Return the stored name of a numpy dtype; raise TypeError where elements are Python objects, or larger than a block."""
     if dtype.hasobject:
-        raise TypeError("elements are Python objects, which only pickle could store")
+        raise TypeError("elements are Python objects, which only pickle could store: turn them into arrays and plain values")
+    if dtype.itemsize > LARGEST_ELEMENT:
+        raise TypeError(
+            f"an element has {dtype.itemsize} bytes, one of an array has at most {LARGEST_ELEMENT}: store text as str, and "
+            "fields as arrays of their own"
+        )
     if getattr(ml_dtypes, dtype.name, None) is not None:
         return dtype.name
     if dtype.isbuiltin == 1 and dtype.isnative and dtype.kind in "biufc":

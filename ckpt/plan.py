@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ckpt.dtypes import LARGEST_ELEMENT
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.manifest import Layout
 from ckpt.shard import Box, Replica, contiguous_start, split, whole
 from ckpt.share import Held, Range, shares
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = LARGEST_ELEMENT
 SMALL_BYTES = 4 << 20
 """Leaves below this size share blocks."""
 

@@ -58,6 +58,8 @@ BAD_LEAVES: dict[str, Callable[[], Any]] = {
     "Python objects": lambda: np.array([object()], object),
     "object field": lambda: np.zeros(2, [("a", "O"), ("b", "i4")]),
     "masked": masked,
+    "a long text of numpy": lambda: np.str_("x" * 3_000_000),
+    "elements larger than a block": lambda: np.zeros(2, [("a", "u1", (9 << 20,))]),
 }
 
 
