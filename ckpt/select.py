@@ -86,6 +86,8 @@ def require_match(names: Iterable[str], patterns: Patterns, where: str) -> None:
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """A hint at names that look like `name`, for the end of a message."""
-    close = difflib.get_close_matches(name, list(names)[:100_000], 3, 0.5)
-    return f"; close to it: {', '.join(close)}" if close else ""
+    """A hint at names that look like `name`, else at some that there are, for the end of a message."""
+    known = list(names)[:100_000]
+    if close := difflib.get_close_matches(name, known, 3, 0.5):
+        return f"; close to it: {', '.join(close)}"
+    return f"; there are {', '.join(known[:3])}{' …' if len(known) > 3 else ''}" if known else ""

@@ -171,7 +171,7 @@ class _Flattener:
 
     def _container(self, value: Any, path: str, encode: Callable[[Any, str], Node]) -> Node:
         if id(value) in self._open:
-            raise UnsupportedLeaf(f"leaf {path}: the state contains itself here")
+            raise UnsupportedLeaf(f"leaf {path}: the state contains itself here: leave this one out")
         self._open.add(id(value))
         try:
             return encode(value, path)

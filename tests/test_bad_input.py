@@ -193,6 +193,8 @@ def test_an_unknown_leaf(root: Path) -> None:
     for only in ("embedd", "model.7", ["embed", "nothing.*"], "x*"):
         with refused(ckpt.LeafNotFound, only if isinstance(only, str) else "nothing.*", "step 4", root=root):
             ckpt.load(root, only=only)
+    with refused(ckpt.LeafNotFound, "nothing like it", "there are ", root=root):
+        ckpt.load(root, only="nothing like it")
     with refused(ckpt.LeafNotFound, "embedd", "embed", root=root):
         ckpt.open(root)[4]["embedd"]
 

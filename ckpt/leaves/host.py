@@ -31,7 +31,7 @@ class HostLeaf(ArrayLeaf):
 
     def target(self) -> ArrayLeaf:
         if not self.array.flags.writeable:
-            raise TypeError("the array is read-only")
+            raise TypeError("the array is read-only: give a copy of it")
         return self
 
 
