@@ -429,9 +429,7 @@ class _Save:
                     if self._arena is not None:
                         self._arena.give_back(item.region)
         except BaseException as error:
-            self._fail(error)
-            while self._staged.get() is not None:  # let the stager and the others come to their end
-                pass
+            self._fail(error)  # nothing more is taken: where an interrupt came after the word of the end, the next is another's
 
     def _store_block(self, packs: PackWriter, block: Block, staged: _Staged) -> StoredBlock:
         region = staged.region
