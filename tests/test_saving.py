@@ -3,9 +3,12 @@
 import errno
 import json
 import os
+import queue
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numcodecs
 import numpy as np
@@ -398,3 +401,39 @@ def test_cuda(tmp_path):
     ckpt.load(tmp_path / "r", like)
     assert torch.equal(like["t"], state["t"])
     assert torch.equal(like["b"], state["b"])
+
+
+class _InterruptedAtTheEnd(queue.SimpleQueue[Any]):
+    """A queue whose reader in one thread is interrupted just after it was told of the end."""
+
+    reader: threading.Thread
+    interrupted = False
+
+    def get(self, *how: Any) -> Any:
+        item = super().get(*how)
+        if item is None and threading.current_thread() is self.reader and not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return item
+
+
+def test_an_interrupt_as_the_writers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writer is told of the end once: one that was interrupted takes no other's word, which would wait for ever."""
+    said: list[str] = []
+
+    def saves() -> None:
+        try:
+            ckpt.save({"w": np.ones(MIB)}, tmp_path / "r")
+        except KeyboardInterrupt:
+            said.append("interrupted")
+
+    _InterruptedAtTheEnd.reader = thread = threading.Thread(target=saves, daemon=True)
+    monkeypatch.setattr(queue, "SimpleQueue", _InterruptedAtTheEnd)
+    thread.start()
+    thread.join(60)
+    assert said == ["interrupted"]
+    monkeypatch.undo()
+    with pytest.raises(ckpt.CkptError, match="no committed step"):
+        ckpt.load(tmp_path / "r")
+    ckpt.save({"w": np.ones(3)}, tmp_path / "r")
+    assert ckpt.load(tmp_path / "r")["w"].tolist() == [1, 1, 1]
