@@ -37,8 +37,9 @@ def text(
     entries: its record, in order. seconds: by name, of its ledger. up: it runs. beats: of the ranks that run, by their number,
     with `now` by the clock of their `since` (CLOCK_MONOTONIC). held_bytes: what steps take of the memory of this host.
     """
-    held = _Family("ckpt_run_memory_bytes", "gauge", "What steps take of the memory of this host.", [({}, held_bytes)])
-    families = [*_of_record(entries, up), *_of_ledger(seconds), *_of_ranks(beats, now), *([held] if held_bytes else [])]
+    held = "What steps take of the memory of this host."
+    memory = _Family("ckpt_run_memory_bytes", "gauge", held, [({}, held_bytes)] if held_bytes else [])
+    families = [*_of_record(entries, up), *_of_ledger(seconds), *_of_ranks(beats, now), memory]
     lines = []
     for family in families:
         if family.samples:
