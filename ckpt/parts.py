@@ -100,7 +100,10 @@ def publish(store: Store, attempt: Attempt, table: bytes) -> None:
 
 def publish_failure(store: Store, attempt: Attempt, error: BaseException) -> None:
     """Say that this rank will not bring its part."""
-    said = {"reason": str(error) or type(error).__name__, "missing": isinstance(error, RanksMissing)}
+    reason = str(error) or type(error).__name__
+    if attempt.rank == 0 and not isinstance(error, CkptError):  # of another rank the committer says it
+        reason = f"step {attempt.step} is given up because rank 0 failed: {reason}"
+    said = {"reason": reason, "missing": isinstance(error, RanksMissing)}
     store.put(f"{_stem(attempt)}-failed.json", records.encode("failure", said))
 
 

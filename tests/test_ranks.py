@@ -695,6 +695,33 @@ def test_a_gap_is_refused_with_leaf_and_box(tmp_path: Path) -> None:
         assert "step 1: leaf w: no rank stored [4:6, 0:6] of shape (10, 6), ranks 0, 1 stored what lies beside it" in str(error)
 
 
+class Broken:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def state_dict(self) -> Any:
+        raise self.error
+
+    def load_state_dict(self, state: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError("out of range"), KeyboardInterrupt()])
+def test_the_others_hear_which_rank_failed_at_which_step(tmp_path: Path, broken: int, error: BaseException) -> None:
+    def save(group: Group) -> Any:
+        try:
+            return ckpt.save({"m": Broken(error)} if group.rank == broken else {"m": np.arange(5)}, tmp_path, 7, group=group)
+        except BaseException as raised:
+            return raised
+
+    found = on_ranks(3, save)
+    for rank, heard in enumerate(found):
+        if rank != broken:
+            assert isinstance(heard, ckpt.StepRefused)
+            assert str(heard) == f"step 7 is given up because rank {broken} failed: {str(error) or 'KeyboardInterrupt'}"
+
+
 def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         return {"a": np.zeros(100_000)} | ({"only": np.zeros(100_000)} if rank else {})
