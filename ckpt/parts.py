@@ -102,9 +102,13 @@ def publish_failure(store: Store, attempt: Attempt, error: BaseException) -> Non
     """Say that this rank will not bring its part."""
     reason = str(error) or type(error).__name__
     if attempt.rank == 0 and not isinstance(error, CkptError):  # of another rank the committer says it
-        reason = f"step {attempt.step} is given up because rank 0 failed: {reason}"
+        reason = _given_up(attempt, 0, reason)
     said = {"reason": reason, "missing": isinstance(error, RanksMissing)}
     store.put(f"{_stem(attempt)}-failed.json", records.encode("failure", said))
+
+
+def _given_up(attempt: Attempt, rank: int, reason: object) -> str:
+    return f"step {attempt.step} is given up because rank {rank} failed: {reason}"
 
 
 def _folder(step: int) -> str:
@@ -167,7 +171,7 @@ def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> 
         for part in _listed(repo.store, attempt):
             if part.digest is None and part.rank != claim.rank:
                 reason = _failure(repo.store, part.name)
-                raise StepRefused(f"step {attempt.step} is given up because rank {part.rank} failed: {reason}")
+                raise StepRefused(_given_up(attempt, part.rank, reason))
             found[part.rank] = part
         return [found[rank] for rank in sorted(found)] if len(found) == claim.size else None
 
