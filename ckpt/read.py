@@ -3,19 +3,20 @@
 Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, and tells the store what comes
 next: told so, Linux fills its cache at the rate of the disk, and often not by its own read-ahead (benchmarks/limits.py has
 both). An uncompressed block that goes to one contiguous place is read straight into it,
-and summed chunk by chunk while the chunk is still in the cache. Where only parts of an uncompressed block are wanted, only
-their cells are read. Reads go through the page cache: a second load is a memory copy. What is read once, by one process
-(`Wanted.once`), is read past the cache, whole blocks into memory on huge pages.
+and summed chunk by chunk while the chunk is still in the processor's cache. Where only parts of an uncompressed block are
+wanted, only their cells are read. Reads go through the page cache: a second load is a memory copy. What is read once, by one
+process (`Wanted.once`), is read past it into memory on huge pages, and summed and copied from there chunk by chunk.
 """
 
 from __future__ import annotations
 
 import errno
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,7 +37,13 @@ from ckpt.storage.pages import pages
 READ_THREADS = 3
 """At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
 
+STREAMS = 16
+"""Threads that read past the page cache chunk by chunk, at most: each waits for one small read, and holds little memory."""
+
 _CHUNK = 1 << 20
+
+_STREAMED = 2 * CELL_BYTES
+"""A chunk past the page cache: small, so that what is summed and copied is still in the processor's cache."""
 
 _WORTH = 0.8
 """Cells of several pieces are read instead of all the block where they are less of it than that."""
@@ -60,6 +67,10 @@ class Target(NamedTuple):
     """The part of the global array that it holds; None: all of it."""
 
 
+Place = tuple[int, int, Bytes]
+"""Bytes of a raw block, from and to, and the memory that they fill."""
+
+
 class Piece(NamedTuple):
     """A part of a row that goes somewhere."""
 
@@ -77,6 +88,26 @@ class Piece(NamedTuple):
         first, last = _span(self.box.relative_to(row.box), row.box.shape)
         return row.start + first * itemsize, row.start + last * itemsize
 
+    def place(self) -> Place | None:
+        """Where its bytes lie and go to; None where they are not contiguous on both sides."""
+        row, leaf, box, at = self
+        flat = leaf.flat
+        if flat is None:
+            return None
+        if box is row.box:
+            begin, end = row.start, row.start + row.nbytes
+            if len(flat) == row.nbytes:  # a whole small leaf
+                return begin, end, flat
+        else:
+            if contiguous_start(box.relative_to(row.box), row.box.shape) is None:
+                return None
+            begin, end = self.span()
+        start = contiguous_start(at, leaf.shape)
+        if start is None:
+            return None
+        start *= leaf.itemsize
+        return begin, end, flat[start : start + end - begin]
+
     def cells(self) -> tuple[int, int]:
         """What of an uncompressed block must be read for this piece, from and to: whole cells."""
         row = self.row
@@ -84,13 +115,17 @@ class Piece(NamedTuple):
         return first // CELL_BYTES * CELL_BYTES, min(row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
 
 
+Cells = tuple[int, int, Piece]
+"""A piece and the cells that it touches, from and to."""
+
+
 class Run(NamedTuple):
     """Cells of a block that lie beside each other, of which all are wanted."""
 
     begin: int
     end: int
-    pieces: list[tuple[int, int, Piece]]
-    """Those that lie in them, each with its cells from and to, in the order in which these begin."""
+    pieces: list[Cells]
+    """Those that lie in them, in the order in which their cells begin."""
 
 
 @dataclass(slots=True)
@@ -138,6 +173,10 @@ class Wanted:
         """The one in which a byte of the block lies."""
         return next(run for run in self.runs() if run.begin <= begin < run.end)
 
+    def is_streamed(self) -> bool:
+        """Whether it can go to its places chunk by chunk: where nothing needs all of it at once."""
+        return self.once and self.row.codec is None and all(piece.place() is not None for piece in self.pieces)
+
     def stretches(self) -> list[tuple[int, int]]:
         """What of the raw block is read, each from and to."""
         return [run[:2] for run in self.runs()] or [(0, self.row.raw)]
@@ -162,7 +201,18 @@ def read_blocks(
     store: Store, algorithm: str, order: list[Wanted], where: str, progress: Progress | None = None
 ) -> None:
     """Read blocks that lie in this order, each into its place."""
-    _each(order, lambda job: Worker(store, algorithm, where, progress).run(job))
+
+    def work(job: Iterable[Wanted]) -> None:
+        Worker(store, algorithm, where, progress).run(job)
+
+    streamed: list[Wanted] = []
+    if any(block.once for block in order) and copies_of(store)[0].past_cache:
+        streamed = [block for block in order if block.is_streamed()]
+    if streamed:
+        _each(streamed, work, STREAMS)
+        known = {id(block) for block in streamed}
+        order = [block for block in order if id(block) not in known]
+    _each(order, work)
 
 
 def wanted_blocks(manifest: Manifest, targets: Sequence[Target], where: str) -> list[Wanted]:
@@ -216,10 +266,11 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
     return done
 
 
-def _each(order: list[Wanted], work: Callable[[Iterable[Wanted]], None]) -> None:
+def _each(order: list[Wanted], work: Callable[[Iterable[Wanted]], None], most: int | None = None) -> None:
     """Run `work` on contiguous parts of about equal bytes, one a thread; the first error ends all."""
     total = sum(w.row.stored for w in order)
-    most = READ_THREADS if any(w.once for w in order) else min(READ_THREADS, processors())
+    if most is None:
+        most = READ_THREADS if any(w.once for w in order) else min(READ_THREADS, processors())
     threads = max(1, min(most, len(order), total // (16 << 20)))
     if threads == 1:
         work(order)
@@ -325,16 +376,32 @@ class Worker:
     def _block(self, block: Wanted) -> None:
         if runs := block.runs():
             for run in runs:
-                self._place([piece for _, _, piece in run.pieces], self._cells(block, run.begin, run.end), run.begin)
+                self._run(block, run)
                 self._report(run.end - run.begin)
             return
-        piece = block.pieces[0]
-        is_one = len(block.pieces) == 1 and piece.row.codec is None and piece.row.nbytes == piece.row.raw
-        if is_one and not self._past_cache(block) and (place := self._memory(piece)) is not None:
-            self._straight(piece.row, place)
-            return
-        self._place(block.pieces, self._whole(block))
-        self._report(block.row.stored)
+        row = block.row
+        places = _places(block.pieces) if row.codec is None else None
+        if places and self._past_cache(block):
+            whole = hasher(self._algorithm)
+            self._streamed(row, 0, row.raw, places, lambda data, begin: whole.update(data))
+            if whole.digest() != row.digest:
+                raise self._damaged(row, "digest")
+        elif places and len(places) == 1 and len(places[0][2]) == row.raw:
+            self._straight(row, places[0][2])
+        else:
+            self._place(block.pieces, self._whole(block))
+        self._report(row.stored)
+
+    def _run(self, block: Wanted, run: Run) -> None:
+        pieces = [piece for _, _, piece in run.pieces]
+        if self._past_cache(block) and (places := _places(pieces)):
+            along = Along(run.pieces)
+            self._streamed(
+                block.row, run.begin, run.end, places,
+                lambda data, begin: self._check_run(along.before(begin + len(data)), data, begin),
+            )  # fmt: skip
+        else:
+            self._place(pieces, self._cells(block, run.begin, run.end), run.begin)
 
     def fetch(self, block: Wanted, begin: int, end: int, out: Bytes) -> None:
         """Read a stretch of a block, verified and decoded, into `out`: all of it, or some of the wanted cells."""
@@ -358,36 +425,40 @@ class Worker:
             self._place(block.pieces, data)
         else:
             run = block.run_at(begin)
-            self._check_run(run, data, begin)
+            self._check_run(run.pieces, data, begin)
             self._place([piece for _, _, piece in run.pieces], data, begin)
 
     def _place(self, pieces: Iterable[Piece], data: Bytes, begin: int = 0) -> None:
         """Put pieces of a block where they belong, out of its bytes from `begin` on."""
         for piece in pieces:
+            if (place := piece.place()) is not None:
+                first, last, memory = place
+                memory[:] = data[first - begin : last - begin]
+                continue
             row, leaf, box, at = piece
-            if box is not row.box:
+            if box is row.box:
+                leaf.write(at, data[row.start - begin : row.start - begin + row.nbytes])
+            else:
                 first, last = piece.span()
                 leaf.write(at, _rows_of_span(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
-                continue
-            mine = data[row.start - begin : row.start - begin + row.nbytes]
-            flat = leaf.flat
-            if flat is not None and len(flat) == row.nbytes:  # a whole small leaf
-                flat[:] = mine
-            elif (place := self._memory(piece)) is not None:
-                place[:] = mine
-            else:
-                leaf.write(at, mine)
 
-    def _memory(self, piece: Piece) -> Bytes | None:
-        """The destination's own memory for a piece, where that is contiguous."""
-        leaf = piece.leaf
-        if leaf.flat is None:
-            return None
-        start = contiguous_start(piece.at, leaf.shape)
-        if start is None:
-            return None
-        start *= leaf.itemsize
-        return leaf.flat[start : start + piece.row.nbytes]
+    def _streamed(
+        self, row: Row, begin: int, end: int, places: list[Place], check: Callable[[Bytes, int], object]
+    ) -> None:
+        """Fill memory with bytes [begin, end) of an uncompressed block, past the page cache, a small buffer at a time.
+
+        check: called with each buffer, in order, and where it begins.
+        """
+        along = Along(places)
+        while begin < end:
+            rest = end - begin
+            upto = end if rest < _STREAMED * 3 // 2 else begin + _STREAMED  # a short read would come through the page cache
+            data = self._read(row, row.position + begin, upto - begin, True)
+            check(data, begin)
+            for first, last, memory in along.before(upto):
+                low, high = max(first, begin), min(last, upto)
+                memory[low - first : high - first] = data[low - begin : high - begin]
+            begin = upto
 
     def _straight(self, row: Row, place: Bytes) -> None:
         whole_hash = hasher(self._algorithm)
@@ -398,7 +469,6 @@ class Worker:
             whole_hash.update(chunk)
         if whole_hash.digest() != row.digest:
             raise self._damaged(row, "digest")
-        self._report(row.stored)
 
     def _whole(self, block: Wanted) -> Bytes:
         """All of a block, verified and decoded, in this worker's buffer."""
@@ -422,13 +492,13 @@ class Worker:
     def _cells(self, block: Wanted, begin: int, end: int) -> Bytes:
         """Some cells of an uncompressed block, verified, in this worker's buffer. A wanted piece must lie in each."""
         cells = self._read(block.row, block.row.position + begin, end - begin, self._past_cache(block))
-        self._check_run(block.run_at(begin), cells, begin)
+        self._check_run(block.run_at(begin).pieces, cells, begin)
         return cells
 
-    def _check_run(self, run: Run, cells: Bytes, begin: int) -> None:
-        """Check cells of a raw block, from byte `begin` of it on, that lie in a run."""
+    def _check_run(self, pieces: Iterable[Cells], cells: Bytes, begin: int) -> None:
+        """Check cells of a raw block, from byte `begin` of it on, by the pieces of the run in which they lie."""
         end, checked = begin + len(cells), begin
-        for first, last, piece in run.pieces:
+        for first, last, piece in pieces:
             if (upto := min(last, end)) > checked >= first:
                 self._check_cells(piece.row, cells[checked - begin : upto - begin], checked)
                 checked = upto
@@ -492,6 +562,36 @@ class Worker:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+
+S = TypeVar("S", Place, Cells)
+
+
+class Along(Generic[S]):
+    """Stretches of a block, as one goes along it: each begins with its first byte and the one past its last."""
+
+    def __init__(self, stretches: Iterable[S]) -> None:
+        self._waiting: deque[S] = deque(sorted(stretches, key=operator.itemgetter(0)))
+        self._reached: list[S] = []
+
+    def before(self, end: int) -> list[S]:
+        """Those that begin before `end`, without those that had ended when it was asked before."""
+        while self._waiting and self._waiting[0][0] < end:
+            self._reached.append(self._waiting.popleft())
+        found = self._reached
+        self._reached = [stretch for stretch in found if stretch[1] > end]
+        return found
+
+
+def _places(pieces: Iterable[Piece]) -> list[Place] | None:
+    """Where pieces go; None where one of them has no place."""
+    found: list[Place] = []
+    for piece in pieces:
+        place = piece.place()
+        if place is None:
+            return None
+        found.append(place)
+    return found
 
 
 def is_bad_sector(error: StoreError) -> bool:

@@ -59,6 +59,9 @@ def write_all(fd: int, data: memoryview, position: int, where: str) -> None:
 _LEAST_DIRECT = 256 << 10
 """Less than that comes through the page cache, with what is read ahead."""
 
+_LOOK_BYTES = 8 << 20
+"""So far what follows a byte that is not in the page cache is taken not to be there either: each look costs a read ahead."""
+
 _DIRECT_BYTES = 1 << 20
 """What one direct read asks for: several such from several threads overlap better than whole blocks (benchmarks/limits.py
 has both)."""
@@ -90,6 +93,7 @@ class DescriptorReader(Reader):
         self._fd = fd
         self._direct_fd = direct_fd
         self._where = where
+        self._absent = range(0)
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):  # twice the read-ahead: packs are mostly read in order
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -115,7 +119,10 @@ class DescriptorReader(Reader):
     def _passes_cache(self, position: int, buffer: memoryview) -> bool:
         if len(buffer) < _LEAST_DIRECT or (position | len(buffer)) % ALIGNMENT:
             return False
-        return not in_page_cache(self._fd, position)
+        if position not in self._absent:
+            found = in_page_cache(self._fd, position)
+            self._absent = range(0) if found else range(position, position + _LOOK_BYTES)
+        return position in self._absent
 
     def _read_direct(self, position: int, buffer: memoryview) -> int:
         """The bytes read: fewer at the end of the file, or where memory or file system do not allow it."""
