@@ -520,3 +520,57 @@ def test_a_record_of_foreign_types_is_refused_rather_than_changed(tmp_path):
     array = np.zeros(3, [("a", ml_dtypes.bfloat16), ("b", "f4")])
     with pytest.raises(ckpt.UnsupportedLeaf, match=r"leaf x: .* store the fields apart"):
         ckpt.save({"x": array}, tmp_path / "r")
+
+
+def streamed_state():
+    """Leaves that share blocks, that fill several chunks, that end between them; and how they are saved."""
+    draw = random.Random(3)
+    sizes = [draw.choice([1, 77, 3000, 40_000, 700_001]) for _ in range(60)] + [3 << 20, (1 << 19) + 5, 10_000_019]
+    return {f"x{i:02}": random_bytes("u1", (n,), i) for i, n in enumerate(sizes)} | {
+        "matrix": random_bytes("f4", (1500, 1000)),
+        "even": np.zeros(3 << 20, np.uint8),  # compressed
+    }
+
+
+def test_what_is_read_once_goes_chunk_by_chunk_to_all_its_places(tmp_path, monkeypatch):
+    state = streamed_state()
+    ckpt.save(state, tmp_path, step=1)
+    longest = []
+    read_into = DescriptorReader.read_into
+
+    def reading(self, position, buffer):
+        if self._where.endswith(".pack"):
+            longest.append(len(buffer))
+        return read_into(self, position, buffer)
+
+    monkeypatch.setattr(DescriptorReader, "read_into", reading)
+    like = {name: np.full_like(leaf, 7) for name, leaf in state.items()}
+    with ckpt.Checkpointer(tmp_path) as ck:
+        ck.restore(like)
+    for name, leaf in state.items():
+        np.testing.assert_array_equal(like[name], leaf)
+    assert len(longest) > 20
+    assert max(longest) < 1 << 20
+
+    # Rows of one, columns of the other: the first go chunk by chunk too, the second have no contiguous place.
+    rows, columns = np.zeros((700, 1000), np.float32), np.zeros((1500, 300), np.float32)
+    for part, offset in ((rows, (401, 0)), (columns, (0, 650))):
+        with ckpt.Checkpointer(tmp_path) as ck:
+            ck.restore({"matrix": ckpt.Shard(part, (1500, 1000), offset)})
+    np.testing.assert_array_equal(rows, state["matrix"][401:1101])
+    np.testing.assert_array_equal(columns, state["matrix"][:, 650:950])
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_flipped_byte_in_any_chunk_is_found(tmp_path, part):
+    array = random_bytes("f4", (1500, 1000))
+    ckpt.save({"matrix": array}, tmp_path, step=1, codec="none")
+    (pack,) = tmp_path.glob("steps/1/pack/*.pack")
+    good = pack.read_bytes()
+    first, last = (401 * 4000, 1101 * 4000) if part else (0, array.nbytes)
+    for position in [first, last - 1, *random.Random(5).sample(range(first, last), 12)]:
+        pack.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        target = np.zeros_like(array[401:1101] if part else array)
+        like = {"matrix": ckpt.Shard(target, array.shape, (401, 0)) if part else target}
+        with ckpt.Checkpointer(tmp_path) as ck, pytest.raises(ckpt.IntegrityError, match="leaf matrix of .*does not match"):
+            ck.restore(like)
