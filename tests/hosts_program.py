@@ -2,7 +2,8 @@
 
     hosts_program.py FOLDER STEPS SECONDS        CKPT_TEST_SLOW: a step takes so many times as long
 
-With CKPT_TEST_COLUMNS=… rows are so wide, and each step is in memory; every 20th comes to the repository.
+With CKPT_TEST_COLUMNS=… rows are so wide, and each step is in memory; every 20th comes to the repository, else every 5th,
+or as CKPT_TEST_EVERY=… says.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def main() -> None:
     columns = wide or 100
     state = {"w": ckpt.Shard(np.zeros((each, columns)), (ROWS, columns), (rank * each, 0))}
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    every, tiers = (20, [ckpt.Tier("memory")]) if wide else (5, [])
+    tiers = [ckpt.Tier("memory")] if wide else []
+    every = int(os.environ.get("CKPT_TEST_EVERY", "20" if wide else "5"))
     with ckpt.Checkpointer(folder / "repo", every=every, keep=2, tiers=tiers) as ck:
         state, start = ck.restore(state)
         (folder / f"from-{attempt}-{rank}").write_text(str(start))

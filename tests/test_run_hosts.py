@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -47,10 +48,17 @@ class Job:
         folder = self.folder / (files or ("run" if not self.state else f"run-{name}"))
         where = ["--run-dir", str(folder), *self.state, "--name", name, "--address", "127.0.0.1"]
         program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
-        self.agents[name] = subprocess.Popen(
-            [*RUN, *self.options, *where, "--", *program], text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            env=os.environ | {"CKPT_FAILPOINTS": failpoints},
-        )  # fmt: skip
+        with self._hears(name) as said:
+            self.agents[name] = subprocess.Popen(
+                [*RUN, *self.options, *where, "--", *program], text=True, stderr=said, stdout=subprocess.DEVNULL,
+                env=os.environ | {"CKPT_FAILPOINTS": failpoints},
+            )  # fmt: skip
+
+    def _hears(self, name: str) -> IO[str]:
+        """A new file: ranks of an agent of this name that was killed may still write to the one before."""
+        path = self.folder / f"{name}.said"
+        path.unlink(missing_ok=True)
+        return path.open("a")
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         where = ["--run-dir", str(self.folder / "run"), *self.state]
@@ -88,8 +96,7 @@ class Job:
 
     def ends(self, *names: str) -> dict[str, int]:
         for name in names:
-            _, said = self.agents[name].communicate(timeout=120)
-            (self.folder / f"{name}.said").write_text(said)
+            self.agents[name].wait(timeout=120)
         return {name: self.agents[name].returncode for name in names}
 
     def said(self, name: str) -> str:
@@ -305,8 +312,9 @@ def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
     assert took.get("detect", 0.0) >= least, (took, [(e.kind, e.text) for e in log])
 
 
-def test_what_a_spare_does_again_is_no_useful_time(job: Callable[..., Job]) -> None:
+def test_what_a_spare_does_again_is_no_useful_time(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has rank 0 now, whose time is that of the run, and has not seen the steps that were done before."""
+    monkeypatch.setenv("CKPT_TEST_EVERY", "1000000")  # nothing is saved by then: all is done again
     run = job("--spares", "1", hosts=2, steps=100_000)
     run.start("a")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
@@ -550,12 +558,13 @@ def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
         assert max(run._step(run.folder / f"at-0-{rank}") for rank in range(6)) > before + 20
         assert all(host.state(run.pid(rank)) for rank in range(6))
         os.kill(run.pid(2), signal.SIGKILL)
+        waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
+        until(lambda: any(waits in run.said(name) for name in "abc"))
         server.start()
         assert set(run.ends(*"abc").values()) == {0}
         log = run.log()
         assert [(e.facts["cause"], e.facts["ranks"]) for e in log if e.kind == "failure"] == [("signal", [2])]
         is_right(run, 6)
-        waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
         assert sum(run.said(name).count(waits) for name in "abc") == 1
     finally:
         run.close()
@@ -637,7 +646,7 @@ class OnHosts(Job):
     ) -> None:
         where = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
         program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
-        self.agents[name] = self.hosts.run(
-            "abc".index(name), *RUN, *self.options, *where, "--", *program, stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        with self._hears(name) as said:
+            self.agents[name] = self.hosts.run(
+                "abc".index(name), *RUN, *self.options, *where, "--", *program, stderr=said, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
