@@ -108,8 +108,8 @@ def load(
         {regular expression: replacement} as of re.sub.
     group: the ranks that load together, as for `ckpt.save`; all of them load the same step. Each reads what lies in its own
         shards, whatever the layout was when it was saved.
-    share_reads: whether what several ranks need is read by one of them and handed to the others. "auto": where that saves
-        reading and the ranks do not share a page cache.
+    share_reads: whether what several ranks need is read by one of them and handed to the others, through memory where all
+        run on one host. "auto": where that saves reading and they could not as well copy it from a page cache in common.
     progress: called with the number of bytes just read, from several threads.
 
     Raises StepNotFound, LeafNotFound and LeafMismatch before anything is changed, and IntegrityError, after which the

@@ -71,6 +71,10 @@ Place = tuple[int, int, Bytes]
 """Bytes of a raw block, from and to, and the memory that they fill."""
 
 
+Source = Callable[[int, int], Bytes]
+"""Bytes of a raw block, from and to, until it is asked again."""
+
+
 class Piece(NamedTuple):
     """A part of a row that goes somewhere."""
 
@@ -382,10 +386,7 @@ class Worker:
         row = block.row
         places = _places(block.pieces) if row.codec is None else None
         if places and self._past_cache(block):
-            whole = hasher(self._algorithm)
-            self._streamed(row, 0, row.raw, places, lambda data, begin: whole.update(data))
-            if whole.digest() != row.digest:
-                raise self._damaged(row, "digest")
+            self._flow_all(row, places, self._past(row))
         elif places and len(places) == 1 and len(places[0][2]) == row.raw:
             self._straight(row, places[0][2])
         else:
@@ -395,38 +396,52 @@ class Worker:
     def _run(self, block: Wanted, run: Run) -> None:
         pieces = [piece for _, _, piece in run.pieces]
         if self._past_cache(block) and (places := _places(pieces)):
-            along = Along(run.pieces)
-            self._streamed(
-                block.row, run.begin, run.end, places,
-                lambda data, begin: self._check_run(along.before(begin + len(data)), data, begin),
-            )  # fmt: skip
+            self._flow(run, run.begin, run.end, places, self._past(block.row))
         else:
             self._place(pieces, self._cells(block, run.begin, run.end), run.begin)
 
     def fetch(self, block: Wanted, begin: int, end: int, out: Bytes) -> None:
         """Read a stretch of a block, verified and decoded, into `out`: all of it, or some of the wanted cells."""
+        row = block.row
+        is_all = end - begin == row.raw
 
-        def read(block: Wanted) -> Bytes:
-            if end - begin == block.row.raw:
-                return self._whole(block)
-            return self._cells(block, begin, end)
+        def read(block: Wanted) -> None:
+            if row.codec is not None or not self._past_cache(block):
+                out[:] = self._whole(block) if is_all else self._cells(block, begin, end)
+            elif is_all:
+                self._flow_all(row, [(0, end, out)], self._past(row))
+            else:
+                self._flow(block.run_at(begin), begin, end, [(begin, end, out)], self._past(row))
 
         try:
-            out[:] = self._from_nearest(block, read)
-            self._report(block.row.stored if end - begin == block.row.raw else end - begin)
+            self._from_nearest(block, read)
+            self._report(row.stored if is_all else end - begin)
         finally:
             self._close()
 
     def accept(self, block: Wanted, begin: int, data: Bytes) -> None:
         """Check a stretch of a block that is wanted, of which other ranks have read some, and put it where it belongs."""
-        if len(data) == block.row.raw:
-            if digest(self._algorithm, data) != block.row.digest:
-                raise self._damaged(block.row, "digest")
-            self._place(block.pieces, data)
+        row = block.row
+        end = begin + len(data)
+
+        def handed(first: int, last: int) -> Bytes:
+            return data[first - begin : last - begin]
+
+        if len(data) == row.raw:
+            if places := _places(block.pieces):
+                self._flow_all(row, places, handed)
+            elif digest(self._algorithm, data) != row.digest:
+                raise self._damaged(row, "digest")
+            else:
+                self._place(block.pieces, data)
+            return
+        run = block.run_at(begin)
+        pieces = [piece for _, _, piece in run.pieces]
+        if places := _places(pieces):
+            self._flow(run, begin, end, places, handed)
         else:
-            run = block.run_at(begin)
             self._check_run(run.pieces, data, begin)
-            self._place([piece for _, _, piece in run.pieces], data, begin)
+            self._place(pieces, data, begin)
 
     def _place(self, pieces: Iterable[Piece], data: Bytes, begin: int = 0) -> None:
         """Put pieces of a block where they belong, out of its bytes from `begin` on."""
@@ -442,23 +457,24 @@ class Worker:
                 first, last = piece.span()
                 leaf.write(at, _rows_of_span(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
 
-    def _streamed(
-        self, row: Row, begin: int, end: int, places: list[Place], check: Callable[[Bytes, int], object]
-    ) -> None:
-        """Fill memory with bytes [begin, end) of an uncompressed block, past the page cache, a small buffer at a time.
+    def _flow_all(self, row: Row, places: list[Place], source: Source) -> None:
+        """Fill memory with all of a raw block, verified."""
+        whole = hasher(self._algorithm)
+        _chunk_by_chunk(0, row.raw, places, source, lambda data, begin: whole.update(data))
+        if whole.digest() != row.digest:
+            raise self._damaged(row, "digest")
 
-        check: called with each buffer, in order, and where it begins.
-        """
-        along = Along(places)
-        while begin < end:
-            rest = end - begin
-            upto = end if rest < _STREAMED * 3 // 2 else begin + _STREAMED  # a short read would come through the page cache
-            data = self._read(row, row.position + begin, upto - begin, True)
-            check(data, begin)
-            for first, last, memory in along.before(upto):
-                low, high = max(first, begin), min(last, upto)
-                memory[low - first : high - first] = data[low - begin : high - begin]
-            begin = upto
+    def _flow(self, run: Run, begin: int, end: int, places: list[Place], source: Source) -> None:
+        """Fill memory with cells of a raw block, verified, that lie in a run."""
+        along = Along(run.pieces)
+        _chunk_by_chunk(
+            begin, end, places, source,
+            lambda data, begin: self._check_run(along.before(begin + len(data)), data, begin),
+        )  # fmt: skip
+
+    def _past(self, row: Row) -> Source:
+        """Bytes of an uncompressed block, read past the page cache into this worker's buffer."""
+        return lambda begin, end: self._read(row, row.position + begin, end - begin, True)
 
     def _straight(self, row: Row, place: Bytes) -> None:
         whole_hash = hasher(self._algorithm)
@@ -581,6 +597,26 @@ class Along(Generic[S]):
         found = self._reached
         self._reached = [stretch for stretch in found if stretch[1] > end]
         return found
+
+
+def _chunk_by_chunk(
+    begin: int, end: int, places: list[Place], source: Source, check: Callable[[Bytes, int], object]
+) -> None:
+    """Fill memory with bytes [begin, end) of a raw block, a chunk at a time, which is still in the processor's cache when it is
+    copied.
+
+    check: called with each chunk, in order, and where it begins.
+    """
+    along = Along(places)
+    while begin < end:
+        rest = end - begin
+        upto = end if rest < _STREAMED * 3 // 2 else begin + _STREAMED  # a short read would come through the page cache
+        data = source(begin, upto)
+        check(data, begin)
+        for first, last, memory in along.before(upto):
+            low, high = max(first, begin), min(last, upto)
+            memory[low - first : high - first] = data[low - begin : high - begin]
+        begin = upto
 
 
 def _places(pieces: Iterable[Piece]) -> list[Place] | None:

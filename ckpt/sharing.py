@@ -1,15 +1,16 @@
 """Reading shared by the ranks of a group: what several need of a block is read by one of them and handed to the others.
 
-All ranks tell what they need, and each computes the same schedule from that. Blocks go round by round, so that no rank
-holds more than some blocks beside its own shard. Whoever gets bytes verifies them, whether from the store or from a rank:
-therefore a stretch of cells is read by a rank that wants just these, and whole blocks by one that wants all.
+All ranks tell what they need, and each computes the same schedule from that. Ranks of one host hand on through memory that all
+of them see (`window.py`), others by messages, round by round, so that no rank holds more than some blocks beside its own shard.
+Whoever gets bytes verifies them, whether from the store or from a rank: therefore a stretch of cells is read by a rank that
+wants just these, and whole blocks by one that wants all.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -24,11 +25,15 @@ from ckpt.read import READ_THREADS, Progress, Wanted, Worker, read_blocks
 from ckpt.storage.base import Store
 from ckpt.storage.local import LocalStore
 from ckpt.storage.threads import Threads
+from ckpt.window import RankFailed, Window
 
 ShareReads = bool | Literal["auto"]
 
 ROUND_BYTES = 96 << 20
 """Blocks that a rank reads, sends and receives in one round."""
+
+WINDOW_BYTES = 64 << 20
+"""Memory through which the ranks of one host hand on what they read, at least; two blocks for each rank where that is more."""
 
 _WORTH = 1.05  # what the group reads over what there is, from which on sharing begins
 
@@ -138,6 +143,8 @@ def read_together(
     """Like `read_blocks`, on every rank of a group. Every rank must come, whatever it needs.
 
     once: past the page cache, where no other rank is known to need the same bytes from it.
+
+    Comes back without all where another rank has failed, and that one raises: `together` tells it to all.
     """
     if share is False or group.size == 1 or not group.can_exchange:
         for block in order:
@@ -152,14 +159,22 @@ def read_together(
     by_key = dict(zip(keys, order, strict=True))
     blocks = blocks_of(needs)
     saves = _saves(blocks)
-    shared = share != "auto" or (saves and not _shares_cache(store, group))
+    shared = share != "auto" or (saves and not (_shares_cache(store, group) and not (once and copies_of(store)[0].past_cache)))
+    turns = schedule(blocks, group.size) if shared else {}
+    window = _window(turns, group)
+    if share == "auto" and shared and window is None:
+        shared = not _shares_cache(store, group)  # which is faster than any message
     if once:
         for key, wanted in by_key.items():
             wanted.once = shared or not saves or _is_divided(blocks[key])
     if not shared:
         read_blocks(store, algorithm, order, where, progress)
         return
-    turns = schedule(blocks, group.size)
+    if window is not None:
+        taken = [(by_key.get(key), turn) for key, turn in turns.items()]
+        if _through(window, store, algorithm, where, progress, group.rank, taken):
+            read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
+        return
     failed: list[Exception] = []
     try:
         read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
@@ -174,6 +189,72 @@ def read_together(
         _round(store, algorithm, where, progress, group, [(by_key[k], turns[k]) for k in of_round], failed)
     if failed:
         raise failed[0]
+
+
+def _window(turns: Mapping[Key, Turn], group: Group) -> Window | None:
+    """Memory for the blocks that go round, where the ranks can have some."""
+    if not turns or not group.one_host():
+        return None
+    largest = max(turn.block.raw for turn in turns.values())
+    return Window.meet(group, max(WINDOW_BYTES, 2 * group.size * largest), largest, sum(len(t.jobs) for t in turns.values()))
+
+
+def _through(
+    window: Window, store: Store, algorithm: str, where: str, progress: Progress | None, rank: int,
+    turns: list[tuple[Wanted | None, Turn]],
+) -> bool:  # fmt: skip
+    """Read what is this rank's into the window, and put in place what it needs out of it, while the others do so too.
+
+    turns: with what this rank wants of each block. Returns whether all is in place: it is not where another rank gave up.
+    """
+    first = [*itertools.accumulate((len(turn.jobs) for _, turn in turns), initial=0)]  # of the jobs of each turn
+    mine = [
+        (block, wanted, number, job)
+        for block, (wanted, turn) in enumerate(turns) if wanted is not None
+        for number, job in enumerate(turn.jobs, first[block]) if job.reader == rank
+    ]  # fmt: skip
+    todo, lock = iter(mine), threading.Lock()
+
+    def read() -> None:
+        """In the order in which the window has room for them."""
+        worker = Worker(store, algorithm, where, progress)
+        while True:
+            with lock:
+                found = next(todo, None)
+            if found is None:
+                return
+            block, wanted, number, job = found
+            worker.fetch(wanted, job.begin, job.end, window.to_fill(block)[job.begin : job.end])
+            window.is_ready(number)
+
+    def place() -> None:
+        worker = Worker(store, algorithm, where, None)
+        for block, (wanted, turn) in enumerate(turns):
+            if wanted is not None:
+                for begin, end in wanted.stretches():
+                    for number, job in enumerate(turn.jobs, first[block]):
+                        if max(begin, job.begin) < min(end, job.end):
+                            window.wait_for(number, job.reader)
+                    worker.accept(wanted, begin, window.slot(block)[begin:end])
+            window.pass_on(block)
+
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            window.give_up()
+
+    with Threads(READ_THREADS, "ckpt-read") as pool:
+        for _ in range(min(READ_THREADS, len(mine))):
+            pool.submit(guarded, read)
+        guarded(place)
+    for error in errors:
+        if not isinstance(error, RankFailed):
+            raise error
+    return not errors
 
 
 def _round(
@@ -285,7 +366,7 @@ def _saves(blocks: Mapping[Key, Block]) -> bool:
 
 
 def _shares_cache(store: Store, group: Group) -> bool:
-    """Whether the ranks share a page cache, which is faster than any message."""
+    """Whether the ranks share a page cache."""
     return all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host()
 
 

@@ -36,6 +36,7 @@ from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import O_DIRECT, LocalStore, temporary_name
 from ckpt.tree import encode_tree, flatten
+from ckpt.window import Window
 
 Work = Callable[[Group], Any]
 
@@ -346,11 +347,19 @@ class Counting(LocalStore):
         return made
 
 
+@pytest.fixture(params=["memory", "messages"])
+def handed_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one host hand on through memory, others by messages: each of a store that is not theirs."""
+    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
+    if request.param == "messages":
+        monkeypatch.setattr(Window, "meet", lambda *_: None)
+
+
+@pytest.mark.usefixtures("handed_on")
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("share", ["auto", True])
-def test_reads_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, share: Any) -> None:
+def test_reads_are_shared(tmp_path: Path, codec: Any, share: Any) -> None:
     """Columns of a matrix that was saved by rows, and a leaf that all want: the store is read once for all ranks."""
-    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)  # as if it were far away
     full = np.random.default_rng(5).integers(0, 50, (4096, 2048)).astype(np.float32)
     copied = np.random.default_rng(6).standard_normal(500_000)
 
@@ -398,13 +407,11 @@ LAYOUTS: dict[str, Callable[[int, int, int], tuple[int, int, int, int]]] = {
 """Rows and columns, from and to, that each of four ranks wants of a matrix."""
 
 
+@pytest.mark.usefixtures("handed_on")
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_auto_shares_where_ranks_have_parts_in_common(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, layout: str
-) -> None:
+def test_auto_shares_where_ranks_have_parts_in_common(tmp_path: Path, codec: Any, layout: str) -> None:
     """The group reads little more than what its ranks would read each for itself, each byte of that counted once."""
-    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
     draw = np.random.default_rng(5)
     full = {"big": (4000, 1024), "middle": (1500, 1024), "shared": (700, 1024)} | {f"small{i}": (40, 64) for i in range(9)}
     state = {name: draw.integers(0, 50, shape).astype(np.float32) for name, shape in full.items()}
@@ -512,8 +519,8 @@ class Remote:
     """No store is one."""
 
 
-def test_damage_is_found_by_every_rank_that_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
+@pytest.mark.usefixtures("handed_on")
+def test_damage_is_found_by_every_rank_that_shares(tmp_path: Path) -> None:
     array = np.random.default_rng(5).standard_normal(2_000_000)
     all_well(on_ranks(2, lambda g: ckpt.save({"w": array}, tmp_path, 0, group=g, codec="none")))
     pack = next((tmp_path / "steps/0/pack").glob("1-*.pack"))
@@ -1569,8 +1576,9 @@ def test_a_save_under_way_when_the_program_ends_is_committed(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
-def test_what_one_rank_needs_passes_the_page_cache_by(tmp_path: Path) -> None:
-    """And what several of a host need comes through it: one of them reads it for all."""
+@pytest.mark.parametrize("share", ["auto", False])
+def test_what_one_rank_reads_for_all_passes_the_page_cache_by(tmp_path: Path, share: Any) -> None:
+    """As what one rank alone needs; what each reads for itself, as others do, comes through it."""
     own = np.random.default_rng(7).standard_normal((2, 2 << 20))
     copied = np.random.default_rng(8).standard_normal(2 << 20)
 
@@ -1581,11 +1589,11 @@ def test_what_one_rank_needs_passes_the_page_cache_by(tmp_path: Path) -> None:
     drop_cache(*tmp_path.rglob("*.pack"))
 
     def load(group: Group) -> None:
-        loaded = ckpt.load(tmp_path, state(group.rank, 0), group=group)
+        loaded = ckpt.load(tmp_path, state(group.rank, 0), group=group, share_reads=share)
         assert np.array_equal(loaded["own"].local, own[group.rank : group.rank + 1])
         assert np.array_equal(loaded["copied"], copied)
 
     all_well(on_ranks(2, load))
     rows = ckpt.open(tmp_path)[0].manifest().rows
     cached = {row.leaf: is_cached(tmp_path / row.pack, row.position + row.stored // 2) for row in rows}
-    assert cached == {"own": False, "copied": True}
+    assert cached == {"own": share is False, "copied": share is False}

@@ -250,6 +250,8 @@ def peak():
 
 ckpt.sharing.LocalStore = Remote
 ranks = int(sys.argv[2])
+if sys.argv[3] == "messages":
+    ckpt.sharing.Window.meet = lambda *_: None
 targets = [np.ones((16384, 8192 // ranks), np.float32) for _ in range(ranks)]
 before = peak()
 
@@ -264,14 +266,14 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_needs_little_beside_its_shard(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "by"), [(1, "itself"), (2, "memory"), (2, "messages")])
+def test_a_rank_needs_little_beside_its_shard(tmp_path: Path, ranks: int, by: str) -> None:
     """Columns of 512 MiB that were saved by rows, alone and with shared reads: 256 MiB more than the shards, at most."""
     whole = np.full((16384, 8192), 7, np.float32)
     ckpt.save({"w": whole}, tmp_path / "run", 0, codec="none")
     del whole
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "run"), str(ranks)],
+        [sys.executable, "-c", MEMORY, str(tmp_path / "run"), str(ranks), by],
         env=clean(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
