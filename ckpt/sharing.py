@@ -146,7 +146,7 @@ def read_together(
 
     Comes back without all where another rank has failed, and that one raises: `together` tells it to all.
     """
-    if share is False or group.size == 1 or not group.can_exchange:
+    if share is False or group.size == 1 or not (group.can_exchange or group.one_host()):
         for block in order:
             block.once = once and group.size == 1
         read_blocks(store, algorithm, order, where, progress)
@@ -162,8 +162,8 @@ def read_together(
     shared = share != "auto" or (saves and not (_shares_cache(store, group) and not (once and copies_of(store)[0].past_cache)))
     turns = schedule(blocks, group.size) if shared else {}
     window = _window(turns, group)
-    if share == "auto" and shared and window is None:
-        shared = not _shares_cache(store, group)  # which is faster than any message
+    if shared and window is None:
+        shared = group.can_exchange and not (share == "auto" and _shares_cache(store, group))  # faster than any message
     if once:
         for key, wanted in by_key.items():
             wanted.once = shared or not saves or _is_divided(blocks[key])
