@@ -45,7 +45,7 @@ def _of_dtensor(value: Any) -> ArrayLeaf:
                     f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(local.shape)}"
                 )
             parts.append(Part(leaf_of(part), box, place.replica))
-    plain = leaf_of(local)
+    plain = parts[0].leaf if parts else leaf_of(local)
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, attributes_of(value))
 
 
