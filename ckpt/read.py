@@ -139,7 +139,7 @@ class Wanted:
     row: Row
     pieces: list[Piece] = field(default_factory=list)
     once: bool = False
-    """No other process of this host is known to need it, nor this one again."""
+    """To be read past the page cache: no other process of this host is known to read it, nor this one again."""
     _runs: list[Run] | None = None
 
     def runs(self) -> list[Run]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -17,12 +18,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ckpt.digest import CELL_BYTES
-from ckpt.groups.base import Group, Message
+from ckpt.groups.base import Group, Message, ranks_text
 from ckpt.leaves.base import Bytes
 from ckpt.places import copies_of
 from ckpt.plan import BLOCK_BYTES
 from ckpt.read import READ_THREADS, Progress, Wanted, Worker, read_blocks
 from ckpt.storage.base import Store
+from ckpt.storage.errors import InvalidArgument
 from ckpt.storage.local import LocalStore
 from ckpt.storage.threads import Threads
 from ckpt.window import RankFailed, Window
@@ -32,8 +34,8 @@ ShareReads = bool | Literal["auto"]
 ROUND_BYTES = 96 << 20
 """Blocks that a rank reads, sends and receives in one round."""
 
-WINDOW_BYTES = 64 << 20
-"""Memory through which the ranks of one host hand on what they read, at least; two blocks for each rank where that is more."""
+WINDOW_BYTES, MOST_WINDOW_BYTES = 64 << 20, 128 << 20
+"""Memory through which the ranks of one host hand on what they read, at least and at most; in between two blocks for each."""
 
 _WORTH = 1.05  # what the group reads over what there is, from which on sharing begins
 
@@ -120,6 +122,8 @@ class Turn:
     round: int
     jobs: list[Job]
     block: Block
+    first: int
+    """The number of its first job, of those of all blocks."""
 
     def sent_by(self, rank: int) -> Iterator[Part]:
         """What a rank sends, and to whom."""
@@ -146,7 +150,8 @@ def read_together(
 
     Comes back without all where another rank has failed, and that one raises: `together` tells it to all.
     """
-    if share is False or group.size == 1 or not (group.can_exchange or group.one_host()):
+    one_host = group.one_host()  # before any question that ranks could answer each in its way
+    if group.size == 1 or not (group.can_exchange or one_host):
         for block in order:
             block.once = once and group.size == 1
         read_blocks(store, algorithm, order, where, progress)
@@ -154,26 +159,29 @@ def read_together(
     number = {name: i for i, name in enumerate(packs)}
     keys = [(number[w.row.pack or ""], w.row.position) for w in order]
     stretches = [(*k, w.row.raw, w.row.stored, *s) for k, w in zip(keys, order, strict=True) for s in w.stretches()]
-    mine = np.array(stretches, np.int64)
-    needs = [np.frombuffer(data, np.int64).reshape(-1, _COLUMNS) for data in group.all_gather(mine.tobytes())]
+    if share is False:
+        stretches = []
+    facts, needs = _told(group, _facts(store, share, once), np.array(stretches, np.int64))
     by_key = dict(zip(keys, order, strict=True))
     blocks = blocks_of(needs)
     saves = _saves(blocks)
-    shared = share != "auto" or (saves and not (_shares_cache(store, group) and not (once and copies_of(store)[0].past_cache)))
-    turns = schedule(blocks, group.size) if shared else {}
-    window = _window(turns, group)
-    if shared and window is None:
-        shared = group.can_exchange and not (share == "auto" and _shares_cache(store, group))  # faster than any message
+    in_common = one_host and all(told.local for told in facts)
+    turns = schedule(blocks, group.size) if _is_shared(facts, saves, in_common) else {}
+    window = _window(turns, group) if one_host else None
+    by_messages = bool(turns) and window is None and group.can_exchange and (share is True or not in_common)
     if once:
         for key, wanted in by_key.items():
-            wanted.once = shared or not saves or _is_divided(blocks[key])
-    if not shared:
-        read_blocks(store, algorithm, order, where, progress)
-        return
+            wanted.once = share is not False and (window is not None or by_messages or not saves or _is_divided(blocks[key]))
     if window is not None:
-        taken = [(by_key.get(key), turn) for key, turn in turns.items()]
-        if _through(window, store, algorithm, where, progress, group.rank, taken):
+        with window:
+            goes_on = _through(
+                window, store, algorithm, where, progress, group.rank, [(by_key.get(key), turn) for key, turn in turns.items()]
+            )
+        if goes_on:
             read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
+        return
+    if not by_messages:
+        read_blocks(store, algorithm, order, where, progress)
         return
     failed: list[Exception] = []
     try:
@@ -191,12 +199,56 @@ def read_together(
         raise failed[0]
 
 
+class Facts(NamedTuple):
+    """What a rank brings to the decision how to read: it is the same on all ranks, for all know that of all."""
+
+    share: int
+    """0: not; 1: yes; 2: "auto"."""
+    local: int
+    """Whether the copies that it would read lie in folders."""
+    past_cache: int
+    """Whether it would read them past the page cache."""
+
+
+def _facts(store: Store, share: ShareReads, once: bool) -> Facts:
+    copies = copies_of(store)
+    local = all(isinstance(copy, LocalStore) for copy in copies)
+    return Facts(2 if share == "auto" else int(share), int(local), int(once and copies[0].past_cache))
+
+
+def _told(group: Group, facts: Facts, stretches: Need) -> tuple[list[Facts], list[Need]]:
+    """What each rank has to say, and what it needs. Raises InvalidArgument where they want to share in different ways."""
+    answers = [np.frombuffer(data, np.int64) for data in group.all_gather(np.append(np.array(facts), stretches).tobytes())]
+    found = [Facts(*answer[: len(facts)].tolist()) for answer in answers]
+    if other := [rank for rank, told in enumerate(found) if told.share != found[0].share]:
+        named = {0: "False", 1: "True", 2: "'auto'"}
+        raise InvalidArgument(
+            f"share_reads={named[found[0].share]} on rank 0 and {named[found[other[0]].share]} on {ranks_text(other)}; "
+            "give all ranks the same"
+        )
+    return found, [answer[len(facts) :].reshape(-1, _COLUMNS) for answer in answers]
+
+
+def _is_shared(facts: Sequence[Facts], saves: bool, in_common: bool) -> bool:
+    """Whether ranks read for each other. Pure.
+
+    in_common: what they read comes from folders of one host: then each copies from the page cache itself, unless it is read
+    past that.
+    """
+    if facts[0].share != 2:
+        return facts[0].share == 1
+    return saves and (not in_common or all(told.past_cache for told in facts))
+
+
 def _window(turns: Mapping[Key, Turn], group: Group) -> Window | None:
-    """Memory for the blocks that go round, where the ranks can have some."""
-    if not turns or not group.one_host():
+    """Memory for the blocks that go round; None where the ranks of this host can't have any."""
+    if not turns:
         return None
     largest = max(turn.block.raw for turn in turns.values())
-    return Window.meet(group, max(WINDOW_BYTES, 2 * group.size * largest), largest, sum(len(t.jobs) for t in turns.values()))
+    slots = min(max(2 * group.size * largest, WINDOW_BYTES), MOST_WINDOW_BYTES) // largest
+    if slots < 2:  # blocks as this version does not write them
+        return None
+    return Window.meet(group, min(slots, len(turns)), largest, sum(len(turn.jobs) for turn in turns.values()))
 
 
 def _through(
@@ -207,32 +259,31 @@ def _through(
 
     turns: with what this rank wants of each block. Returns whether all is in place: it is not where another rank gave up.
     """
-    first = [*itertools.accumulate((len(turn.jobs) for _, turn in turns), initial=0)]  # of the jobs of each turn
     mine = [
         (block, wanted, number, job)
         for block, (wanted, turn) in enumerate(turns) if wanted is not None
-        for number, job in enumerate(turn.jobs, first[block]) if job.reader == rank
+        for number, job in enumerate(turn.jobs, turn.first) if job.reader == rank
     ]  # fmt: skip
     todo, lock = iter(mine), threading.Lock()
 
     def read() -> None:
-        """In the order in which the window has room for them."""
         worker = Worker(store, algorithm, where, progress)
         while True:
-            with lock:
+            with lock:  # in the order in which the window has room for them, and one waits for all
                 found = next(todo, None)
-            if found is None:
-                return
-            block, wanted, number, job = found
-            worker.fetch(wanted, job.begin, job.end, window.to_fill(block)[job.begin : job.end])
-            window.is_ready(number)
+                if found is None:
+                    return
+                block, wanted, number, job = found
+                slot = window.to_fill(block)
+            worker.fetch(wanted, job.begin, job.end, slot[job.begin : job.end])
+            window.mark_ready(number)
 
     def place() -> None:
         worker = Worker(store, algorithm, where, None)
         for block, (wanted, turn) in enumerate(turns):
             if wanted is not None:
                 for begin, end in wanted.stretches():
-                    for number, job in enumerate(turn.jobs, first[block]):
+                    for number, job in enumerate(turn.jobs, turn.first):
                         if max(begin, job.begin) < min(end, job.end):
                             window.wait_for(number, job.reader)
                     worker.accept(wanted, begin, window.slot(block)[begin:end])
@@ -247,14 +298,22 @@ def _through(
             errors.append(error)
             window.give_up()
 
-    with Threads(READ_THREADS, "ckpt-read") as pool:
+    def both(pool: Threads) -> None:
         for _ in range(min(READ_THREADS, len(mine))):
             pool.submit(guarded, read)
-        guarded(place)
-    for error in errors:
-        if not isinstance(error, RankFailed):
-            raise error
-    return not errors
+        place()
+
+    try:
+        with Threads(READ_THREADS, "ckpt-read") as pool:
+            guarded(lambda: both(pool))
+        for error in errors:
+            if not isinstance(error, RankFailed):
+                raise error
+        return not errors
+    finally:
+        for error in errors:
+            traceback.clear_frames(error.__traceback__)  # they hold the memory as long as somebody holds the error
+        errors.clear()
 
 
 def _round(
@@ -331,6 +390,7 @@ def schedule(blocks: Mapping[Key, Block], size: int) -> dict[Key, Turn]:
             load[stretch.ranks[0]] += stretch.nbytes
     held = [0] * size
     found: dict[Key, Turn] = {}
+    count = 0
     for key, united in shared.items():
         block = blocks[key]
         jobs: list[Job] = []
@@ -351,7 +411,8 @@ def schedule(blocks: Mapping[Key, Block], size: int) -> dict[Key, Turn]:
             first = (first // ROUND_BYTES + 1) * ROUND_BYTES
         for rank in takers:
             held[rank] = first + block.raw
-        found[key] = Turn(first // ROUND_BYTES, jobs, block)
+        found[key] = Turn(first // ROUND_BYTES, jobs, block, count)
+        count += len(jobs)
     return found
 
 
@@ -363,11 +424,6 @@ def _saves(blocks: Mapping[Key, Block]) -> bool:
     """Whether the group reads much less where ranks read for each other."""
     total = sum(block.alone for block in blocks.values())
     return total > _WORTH * sum(_bytes(block.united()) for block in blocks.values())
-
-
-def _shares_cache(store: Store, group: Group) -> bool:
-    """Whether the ranks share a page cache."""
-    return all(isinstance(copy, LocalStore) for copy in copies_of(store)) and group.one_host()
 
 
 def _is_divided(block: Block) -> bool:

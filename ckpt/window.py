@@ -3,7 +3,7 @@
 Block k of all that go round lies in slot k modulo the number of slots. Who reads a part of it waits until every rank has
 passed on from the block that was there before; who needs a part, as its reader does, waits until that is ready. That is all
 that ranks tell each other: bytes beside the slots, each written by one rank, so that no call of the group's library is needed
-until all is read.
+until all is read. What is written first must be seen first, which x86 promises and others do not: there is none elsewhere.
 
 The memory has no name that could be left behind: rank 0 makes it (memfd_create(2)), and the others open its descriptor
 under /proc. It goes with the last process that has it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,17 +23,19 @@ from dataclasses import asdict
 import numpy as np
 
 from ckpt.claim import Owner, is_dead, this_process
-from ckpt.groups.base import TIMEOUT_SECONDS, Group, late, ranks_text
+from ckpt.groups.base import TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.leaves.base import Bytes
 from ckpt.storage.base import ALIGNMENT
 from ckpt.storage.errors import GroupError
 from ckpt.storage.failpoints import failpoint
 
-_WAIT_SECONDS = 0.0005
-"""Between two looks: a block of 8 MiB takes some ten times as long to read."""
+_WAITS = 0.0003, 0.003
+"""Seconds between two looks, at first and at most: a block of 8 MiB takes some milliseconds to read."""
 
 _LOOK_SECONDS = 0.5
 """Between two looks whether the others still live."""
+
+_YES = b"1"
 
 
 class RankFailed(Exception):
@@ -40,39 +43,51 @@ class RankFailed(Exception):
 
 
 class Window:
-    """Blocks of at most `slot_bytes` that go round in one load, read in so many parts. Every rank has one, by `meet`."""
+    """Blocks of at most `slot_bytes` that go round in one load, read in so many parts. Every rank has one, by `meet`.
+
+    A context: a rank that leaves it by an error gives up, so that no other waits for it.
+    """
 
     def __init__(self, group: Group, memory: mmap.mmap, slot_bytes: int, parts: int, owners: list[Owner]) -> None:
         self._group = group
-        self._memory = memory
         self._owners = owners
-        self._me = owners[group.rank]
         seen = np.frombuffer(memory, np.uint8)
         told = _told_bytes(group.size, parts)
         self._passed = seen[: 64 * group.size].view(np.int64)[::8]  # a line of the processor's cache for each rank
         self._failed = seen[64 * group.size : 65 * group.size]
         self._ready = seen[65 * group.size : 65 * group.size + parts]
-        self._slots: list[Bytes] = [*seen[told:].reshape(-1, slot_bytes)]
+        self._slots = seen[told:].reshape(-1, slot_bytes)
 
     @classmethod
-    def meet(cls, group: Group, most_bytes: int, slot_bytes: int, parts: int) -> Window | None:
-        """One for `group`, all of whose ranks run on this host; None where one of them can't have it. Collective.
-
-        most_bytes: of all slots together, though there are two of them at least.
-        """
+    def meet(cls, group: Group, slots: int, slot_bytes: int, parts: int) -> Window | None:
+        """One for `group`, all of whose ranks run on this host; None where one of them can't have it. Collective."""
         slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
-        nbytes = _told_bytes(group.size, parts) + max(2, most_bytes // slot_bytes) * slot_bytes
+        nbytes = _told_bytes(group.size, parts) + slots * slot_bytes
         fd = _new(nbytes) if group.rank == 0 else None
         try:
             mine = {"fd": fd, "file": _identity(fd), "owner": asdict(this_process())}
             told = [json.loads(answer) for answer in group.all_gather(json.dumps(mine).encode())]
             owners = [Owner(**answer["owner"]) for answer in told]
-            memory = _opened(f"/proc/{owners[0].pid}/fd/{told[0]['fd']}", told[0]["file"], nbytes)
-            everywhere = all(group.all_gather(b"" if memory is None else b"1"))
+            maker, me = owners[0], owners[group.rank]
+            memory = None
+            if told[0]["fd"] is not None and maker.namespace == me.namespace:  # else the number is another process's
+                memory = _opened(f"/proc/{maker.pid}/fd/{told[0]['fd']}", told[0]["file"], nbytes)
+            answers = group.all_gather(b"" if memory is None else _YES)
         finally:
             if fd is not None:
                 os.close(fd)
-        return cls(group, memory, slot_bytes, parts, owners) if everywhere and memory is not None else None
+        if memory is None or any(answer != _YES for answer in answers):
+            return None
+        return cls(group, memory, slot_bytes, parts, owners)
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.give_up()
+        # The mapping goes with its views: the frames of an error may live as long as that.
+        del self._passed, self._failed, self._ready, self._slots
 
     def to_fill(self, block: int) -> Bytes:
         """The slot of a block, once nobody needs what was there before."""
@@ -80,7 +95,7 @@ class Window:
         self._wait(lambda: bool((self._passed > before).all()), lambda: np.flatnonzero(self._passed <= before).tolist())
         return self.slot(block)
 
-    def is_ready(self, part: int) -> None:
+    def mark_ready(self, part: int) -> None:
         """Say that a part is in its place."""
         failpoint("load.window")
         self._ready[part] = 1
@@ -91,7 +106,8 @@ class Window:
 
     def slot(self, block: int) -> Bytes:
         """Where a block is, from when its parts are ready until this rank passes on."""
-        return self._slots[block % len(self._slots)]
+        found: Bytes = self._slots[block % len(self._slots)]
+        return found
 
     def pass_on(self, block: int) -> None:
         """Say that this rank needs neither this block any more nor one before it."""
@@ -102,19 +118,25 @@ class Window:
         self._failed[self._group.rank] = 1
 
     def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        pause, longest = _WAITS
         begun = looked = time.monotonic()
         while not done():
             failed = bool(self._failed.any())
             now = time.monotonic()
             if failed or now > looked + _LOOK_SECONDS:
                 looked = now
-                if dead := [rank for rank, owner in enumerate(self._owners) if is_dead(owner, self._me)]:
+                me = self._owners[self._group.rank]
+                if dead := [rank for rank, owner in enumerate(self._owners) if is_dead(owner, me)]:
                     raise GroupError(f"{self._group!r}: {ranks_text(dead)} died in a load; restart the job")
             if failed:
                 raise RankFailed
             if now > begun + TIMEOUT_SECONDS:
-                raise late(self._group, missing(), "read what all need", TIMEOUT_SECONDS)
-            time.sleep(_WAIT_SECONDS)
+                raise GroupError(
+                    f"{self._group!r}: {ranks_text(missing())} did not go on with a load for {TIMEOUT_SECONDS:g} s; see "
+                    "whether one stands still or its storage does not answer, and restart the job"
+                )
+            time.sleep(pause)
+            pause = min(longest, pause * 1.5)
 
 
 def _told_bytes(size: int, parts: int) -> int:
@@ -124,11 +146,15 @@ def _told_bytes(size: int, parts: int) -> int:
 
 def _new(nbytes: int) -> int | None:
     """Memory of zeros that other processes can open; None where this system has none."""
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"):
         return None
     with suppress(OSError):
         fd = os.memfd_create("ckpt-load", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
     return None
 
@@ -141,8 +167,8 @@ def _identity(fd: int | None) -> list[int]:
 
 def _opened(path: str, identity: list[int], nbytes: int) -> mmap.mmap | None:
     """The memory of rank 0; None where this process does not see it, as from another container."""
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    with suppress(OSError, ValueError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         try:
             if _identity(fd) == identity:
                 return mmap.mmap(fd, nbytes)

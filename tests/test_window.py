@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -22,19 +23,23 @@ from test_ranks_processes import clean
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
+from ckpt.read import Worker
 from ckpt.storage.base import Store
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
 from ckpt.window import RankFailed, Window
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd_create on this system")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"),
+    reason="no memory in common on this system",
+)
 
 SLOT = 4096
 
 
 def window_of(group: Group, slots: int, parts: int) -> Window:
-    window = Window.meet(group, slots * SLOT, SLOT, parts)
+    window = Window.meet(group, slots, SLOT, parts)
     assert window is not None
     return window
 
@@ -53,7 +58,7 @@ def test_each_block_goes_round_whole(size: int, slots: int, blocks: list[tuple[i
             for block, (reader, _) in enumerate(blocks):
                 if reader == group.rank:
                     window.to_fill(block)[:] = block % 251
-                    window.is_ready(block)
+                    window.mark_ready(block)
 
         reading = threading.Thread(target=read)
         reading.start()
@@ -98,8 +103,14 @@ def empty(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
-def test_what_all_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any) -> None:
-    monkeypatch.setattr("ckpt.sharing.WINDOW_BYTES", 0)  # two slots for each rank
+@pytest.mark.parametrize("messages", [True, False])
+def test_what_all_need_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool
+) -> None:
+    """Also where the group has no messages, as that of the environment."""
+    monkeypatch.setattr(ThreadGroup, "can_exchange", messages)
+    monkeypatch.setattr("ckpt.sharing.WINDOW_BYTES", 0)
+    monkeypatch.setattr("ckpt.sharing.MOST_WINDOW_BYTES", 3 << 23)  # three slots
     state = saved(tmp_path, codec)
     stored = sum(file.stat().st_size for file in tmp_path.rglob("*.pack"))
     told: list[int] = []
@@ -168,6 +179,50 @@ def test_an_error_of_one_rank_ends_the_load_on_all(tmp_path: Path, point: str) -
     all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g)))
 
 
+def test_ranks_that_want_to_share_in_different_ways_are_refused(tmp_path: Path) -> None:
+    state = saved(tmp_path)
+    ways: list[Any] = ["auto", False, "auto"]
+    for error in on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g, share_reads=ways[g.rank])):
+        assert isinstance(error, ckpt.InvalidArgument)
+        assert "share_reads='auto' on rank 0 and False on rank 1" in str(error)
+
+
+@pytest.mark.parametrize("where", ["accept", "fetch"])
+def test_an_interrupt_or_damage_leaves_nothing_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """While the collector is off and all hold their errors, as a loop that falls back to an older step does."""
+    state = saved(tmp_path)
+    kind: type[BaseException] = KeyboardInterrupt if where == "accept" else ckpt.IntegrityError
+    calls = iter(range(1000))
+    work = getattr(Worker, where)
+
+    def fail(self: Worker, *args: Any) -> None:
+        if next(calls) == 5:
+            raise kind("now")
+        work(self, *args)
+
+    monkeypatch.setattr(Worker, where, fail)
+
+    def load(group: Group) -> BaseException | None:
+        try:
+            ckpt.load(tmp_path, empty(state), group=group, strict=True)
+        except BaseException as error:
+            return error
+        return None
+
+    gc.collect()
+    before = mappings()
+    gc.disable()
+    try:
+        errors = on_ranks(3, load)
+        assert mappings() == before
+    finally:
+        gc.enable()
+    expected = {ckpt.GroupError, KeyboardInterrupt} if kind is KeyboardInterrupt else {ckpt.IntegrityError}
+    assert {type(error) for error in errors} == expected
+
+
 PROGRAM = """
 import os, sys, time
 import numpy as np
@@ -231,15 +286,16 @@ def test_a_rank_is_killed_while_blocks_go_round(tmp_path: Path, victim: int) -> 
         assert np.isclose(float(said.split()[1]), total)
 
 
-def test_nothing_is_left_of_the_memory() -> None:
-    def mappings() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:ckpt-load")
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:ckpt-load")
 
+
+def test_nothing_is_left_of_the_memory() -> None:
     gc.collect()  # what failed before is held by its traceback
     before = mappings()
     windows = all_well(on_ranks(3, lambda g: window_of(g, 2, 1), ThreadGroup.make(3)))
     windows[0].to_fill(0)[:] = 7
-    windows[0].is_ready(0)
+    windows[0].mark_ready(0)
     for window in windows:
         window.wait_for(0, reader=0)
         assert (window.slot(0) == 7).all()

@@ -101,6 +101,7 @@ class EnvGroup(Group):
         except GroupError:
             # The ranks no longer agree on which gather is the next.
             self._meetings.pop(self._url or "", None)
+            self._one_host = None  # which some may have heard, and others not
             raise
 
     def close(self) -> None:
