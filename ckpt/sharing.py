@@ -150,7 +150,7 @@ def read_together(
 
     Comes back without all where another rank has failed, and that one raises: `together` tells it to all.
     """
-    one_host = group.one_host()  # before any question that ranks could answer each in its way
+    one_host = group.size > 1 and group.one_host()  # before any question that ranks could answer each in its way
     if group.size == 1 or not (group.can_exchange or one_host):
         for block in order:
             block.once = once and group.size == 1
@@ -172,31 +172,17 @@ def read_together(
     if once:
         for key, wanted in by_key.items():
             wanted.once = share is not False and (window is not None or by_messages or not saves or _is_divided(blocks[key]))
+    taken = [(by_key.get(key), turn) for key, turn in turns.items()]
+    alone = [w for k, w in by_key.items() if k not in turns]
     if window is not None:
         with window:
-            goes_on = _through(
-                window, store, algorithm, where, progress, group.rank, [(by_key.get(key), turn) for key, turn in turns.items()]
-            )
+            goes_on = _through(window, store, algorithm, where, progress, group.rank, taken)
         if goes_on:
-            read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
-        return
-    if not by_messages:
+            read_blocks(store, algorithm, alone, where, progress)
+    elif by_messages:
+        _by_messages(store, algorithm, where, progress, group, taken, alone)
+    else:
         read_blocks(store, algorithm, order, where, progress)
-        return
-    failed: list[Exception] = []
-    try:
-        read_blocks(store, algorithm, [w for k, w in by_key.items() if k not in turns], where, progress)
-    except Exception as error:  # the others wait for what this rank is to read
-        failed.append(error)
-    rounds = 1 + max((t.round for t in turns.values()), default=-1)
-    by_round: list[list[Key]] = [[] for _ in range(rounds)]
-    for key, turn in turns.items():
-        if key in by_key:
-            by_round[turn.round].append(key)
-    for of_round in by_round:
-        _round(store, algorithm, where, progress, group, [(by_key[k], turns[k]) for k in of_round], failed)
-    if failed:
-        raise failed[0]
 
 
 class Facts(NamedTuple):
@@ -314,6 +300,27 @@ def _through(
         for error in errors:
             traceback.clear_frames(error.__traceback__)  # they hold the memory as long as somebody holds the error
         errors.clear()
+
+
+def _by_messages(
+    store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
+    turns: list[tuple[Wanted | None, Turn]], alone: list[Wanted],
+) -> None:  # fmt: skip
+    """Read what no other rank needs, then round by round what goes round."""
+    failed: list[Exception] = []
+    try:
+        read_blocks(store, algorithm, alone, where, progress)
+    except Exception as error:  # the others wait for what this rank is to read
+        failed.append(error)
+    rounds = 1 + max(turn.round for _, turn in turns)
+    by_round: list[list[tuple[Wanted, Turn]]] = [[] for _ in range(rounds)]
+    for wanted, turn in turns:
+        if wanted is not None:
+            by_round[turn.round].append((wanted, turn))
+    for of_round in by_round:
+        _round(store, algorithm, where, progress, group, of_round, failed)
+    if failed:
+        raise failed[0]
 
 
 def _round(
