@@ -31,11 +31,11 @@ from ckpt.groups.base import Group, ranks_text
 from ckpt.groups.threads import ThreadGroup
 from ckpt.schedule import LEAD_SECONDS, next_step
 from ckpt.shard import Box, flat_boxes
-from ckpt.sharing import ROUND_BYTES, blocks_of, schedule
 from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import O_DIRECT, LocalStore, temporary_name
 from ckpt.tree import encode_tree, flatten
+from ckpt.turns import ROUND_BYTES, blocks_of, schedule
 from ckpt.window import Window
 
 Work = Callable[[Group], Any]
