@@ -94,9 +94,14 @@ class DescriptorReader(Reader):
         self._direct_fd = direct_fd
         self._where = where
         self._absent = range(0)
+        # Twice the read-ahead: packs are mostly read in order. None beside O_DIRECT: one page that is there would bring what
+        # follows, which would so be there, too, and all the rest would come through the page cache.
+        self._advise("POSIX_FADV_SEQUENTIAL" if direct_fd is None else "POSIX_FADV_RANDOM")
+
+    def _advise(self, advice: str) -> None:
         if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # twice the read-ahead: packs are mostly read in order
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, getattr(os, advice))
 
     def read_into(self, position: int, buffer: memoryview) -> int:
         # So that nobody releases the caller's view while the kernel writes there: a slice of it would not prevent that.
@@ -138,6 +143,7 @@ class DescriptorReader(Reader):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
+            self._advise("POSIX_FADV_SEQUENTIAL")
         return done
 
     def close(self) -> None:

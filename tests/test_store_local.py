@@ -16,6 +16,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import drop_cache, is_cached
 
@@ -405,3 +406,26 @@ def test_a_disk_is_kept_busy_by_fewer_appends(tmp_path: Path) -> None:
     if not os.path.ismount("/dev/shm"):
         pytest.skip("no tmpfs at /dev/shm")
     assert LocalStore("/dev/shm/ckpt-test-not-made").parallel_appends == 8
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_a_page_that_is_there_brings_no_others(tmp_path: Path) -> None:
+    """What goes past the page cache goes on to do so behind what an earlier read has left in it."""
+    chunk = 1 << 19
+    data = np.random.default_rng(3).integers(0, 256, 48 << 20, np.uint8)
+    store = LocalStore(tmp_path)
+    store.put("a", data.data)
+    file = tmp_path / "a"
+    drop_cache(file)
+    fd = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(fd, 1, 0)
+    os.close(fd)
+    assert is_cached(file, 0)
+    assert not is_cached(file, 1 << 20)
+    buffer = np.frombuffer(pages(chunk), np.uint8)
+    with store.open_once("a") as reader:
+        for position in range(0, len(data), chunk):
+            assert reader.read_into(position, buffer.data) == chunk
+            assert np.array_equal(buffer, data[position : position + chunk])
+    assert not [p for p in range(chunk, len(data), chunk) if is_cached(file, p + chunk // 2)]
