@@ -63,7 +63,16 @@ def _serve() -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+    moto, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+    def application(environ: dict[str, Any], start_response: Any) -> Any:
+        """moto looks for an object and then writes it, so that two conditional puts may both win; in S3 one does."""
+        if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"} & environ.keys():
+            with one_at_a_time:
+                return [*moto(environ, start_response)]
+        return moto(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, application, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.port}", flush=True)
     sys.stdin.read()
