@@ -70,7 +70,6 @@ class Target(NamedTuple):
 Place = tuple[int, int, Bytes]
 """Bytes of a raw block, from and to, and the memory that they fill."""
 
-
 Source = Callable[[int, int], Bytes]
 """Bytes of a raw block, from and to, until it is asked again."""
 

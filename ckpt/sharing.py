@@ -50,9 +50,8 @@ def read_together(
         return
     number = {name: i for i, name in enumerate(packs)}
     keys = [(number[w.row.pack or ""], w.row.position) for w in order]
-    stretches = [(*k, w.row.raw, w.row.stored, *s) for k, w in zip(keys, order, strict=True) for s in w.stretches()]
-    if share is False:
-        stretches = []
+    asked = zip(keys, order, strict=True) if share is not False else ()
+    stretches = [(*k, w.row.raw, w.row.stored, *s) for k, w in asked for s in w.stretches()]
     facts, needs = _told(group, _facts(store, share, once), np.array(stretches, np.int64))
     by_key = dict(zip(keys, order, strict=True))
     blocks = blocks_of(needs)

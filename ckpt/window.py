@@ -22,10 +22,10 @@ from dataclasses import asdict
 
 import numpy as np
 
+from ckpt.arena import round_up
 from ckpt.claim import Owner, is_dead, this_process
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.leaves.base import Bytes
-from ckpt.storage.base import ALIGNMENT
 from ckpt.storage.errors import GroupError
 from ckpt.storage.failpoints import failpoint
 
@@ -61,7 +61,7 @@ class Window:
     @classmethod
     def meet(cls, group: Group, slots: int, slot_bytes: int, parts: int) -> Window | None:
         """One for `group`, all of whose ranks run on this host; None where one of them can't have it. Collective."""
-        slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        slot_bytes = round_up(slot_bytes)
         nbytes = _told_bytes(group.size, parts) + slots * slot_bytes
         fd = _new(nbytes) if group.rank == 0 else None
         try:
@@ -141,7 +141,7 @@ class Window:
 
 def _told_bytes(size: int, parts: int) -> int:
     """What lies before the slots: a counter and a mark of failure for each rank, a mark for each part."""
-    return -(-(65 * size + parts) // ALIGNMENT) * ALIGNMENT
+    return round_up(65 * size + parts)
 
 
 def _new(nbytes: int) -> int | None:
