@@ -317,7 +317,8 @@ class FileWriter(Writer):
         for member, error in errors.items():
             self._avoid(member, error)
         empty = {self._holders[i].member: writer.abort for i, writer in mine.items() if i not in used}
-        self._namespace.fan_out.ask(empty, _ABORT_SECONDS, spare=True, blame=False)  # else it expires, or a scrub finds it
+        # Where nobody answers it expires, or a scrub finds it; what is open here goes in any case.
+        self._namespace.fan_out.ask(empty, _ABORT_SECONDS, blame=False)
         return {self._holders[i].name for i in mine if self._holders[i].member in errors}
 
     def abort(self) -> None:

@@ -212,6 +212,10 @@ class GrowingFile:
             self._close_unused()
             return ended
 
+    def __del__(self) -> None:
+        # Whose writer nobody commits or gives up any more: a pool of threads that ends drops the calls for it.
+        self._close_unused()
+
     def _close_unused(self) -> None:
         if self._under_way:
             return

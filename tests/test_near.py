@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import secrets
@@ -27,6 +28,7 @@ from netns import hosts_on_a_wire
 import ckpt
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.writing import FileWriter
 from ckpt.storage import failpoints, near, wire
 from ckpt.storage.access import Access
 from ckpt.storage.client import NodeStore
@@ -240,6 +242,45 @@ def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
     assert store.get("torn") == DATA
     assert moved(node) == {"near": len(DATA)}, "and it is near again"
     assert not opened()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The file goes elsewhere; what was begun there is not kept open here, though nobody answers for it."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x", deadline_seconds=2.0))
+    begin, hurt = FileWriter._holder, threading.Lock()
+
+    def begun(self: FileWriter, member: str) -> int:
+        found = begin(self, member)
+        if hurt.acquire(blocking=False):
+            next(n for n in nodes if n.address == member).signal(number)
+        return found
+
+    try:
+        namespace.put("first", b"all are there once")
+        monkeypatch.setattr(FileWriter, "_holder", begun)
+        gc.disable()
+        data = pattern(2_000_001, 1)
+        namespace.put("a", data)
+        assert hurt.locked()
+        assert namespace.get("a") == data
+        namespace.close()
+        assert not opened()
+    finally:
+        gc.enable()
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+def test_a_writer_is_forgotten(node: Process) -> None:
+    """Who neither commits nor gives up keeps nothing open, as where a pool of threads ends before its calls."""
+    writer = NodeStore(node.address).create("a", len(DATA))
+    writer.append(memoryview(DATA))
+    assert _open_now()
+    del writer
+    assert not _open_now()
 
 
 def test_a_node_stands_still(node: Process) -> None:
