@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.leaves.base import ArrayLeaf, Part
-from ckpt.leaves.sharded import ShardedLeaf
+from ckpt.leaves.sharded import ShardedLeaf, checked
 from ckpt.leaves.torch import as_leaf as leaf_of
 from ckpt.leaves.torch import attributes_of
 from ckpt.shard import Box, Replica
@@ -32,19 +32,21 @@ def as_leaf(value: Any) -> ArrayLeaf:
 
 
 def _of_dtensor(value: Any) -> ArrayLeaf:
-    placements = value.placements
-    shape = tuple(value.shape)
-    place = _place(value.device_mesh, placements, value.device_mesh.get_rank())
-    local = value._local_tensor.detach()
+    placements, mesh, shape = value.placements, value.device_mesh, tuple(value.shape)
+    local = value._local_tensor
+    if local.requires_grad:
+        local = local.detach()
+    extent = tuple(local.shape)
     parts: list[Part] = []
-    if place is not None:
+    if (coordinate := mesh.get_coordinate()) is not None:  # else this rank is not in the mesh
+        place = _place(mesh, placements, tuple(coordinate))
         for box, within in shard_boxes(shape, place.mesh_shape, place.coordinate, place.cuts):
-            part = local if within.shape == tuple(local.shape) else local[within.slices()]
-            if tuple(part.shape) != box.shape:
+            leaf = leaf_of(local if within.shape == extent else local[within.slices()])
+            if leaf.shape != box.shape:
                 raise TypeError(
-                    f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(local.shape)}"
+                    f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(extent)}"
                 )
-            parts.append(Part(leaf_of(part), box, place.replica))
+            parts.append(Part(leaf, box, place.replica))
     plain = parts[0].leaf if parts else leaf_of(local)
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, attributes_of(value))
 
@@ -54,7 +56,7 @@ def _of_sharded_tensor(value: Any) -> ArrayLeaf:
     parts = []
     for shard in value.local_shards():
         offset = tuple(shard.metadata.shard_offsets)
-        parts.append(Part(leaf_of(shard.tensor.detach()), Box(offset, tuple(shard.metadata.shard_sizes))))
+        parts.append(checked(Part(leaf_of(shard.tensor.detach()), Box(offset, tuple(shard.metadata.shard_sizes))), shape))
     plain = parts[0].leaf if parts else leaf_of(torch.empty(0, dtype=value.dtype))
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts)
 
@@ -104,14 +106,10 @@ class _Place(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _place(mesh: Any, placements: tuple[Any, ...], rank: int) -> _Place | None:
-    """None where this rank is not in the mesh. Remembered: what the mesh answers takes longer than to plan a tensor."""
+def _place(mesh: Any, placements: tuple[Any, ...], at: tuple[int, ...]) -> _Place:
+    """Of the rank that stands there. Remembered: what the mesh answers takes longer than to plan a tensor."""
     if any(p.is_partial() for p in placements):
         raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    at = tuple(coordinate)
     return _Place(tuple(mesh.shape), at, tuple(map(_cut_of, placements)), _replica(mesh, at, placements))
 
 
@@ -127,12 +125,8 @@ def _cut_of(placement: Any) -> Cut:
 def _replica(mesh: Any, coordinate: tuple[int, ...], placements: Sequence[Any]) -> Replica:
     """Which copy this rank holds: the ranks along the mesh dimensions that replicate."""
     index = tuple(slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True))
-    return _copies(mesh, index, mesh.get_rank())
-
-
-def _copies(mesh: Any, index: tuple[Any, ...], rank: int) -> Replica:
     ranks = tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
-    return Replica(ranks.index(rank), len(ranks), ranks)
+    return Replica(ranks.index(int(mesh.mesh[coordinate])), len(ranks), ranks)
 
 
 @lru_cache(maxsize=4096)

@@ -61,7 +61,7 @@ class Shard:
 
 
 class ShardedLeaf(ArrayLeaf):
-    """A leaf by its shards. `shape` is that of the global array, `nbytes` what is held here."""
+    """A leaf by its shards, each within it (see `checked`). `shape` is that of the global array, `nbytes` what is held here."""
 
     __slots__ = ("_attributes", "_parts", "kind")
 
@@ -76,12 +76,10 @@ class ShardedLeaf(ArrayLeaf):
         self.dtype = dtype
         self.shape = shape
         self.itemsize = itemsize
-        self.nbytes = sum(p.leaf.nbytes for p in parts)
+        self.nbytes = parts[0].leaf.nbytes if len(parts) == 1 else sum(p.leaf.nbytes for p in parts)
         self.flat = None
         self._parts = parts
         self._attributes = attributes or {}
-        for part in parts:
-            _check(part.box, part.leaf, shape)
 
     def parts(self) -> list[Part]:
         return self._parts
@@ -93,10 +91,12 @@ class ShardedLeaf(ArrayLeaf):
         raise AssertionError("a sharded leaf is written through its parts")
 
     def identity(self) -> tuple[Any, ...] | None:
-        known = [p.leaf.identity() for p in self._parts]
-        if not known or None in known:
-            return None
-        return ("shards", self.shape, *zip((p.box for p in self._parts), known, strict=True))
+        found: list[Any] = [self.shape]
+        for part in self._parts:
+            if (known := part.leaf.identity()) is None:
+                return None
+            found += (part.box, *known)
+        return tuple(found) if self._parts else None
 
     def attributes(self) -> dict[str, Any]:
         return self._attributes
@@ -132,7 +132,8 @@ def as_leaf(value: Shard) -> ArrayLeaf:
     if value.flat is not None:
         parts = _flat_parts(first, value)
     else:
-        parts = [Part(x, Box(o, x.shape), value.replica) for x, o in zip(leaves, value.offset, strict=True)]
+        boxes = [Box(offset, leaf.shape) for leaf, offset in zip(leaves, value.offset, strict=True)]
+        parts = [checked(Part(*held, value.replica), value.global_shape) for held in zip(leaves, boxes, strict=True)]
     return ShardedLeaf(value, first.kind, value.global_shape, first.dtype, first.itemsize, parts, first.attributes())
 
 
@@ -160,7 +161,9 @@ def _flat_parts(leaf: ArrayLeaf, value: Shard) -> list[Part]:
     return parts
 
 
-def _check(box: Box, leaf: ArrayLeaf, shape: tuple[int, ...]) -> None:
+def checked(part: Part, shape: tuple[int, ...]) -> Part:
+    """A shard of an array of `shape` that somebody has named; raise TypeError where it does not lie in there."""
+    leaf, box, _ = part
     if len(box.offset) != len(shape) or len(leaf.shape) != len(shape):
         raise TypeError(
             f"a shard of shape {list(leaf.shape)} at {list(box.offset)} can't lie in an array of shape {list(shape)}: each "
@@ -172,6 +175,7 @@ def _check(box: Box, leaf: ArrayLeaf, shape: tuple[int, ...]) -> None:
         raise TypeError(
             f"a shard of shape {list(leaf.shape)} at {list(box.offset)} does not lie in an array of shape {list(shape)}"
         )
+    return part
 
 
 def _numbers(values: Any, what: str) -> tuple[int, ...]:
