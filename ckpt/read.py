@@ -38,7 +38,8 @@ READ_THREADS = 3
 """At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
 
 STREAMS = 16
-"""Threads that read past the page cache chunk by chunk, at most: each waits for one small read, and holds little memory."""
+"""Threads that read past the page cache chunk by chunk, at most, of all ranks of a host together where they read for each
+other: each waits for one small read, and holds little memory."""
 
 _CHUNK = 1 << 20
 

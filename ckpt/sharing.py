@@ -18,7 +18,7 @@ import numpy as np
 from ckpt.groups.base import Group, Message, ranks_text
 from ckpt.leaves.base import Bytes
 from ckpt.places import copies_of
-from ckpt.read import READ_THREADS, Progress, Wanted, Worker, read_blocks
+from ckpt.read import READ_THREADS, STREAMS, Progress, Wanted, Worker, read_blocks
 from ckpt.storage.base import Store
 from ckpt.storage.errors import InvalidArgument
 from ckpt.storage.local import LocalStore
@@ -166,6 +166,9 @@ def _through(
                     worker.accept(wanted, begin, window.slot(block)[begin:end])
             window.pass_on(block)
 
+    threads = READ_THREADS
+    if not any(wanted.row.codec for _, wanted, _, _ in mine):  # else each holds all of a block
+        threads = max(threads, STREAMS // window.ranks)
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:
@@ -176,12 +179,12 @@ def _through(
             window.give_up()
 
     def both(pool: Threads) -> None:
-        for _ in range(min(READ_THREADS, len(mine))):
+        for _ in range(min(threads, len(mine))):
             pool.submit(guarded, read)
         place()
 
     try:
-        with Threads(READ_THREADS, "ckpt-read") as pool:
+        with Threads(threads, "ckpt-read") as pool:
             guarded(lambda: both(pool))
         for error in errors:
             if not isinstance(error, RankFailed):
