@@ -10,9 +10,9 @@ import numpy as np
 
 from ckpt.leaves.base import Memory
 from ckpt.manifest import Manifest
-from ckpt.read import Target
 from ckpt.shard import Box, whole
 from ckpt.storage.errors import LeafMismatch
+from ckpt.wanted import Target
 
 T = TypeVar("T")
 

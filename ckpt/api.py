@@ -18,7 +18,7 @@ from ckpt.handle import SaveHandle
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
-from ckpt.read import Progress, Wanted, wanted_blocks
+from ckpt.read import Progress
 from ckpt.rename import Rename, renamed
 from ckpt.repository import Repository, Url, commit_name, named, open_repository
 from ckpt.retention import Keep, as_keep
@@ -26,6 +26,7 @@ from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
 from ckpt.storage.errors import IntegrityError, InvalidArgument, StepNotFound
 from ckpt.together import Wish, find_together, load_newest_together, newest_first, require_one_step, settled, together
+from ckpt.wanted import Wanted, wanted_blocks
 from ckpt.write import require_step_of_rank_0, take_apart
 from ckpt.write import save as run_save
 

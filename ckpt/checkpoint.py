@@ -18,7 +18,7 @@ from ckpt.leaves.host import NumpyLeaf
 from ckpt.manifest import Manifest
 from ckpt.places import from_nearest
 from ckpt.quiet import collector_paused
-from ckpt.read import Progress, Target, is_bad_sector, read_leaves, verify_blocks
+from ckpt.read import Progress, is_bad_sector, read_leaves, verify_blocks
 from ckpt.records import CommitRecord, FileRecord, require_known
 from ckpt.select import suggest
 from ckpt.shard import Box
@@ -26,6 +26,7 @@ from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound, StoreError
 from ckpt.tree import Node
 from ckpt.trees import differs_by_rank, resolve
+from ckpt.wanted import Target
 
 PREFETCH_BYTES = 512 << 20
 """About what a disk reads while the rows of a hundred thousand leaves are parsed."""

@@ -15,12 +15,12 @@ import numpy as np
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.modules import is_module, strangers
-from ckpt.read import Target
 from ckpt.select import entries, select, suggest
 from ckpt.shard import whole
 from ckpt.stateful import Stateful, as_stateful
 from ckpt.storage.errors import CkptError, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild, scalar_bytes
+from ckpt.wanted import Target
 
 
 class Saved(NamedTuple):

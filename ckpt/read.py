@@ -2,10 +2,9 @@
 
 Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, and tells the store what comes
 next: told so, Linux fills its cache at the rate of the disk, and often not by its own read-ahead (benchmarks/limits.py has
-both). An uncompressed block that goes to one contiguous place is read straight into it,
-and summed chunk by chunk while the chunk is still in the processor's cache. Where only parts of an uncompressed block are
-wanted, only their cells are read. Reads go through the page cache: a second load is a memory copy. What is read once, by one
-process (`Wanted.once`), is read past it into memory on huge pages, and summed and copied from there chunk by chunk.
+both). An uncompressed block that goes to one contiguous place is read straight into it, and summed chunk by chunk while the
+chunk is still in the processor's cache. Reads go through the page cache: a second load is a memory copy. What is read once, by
+one process (`Wanted.once`), is read past it into memory on huge pages, and summed and copied from there chunk by chunk.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -29,10 +27,11 @@ from ckpt.manifest import Manifest, Row
 from ckpt.places import copies_of, from_nearest
 from ckpt.plan import BLOCK_BYTES
 from ckpt.quiet import collector_paused, processors
-from ckpt.shard import Box, contiguous_start, intersect
+from ckpt.shard import Box, contiguous_start
 from ckpt.storage.base import Reader, Store
 from ckpt.storage.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.pages import pages
+from ckpt.wanted import Cells, Piece, Place, Run, Target, Wanted, wanted_blocks
 
 READ_THREADS = 3
 """At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
@@ -46,9 +45,6 @@ _CHUNK = 1 << 20
 _STREAMED = 2 * CELL_BYTES
 """A chunk past the page cache: small, so that what is summed and copied is still in the processor's cache."""
 
-_WORTH = 0.8
-"""Cells of several pieces are read instead of all the block where they are less of it than that."""
-
 _AHEAD_BYTES = 16 << 20
 """How far before each thread the store is told what comes."""
 
@@ -57,141 +53,8 @@ T = TypeVar("T")
 Progress = Callable[[int], None]
 """Called with the number of stored bytes just done, from several threads."""
 
-
-class Target(NamedTuple):
-    """Where a leaf, or a box of it, is to go."""
-
-    name: str
-    leaf: ArrayLeaf
-    """Memory of exactly the shape of the box."""
-    box: Box | None
-    """The part of the global array that it holds; None: all of it."""
-
-
-Place = tuple[int, int, Bytes]
-"""Bytes of a raw block, from and to, and the memory that they fill."""
-
 Source = Callable[[int, int], Bytes]
 """Bytes of a raw block, from and to, until it is asked again."""
-
-
-class Piece(NamedTuple):
-    """A part of a row that goes somewhere."""
-
-    row: Row
-    leaf: ArrayLeaf
-    box: Box
-    """In the global array; the very `row.box` where that is wanted whole."""
-    at: Box
-    """In `leaf`."""
-
-    def span(self) -> tuple[int, int]:
-        """The bytes of the raw block from the first to the last that is wanted."""
-        row = self.row
-        itemsize = row.nbytes // max(1, row.box.size)
-        first, last = _span(self.box.relative_to(row.box), row.box.shape)
-        return row.start + first * itemsize, row.start + last * itemsize
-
-    def place(self) -> Place | None:
-        """Where its bytes lie and go to; None where they are not contiguous on both sides."""
-        row, leaf, box, at = self
-        flat = leaf.flat
-        if flat is None:
-            return None
-        if box is row.box:
-            begin, end = row.start, row.start + row.nbytes
-            if len(flat) == row.nbytes:  # a whole small leaf
-                return begin, end, flat
-        else:
-            if contiguous_start(box.relative_to(row.box), row.box.shape) is None:
-                return None
-            begin, end = self.span()
-        start = contiguous_start(at, leaf.shape)
-        if start is None:
-            return None
-        start *= leaf.itemsize
-        return begin, end, flat[start : start + end - begin]
-
-    def cells(self) -> tuple[int, int]:
-        """What of an uncompressed block must be read for this piece, from and to: whole cells."""
-        row = self.row
-        first, last = (row.start, row.start + row.nbytes) if self.box is row.box else self.span()
-        return first // CELL_BYTES * CELL_BYTES, min(row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
-
-
-Cells = tuple[int, int, Piece]
-"""A piece and the cells that it touches, from and to."""
-
-
-class Run(NamedTuple):
-    """Cells of a block that lie beside each other, of which all are wanted."""
-
-    begin: int
-    end: int
-    pieces: list[Cells]
-    """Those that lie in them, in the order in which their cells begin."""
-
-
-@dataclass(slots=True)
-class Wanted:
-    """A block and the pieces of it that go somewhere. `row` is one of those that lie in it."""
-
-    row: Row
-    pieces: list[Piece] = field(default_factory=list)
-    once: bool = False
-    """To be read past the page cache: no other process of this host is known to read it, nor this one again."""
-    _runs: list[Run] | None = None
-
-    def runs(self) -> list[Run]:
-        """The cells that are read instead of all of the block; none where that is not worth it."""
-        if self._runs is None:
-            self._runs = self._found_runs()
-        return self._runs
-
-    def _found_runs(self) -> list[Run]:
-        row, pieces = self.row, self.pieces
-        if row.codec is not None:
-            return []
-        if len(pieces) == 1:
-            if pieces[0].box is pieces[0].row.box and pieces[0].row.nbytes * 2 >= row.raw:
-                return []
-            cells = pieces[0].cells()
-            return [Run(*cells, [(*cells, pieces[0])])]
-        most = _WORTH * row.raw
-        if row.raw <= CELL_BYTES or sum(p.row.nbytes for p in pieces if p.box is p.row.box) > most:
-            return []
-        runs: list[Run] = []
-        total = 0
-        for begin, end, piece in sorted(((*piece.cells(), piece) for piece in pieces), key=lambda found: found[:2]):
-            if runs and begin <= runs[-1].end:
-                last = runs[-1]
-                total += max(0, end - last.end)
-                last.pieces.append((begin, end, piece))
-                runs[-1] = Run(last.begin, max(end, last.end), last.pieces)
-            else:
-                total += end - begin
-                runs.append(Run(begin, end, [(begin, end, piece)]))
-        return runs if total <= most else []
-
-    def run_at(self, begin: int) -> Run:
-        """The one in which a byte of the block lies."""
-        return next(run for run in self.runs() if run.begin <= begin < run.end)
-
-    def is_streamed(self) -> bool:
-        """Whether it can go to its places chunk by chunk: where nothing needs all of it at once."""
-        return self.once and self.row.codec is None and all(piece.place() is not None for piece in self.pieces)
-
-    def stretches(self) -> list[tuple[int, int]]:
-        """What of the raw block is read, each from and to."""
-        return [run[:2] for run in self.runs()] or [(0, self.row.raw)]
-
-    def stored(self) -> list[tuple[int, int]]:
-        """What is read of it as it is stored, each from and to."""
-        return [run[:2] for run in self.runs()] or [(0, self.row.stored)]
-
-    def to_read(self) -> int:
-        """The bytes that are read of it, as stored."""
-        return sum(end - begin for begin, end in self.stored())
 
 
 def read_leaves(
@@ -217,41 +80,6 @@ def read_blocks(
         known = {id(block) for block in streamed}
         order = [block for block in order if id(block) not in known]
     _each(order, work)
-
-
-def wanted_blocks(manifest: Manifest, targets: Sequence[Target], where: str) -> list[Wanted]:
-    """The blocks to read, in the order in which they lie."""
-    with collector_paused():
-        return _wanted(manifest, targets, where)
-
-
-def _wanted(manifest: Manifest, targets: Sequence[Target], where: str) -> list[Wanted]:
-    """The blocks to read, in the order in which they lie."""
-    blocks: dict[tuple[str, int], Wanted] = {}
-    found = manifest.find([(name, box) for name, _, box in targets])
-    for (name, leaf, target), rows in zip(targets, found, strict=True):
-        covered = 0
-        for row in rows:
-            if row.pack is None:
-                continue
-            box = at = row.box
-            if target is not None:
-                box, at = _within(box, target)
-            covered += row.nbytes if box is row.box else box.size * leaf.itemsize
-            key = (row.pack, row.position)
-            if (block := blocks.get(key)) is None:
-                block = blocks[key] = Wanted(row)
-            block.pieces.append(Piece(row, leaf, box, at))
-        if covered != leaf.nbytes:
-            raise IntegrityError(f"leaf {name} of {where}: the manifest covers {covered} of {leaf.nbytes} bytes")
-    return [blocks[key] for key in sorted(blocks)]
-
-
-def _within(box: Box, target: Box) -> tuple[Box, Box]:
-    """The part of `box` that lies in `target`, `box` itself where that is all of it; and where it lies in there."""
-    common = intersect(box, target)
-    assert common is not None  # the manifest found it
-    return box if common == box else common, common.relative_to(target)
 
 
 def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progress | None = None) -> int:
@@ -655,15 +483,6 @@ def _cells_begin(row: Row) -> int:
 
 def _cells_end(row: Row) -> int:
     return min(row.raw, -(-(row.start + row.nbytes) // CELL_BYTES) * CELL_BYTES)
-
-
-def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-    """First and one past the last element of `box` in an array of `shape`, C order."""
-    first = last = 0
-    for offset, extent, length in zip(box.offset, box.shape, shape, strict=True):
-        first = first * length + offset
-        last = last * length + offset + extent - 1
-    return first, last + 1
 
 
 def _rows_of_span(inner: Bytes, box: Box, row: Row, itemsize: int) -> Bytes:

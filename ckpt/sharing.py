@@ -18,12 +18,13 @@ import numpy as np
 from ckpt.groups.base import Group, Message, ranks_text
 from ckpt.leaves.base import Bytes
 from ckpt.places import copies_of
-from ckpt.read import READ_THREADS, STREAMS, Progress, Wanted, Worker, read_blocks
+from ckpt.read import READ_THREADS, STREAMS, Progress, Worker, read_blocks
 from ckpt.storage.base import Store
 from ckpt.storage.errors import InvalidArgument
 from ckpt.storage.local import LocalStore
 from ckpt.storage.threads import Threads
 from ckpt.turns import COLUMNS, Job, Key, Need, Turn, blocks_of, is_divided, saves_reading, schedule
+from ckpt.wanted import Wanted
 from ckpt.window import RankFailed, Window
 
 ShareReads = bool | Literal["auto"]

@@ -16,7 +16,7 @@ import ckpt
 from ckpt import apart
 from ckpt.leaves import as_leaf
 from ckpt.manifest import Manifest
-from ckpt.read import Target
+from ckpt.wanted import Target
 
 NOTHING = Manifest([], "xxh3-128", "nothing")
 

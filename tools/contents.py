@@ -18,11 +18,11 @@ import numpy as np
 from ckpt.checkpoint import Checkpoint
 from ckpt.dtypes import dtype_name, numpy_dtype
 from ckpt.leaves.host import NumpyLeaf
-from ckpt.read import Target
 from ckpt.select import entries, matcher, require_match
 from ckpt.shard import Box
 from ckpt.storage.errors import CkptError, IntegrityError
 from ckpt.tree import Node
+from ckpt.wanted import Target
 
 PIECE_BYTES = 32 << 20
 """A few blocks: large enough to read at the speed of the disk, small enough to be held twice."""

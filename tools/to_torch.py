@@ -12,11 +12,11 @@ from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf
-from ckpt.read import Target
 from ckpt.select import matcher, select
 from ckpt.tools.common import Advance, optional
 from ckpt.tools.contents import PIECE_BYTES, Array, Contents, as_raw
 from ckpt.tree import Node, flatten, rebuild, scalar_bytes
+from ckpt.wanted import Target
 
 TENSOR_TYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",

@@ -44,13 +44,13 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
-from ckpt.read import Target
 from ckpt.repository import Url, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.session import Session
 from ckpt.shard import Box
 from ckpt.storage.errors import CkptError, GroupError, InvalidArgument, LeafNotFound, StepNotFound, UnsupportedLeaf
 from ckpt.tree import INLINE_BYTES, Flat, Node, decode_key, flatten
+from ckpt.wanted import Target
 from ckpt.write import give_up
 from ckpt.write import save as run_save
 
