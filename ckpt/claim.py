@@ -12,6 +12,7 @@ In a group rank 0 holds the claim. Another rank that ends its saves while rank 0
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import itertools
 import logging
@@ -47,10 +48,13 @@ class Owner:
 
 
 def _read(path: str) -> str:
+    """The text of a file of /proc; "" where there is none to see. Raises StoreError where this process can't look now."""
     try:
         with open(path) as file:
             return file.read()
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # no word about the process that was asked for
+            raise StoreError(f"reading {path} failed: {error.strerror}; raise the limit (ulimit -n) or close files") from error
         return ""
 
 
@@ -80,11 +84,14 @@ def is_dead(owner: Owner, me: Owner) -> bool:
 
     Another boot is another host here: there are several of one name, clones and "localhost".
     """
-    return (owner.host, owner.boot) == (me.host, me.boot) and alive(owner, me) is False
+    try:
+        return (owner.host, owner.boot) == (me.host, me.boot) and alive(owner, me) is False
+    except StoreError:
+        return False
 
 
 def alive(owner: Owner, me: Owner) -> bool | None:
-    """Whether the owner's process lives; None where this host cannot tell."""
+    """Whether the owner's process lives; None where this host cannot tell. Raises StoreError where it can't look now."""
     if (owner.host, owner.boot, owner.namespace) != (me.host, me.boot, me.namespace):
         # The same host after a reboot: nothing survived it.
         return False if owner.host == me.host and owner.boot != me.boot and me.boot and owner.boot else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -19,8 +20,9 @@ from support import SOAK, assert_all_load, assert_clean, assert_same, failing, f
 
 import ckpt
 from ckpt import records
-from ckpt.claim import Owner, alive, claim, this_process
+from ckpt.claim import Owner, alive, claim, is_dead, this_process
 from ckpt.repository import Repository
+from ckpt.storage.errors import StoreError
 from ckpt.storage.local import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="whether a process lives is told by /proc")
@@ -111,6 +113,22 @@ def test_who_is_alive() -> None:
         ({"namespace": "another"}, None),  # a container beside this one
     ):
         assert alive(dataclasses.replace(me, **change), me) is lives, change
+
+
+def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
+    """A process that has none left can't look under /proc: it takes no living process for dead."""
+    me = this_process()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(StoreError, match="Too many open files; raise the limit"):
+            alive(me, me)
+        dead = is_dead(me, me)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not dead
+    assert alive(me, me) is True
+
 
 
 # --- another host, whose life cannot be told -------------------------------------------------------------------
