@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -178,6 +177,8 @@ def rank(args: argparse.Namespace) -> Result:
 def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
     """Seconds in which these ranks read the files below a folder once and copy what they read, in equal shares: past the page
     cache, sixteen threads each, 512 KiB at a time into memory on huge pages."""
+    from limits import in_threads
+
     from ckpt.storage.pages import pages
 
     workers, piece = 16, 512 << 10
@@ -196,14 +197,7 @@ def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
             count = os.preadv(descriptors[file], [buffers[worker]], at)
             target[:count] = buffers[worker][:count]
 
-    def all_threads() -> None:
-        threads = [threading.Thread(target=read, args=(i,)) for i in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    taken = float(timed(all_threads))
+    taken = float(timed(lambda: in_threads(workers, read)))
     for descriptor in descriptors.values():
         os.close(descriptor)
     return taken
@@ -237,6 +231,8 @@ def raw_writes(folder: Path, nbytes: int, processes: int) -> float:
 def raw_writer(file: Path, nbytes: int) -> None:
     import mmap
 
+    from limits import in_threads
+
     block, threads = 8 << 20, 4
     buffer = mmap.mmap(-1, block)
     buffer.write(np.random.default_rng(0).bytes(block))
@@ -249,11 +245,7 @@ def raw_writer(file: Path, nbytes: int) -> None:
         for offset in range(first * block, nbytes // block * block, threads * block):
             os.pwrite(descriptor, buffer, offset)
 
-    workers = [threading.Thread(target=write, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_threads(threads, write)
     os.fdatasync(descriptor)
     os.close(descriptor)
 
