@@ -68,7 +68,7 @@ def read_together(
     alone = [w for k, w in by_key.items() if k not in turns]
     if window is not None:
         with window:
-            goes_on = _through(window, store, algorithm, where, progress, group.rank, taken)
+            goes_on = _through(window, store, algorithm, where, progress, group, taken)
         if goes_on:
             read_blocks(store, algorithm, alone, where, progress)
     elif by_messages:
@@ -130,7 +130,7 @@ def _window(turns: Mapping[Key, Turn], group: Group) -> Window | None:
 
 
 def _through(
-    window: Window, store: Store, algorithm: str, where: str, progress: Progress | None, rank: int,
+    window: Window, store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
     turns: list[tuple[Wanted | None, Turn]],
 ) -> bool:  # fmt: skip
     """Read what is this rank's into the window, and put in place what it needs out of it, while the others do so too.
@@ -140,7 +140,7 @@ def _through(
     mine = [
         (block, wanted, number, job)
         for block, (wanted, turn) in enumerate(turns) if wanted is not None
-        for number, job in enumerate(turn.jobs, turn.first) if job.reader == rank
+        for number, job in enumerate(turn.jobs, turn.first) if job.reader == group.rank
     ]  # fmt: skip
     todo, lock = iter(mine), threading.Lock()
 
@@ -169,7 +169,7 @@ def _through(
 
     threads = READ_THREADS
     if not any(wanted.row.codec for _, wanted, _, _ in mine):  # else each holds all of a block
-        threads = max(threads, STREAMS // window.ranks)
+        threads = max(threads, STREAMS // group.size)
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:

@@ -50,7 +50,6 @@ class Window:
 
     def __init__(self, group: Group, memory: mmap.mmap, slot_bytes: int, parts: int, owners: list[Owner]) -> None:
         self._group = group
-        self.ranks = group.size
         self._owners = owners
         seen = np.frombuffer(memory, np.uint8)
         told = _told_bytes(group.size, parts)
