@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from ckpt import records
 from ckpt.repository import Repository
+from ckpt.storage.descriptors import explained
 from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy, StoreError
 from ckpt.storage.failpoints import failpoint
 
@@ -47,20 +48,26 @@ class Owner:
     token: str
 
 
-def _read(path: str) -> str:
-    """The text of a file of /proc; "" where there is none to see. Raises StoreError where this process can't look now."""
+def _read(path: str, must_look: bool = False) -> str:
+    """The text of a file of /proc; "" where there is none to see.
+
+    must_look: raise StoreError where this process can't look now, which says nothing about the one that was asked for.
+    """
     try:
         with open(path) as file:
             return file.read()
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # no word about the process that was asked for
-            raise StoreError(f"reading {path} failed: {error.strerror}; raise the limit (ulimit -n) or close files") from error
+        if must_look and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise StoreError(f"reading {path} failed: {explained(error)}") from error
         return ""
 
 
-def started(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" where it is gone."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+def started(pid: int, must_look: bool = False) -> str:
+    """Start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" where it is gone.
+
+    must_look: raise StoreError where this process can't look now. For a verdict about another; a note about itself says less.
+    """
+    fields = _read(f"/proc/{pid}/stat", must_look).rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
@@ -96,7 +103,7 @@ def alive(owner: Owner, me: Owner) -> bool | None:
         # The same host after a reboot: nothing survived it.
         return False if owner.host == me.host and owner.boot != me.boot and me.boot and owner.boot else None
     if owner.started or me.started:
-        return started(owner.pid) == owner.started
+        return started(owner.pid, must_look=True) == owner.started
     try:
         os.kill(owner.pid, 0)  # no /proc here: a process of this number is taken to be the owner
     except ProcessLookupError:

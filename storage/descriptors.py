@@ -21,6 +21,8 @@ _ADVICE = {
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the device reported an I/O error: check the disk",
     errno.ENOTDIR: "a part of this path is a file: name a folder",
+    errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n) or close some",
+    errno.ENFILE: "this host has too many files open: raise the limit (sysctl fs.file-max) or close some",
     errno.ENAMETOOLONG: "the path is too long for this file system",
 }
 

@@ -121,15 +121,15 @@ def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
-        with pytest.raises(StoreError, match="Too many open files; raise the limit"):
+        with pytest.raises(StoreError, match="Too many open files; this process has too many files open: raise the limit"):
             alive(me, me)
         dead = is_dead(me, me)
+        told = this_process()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not dead
+    assert told.pid == me.pid, "what it says of itself ends no collective call of many"
     assert alive(me, me) is True
-
-
 
 # --- another host, whose life cannot be told -------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class Hello:
 
     def is_left_over(self, me: Hello) -> bool:
         """Whether what has started it is gone, while that of this process lives: of a job that was killed, and begun again."""
-        return self.is_of(me) is False and self.parent > 1 and started(self.parent) != self.parent_started
+        return self.is_of(me) is False and self.parent > 1 and started(self.parent, must_look=True) != self.parent_started
 
     def encoded(self) -> bytes:
         """As an object of a meeting."""
