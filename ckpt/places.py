@@ -157,12 +157,14 @@ def forgive(url: str, name: str) -> None:
         _bad[url] = {(other, position) for other, position in _bad.get(url, ()) if other != name}
 
 
-def put_aside(store: Store) -> list[str]:
-    """Remove the bad copies that are not the last, and say which.
+def put_aside(store: Store, is_whole: Callable[[Store, str], bool]) -> list[str]:
+    """Remove the bad copies that are not the last, and return which.
 
     Everything that counts on them in their place is seen to be damaged from then on: nothing refers to it, and no step that
-    needs it counts as a good one. A copy stays where no further place has one of the same length
-    that is not known to be bad, too.
+    needs it counts as a good one.
+
+    is_whole: reads a copy and compares it with the digests of all that refer to it. A bad copy is removed only where this
+        says that a further place has a good one: the other blocks of the bad copy may be the only good ones.
     """
     gone = []
     copies = copies_of(store)
@@ -170,8 +172,9 @@ def put_aside(store: Store) -> list[str]:
         for name in bad_packs(copy.url):
             here = _length(copy, name)
             others = (other for other in copies[number + 1 :] if name not in bad_packs(other.url))
-            if here is None or any(_length(other, name) == here for other in others):
-                copy.delete([name])
+            if here is None or any(_length(other, name) == here and is_whole(other, name) for other in others):
+                if here is not None:
+                    copy.delete([name])
                 forgive(copy.url, name)
                 gone.append(f"{copy.url}/{name}")
     return gone

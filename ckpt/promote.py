@@ -127,7 +127,7 @@ def _copy_pack(
 
             def read(copy: Store, begin: int = begin, row: Row | None = row, view: memoryview = view) -> None:
                 source.read(copy, begin, view)
-                if row is not None and not _is_good(algorithm, row, view[: row.stored]):
+                if row is not None and not is_good_block(algorithm, row, view[: row.stored]):
                     raise IntegrityError(
                         f"leaf {row.leaf} of {checkpoint.where}: {copy.url}/{file.name}, block at byte {begin}, is damaged"
                     )
@@ -140,7 +140,8 @@ def _copy_pack(
             raise StoreError(f"copying {file.name} to {store.url}: it has not {file.nbytes} bytes there")
 
 
-def _is_good(algorithm: str, row: Row, stored: memoryview) -> bool:
+def is_good_block(algorithm: str, row: Row, stored: memoryview) -> bool:
+    """Whether these are the bytes of a block as it was stored."""
     if row.checksum is not None:
         return checksum(stored) == row.checksum
     return digest(algorithm, stored) == row.digest

@@ -182,7 +182,12 @@ def belong_together(repos: Sequence[Repository], write: bool) -> None:
     identity = record.identity()
     note = records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
     for repo in near:
-        known = note_of(repo)
+        try:
+            known = note_of(repo)
+        except IntegrityError as error:
+            _require_shared_step(repo, record, error)
+            log.warning("%s; it is written again", error)
+            continue
         if known is not None and known["id"] != identity and repo.step_numbers():
             raise InvalidArgument(
                 f"{repo.url} holds steps of a repository that was at {known['places'][-1]} before, not of the one that is at "
@@ -193,23 +198,43 @@ def belong_together(repos: Sequence[Repository], write: bool) -> None:
             repo.store.put(NOTE, note)
 
 
+def _require_shared_step(repo: Repository, record: Repository, damage: IntegrityError) -> None:
+    """Refuse a near place with steps whose note is damaged, unless something else proves that they belong to this repository:
+    the `keep` of this job deletes steps there.
+
+    In memory the name of the folder is derived from the URL of the repository. Elsewhere one step must be the same in both.
+    """
+    if repo.url.rstrip("/").endswith(f"/{name_of(record.url)}"):
+        return
+    steps = repo.step_numbers()
+    for step in steps:
+        with suppress(NotFound, IntegrityError):
+            if repo.record(step) == record.record(step):
+                return
+    if steps:
+        raise InvalidArgument(
+            f"{damage}. {repo.url} holds steps, and nothing else proves that they belong to {record.url}: delete {NOTE} there "
+            "if they do; else name another place, or delete the whole folder"
+        )
+
+
 def holds_steps_of(repo: Repository, record: Repository) -> bool:
     """Whether steps of the repository of record can be read there, though it may be that none can be written: of two nodes
     with a copy each one is lost."""
     try:
         note = note_of(repo)
         return note is not None and note["id"] == record.identity() and bool(repo.step_numbers())
+    except IntegrityError:  # the name of a folder in memory is derived from the URL of the repository
+        return repo.url.rstrip("/").endswith(f"/{name_of(record.url)}") and bool(repo.step_numbers())
     except CkptError:
         return False
 
 
 def note_of(repo: Repository) -> dict[str, Any] | None:
+    """The note of a near place, None where it has none. Raises IntegrityError where the note is damaged."""
     try:
         return records.decode("tier", repo.store.get(NOTE), f"{repo.url}/{NOTE}")
     except NotFound:
-        return None
-    except IntegrityError as error:  # it is written again
-        log.warning("%s", error)
         return None
 
 

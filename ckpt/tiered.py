@@ -28,9 +28,13 @@ class TieredRepository(Repository):
         self._places[-1].check()
 
     def record(self, step: int) -> CommitRecord:
-        """The record of the last save of this step: after a roll-back a tier may have an earlier one, too."""
+        """The record of the last save of this step: after a roll-back a tier may have an earlier one, too.
+
+        Raises NotFound only where every tier was asked: a tier that could not be read may have the step.
+        """
         found: CommitRecord | None = None
         damage: IntegrityError | None = None
+        unread: StoreError | None = None
         for place in self._places:
             try:
                 record = place.record(step)
@@ -42,10 +46,11 @@ class TieredRepository(Repository):
             except StoreError as error:
                 if place is self._places[-1]:
                     raise
+                unread = error
                 log.warning("%s; the next tier is asked", error)
             else:
                 if found is None or record.order > found.order:
                     found = record
         if found is None:
-            raise damage or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
+            raise damage or unread or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
         return found

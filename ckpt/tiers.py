@@ -47,6 +47,7 @@ from ckpt.storage.errors import (
 )
 from ckpt.tier import (
     MEMORY,
+    NOTE,
     Tier,
     belong_together,
     below,
@@ -60,6 +61,7 @@ from ckpt.tier import (
     store_of,
 )
 from ckpt.tiered import TieredRepository
+from ckpt.whole_copy import is_whole_copy
 from ckpt.write import leave_out, planned_bytes
 from ckpt.write import save as run_save
 
@@ -325,8 +327,8 @@ class Tiers:
         """A load has ended: with this step, -1 where there was none. Bad copies that it met are put aside."""
         self._position = step
         try:
-            for name in put_aside(self.repository.store):
-                message = f"{name} was damaged, and is removed: a further tier has a copy"
+            for name in put_aside(self.repository.store, partial(is_whole_copy, self.repository)):
+                message = f"{name} was damaged, and is removed: a further tier has a copy, which was read and is whole"
                 log.error(message)
                 warnings.warn(message, stacklevel=3)
         except StoreError as error:
@@ -391,9 +393,9 @@ class Tiers:
             place.session.wait()
         try:
             if promote:
-                self._promote_newest()
+                step = self._promote_newest()
                 self.wait(progress)
-                self._free()
+                self._free(step)
             else:
                 self._tell_what_stays()
                 self.raise_failed()
@@ -402,16 +404,18 @@ class Tiers:
                 promoter.close(wait=promote)
             self._leave()
 
-    def _promote_newest(self) -> None:
+    def _promote_newest(self) -> int:
+        """Begin to copy the newest step to the repository of record. Its number, -1 where there is none."""
         self.catch_up()
         record = self._places[-1]
         if record.promoter is None:
-            return
+            return -1
         step = self._position
         if step is None:
             step = max(_newest(repo) for repo in [*(place.session.repo for place in self._places), *self._before])
         if step >= 0:
             record.promoter.offer(step)
+        return step
 
     def _tell_what_stays(self) -> None:
         """Where a program fails, nobody may have the time to wait for a copy."""
@@ -422,8 +426,15 @@ class Tiers:
                 self._places[0].url, record.url, there,
             )  # fmt: skip
 
-    def _free(self) -> None:
-        """Give the memory back: all that matters of it is in the repository of record now."""
+    def _free(self, step: int) -> None:
+        """Give the memory back, once the repository of record is seen to have the newest step."""
+        record = self._places[-1].session.repo
+        try:
+            if self._group.rank == 0 and step >= 0 and record.record(step).step != step:
+                raise IntegrityError(f"{record.url}/{commit_name(step)} is not the record of step {step}")
+        except CkptError as error:
+            log.warning("the memory is kept: step %d can't be read from %s (%s)", step, record.url, error)
+            return
         for place in self._places[:-1]:
             store = place.session.repo.store
             if self._group.rank == 0 and place.tier.url == MEMORY and place.session.holders == 1:
@@ -479,7 +490,7 @@ def drain(memory: Url, *before: Url) -> str:
             repo = open_repository(below(store.url if isinstance(each, Store) else os.fspath(each), name))
             try:
                 said.append(_drained(repo))
-                if repo.step_numbers():
+                if _newest(repo) >= 0:  # files of attempts that never committed do not replace an older memory
                     done.add(name)
             except (CkptError, OSError) as error:
                 said.append(f"{repo.url} {NOT_DRAINED}: {error}")
@@ -491,8 +502,22 @@ NOT_DRAINED = "could not be drained"
 _ANSWER_SECONDS = 10.0
 
 
+def _readable_note(repo: Repository) -> dict[str, Any] | None:
+    """The note of a near place. None where no step can be lost there; raises IntegrityError where the place holds steps and
+    nothing says to which repository they belong."""
+    try:
+        note = note_of(repo)
+    except IntegrityError as error:
+        if _newest(repo) < 0:
+            return None
+        raise IntegrityError(f"{error}. {repo.url} holds steps and counts as not drained") from error
+    if note is None and _newest(repo) >= 0:
+        raise IntegrityError(f"{repo.url}/{NOTE} is missing, and {repo.url} holds steps: it counts as not drained")
+    return note
+
+
 def _drained(repo: Repository) -> str:
-    note = note_of(repo)
+    note = _readable_note(repo)
     if note is None:
         return ""
     repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]

@@ -26,7 +26,7 @@ from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
 from ckpt.recovery.decide import in_words
 from ckpt.recovery.guardian import Guardian
-from ckpt.recovery.keeper import Guard, Keeper
+from ckpt.recovery.keeper import Guard, Keeper, nodes_with_objects
 from ckpt.recovery.launch import Share
 from ckpt.recovery.ledger import Name, totals
 from ckpt.recovery.limits import Limits
@@ -210,6 +210,12 @@ class Agent:
             self._status = int(course.last.facts["status"])
             self._say(f"the run has ended: {course.last.text}; to begin another, give --again")
             return True
+        if course.number == 0 and self._keeper is not None and (nodes := nodes_with_objects(self._keeper.folder)):
+            raise CkptError(
+                f"the log of the run is empty, and {nodes[0]} holds steps of a run: the log was lost, or this is another "
+                "--state. Give the --state of that run, or another --run-dir; if nobody needs these steps, remove "
+                f"{self._keeper.folder}"
+            )
         self._run = secrets.token_hex(6)
         drafts = [
             courses.run(course.attempt + 1, self._run, self._spec),

@@ -260,6 +260,17 @@ class _Nodes:
         return at
 
 
+def nodes_with_objects(folder: Path) -> list[Path]:
+    """The nodes in the memory of this host that hold any object. Raises StoreError where that can't be read."""
+    from ckpt.storage.device import OBJECTS
+    from ckpt.storage.local import LocalStore
+
+    with contextlib.suppress(FileNotFoundError):
+        nodes = [path for path in sorted(folder.iterdir()) if path.name.isdigit()]
+        return [path for path in nodes if next(iter(LocalStore(path / OBJECTS).list()), None) is not None]
+    return []
+
+
 def forget_deleted(registers: Registers, before: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Drop the records of files that were deleted when this was called the last time, for a run that saves each step would list
     more of them from step to step. What is deleted now.

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
@@ -38,6 +39,8 @@ class FsspecStore(Store):
         self._fs, root = _open_file_system(url)
         self._root = root.rstrip("/")
         # A class without a rename of its own copies and deletes: then a direct write is as atomic, and cheaper.
+        find = type(self._fs)._find if isinstance(self._fs, AsyncFileSystem) else type(self._fs).find
+        self._finds = find not in (AsyncFileSystem._find, AbstractFileSystem.find)  # else fsspec walks, and leaves out errors
         self._renames = type(self._fs).mv is not AbstractFileSystem.mv
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         parallel = bool(self._fs.async_impl or protocols & _PARALLEL)
@@ -139,10 +142,23 @@ class FsspecStore(Store):
     def _find(self, folder: str) -> Iterable[tuple[str, int]]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(folder, detail=True)
+            found = self._fs.find(folder, detail=True) if self._finds else self._walk(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [(path, info["size"]) for path, info in found.items() if path.startswith(f"{folder}/")]
+
+    def _walk(self, folder: str) -> dict[str, Any]:
+        """All files below a folder. Unlike fsspec's own walk this raises where a folder can't be read: a listing that leaves
+        out what could not be read would make a sweep delete what that refers to."""
+        found = {}
+        for info in self._fs.ls(folder, detail=True):
+            path = info["name"].rstrip("/")
+            if info["type"] != "directory":
+                found[path] = info
+            elif path != folder:
+                with suppress(FileNotFoundError):  # deleted since the folder was read
+                    found |= self._walk(path)
+        return found
 
     def _size(self, path: str) -> int:
         with self._told("looking up", path):

@@ -282,7 +282,11 @@ class Meeting:
             folder = f"{PLACE}/{name}"
             if folder == mine:
                 continue
-            opener = decoded(_get(self._store, f"{folder}/open"))
+            said = _get(self._store, f"{folder}/open")
+            opener = decoded(said)
+            if said is not None and opener is None:  # damaged, or of a newer version: its ranks may be in a gather
+                log.info("%s/%s/open can't be read, so the meeting is left alone", self._store.url, folder)
+                continue
             same_job = self._job.named and name.startswith(f"{self._job.digest}-")
             if opener is None or _is_over(opener, self._me, same_job):
                 log.debug("removing %s of %s, which nobody needs", folder, self._store.url)

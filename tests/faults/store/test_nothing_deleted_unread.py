@@ -1,0 +1,175 @@
+"""Nothing is deleted because of a record that was damaged, missing, or could not be read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from support import FailingStore, assert_same, state_of
+from test_tiers import Places, flip, leave, places, train
+
+import ckpt
+from ckpt.groups.hello import hello
+from ckpt.groups.meeting import PLACE, Meeting
+from ckpt.places import bad_packs
+from ckpt.recovery import memory
+from ckpt.storage.errors import StoreError
+from ckpt.storage.fsspecs import FsspecStore
+from ckpt.storage.local import LocalStore
+from ckpt.tiered import TieredRepository
+from ckpt.tiers import NOT_DRAINED, drain
+
+__all__ = ["places"]
+
+
+def saved_in_memory(places: Places, steps: range = range(3)) -> None:
+    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, steps)
+    ck.wait()
+    leave(ck)
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "flip":
+        flip(path, 20)
+    elif how == "truncate":
+        path.write_bytes(path.read_bytes()[:20])
+    elif how == "missing":
+        path.unlink()
+    else:  # reading it fails, whoever reads: a folder in its place
+        path.unlink()
+        path.mkdir()
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "missing", "unreadable"])
+def test_memory_whose_note_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
+    saved_in_memory(places)
+    damage(places.memory / "tier.json", how)
+    said = memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    assert NOT_DRAINED in said
+    assert "tier.json" in said
+    assert_same(ckpt.load(places.memory, step=2), state_of(2))
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate"])
+def test_memory_whose_newest_record_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
+    saved_in_memory(places)
+    damage(places.memory / "steps/2/commit.json", how)
+    assert NOT_DRAINED in memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    assert (places.memory / "steps/2").is_dir()
+
+
+def test_files_of_an_attempt_that_never_committed_do_not_replace_an_older_memory(places: Places) -> None:
+    saved_in_memory(places)
+    newer = Path(f"{os.environ['CKPT_MEMORY']}-newer")
+    unfinished = newer / places.memory.name / "steps" / "3" / "pack"
+    unfinished.mkdir(parents=True)
+    (unfinished / "0-9-0.pack").write_bytes(b"x")
+    assert "step 2 was brought" in drain(str(newer), os.environ["CKPT_MEMORY"])
+
+
+def test_a_tier_on_disk_with_a_damaged_note_is_taken_only_with_proof(places: Places) -> None:
+    """Else the `keep` of this job would delete steps of another repository."""
+    ck = ckpt.Checkpointer(places.base / "other", every=100, tiers=[ckpt.Tier(places.nvme, keep=5)], group=None)
+    train(ck, range(3))
+    ck.wait()
+    leave(ck)
+    flip(places.nvme / "tier.json", 20)
+    with pytest.raises(ckpt.InvalidArgument, match=r"tier\.json"):
+        ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(places.nvme, keep=1)], group=None)
+    assert ckpt.open(places.nvme).steps() == [0, 1, 2]
+
+
+def test_a_step_that_could_not_be_read_is_not_taken_for_missing(places: Places) -> None:
+    """Else its copy would count as done, and the memory would be given free."""
+    saved_in_memory(places)
+    store = FailingStore(LocalStore(places.memory), "get", 1)
+    empty = LocalStore(places.base / "empty")
+    repo = TieredRepository([ckpt.repository.Repository(store), ckpt.repository.Repository(empty)])
+    with pytest.raises(StoreError, match="injected"):
+        repo.record(2)
+
+
+def test_memory_stays_where_the_repository_of_record_lost_the_newest_step(places: Places) -> None:
+    ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(3))
+    ck.wait()
+    flip(places.run / "steps/2/commit.json", 20)
+    ck._tiers._free(2)  # type: ignore[union-attr]
+    assert ckpt.open(places.memory).steps()[-1] == 2
+    leave(ck)
+
+
+# --- a copy that was not read ------------------------------------------------------------------------------------
+
+
+def test_a_bad_near_copy_stays_where_the_further_one_is_rotten_elsewhere(places: Places) -> None:
+    """Each copy has blocks that the other has not."""
+    ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(1))
+    ck.wait()
+    leave(ck)
+    near, far = (next(iter(place.glob("steps/0/pack/*.pack"))) for place in (places.memory, places.run))
+    flip(near, 0)
+    flip(far, far.stat().st_size - 4096)
+    with ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        assert_same(ck.restore(state_of(0))[0], state_of(0))
+        assert near.exists(), "the further copy was never read as a whole"
+        assert bad_packs(places.memory.as_uri())
+        leave(ck)
+    assert_same(ckpt.Checkpointer(places.run, tiers=[ckpt.Tier("memory")], group=None).restore(state_of(0))[0], state_of(0))
+
+
+# --- listings that leave out what could not be read --------------------------------------------------------------
+
+
+class _Closed(LocalFileSystem):  # type: ignore[misc]
+    """A file system in which one folder can't be listed, whoever asks."""
+
+    protocol = "closed"
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        if path.rstrip("/").endswith("/secret"):
+            raise PermissionError(13, "Permission denied", path)
+        return super().ls(path, detail=detail, **options)
+
+
+def test_a_listing_through_fsspec_fails_where_a_folder_cannot_be_read(tmp_path: Path) -> None:
+    """fsspec's own walk leaves it out: a sweep would delete the packs that the records in there refer to."""
+    (tmp_path / "steps/secret").mkdir(parents=True)
+    (tmp_path / "steps/secret/commit.json").write_bytes(b"{}")
+    (tmp_path / "steps/seen").mkdir()
+    (tmp_path / "steps/seen/a").write_bytes(b"{}")
+    fsspec.register_implementation("closed", _Closed, clobber=True)
+    store = FsspecStore(f"closed://{tmp_path}")
+    with pytest.raises(StoreError, match="Permission denied"):
+        list(store.list("steps"))
+    shutil.rmtree(tmp_path / "steps/secret")
+    assert [entry.name for entry in store.list("steps")] == ["steps/seen/a"]
+
+
+def test_a_meeting_whose_record_is_damaged_is_left_alone(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put(f"{PLACE}/other-2-aa/open", hello().encoded()[:-5])
+    store.put(f"{PLACE}/left-2-bb/hello-1-cc", hello().encoded())
+    meeting = Meeting.__new__(Meeting)
+    meeting._store, meeting._me = store, hello()
+    meeting._job = type("Job", (), {"named": False, "digest": "mine"})()
+    meeting._clean(f"{PLACE}/mine")
+    assert set(store.list_folders(PLACE)) == {"other-2-aa"}
+
+
+def test_nodes_that_hold_steps_are_found(tmp_path: Path) -> None:
+    """An empty log of the run does not prove that nobody needs them."""
+    from ckpt.recovery.keeper import nodes_with_objects
+
+    assert nodes_with_objects(tmp_path / "none") == []
+    (tmp_path / "7001" / "objects").mkdir(parents=True)
+    (tmp_path / "7002" / "objects" / "a").mkdir(parents=True)
+    (tmp_path / "7002" / "objects" / "a" / "b").write_bytes(b"x")
+    assert nodes_with_objects(tmp_path) == [tmp_path / "7002"]
