@@ -115,7 +115,7 @@ def _awaited(view: View, spec: Spec, here: int) -> list[Draft]:
         then = f"with these it goes on {seconds:g} s after it began to wait"
     else:
         then = f"it gives up {spec.give_up_seconds:g} s after it began to wait"
-    where = "with the same --state (or --run-dir, on a disk that they share)"
+    where = "with the same --state (agents of one host: --run-dir)"
     more = f"start the same command on {spec.hosts - here} more, {where}"
     text = f"{here} of {spec.hosts} hosts are here; {more}; {then}"
     return [Draft(max(0, view.course.attempt), "note", text, {"came": here})]

@@ -1,26 +1,29 @@
-"""The state of a run in one SQLite file in its folder, for the agents of one host."""
+"""The state of a run in its folder, for the agents of one host: the log in one SQLite file, the reports beside it.
+
+A file of an earlier version also has a table of reports, which is left as it is.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckpt.recovery.report_files import ReportFiles
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.storage.errors import CkptError, Unavailable
+from ckpt.storage.local_file_system import require_local
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     number INTEGER PRIMARY KEY, at REAL NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL,
     facts TEXT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS agents (name TEXT PRIMARY KEY, facts TEXT NOT NULL);
 """
 _BUSY_SECONDS = 30.0
 FILE = "run.sqlite"
@@ -32,14 +35,16 @@ class Record(State):
     def __init__(self, folder: str | os.PathLike[str], read_only: bool = False) -> None:
         self.path = Path(folder) / FILE
         self._needs = os.R_OK if read_only else os.W_OK
-        self._lock = threading.Lock()  # a thread of its own says that the agent lives
+        self._reports = ReportFiles(self.path.parent)
         try:
             if read_only:
-                self._db, self._reports = self._connect_to_read(), self._connect_to_read()
+                self._db = self._connect_to_read()
                 return
+            require_local(
+                self.path.parent, "the log of a run", "give --run-dir on a disk of this host, or --state etcd://HOST:PORT/NAME"
+            )
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = self._connect("FULL")
-            self._reports = self._connect("OFF")  # what an agent says now is of no use after a crash
+            self._db = self._connect()
         except sqlite3.Error as error:
             raise CkptError(f"{self.path} can't be used: {error}; {self._remedy(error)}, or give another --run-dir") from error
 
@@ -57,18 +62,18 @@ class Record(State):
         how = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
         where = f"{self.path.absolute().as_uri()}?{how}"
         db = sqlite3.connect(where, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        (made,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'agents'").fetchone()
+        (made,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
         if not made:
             raise CkptError(f"the run in {self.path.parent} has not begun")
         return db
 
-    def _connect(self, synchronous: str) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         until = time.monotonic() + _BUSY_SECONDS
         while True:
             db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
-                db.execute(f"PRAGMA synchronous = {synchronous}")
+                db.execute("PRAGMA synchronous = FULL")  # each entry is durable once it is appended
                 db.executescript(_SCHEMA)
                 return db
             except sqlite3.Error as error:
@@ -107,21 +112,16 @@ class Record(State):
             return bool(last == after)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        with self._lock, self._told():
-            return {name: json.loads(facts) for name, facts in self._reports.execute("SELECT name, facts FROM agents")}
+        return self._reports.read()
 
     def report(self, name: str, facts: Mapping[str, Any]) -> None:
-        with self._lock, self._told():
-            self._reports.execute("INSERT OR REPLACE INTO agents VALUES (?, ?)", (name, json.dumps(facts)))
+        self._reports.write(name, facts)
 
     def withdraw(self, name: str) -> None:
-        with self._lock, self._told():
-            self._reports.execute("DELETE FROM agents WHERE name = ?", (name,))
+        self._reports.remove(name)
 
     def close(self) -> None:
         self._db.close()
-        with self._lock:
-            self._reports.close()
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ckpt.storage.errors import Outdated, StoreError
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.local_file_system import require_local
 from ckpt.storage.registers import (
     BODY_BYTES,
     NONE,
@@ -253,6 +254,10 @@ class SqliteRegisters(Registers):
         if self._process != os.getpid():  # a forked child must not use its parent's connection, not even to close it
             self._connection, self._process = None, os.getpid()
         if self._connection is None:
+            require_local(
+                os.path.dirname(self._path), "registers",
+                "use a disk of this host, and reach it from others through a ckpt-node (ckpt://HOST:PORT/…)",
+            )  # fmt: skip
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             try:

@@ -1,0 +1,70 @@
+"""SQLite files are kept on file systems of this host only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt.recovery.record import Record
+from ckpt.storage import local_file_system
+from ckpt.storage.errors import StoreError
+from ckpt.storage.local_file_system import VARIABLE, _file_system_type, require_local
+from ckpt.storage.sqlite import SqliteRegisters
+
+NETWORK = [0x6969, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x01021997, 0x00C36400, 0x19830326, 0x65735546, 0x123456]
+
+
+def test_this_disk_is_local(tmp_path: Path) -> None:
+    require_local(tmp_path / "not" / "made", "a log", "move")
+    assert _file_system_type("/proc") == 0x9FA0
+
+
+@pytest.mark.parametrize("kind", NETWORK)
+def test_the_log_of_a_run_and_registers_are_refused_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    monkeypatch.setattr(local_file_system, "_file_system_type", lambda folder: kind)
+    with pytest.raises(StoreError, match="etcd://"):
+        Record(tmp_path / "run")
+    with pytest.raises(StoreError, match="through a ckpt-node"):
+        SqliteRegisters(str(tmp_path / "registers.sqlite")).complete()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(VARIABLE, f"/elsewhere:{tmp_path}")
+    Record(tmp_path / "run").close()
+    SqliteRegisters(str(tmp_path / "registers.sqlite")).complete()
+
+
+MOUNT = """
+import os, stat, sys
+from fuse import FUSE, FuseOSError, Operations
+class Empty(Operations):
+    def getattr(self, path, fh=None):
+        if path != "/":
+            raise FuseOSError(2)
+        return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
+FUSE(Empty(), sys.argv[1], foreground=True)
+"""
+
+
+def test_a_real_mount_of_fuse_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("fuse")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("FUSE can't be used here")
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", MOUNT, str(folder)], stderr=subprocess.PIPE)
+    try:
+        while not os.path.ismount(folder):
+            if process.poll() is not None:
+                pytest.skip(f"FUSE can't be used here: {process.stderr and process.stderr.read()!r}")
+            time.sleep(0.02)
+        with pytest.raises(StoreError, match="on FUSE, which may be one of the network"):
+            Record(folder / "run")
+    finally:
+        subprocess.run(["fusermount3", "-u", "-z", str(folder)], check=False)
+        process.wait(30)
