@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from ckpt import bounded_decode
 from ckpt.leaves.base import Bytes
 from ckpt.select import matcher
-from ckpt.storage.errors import CkptError, FormatError, InvalidArgument
+from ckpt.storage.errors import FormatError, InvalidArgument
 
 _SAFE = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
 """Lossless, bytes to bytes, and none of them runs code from the data (as `pickle` would)."""
@@ -90,7 +91,14 @@ def _one(wish: Any) -> str | None:
         config = json.dumps(wish, sort_keys=True)
     except TypeError as error:
         raise FormatError(f"codec configuration {wish!r} is not understood: {error}") from error
-    encode(config, np.zeros(64, np.uint8), 8)  # a level or a name that the codec refuses is told now
+    sample = np.zeros(64, np.uint8)
+    encoded = encode(config, sample, 8)  # raises here for a level or a name that the codec refuses
+    try:
+        decode(config, encoded, np.empty_like(sample))  # a codec that a load would refuse must not be written
+    except MemoryError:
+        raise
+    except Exception as error:  # codecs raise what they like
+        raise FormatError(f"codec configuration {config[:200]} cannot be decoded again: {error}") from error
     return config
 
 
@@ -110,14 +118,8 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
 
 
 def decode(config: str, stored: memoryview, out: Bytes) -> None:
-    """Decode into `out`; raise CkptError where the result has another length."""
-    decoded = codec(config).decode(stored, out)
-    if decoded is not out and (len(memoryview(decoded).cast("B")) != len(out)):
-        raise CkptError("decoded to another length than was saved")
-    if decoded is not out:
-        got = np.frombuffer(decoded, np.uint8)
-        if got.ctypes.data != out.ctypes.data:
-            out[:] = got
+    """Decode into `out`; raise CkptError where the result has another length. No memory is taken for more than `out`."""
+    bounded_decode.decode(codec(config), json.loads(config), stored, out)
 
 
 # --- auto ------------------------------------------------------------------------------------------------------

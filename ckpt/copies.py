@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.bounded_decode import inflated
 from ckpt.digest import checksum, digest
 from ckpt.groups.base import ranks_text
 from ckpt.leaves.base import ArrayLeaf, Bytes
@@ -22,6 +23,9 @@ from ckpt.plan import LeafSpec
 from ckpt.shard import Box, whole
 from ckpt.storage.errors import StepRefused
 from ckpt.tree import Flat
+
+_TEXT_BYTES = 256 << 20
+"""The longest description of the copies of one rank, decoded."""
 
 _TOGETHER = 500
 """Leaves of one call that holds the GIL: beside training steps, a millisecond."""
@@ -92,7 +96,7 @@ def _name_of(ranks: tuple[int, ...]) -> str:
 
 def _told(text: str) -> list[Any]:
     """What was put into a text."""
-    found: list[Any] = json.loads(zlib.decompress(base64.b64decode(text))) if text else []
+    found: list[Any] = json.loads(inflated(base64.b64decode(text), _TEXT_BYTES)) if text else []
     return found
 
 

@@ -40,6 +40,9 @@ STREAMS = 16
 """Threads that read past the page cache chunk by chunk, at most, of all ranks of a host together where they read for each
 other: each waits for one small read, and holds little memory."""
 
+LARGEST_BLOCK = 8 * BLOCK_BYTES
+"""Bytes of a block that is read into memory as a whole, at most; ckpt writes blocks of up to 8 MiB."""
+
 _CHUNK = 1 << 20
 
 _STREAMED = 2 * CELL_BYTES
@@ -317,6 +320,11 @@ class Worker:
     def _whole(self, block: Wanted) -> Bytes:
         """All of a block, verified and decoded, in this worker's buffer."""
         row = block.row
+        if max(row.raw, row.stored) > LARGEST_BLOCK:
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: the manifest states a block of {max(row.raw, row.stored)} bytes, and "
+                f"blocks have at most {LARGEST_BLOCK}; restore the manifest or load another step"
+            )
         raw = stored = self._read(row, row.position, row.stored, self._past_cache(block))
         if row.codec is not None:
             if checksum(stored) != row.checksum:

@@ -15,6 +15,9 @@ from ckpt.storage.errors import FormatError, IntegrityError
 
 FORMAT_VERSION = 1
 
+RECORD_BYTES = 64 << 20
+"""The longest record. A step of a million packs has one of this size."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
@@ -70,6 +73,8 @@ def encode(kind: str, body: dict[str, Any]) -> bytes:
 
 def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     """The content of a record; IntegrityError where a byte was changed, FormatError where a newer version wrote it."""
+    if len(data) > RECORD_BYTES:
+        raise IntegrityError(f"{where} has {len(data)} bytes, and a record has at most {RECORD_BYTES}: {_damaged(where)}")
     try:
         body = json.loads(data)
         claimed = body.pop("digest")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt import arrow
+from ckpt.parquet_pages import Footer, footer, page_headers
 from ckpt.storage.errors import IntegrityError
 
 GROUP_ROWS = 32_768
@@ -23,6 +24,13 @@ NAMES = (
     "digest", "checksum", "cells",
 )  # fmt: skip
 """All columns, in the order of the file."""
+
+_EXPANSION = 256
+_SMALL = 16 << 20
+"""A manifest may take so many times its length in memory, and so much more. Real ones take some 20 times their length."""
+
+_COLUMN_BYTES = 1 << 30
+"""Of a binary column of a row group, at most, where it is decoded from a dictionary."""
 
 _NULLABLE = {"pack", "codec", "checksum"}
 _WHAT_ARROW_RAISES = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
@@ -65,6 +73,26 @@ def read_table(data: bytes, where: str) -> Any:
         return _fitting(_open(data).read(columns=list(NAMES), use_threads=False))
 
 
+def require_plausible(data: bytes) -> Footer:
+    """The footer of a Parquet file; raise ValueError where the file claims rows or bytes out of proportion to its length.
+
+    Its footer and the header of each page claim lengths, and Arrow allocates what the pages claim.
+    """
+    found = footer(data)
+    most = _EXPANSION * len(data) + _SMALL
+    stated = in_pages = values = 0
+    for column in found.columns:
+        stated += column.uncompressed
+        for page in page_headers(data, column.begin, column.end):
+            in_pages += page.uncompressed
+            values += page.values
+    if max(stated, in_pages, values, found.rows) > most:
+        raise ValueError(
+            f"it claims {found.rows} rows, {values} values and {max(stated, in_pages)} bytes, out of {len(data)} bytes"
+        )
+    return found
+
+
 def write_part(table: Any, metadata: dict[str, str]) -> bytes:
     """The table as an Arrow IPC stream with `metadata` in its schema: what is read once, by the committer, of ten thousand
     ranks, and a Parquet file takes 15 times as long to open."""
@@ -82,16 +110,55 @@ def read_part(data: bytes, where: str) -> Any:
     import pyarrow as pa
 
     with _told(where):
+        require_uncompressed(data)
         return _fitting(pa.ipc.open_stream(pa.BufferReader(data)).read_all())
+
+
+def require_uncompressed(data: bytes) -> None:
+    """Raise ValueError where an Arrow IPC stream has compressed bodies: they claim any length, and parts have none."""
+    import pyarrow as pa
+
+    for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(data)):
+        if message.type in ("record batch", "dictionary") and _is_compressed(memoryview(message.metadata)):
+            raise ValueError("its record batches are compressed")
+
+
+def _is_compressed(message: memoryview) -> bool:
+    """Whether the FlatBuffer of a message names a compression: field 3 of RecordBatch, which is field 1 of DictionaryBatch."""
+
+    def field(table: int, number: int) -> int | None:
+        entries = table - int.from_bytes(message[table : table + 4], "little", signed=True)
+        if 4 + 2 * number >= int.from_bytes(message[entries : entries + 2], "little"):
+            return None
+        offset = int.from_bytes(message[entries + 4 + 2 * number : entries + 6 + 2 * number], "little")
+        return table + offset if offset else None
+
+    def target(at: int) -> int:
+        return at + int.from_bytes(message[at : at + 4], "little")
+
+    root = target(0)
+    kind, header = field(root, 1), field(root, 2)
+    if kind is None or header is None:
+        return False
+    batch = target(header)
+    if message[kind] == 2:  # a DictionaryBatch
+        inner = field(batch, 1)
+        if inner is None:
+            return False
+        batch = target(inner)
+    return field(batch, 3) is not None
 
 
 def read_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, str]]:
     """The row groups of a Parquet manifest, not yet read, and its metadata; raise IntegrityError where it is none."""
+    import pyarrow as pa
+
     with _told(where):
         file = _open(data)
         schema = file.schema_arrow
         for name in NAMES:
-            _kind(schema.field(name).type, name)
+            kind = schema.field(name).type
+            _kind(kind.value_type if name in BINARY and pa.types.is_dictionary(kind) else kind, name)
         lengths = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
         groups = [RowGroup(where, n, _reader(file, i)) for i, n in enumerate(lengths)]
         return groups, {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
@@ -125,7 +192,28 @@ def _open(data: bytes) -> Any:
     import pyarrow.parquet as pq
 
     # No threads: one of Arrow's rarely aborts the process at exit (apache/arrow#34314).
-    return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, read_dictionary=["leaf"])
+    found = require_plausible(data)
+    # Text stays in its dictionary. So does a binary column that has one until its length is known (`_decoded`): a long
+    # value may be referred to by each row. Columns of bytes that ckpt writes have none.
+    with_dictionary = {column.name for column in found.columns if column.has_dictionary}
+    return pq.ParquetFile(
+        pa.BufferReader(data), pre_buffer=False, read_dictionary=[*TEXT, *(n for n in BINARY if n in with_dictionary)],
+        thrift_string_size_limit=len(data), thrift_container_size_limit=len(data),
+    )  # fmt: skip
+
+
+def _decoded(column: Any, name: str) -> Any:
+    """A binary column without its dictionaries; raise ValueError where that takes too much memory."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    total = 0
+    for chunk in column.chunks:
+        lengths = pc.binary_length(chunk.dictionary)
+        total += pc.sum(pc.cast(pc.take(lengths, chunk.indices), pa.int64())).as_py() or 0
+    if total > _COLUMN_BYTES:
+        raise ValueError(f"column {name} decodes to {total} bytes")
+    return column.cast(column.type.value_type)
 
 
 @contextmanager
@@ -140,8 +228,13 @@ def _told(where: str) -> Iterator[None]:
 
 def _fitting(table: Any) -> Any:
     """The table with columns of the specified types; other writers may have used wider or narrower ones."""
+    import pyarrow as pa
+
     for i, name in enumerate(table.column_names):
         column = table.column(i)
+        if name in BINARY and pa.types.is_dictionary(column.type):
+            column = _decoded(column, name)
+            table = table.set_column(i, name, column)
         kind = _kind(column.type, name)
         if kind != column.type:
             table = table.set_column(i, name, arrow.cast(column, kind))

@@ -10,7 +10,7 @@ on the other side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -30,6 +30,10 @@ MESSAGE_BYTES = 64 << 20
 
 _LIST = 200_000  # the longest list in a message: more than any call has use for
 
+_LONG = 1 << 20
+_VALUES = 4_000_000
+"""Values in the lists of one message of more than `_LONG` bytes, at most: some 256 MB of objects."""
+
 SCHEMA = pa.schema([pa.field("data", pa.uint8(), nullable=False)])
 
 
@@ -41,10 +45,30 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: Any) -> Any:
     """The counterpart of `pack`. Raises ValueError."""
+    size = len(memoryview(data).cast("B"))
+    # An empty list is one byte of a message and 64 in memory: long messages may hold a limited number of values.
+    count = _count_values(_VALUES) if size > _LONG else None
     try:
-        return msgpack.unpackb(data, max_bin_len=MESSAGE_BYTES, max_str_len=MESSAGE_BYTES, max_array_len=_LIST)
+        return msgpack.unpackb(
+            data, max_bin_len=MESSAGE_BYTES, max_str_len=MESSAGE_BYTES, max_array_len=min(_LIST, size), max_map_len=size,
+            list_hook=count,
+        )  # fmt: skip
     except (msgpack.UnpackException, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a message of this protocol: {str(error) or type(error).__name__}") from error
+
+
+def _count_values(limit: int) -> Callable[[list[Any]], list[Any]]:
+    """Returns a hook that passes lists on, and raises ValueError when they hold more than `limit` values together."""
+    left = limit
+
+    def count(values: list[Any]) -> list[Any]:
+        nonlocal left
+        left -= len(values) + 1
+        if left < 0:
+            raise ValueError(f"not a message of this protocol: more than {limit} values")
+        return values
+
+    return count
 
 
 def batch(data: memoryview) -> pa.RecordBatch:

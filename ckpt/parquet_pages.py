@@ -1,0 +1,156 @@
+"""What a Parquet file claims to take in memory: its footer and the headers of its pages, read before Arrow allocates.
+
+Both are Thrift structs in the compact protocol (parquet.thrift: FileMetaData, PageHeader). They are parsed here because
+pyarrow ends the process where it is asked for the columns of a malformed footer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_DEPTH = 32
+_BOOL_TRUE, _BOOL_FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
+_INTEGERS = (4, 5, 6)
+
+Value = Any
+"""An integer, bytes, a list, or the fields of a struct."""
+Fields = dict[int, Value]
+_MAGIC = b"PAR1"
+
+
+class Column(NamedTuple):
+    """What the footer says of one column of one row group."""
+
+    name: str
+    uncompressed: int
+    begin: int
+    end: int
+    has_dictionary: bool
+
+
+class Footer(NamedTuple):
+    """What a file claims as a whole."""
+
+    rows: int
+    columns: list[Column]
+
+
+def footer(data: bytes) -> Footer:
+    """The footer of a Parquet file; raise ValueError where it is none."""
+    if len(data) < 12 or data[-4:] != _MAGIC:
+        raise ValueError("not a Parquet file")
+    end = len(data) - 8
+    begin = end - int.from_bytes(data[-8:-4], "little")
+    if begin < 4:
+        raise ValueError("its footer is longer than the file")
+    try:
+        groups = _Reader(data, begin, end).struct()[4]
+        columns = [_column(chunk[3]) for group in groups for chunk in group[1]]
+        return Footer(sum(group[3] for group in groups), columns)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError("its footer is damaged") from error
+
+
+def _column(meta: Fields) -> Column:
+    data_page, dictionary = meta[9], meta.get(11)
+    begin = data_page if not dictionary else min(data_page, dictionary)
+    length = meta[7] if meta[5] > 0 else 0  # no page is read of a column without values, and its offsets may be wrong
+    return Column(b".".join(meta[3]).decode(errors="replace"), meta[6], begin, begin + length, bool(dictionary))
+
+
+class PageHeader(NamedTuple):
+    """What a page claims."""
+
+    uncompressed: int
+    """Bytes after decompression."""
+    compressed: int
+    values: int
+
+
+def page_headers(data: bytes, begin: int, end: int) -> Iterator[PageHeader]:
+    """The headers of the pages that lie in bytes [begin, end) of a file; raise ValueError where they are none."""
+    if not 0 <= begin <= end <= len(data):
+        raise ValueError("a column lies beyond the end of the file")
+    while begin < end:
+        reader = _Reader(data, begin, end)
+        fields = reader.struct()
+        uncompressed, compressed = fields.get(2), fields.get(3)
+        if not isinstance(uncompressed, int) or not isinstance(compressed, int) or uncompressed < 0 or compressed < 0:
+            raise ValueError("a page states no sizes")
+        values = 0
+        for kind in (5, 7, 8):  # a data page, a dictionary page, a data page of version 2
+            header = fields.get(kind)
+            if isinstance(header, dict) and isinstance(count := header.get(1), int):
+                values += max(0, count)
+        yield PageHeader(uncompressed, compressed, values)
+        begin = reader.at + compressed
+    if begin > end:
+        raise ValueError("a page ends beyond its column")
+
+
+class _Reader:
+    """Reads Thrift's compact protocol."""
+
+    def __init__(self, data: bytes, at: int, end: int) -> None:
+        self._data = data
+        self._end = end
+        self.at = at
+
+    def struct(self, depth: int = 0) -> Fields:
+        """The fields of a struct, by number."""
+        if depth > _DEPTH:
+            raise ValueError("nested too deeply")
+        found: Fields = {}
+        number = 0
+        while head := self._byte():
+            kind = head & 15
+            number = number + (head >> 4) if head >> 4 else self._signed()
+            found[number] = None if kind in (_BOOL_TRUE, _BOOL_FALSE) else self._value(kind, depth)
+        return found
+
+    def _value(self, kind: int, depth: int) -> Value:
+        if kind in _INTEGERS:
+            return self._signed()
+        if kind == _BINARY:
+            length = self._unsigned()
+            begin = self.at
+            self._skip(length)
+            return self._data[begin : self.at]
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        if kind in (_LIST, _SET):
+            head = self._byte()
+            count = self._unsigned() if head >> 4 == 15 else head >> 4
+            if count > self._end - self.at:
+                raise ValueError("a list claims more than there is")
+            return [self._value(head & 15, depth + 1) for _ in range(count)]
+        if kind in (_BOOL_TRUE, _BOOL_FALSE, _BYTE):  # as elements of a list, a byte each
+            return self._byte()
+        if kind == _DOUBLE:
+            return self._skip(8)
+        raise ValueError(f"unexpected type {kind}")  # a map too: no part of these structs is one
+
+    def _byte(self) -> int:
+        self._skip(1)
+        return self._data[self.at - 1]
+
+    def _skip(self, count: int) -> None:
+        self.at += count
+        if self.at > self._end:
+            raise ValueError("it ends early")
+
+    def _unsigned(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+            if shift > 63:
+                raise ValueError("not a number of the compact protocol")
+
+    def _signed(self) -> int:
+        value = self._unsigned()
+        return value >> 1 ^ -(value & 1)

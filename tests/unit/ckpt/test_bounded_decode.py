@@ -1,0 +1,217 @@
+"""What is stored may claim any length: no read takes memory out of proportion to what the manifest states."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from ckpt import bounded_decode, codec, records, table
+from ckpt.storage import wire
+from ckpt.storage.errors import IntegrityError
+
+_BOMB = 1 << 30
+_ALLOWED = 200 << 20
+"""More than imports and the decoder's own window take, and a fraction of what each bomb decodes to."""
+
+
+def _stream(name: str) -> bytes:
+    """Zeros of `_BOMB` bytes, encoded piece by piece."""
+    pieces = [bytes(16 << 20)] * (_BOMB >> 24)
+    if name == "zstd":
+        import pyarrow as pa
+
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, "zstd") as stream:
+            for piece in pieces:
+                stream.write(piece)
+        return bytes(sink.getvalue())
+    encoder: Any = {
+        "zlib": lambda: zlib.compressobj(9),
+        "gzip": lambda: zlib.compressobj(9, wbits=31),
+        "bz2": bz2.BZ2Compressor,
+        "lzma": lambda: lzma.LZMACompressor(preset=0),
+    }[name]()
+    return b"".join(encoder.compress(piece) for piece in pieces) + encoder.flush()
+
+
+_CHILD = """
+import resource, sys
+import numpy as np
+import numcodecs
+from ckpt import codec
+stored, out = open(sys.argv[1], "rb").read(), np.empty(1 << 20, np.uint8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    codec.decode(sys.argv[2], memoryview(stored), out)
+except MemoryError:
+    raise
+except Exception as error:
+    print(type(error).__name__)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before << 10)
+"""
+
+
+@pytest.mark.parametrize("name", ["zlib", "gzip", "bz2", "lzma", "zstd"])
+def test_a_bomb_takes_no_memory(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "bomb"
+    path.write_bytes(_stream(name))
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(path), json.dumps({"id": name})], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    kind, taken = done.stdout.split()
+    assert kind
+    assert int(taken) < _ALLOWED
+
+
+@pytest.mark.parametrize("name", ["lz4", "blosc", "zstd"])
+def test_a_header_that_claims_more_is_refused_before_it_is_believed(name: str) -> None:
+    config = json.dumps({"id": name})
+    stored = bytearray(codec.encode(config, np.zeros(1000, np.uint8), 1))
+    at, size = {"lz4": (0, 4), "blosc": (4, 4), "zstd": (6, 0)}[name]
+    if size:
+        stored[at : at + size] = (1 << 30).to_bytes(size, "little")
+    with pytest.raises(Exception, match="manifest states"):
+        codec.decode(config, memoryview(bytes(stored)), np.empty(1000 if size else 999, np.uint8))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"id": "zlib"}, {"id": "gzip"}, {"id": "bz2"}, {"id": "lzma"}, {"id": "lzma", "format": lzma.FORMAT_ALONE},
+        {"id": "lzma", "format": lzma.FORMAT_RAW, "filters": [{"id": lzma.FILTER_LZMA2, "preset": 1}]},
+        {"id": "lzma", "preset": 9}, {"id": "zstd"},
+        {"id": "zstd", "level": 19}, {"id": "zstd", "checksum": True}, {"id": "lz4"},
+        {"id": "shuffle", "elementsize": 4}, {"id": "blosc"}, {"id": "blosc", "cname": "zstd", "shuffle": 2},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("nbytes", [1, 8, 64, 256, 300, 70_000, (1 << 20) + 8])
+def test_what_was_encoded_is_decoded(config: dict[str, Any], nbytes: int) -> None:
+    if config["id"] == "shuffle" and nbytes % 4:
+        pytest.skip("whole elements only")
+    raw = np.random.default_rng(0).integers(0, 9, nbytes, np.uint8)
+    text = json.dumps(config)
+    stored = codec.encode(text, raw, 1)
+    out = np.empty_like(raw)
+    codec.decode(text, stored, out)
+    assert (out == raw).all()
+    with pytest.raises(Exception, match=r".*"):
+        codec.decode(text, stored, np.empty(nbytes - 1, np.uint8))
+    with pytest.raises(Exception, match=r".*"):
+        codec.decode(text, stored, np.empty(nbytes + 4, np.uint8))
+
+
+def test_text_of_a_rank_is_inflated_within_its_limit() -> None:
+    assert bounded_decode.inflated(zlib.compress(b"x" * 100), 101) == b"x" * 100
+    with pytest.raises(ValueError, match="more than 99 bytes"):
+        bounded_decode.inflated(zlib.compress(b"x" * 100), 99)
+    with pytest.raises(ValueError, match="early"):
+        bounded_decode.inflated(zlib.compress(b"x" * 100)[:-5], 1000)
+
+
+def _parquet(rows: int, *, cells: bytes = b"", dictionary: bool = False) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {
+        "leaf": pa.array(["w"] * rows), "dtype": pa.array(["u1"] * rows), "pack": pa.array(["p"] * rows),
+        "codec": pa.nulls(rows, pa.string()), "checksum": pa.nulls(rows, pa.uint64()),
+        "digest": pa.array([b"d" * 16] * rows, pa.binary()), "cells": pa.array([cells] * rows, pa.binary()),
+        **{name: pa.array([[0]] * rows, pa.list_(pa.int64())) for name in table.LISTS},
+        **{name: pa.array([0] * rows, pa.int64()) for name in table.NUMBERS},
+    }  # fmt: skip
+    made = pa.table({name: columns[name] for name in table.NAMES})
+    sink = io.BytesIO()
+    pq.write_table(made, sink, compression="zstd", use_dictionary=[*table.TEXT, *(["cells"] if dictionary else [])])
+    return sink.getvalue()
+
+
+def test_a_manifest_that_decodes_to_far_more_than_its_length_is_refused() -> None:
+    for data in (_parquet(200, cells=bytes(1 << 20)), _parquet(3000, cells=bytes(1 << 19), dictionary=True)):
+        assert len(data) < 1 << 18
+        with pytest.raises(IntegrityError, match=r"claims|decodes to"):
+            table.read_table(data, "x")
+        with pytest.raises(IntegrityError, match=r"claims|decodes to"):
+            groups, _ = table.read_groups(data, "x")
+            groups[0].read()
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_an_honest_manifest_is_read(dictionary: bool) -> None:
+    data = _parquet(50_000, cells=b"12345678", dictionary=dictionary)
+    assert table.read_table(data, "x").num_rows == 50_000
+    groups, _ = table.read_groups(data, "x")
+    assert groups[0].read(["cells"]).column("cells")[0].as_py() == b"12345678"
+
+
+def test_any_changed_byte_of_a_manifest_is_refused_or_read() -> None:
+    """A wrong header of a page ends in IntegrityError, and in no other error and no endless loop."""
+    data = _parquet(40, cells=b"12345678")
+    for at in range(4, len(data) - 8, 3):
+        changed = bytearray(data)
+        changed[at] ^= 0x55
+        try:
+            table.read_table(bytes(changed), "x")
+        except IntegrityError:
+            continue
+
+
+def test_a_part_with_compressed_bodies_is_refused() -> None:
+    import pyarrow as pa
+
+    rows = table.read_table(_parquet(10), "x")
+    assert table.read_part(table.write_part(rows, {}), "x").num_rows == 10
+    sink = io.BytesIO()
+    plain = table.plain(rows)
+    with pa.ipc.new_stream(sink, plain.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
+        stream.write_table(plain)
+    with pytest.raises(IntegrityError, match="compressed"):
+        table.read_part(sink.getvalue(), "x")
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b'{"digest":' + b"9" * 100_000 + b"}"])
+def test_deep_and_long_records_are_refused(data: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        records.decode("commit", data, "x")
+
+
+def test_a_record_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "RECORD_BYTES", 10)
+    with pytest.raises(IntegrityError, match="at most 10"):
+        records.decode("repository", records.encode("repository", {"id": "x"}), "x")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff",
+        b"\xdd\x00\x03\x00\x00" * 1000, b"\x91" * 100_000,
+        b"".join([b"\xdd" + (40).to_bytes(4, "big"), *[b"\xdd" + (150_000).to_bytes(4, "big") + b"\x90" * 150_000] * 40]),
+    ],
+)  # fmt: skip
+def test_messages_that_claim_more_than_they_hold_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not a message|incomplete|exceeds"):
+        wire.unpack(data)
+
+
+def test_long_messages_are_unpacked() -> None:
+    value = [[b"x" * 100, n] for n in range(100_000)]
+    assert wire.unpack(msgpack.packb(value)) == value
+
+
+def test_gzip_of_another_writer() -> None:
+    out = np.empty(100, np.uint8)
+    codec.decode('{"id": "gzip"}', memoryview(gzip.compress(bytes(100))), out)
+    assert not out.any()
