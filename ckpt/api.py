@@ -58,7 +58,8 @@ def save(
         is copied and may change; `handle.result()` waits, and an error that nobody asked for is raised by the next
         save to the same URL.
     codec: "auto", "none", a numcodecs codec or configuration, or {name pattern: one of those}.
-    digest: "xxh3-128", or "blake3" where somebody might forge blocks.
+    digest: of whole blocks: "xxh3-128", or "blake3". Records, manifests and parts of blocks have xxh3 in both cases, so that
+        neither protects against somebody who may write to the repository.
     keep: delete all but the newest so many steps (or see `ckpt.Keep`) after the commit.
     memory: staging memory in bytes. A state larger than that is staged in pieces, as fast as it can be written.
     overwrite: replace the step if it is there.

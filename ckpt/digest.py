@@ -1,4 +1,4 @@
-"""Checksums. xxh3 runs at memory speed (33 GB/s a core), so everything is summed; blake3 where an adversary matters."""
+"""Checksums. xxh3 runs at memory speed (33 GB/s a core), so everything is summed; blake3 for whole blocks on request."""
 
 from __future__ import annotations
 
