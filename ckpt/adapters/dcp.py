@@ -307,7 +307,9 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
             size = torch.Size(saved[node["array"]].shape)
             chunk = described.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             found[name] = described.TensorStorageMetadata(described.TensorProperties(dtype=dtype), size, [chunk])
-        return described.Metadata(found, planner_data=self._paths)
+        # Readers of torch and of others take the field for set; the step is what this reader accepts as a checkpoint id.
+        meta = described.StorageMeta(checkpoint_id=str(checkpoint.step))
+        return described.Metadata(found, planner_data=self._paths, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: described.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what kept `read_metadata` from opening the step."""
