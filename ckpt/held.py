@@ -41,6 +41,8 @@ def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> lis
     codec_of = parse(wish)
     # Of arrays that do not say otherwise every rank has an equal copy, as data parallelism keeps them.
     everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
+    # Buffers of a module may differ by rank (the statistics of a BatchNorm under DDP) and belong together: all are rank 0's.
+    of_rank_0 = everywhere._replace(whole=True) if everywhere is not None else None
     found = []
     for name, x, part, shape in held:
         if part is not None:
@@ -52,7 +54,8 @@ def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> lis
             replica = part.replica if part.replica.of > 1 and group.size > 1 else None
             spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), shape, part.box.offset, replica)
         elif everywhere is not None and name not in flat.own:
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), None, (0,) * len(x.shape), everywhere)
+            copies = of_rank_0 if name in flat.buffers else everywhere
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), None, (0,) * len(x.shape), copies)
         else:
             spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name))
         found.append(spec)

@@ -1,4 +1,4 @@
-"""Which saved entries a torch module would refuse, told before a load changes anything."""
+"""torch modules: which entries of their state are buffers, and which saved entries a module would refuse."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ def is_module(value: Any) -> bool:
     """Whether `value` is a torch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def buffer_names(value: Any) -> list[str]:
+    """The names that buffers have in the state of `value`: a torch module, or an object that has this method, as ModelState."""
+    if is_module(value):
+        return [name for name, _ in value.named_buffers(remove_duplicate=False)]
+    named = getattr(type(value), "buffer_names", None) if hasattr(type(value), "state_dict_like") else None
+    return list(named(value)) if callable(named) else []
 
 
 def strangers(module: Any, has: Set[str], given: Set[str]) -> tuple[list[str], list[str]]:

@@ -63,6 +63,8 @@ class Replica(NamedTuple):
     ranks: tuple[int, ...] | None = None
     """The ranks that hold the copies, where known. All of them see the same shards with this value, so that they can
     divide all of those among them as one; where it is unknown they divide each shard by itself."""
+    whole: bool = False
+    """Copy 0 is stored as a whole: the copies may differ, and a mixture of them would be a value that no rank had."""
 
 
 ONLY = Replica(0, 1)

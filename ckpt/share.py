@@ -43,7 +43,9 @@ def shares(shards: Sequence[Held | None]) -> list[list[Range] | None]:
     for i, shard in enumerate(shards):
         if shard is None or shard.replica.of == 1:
             continue
-        if shard.replica.ranks is not None:
+        if shard.replica.whole:
+            found[i] = [] if shard.replica.number else None
+        elif shard.replica.ranks is not None:
             together.setdefault(shard.replica.ranks, []).append(i)
         else:
             found[i] = _alone(shard)
@@ -75,7 +77,7 @@ def _cut(shards: Sequence[Held | None], members: list[int], found: list[list[Ran
 
 def _alone(shard: Held) -> list[Range]:
     """The share of a shard by itself. Small ones are not cut finer than a unit: who begins is drawn by the name."""
-    _, count, _ = shard.replica
+    count = shard.replica.of
     pieces = min(count, max(1, shard.nbytes // UNIT))
     start = zlib.crc32(f"{shard.name} {shard.offset}".encode()) % count if pieces < count else 0
     mine = (shard.replica.number - start) % count

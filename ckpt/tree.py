@@ -24,6 +24,7 @@ from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
+from ckpt.modules import buffer_names
 from ckpt.stateful import Stateful, as_stateful, is_random
 from ckpt.storage.errors import FormatError, UnsupportedLeaf
 
@@ -49,6 +50,8 @@ class Flat:
     leaves: dict[str, ArrayLeaf]
     own: set[str] = dataclasses.field(default_factory=set)
     """Leaves that belong to this rank alone, whatever other ranks have under the same path."""
+    buffers: set[str] = dataclasses.field(default_factory=set)
+    """Leaves that are buffers of a torch module, which may differ between ranks."""
 
 
 class PerRank:
@@ -92,11 +95,13 @@ class _Flattener:
         self._rank = rank
         self._own: set[str] | None = None  # while something of this rank alone is taken apart
         self._all_own: set[str] = set()
+        self._buffers: set[str] = set()
         self._tied: dict[tuple[Any, ...], str] = {}
         self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
 
     def run(self, state: Any) -> Flat:
-        return Flat(self.node(state, ""), self.leaves, self._all_own)
+        node = self.node(state, "")
+        return Flat(node, self.leaves, self._all_own, self._buffers & self.leaves.keys())
 
     def node(self, value: Any, path: str) -> Node:
         kind = type(value)
@@ -217,6 +222,8 @@ class _Flattener:
         }
 
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
+        if self._may_differ():
+            self._buffers.update(join(path, name) for name in buffer_names(value))
         return {"object": self.node(stateful.get(), path), "class": _type_name(type(value))}
 
     def _scalar(self, leaf: NumpyScalarLeaf, path: str) -> Node:

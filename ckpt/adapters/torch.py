@@ -59,6 +59,10 @@ class ModelState:
             found["optimizer"] = self._optimizers_state()
         return cast("dict[str, Any]", _each(found, self._held))
 
+    def buffer_names(self) -> list[str]:
+        """The names of the buffers in `state_dict`: they may differ between ranks that hold equal parameters."""
+        return [f"model.{name}" for model in self._models for name, _ in _named_buffers(model)]
+
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """What a load is to fill: this model's entries, and of the optimizer what was saved of its parameters.
 
@@ -249,22 +253,31 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     """Parameters by the names that they have without DDP, torch.compile and activation checkpointing around them."""
+    return _named(module, "_parameters", "")
+
+
+def _named_buffers(module: Any) -> Iterator[tuple[str, Any]]:
+    """Buffers by such names."""
+    return _named(module, "_buffers", "")
+
+
+def _named(module: Any, kind: str, prefix: str) -> Iterator[tuple[str, Any]]:
     from torch.nn.parallel import DistributedDataParallel
 
     inner = next((module._modules[w] for w in _WRAPPERS if w in module._modules), None)
     if isinstance(module, DistributedDataParallel):
         inner = module.module
     if inner is not None:
-        yield from _named_parameters(inner, prefix)
+        yield from _named(inner, kind, prefix)
         return
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
+    for name, tensor in getattr(module, kind).items():
+        if tensor is not None:
+            yield prefix + name, tensor
     for name, child in module._modules.items():
         if child is not None:
-            yield from _named_parameters(child, f"{prefix}{name}.")
+            yield from _named(child, kind, f"{prefix}{name}.")
 
 
 def _refuse_fsdp1(model: Any) -> None:
