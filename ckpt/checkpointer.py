@@ -398,11 +398,12 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None:
-            self.close()
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is None or ends_well:
+            self.close()  # what it raises takes the place of an exit with status 0
             return
         try:
-            self._close(isinstance(error, SystemExit) and not error.code)  # who fails may be restarted, and is waited for
+            self._close(False)  # a program that fails may be restarted, and the restart waits for this one
         except CkptError as failed:  # the error under way is what the user must see
             log.error("%s", failed)
 

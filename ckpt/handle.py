@@ -21,6 +21,7 @@ class SaveHandle:
         self._checkpoint: Checkpoint | None = None
         self._error: BaseException | None = None
         self._seen = False
+        self._excused = False
         self._lock = threading.Lock()
         self._ending = False
         self._callbacks: list[Callable[[], None]] = []
@@ -65,8 +66,16 @@ class SaveHandle:
         return self._checkpoint
 
     def unseen(self) -> bool:
-        """Whether the save failed and nobody was told yet."""
+        """Whether the save failed, nobody has its error yet, and it is not excused."""
+        return self.unasked() and not self._excused
+
+    def unasked(self) -> bool:
+        """Whether the save failed and nobody has its error yet."""
         return self._error is not None and not self._seen
+
+    def excuse(self) -> None:
+        """The next save makes up for this one if it fails. It is an error only where no later save follows."""
+        self._excused = True
 
     def take_error(self) -> BaseException | None:
         """The error; it counts as seen."""

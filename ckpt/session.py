@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
 from ckpt.drift import Drift
+from ckpt.exit_status import fail_clean_up
 from ckpt.groups.base import Group
 from ckpt.known import KnownBlock, KnownBlocks
 from ckpt.pack import lengths
@@ -65,6 +66,8 @@ class Session:
         self._known_of: tuple[int, int] = (-1, -1)
         self._recent: list[tuple[int, Iterable[str]]] = []
         self._in_flight = 1
+        self.excused: SaveHandle | None = None
+        """A save that failed, and that a later save makes up for: none has followed yet."""
 
     def next_step(self) -> int:
         """The number after the newest step, the same on all ranks."""
@@ -104,6 +107,13 @@ class Session:
         if failed:
             error = failed[0].take_error()
             raise SaveFailed(f"saving step {failed[0].step} to {self.repo.url} in the background failed: {error}") from error
+
+    def raise_excused(self) -> None:
+        """At the end: raise SaveFailed where the last save failed and no later save made up for it."""
+        handle, self.excused = self.excused, None
+        if handle is not None and handle.unasked():
+            error = handle.take_error()
+            raise SaveFailed(f"saving step {handle.step}, the last of the run, to {self.repo.url} failed: {error}") from error
 
     def wait(self) -> None:
         """Wait for all saves under way."""
@@ -394,10 +404,16 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _report_at_exit() -> None:
+    """Wait for the saves under way. One that failed is logged, and ends the program with a status that is not 0."""
+    failed = False
     for session in [*_sessions.values(), *_orphans]:
-        for handle in session._pending:
-            handle.wait()
-            if handle.unseen():
+        session.wait()
+        excused = [session.excused] if session.excused is not None else []
+        for handle in {*session._pending, *excused}:
+            if handle.unseen() or (handle in excused and handle.unasked()):
+                failed = True
                 log.error("saving step %d to %s failed: %s", handle.step, session.repo.url, handle.take_error())
         if session.group.size > 1:
             session.claim.release()
+    if failed:
+        fail_clean_up()

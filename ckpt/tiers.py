@@ -213,7 +213,7 @@ class Tiers:
                     raise
                 self._passed_over(number, step, error)
                 if self._group.size > 1 and not blocking:  # the others are told later: they are beyond this step then
-                    return self._given_up(step, error)
+                    return self._given_up(place, step, error)
                 continue
             self._last = handle
             handle.when_done(partial(self._ended, handle, number, further))
@@ -265,9 +265,11 @@ class Tiers:
         if error is not None:
             self._drop(further, handle.step)
             if number < len(self._places) - 1 and self._falls_through(error):
-                handle.take_error()
+                self._excuse(place, handle)
                 self._passed_over(number, handle.step, error)
             return
+        for other in self._places:
+            other.session.excused = None
         place.failures = 0
         place.promoted = time.monotonic()
         self._position = handle.step
@@ -306,12 +308,17 @@ class Tiers:
             if place.promoter is not None:
                 place.promoter.drop(step)
 
-    def _given_up(self, step: int, error: BaseException) -> SaveHandle:
+    def _given_up(self, place: _Place, step: int, error: BaseException) -> SaveHandle:
         handle = SaveHandle(step)
+        self._excuse(place, handle)
         handle.end(None, error)
-        handle.take_error()
         self._last = handle
         return handle
+
+    def _excuse(self, place: _Place, handle: SaveHandle) -> None:
+        """The next save makes up for this one, in a further place."""
+        handle.excuse()
+        place.session.excused = handle
 
     def _forget_before(self) -> None:
         """There is a newer step: ckpt-run may give that memory free."""
@@ -399,6 +406,8 @@ class Tiers:
             else:
                 self._tell_what_stays()
                 self.raise_failed()
+            for place in self._places:
+                place.session.raise_excused()
         finally:
             for promoter in self._promoters:
                 promoter.close(wait=promote)

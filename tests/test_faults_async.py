@@ -311,7 +311,9 @@ ckpt.save(state_of(0), sys.argv[1], 0)
 set_failpoints("save.commit=error")
 ckpt.save(state_of(1), sys.argv[1], 1, blocking=False)
 """
-    out = finish(python(code, tmp_path))
+    process = python(code, tmp_path)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 120
     assert "ERROR:ckpt:saving step 1" in out
     assert ckpt.open(tmp_path).steps() == [0]
 

@@ -1,0 +1,45 @@
+"""The exit status of a program whose last save failed in the background, after the program's own code has ended.
+
+Python ignores exceptions of functions that `atexit` runs. It ends with status 120 where the clean-up fails, which it finds out
+by flushing sys.stdout and sys.stderr (`sys.exit`, Python's library reference). A flush that fails is used for that reason:
+unlike os._exit it lets everything else that runs at exit run.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+STATUS = 120
+"""Python's status of a program whose clean-up failed."""
+
+
+class _FailedCleanUp:
+    """A text stream that writes as the one below, and whose flush fails."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    def write(self, text: str) -> int:
+        return 0 if self._stream is None else self._stream.write(text)
+
+    def flush(self) -> None:
+        if self._stream is not None and not self._stream.closed:
+            self._stream.flush()
+        raise OSError("a save failed; see the error above")
+
+
+def fail_clean_up() -> None:
+    """Let this program end with STATUS, from a function that `atexit` runs. An uncaught exception keeps its own status.
+
+    A status that was given to sys.exit can't be seen from here, and becomes STATUS.
+    """
+    if getattr(sys, "last_value", None) is None:  # set by Python where an uncaught exception ends the program
+        sys.stderr = _FailedCleanUp(sys.stderr)
