@@ -11,6 +11,7 @@ this host or a bucket; all that is not said has a default:
     near = "rack1/host1"            # the domains of this host: first copies stay there
     token_file = "/etc/ckpt/token"  # else $CKPT_TOKEN, or the file that $CKPT_TOKEN_FILE names
     ca_file = "/etc/ckpt/ca.pem"    # the wire is TLS then; cert_file and key_file where nodes ask for ours
+    insecure = false                # true, or $CKPT_INSECURE=1: send the token to other hosts without TLS
     members = [
         "host3:7070",
         { url = "host4:7070", domain = "rack2/host4", weight = 2.0 },
@@ -48,7 +49,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
 _PLAIN = "/:,[]+=@*!"
 """Of a URL, besides letters, digits and _.-~: what stands for itself."""
 _MEMBER_KEYS = {"url", "name", "domain", "weight"}
-_KEYS = {"redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members"}
+_KEYS = {"redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members", "insecure"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,15 @@ def _with_access(config: Config, table: Mapping[str, Any], where: str) -> Config
         seconds = 0.0
     if not 0 < seconds < 1e6:
         raise InvalidArgument(f"{where}: deadline_seconds is {given!r}; it must be a number of seconds, such as 10.0")
-    return replace(config, access=Access(token, _read(ca) if ca else None, certificate, seconds))
+    insecure = table.get("insecure", insecure_allowed())
+    if not isinstance(insecure, bool):
+        raise InvalidArgument(f"{where}: insecure is {insecure!r}; write true or false")
+    return replace(config, access=Access(token, _read(ca) if ca else None, certificate, seconds, insecure))
+
+
+def insecure_allowed() -> bool:
+    """Whether the environment allows secrets to be sent without TLS to other hosts."""
+    return os.environ.get("CKPT_INSECURE", "") not in ("", "0")
 
 
 def token_told() -> str | None:

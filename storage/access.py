@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import threading
@@ -25,11 +26,27 @@ class Access:
     certificate: tuple[bytes, bytes] | None = None
     """This client's own chain and key, PEM, where nodes ask for one."""
     deadline_seconds: float = 30.0
+    insecure: bool = False
+    """The user has allowed the token to be sent without TLS to other hosts."""
+
+
+def require_private(access: Access, address: str) -> None:
+    """Raise InvalidArgument where the token would be sent in clear text to another host. address: host:port."""
+    if access.token and access.ca is None and not access.insecure and not is_loopback(address.rpartition(":")[0]):
+        raise InvalidArgument(
+            f"the token would be sent to {address} without encryption, where anyone on the network can read it: give the "
+            "authority of the node's certificate (CKPT_CA_FILE, or ca_file in the TOML file), or allow it with "
+            "CKPT_INSECURE=1, or insecure = true in the TOML file"
+        )
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this host reaches it: what listens elsewhere wants token and TLS."""
-    return host.startswith("127.") or host.strip("[]") in ("localhost", "::1")
+    name = host.strip("[]")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:  # a name: 127.example.org is one, too
+        return name == "localhost"
 
 
 class TokenFile:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from ckpt.storage import wire
-from ckpt.storage.access import Access
+from ckpt.storage.access import Access, require_private
 from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name
 from ckpt.storage.descriptors import DescriptorReader, told
 from ckpt.storage.device import Info
@@ -44,6 +44,7 @@ class NodeStore(Store):
         self.address = address
         self.url = f"node://{address}"
         self._access = access or Access()
+        require_private(self._access, address)
         self._clients: list[flight.FlightClient | None] = [None] * _CONNECTIONS
         self._turn = 0
         self._lock = threading.Lock()
@@ -205,6 +206,8 @@ class NodeStore(Store):
         # gRPC joins channels of equal options into one connection; another number keeps them apart.
         options = [("ckpt.connection", turn), ("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100),
                    ("grpc.max_reconnect_backoff_ms", 1000)]  # fmt: skip
+        if access.ca is None:  # gRPC obeys http_proxy, also for loopback: a proxy would get token and data in clear text
+            options.append(("grpc.enable_http_proxy", 0))
         scheme = "grpc+tls" if access.ca is not None else "grpc+tcp"
         return flight.FlightClient(f"{scheme}://{self.address}", generic_options=options, **tls)
 

@@ -212,6 +212,8 @@ def _guard(
             "--insecure or --no-memory",
         )  # fmt: skip
         return None
+    if insecure:
+        os.environ["CKPT_INSECURE"] = "1"  # the ranks inherit it
     if insecure and not is_loopback(address):
         common.complain("ckpt-run", f"--insecure: anyone who reaches {address} can read and write the memory of this job")
     return guard

@@ -1,0 +1,58 @@
+"""A token goes to other hosts only by TLS."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ckpt.aggregator import members
+from ckpt.aggregator.namespace import open_namespace
+from ckpt.storage.access import Access, is_loopback, require_private
+from ckpt.storage.client import NodeStore
+from ckpt.storage.errors import InvalidArgument, Unavailable
+
+TOKEN = "a token that is long enough"
+
+
+def test_a_token_is_not_sent_in_clear_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TOKEN", TOKEN)
+    monkeypatch.delenv("CKPT_CA_FILE", raising=False)
+    monkeypatch.delenv("CKPT_INSECURE", raising=False)
+    with pytest.raises(InvalidArgument, match=r"192\.0\.2\.1:7070.*CKPT_CA_FILE.*CKPT_INSECURE"):
+        open_namespace("ckpt://192.0.2.1:7070/run")
+    for host in ("127.example.org", "0.0.0.0", "[2001:db8::1]", "localhost.example.org"):
+        with pytest.raises(InvalidArgument, match="without encryption"):
+            NodeStore(f"{host}:7070", Access(TOKEN))
+
+
+def test_a_token_is_sent_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]"):
+        require_private(Access(TOKEN), f"{host}:7070")
+    require_private(Access(TOKEN, ca=b"pem"), "192.0.2.1:7070")
+    require_private(Access(None), "192.0.2.1:7070")
+    monkeypatch.setenv("CKPT_TOKEN", TOKEN)
+    monkeypatch.setenv("CKPT_INSECURE", "1")
+    assert members.find("192.0.2.1:7070").access.insecure
+    monkeypatch.delenv("CKPT_INSECURE")
+    assert members.from_table("n", {"members": ["192.0.2.1:7070"], "insecure": True}, "the test").access.insecure
+    with pytest.raises(InvalidArgument, match="write true or false"):
+        members.from_table("n", {"members": ["192.0.2.1:7070"], "insecure": "no"}, "the test")
+
+
+def test_a_name_that_begins_as_loopback_is_none() -> None:
+    assert is_loopback("127.0.0.2")
+    assert not is_loopback("127.attacker.example")
+
+
+def test_a_proxy_of_the_environment_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(Unavailable):
+            NodeStore("127.0.0.1:1", Access(TOKEN, deadline_seconds=1)).get("a")
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
