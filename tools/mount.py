@@ -10,11 +10,13 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import re
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,27 @@ _HIDDEN = ".fuse_hidden"
 """How libfuse begins the name that it gives a file which is removed, or replaced, while it is open: until it is closed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Owner and mode of every file and folder. A namespace keeps neither; the kernel checks these at each access."""
+
+    uid: int = field(default_factory=os.getuid)
+    gid: int = field(default_factory=os.getgid)
+    umask: int = 0o022
+
+    def attributes(self, is_folder: bool) -> dict[str, int]:
+        """In the terms of fusepy."""
+        mode = stat.S_IFDIR | 0o777 if is_folder else stat.S_IFREG | 0o666
+        return {"st_mode": mode & ~self.umask, "st_uid": self.uid, "st_gid": self.gid}
+
+
 class Tree:
     """The operations of a mounted namespace, in the terms of fusepy."""
 
-    def __init__(self, namespace: Namespace, root: str) -> None:
+    def __init__(self, namespace: Namespace, root: str, ownership: Ownership | None = None) -> None:
         self._namespace = namespace
         self._root = root
+        self._ownership = ownership or Ownership()
         self._open: dict[int, FileReader | Writing] = {}
         self._written: dict[str, Writing] = {}
         self._next = 1
@@ -84,11 +101,10 @@ class Tree:
         return self._attributes(head.kind, head.nbytes, head.created, head.modified)
 
     def _attributes(self, kind: str, nbytes: int, created: float, modified: float) -> dict[str, Any]:
-        mode = stat.S_IFDIR | 0o755 if kind == "folder" else stat.S_IFREG | 0o644
         return {
-            "st_mode": mode, "st_nlink": 2 if kind == "folder" else 1, "st_size": nbytes, "st_ctime": created,
-            "st_mtime": modified, "st_atime": modified, "st_uid": os.getuid(), "st_gid": os.getgid(),
-            "st_blocks": -(-nbytes // 512), "st_blksize": 1 << 20,
+            **self._ownership.attributes(kind == "folder"), "st_nlink": 2 if kind == "folder" else 1, "st_size": nbytes,
+            "st_ctime": created, "st_mtime": modified, "st_atime": modified, "st_blocks": -(-nbytes // 512),
+            "st_blksize": 1 << 20,
         }  # fmt: skip
 
     def readdir(self, path: str, handle: int) -> list[str]:
@@ -264,7 +280,7 @@ def _names(encoding: str) -> codecs.CodecInfo | None:
 
 
 @contextmanager
-def mounted(url: str, folder: Path, options: dict[str, Any]) -> Iterator[None]:
+def mounted(url: str, folder: Path, options: dict[str, Any], ownership: Ownership | None = None) -> Iterator[None]:
     """Serve until the folder is unmounted."""
     try:
         import fuse
@@ -276,11 +292,24 @@ def mounted(url: str, folder: Path, options: dict[str, Any]) -> Iterator[None]:
     namespace, root = open_namespace(url)
     _ = namespace.ring  # whether the nodes are there is told now
     try:
-        fuse.FUSE(Tree(namespace, root), str(folder), encoding=_ENCODING, **options)
+        fuse.FUSE(Tree(namespace, root, ownership), str(folder), encoding=_ENCODING, **options)
     except RuntimeError as error:
         told = f"mounting {url} at {folder} failed; see what FUSE says above, and that /dev/fuse may be used"
         raise CkptError(told) from error
     yield
+
+
+class _Octal(click.ParamType):  # type: ignore[type-arg]
+    """A mask of permissions."""
+
+    name = "octal"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        if not re.fullmatch("0?[0-7]{1,3}", value):
+            self.fail(f"{value} is no mask of permissions; write an octal number, such as 022 or 077", param, context)
+        return int(value, 8)
 
 
 @click.command(
@@ -294,19 +323,31 @@ Examples:
 @click.argument("url")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--background", is_flag=True, help="Return when it is mounted.")
-@click.option("--allow-other", is_flag=True, help="Other users may look, too (see fuse.conf).")
+@click.option("--allow-other", is_flag=True, help="Other users may use it, as --umask allows (see fuse.conf).")
+@click.option("--uid", type=click.IntRange(0), help="Owner of all files, by number.  [default: this user]")
+@click.option("--gid", type=click.IntRange(0), help="Group of all files, by number.  [default: that of this user]")
+@click.option(
+    "--umask", type=_Octal(), default=0o022, metavar="OCTAL",
+    help="What owner, group and others may not do: 022 others only read, 077 they do not even read.  [default: 022]",
+)
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
-def command(url: str, folder: Path, background: bool, allow_other: bool) -> int:
+def command(
+    url: str, folder: Path, background: bool, allow_other: bool, uid: int | None, gid: int | None, umask: int
+) -> int:  # fmt: skip
     """Show the namespace at URL as the directory FOLDER.
 
     Each byte of a file is written once, and is there, durably, when the file is closed or fsync returns. Files can be replaced,
     renamed, removed and written on at their end; what would change what they have, or had when fsync returned, is refused
     (EOPNOTSUPP). A rename keeps what was written until then.
     """
-    options = {"foreground": not background, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True}
+    # default_permissions: the kernel checks owner and mode. Without it every user who reaches the mount could write and delete.
+    options = {
+        "foreground": not background, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
+    }  # fmt: skip
     if allow_other:
         options["allow_other"] = True
-    with mounted(url, folder, options):
+    ownership = Ownership(os.getuid() if uid is None else uid, os.getgid() if gid is None else gid, umask)
+    with mounted(url, folder, options, ownership):
         pass
     return 0
 
