@@ -29,7 +29,7 @@ def main() -> None:
         print(f"  .venv/bin/ckpt-node admin status {url}")
         print(f"  .venv/bin/python -c 'import ckpt, numpy; ckpt.save({{\"w\": numpy.ones(10**7)}}, \"{url}/run\")'")
         print(f"  .venv/bin/ckpt-inspect {url}/run --verify\n")
-        print("Metrics: http://127.0.0.1:7071/metrics. Ctrl-C ends them.", flush=True)
+        print("Metrics: http://127.0.0.1:8070/metrics. Ctrl-C ends them.", flush=True)
         try:
             signal.pause()
         except KeyboardInterrupt:

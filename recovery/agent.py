@@ -461,7 +461,8 @@ class Agent:
         try:
             return metrics.serve(host, port, self._metrics)
         except OSError as error:
-            raise CkptError(f"{host}:{port} can't be listened on: {error.strerror}; give another --metrics") from error
+            self._say(f"no metrics are served: {host}:{port} can't be listened on: {error.strerror}; give another --metrics")
+            return None
 
     def _metrics(self) -> str:
         watch = self._watch

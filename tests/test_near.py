@@ -159,7 +159,7 @@ def test_another_network_namespace(tmp_path: Path) -> None:
         store = NodeStore(address, Access(deadline_seconds=20))
         write(store, "a", DATA)
         assert store.get("a") == read(store, "a", 0, len(DATA)) == DATA
-        counted = moved(f"{hosts.address(0)}:7071")
+        counted = moved(f"{hosts.address(0)}:8070")
         assert counted["received"] == len(DATA)
         assert "near" not in counted
         store.close()

@@ -35,6 +35,8 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _END_SECONDS = 3.0
 """What the end of the server may take beyond the time for the calls under way."""
+_MONITOR_OFFSET = 1000
+"""From a node's port to that of its metrics: nodes on consecutive ports don't collide."""
 _ANY = ("0.0.0.0", "[::]", "::")
 
 
@@ -73,7 +75,7 @@ SIGTERM ends it once the writes under way are done.""",
 )
 @click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="The folder that is served; one disk, one node.")
 @click.option("--listen", default="127.0.0.1:7070", show_default=True, metavar="HOST:PORT", help="Port 0 takes a free one.")
-@click.option("--monitor", metavar="HOST:PORT", help="Health and metrics over HTTP; default: the same host, the next port.")
+@click.option("--monitor", metavar="HOST:PORT", help="Health and metrics over HTTP; default: the same host, the port + 1000.")
 @click.option("--domain", default="", metavar="KEY=VALUE,…", help="Failure domains, the widest first: rack=r1,host=h3.")
 @click.option("--capacity", type=_Size(), help="Take no more than this, such as 2TB. Default: what the disk has.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What clients must know.")
@@ -125,9 +127,16 @@ def command(
         labels=_labels(domain),
         near=not no_near,
     )
-    at = _address(monitor, "--monitor") if monitor else (host, port + 1 if port else 0)
+    at = _address(monitor, "--monitor") if monitor else (host, _monitor_port(port))
     care = (repairing, repair_every, repair_rate) if repairing else None
     return _serve(data, capacity, (host, port), at, options, announcing, care, drain_seconds)
+
+
+def _monitor_port(port: int) -> int:
+    """The default port of health and metrics; 0, any free one, where the node takes any."""
+    if not port:
+        return 0
+    return port + _MONITOR_OFFSET if port + _MONITOR_OFFSET < 1 << 16 else port - _MONITOR_OFFSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +205,12 @@ def _serve(
         told = f"can't listen on {listen[0]}:{listen[1]}: {error.strerror or error}; choose another --listen"
         raise InvalidArgument(told) from error
     server = NodeServer(device, *listen, options)
+    monitoring: Monitor | None = None
     try:
         monitoring = Monitor(server, monitor[0].strip("[]"), monitor[1])
-    except OSError as error:
-        told = f"can't listen on {monitor[0]}:{monitor[1]}: {error.strerror}; choose another --monitor"
-        raise InvalidArgument(told) from error
+    except OSError as error:  # a node without metrics serves as well
+        log.warning("no health and metrics: can't listen on %s:%d: %s; choose another --monitor", *monitor, error.strerror)
+    metrics = f"metrics at {monitor[0]}:{monitoring.port}" if monitoring else "no metrics"
     ends = (signal.SIGTERM, signal.SIGINT)
     heard, wake = socket.socketpair()  # no Event: a signal that comes just before its wait does not end that
     wake.setblocking(False)
@@ -212,8 +222,8 @@ def _serve(
     announced = announcing.begin(f"{listen[0]}:{server.port}", options.labels, server.identity) if announcing else None
     used, free = server.usage()
     log.info(
-        "serving %s at %s:%d (metrics at %s:%d), %s used, %s free, device %s",
-        device.path, listen[0], server.port, monitor[0], monitoring.port, size(used), size(free), server.identity[:8],
+        "serving %s at %s:%d (%s), %s used, %s free, device %s",
+        device.path, listen[0], server.port, metrics, size(used), size(free), server.identity[:8],
     )  # fmt: skip
     caretaker = _caretaker(server.identity, *care) if care else None
     while heard.recv(1)[0] not in ends:
@@ -228,7 +238,8 @@ def _serve(
     if stuck:
         log.warning("calls under way were cut off: their clients did not let them end within %g s", drain_seconds)
     else:
-        monitoring.close()
+        if monitoring is not None:
+            monitoring.close()
         device.close()
     log.info("ended")
     if stuck:  # Flight has no other way out of a call, and waits for them at the end of the process, too
