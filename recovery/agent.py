@@ -30,6 +30,7 @@ from ckpt.recovery.keeper import Guard, Keeper, nodes_with_objects
 from ckpt.recovery.launch import Share
 from ckpt.recovery.ledger import Name, totals
 from ckpt.recovery.limits import Limits
+from ckpt.recovery.rank_environment import allowed_environment
 from ckpt.recovery.signals import Signals
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.recovery.voice import Voice
@@ -298,7 +299,7 @@ class Agent:
         facts, logs = entry.facts, self._here.folder / "logs" / str(entry.attempt)
         share = Share(
             self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
-            int(facts["port"]), {**facts["environment"], **self._own_environment()},
+            int(facts["port"]), {**allowed_environment(facts.get("environment", {})), **self._own_environment()},
         )  # fmt: skip
         self._share = share
         failpoint("agent.start")

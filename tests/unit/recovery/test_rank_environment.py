@@ -1,0 +1,31 @@
+"""What the run log may set in the environment of ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from ckpt.recovery.course import Course, Spec
+from ckpt.recovery.rank_environment import ALLOWED, allowed_environment
+from ckpt.recovery.rollback import environment
+
+
+def test_variables_that_run_code_are_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    bad = dict.fromkeys(("LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONSTARTUP", "CKPT_CONFIG"), "/tmp/evil")
+    with caplog.at_level(logging.WARNING):
+        assert allowed_environment({"CKPT_SKIP_BATCHES": "1", **bad}).keys() <= ALLOWED
+    assert all(name in caplog.text for name in bad)
+
+
+def test_what_ckpt_run_writes_itself_is_kept() -> None:
+    written = Course(spec=Spec(("true",), 1)).environment | environment(((1, 2),), 3, 4.0)
+    assert written.keys() == ALLOWED
+    assert allowed_environment(written) == written
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, "LD_PRELOAD=x", ["PATH"], dict.fromkeys(ALLOWED, 3), dict.fromkeys(ALLOWED, "a\0b")]
+)
+def test_what_is_no_environment_sets_nothing(given: object) -> None:
+    assert allowed_environment(given) == {}
