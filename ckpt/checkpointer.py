@@ -25,6 +25,7 @@ from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds, told_mean_time
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.losses import Losses, as_number
+from ckpt.making_process import MakingProcess
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.rename import Rename
@@ -73,6 +74,8 @@ class Checkpointer:
 
     Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
+    A child that is forked meanwhile may not save with it (CkptError); one that only inherits it, such as a worker of a
+    DataLoader, is not affected.
     """
 
     @pulses.meets("unusable", InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
@@ -92,6 +95,7 @@ class Checkpointer:
         tiers: Sequence[Tier] = (),
     ) -> None:
         every, tiers = checked_every(every), checked_tiers(tiers)
+        self._made_by = MakingProcess()
         in_flight = positive("in_flight", in_flight, "a positive number of saves")
         if in_flight > 1 and tiers:
             raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
@@ -184,6 +188,7 @@ class Checkpointer:
                 pass
             self._calm = None
         step = check_step(step)
+        self._open()
         if self._pulse is not None:
             self._beat(self._pulse, step, state, loss)
         due = self._is_due(step)
@@ -328,7 +333,7 @@ class Checkpointer:
             self._attached.append(optimizer)
 
     def _before_step(self, *_: Any) -> None:
-        if self._session is not None:
+        if self._session is not None and self._made_by.is_this:
             (self._tiers or self._session).wait_staged()
 
     def _attached_memory(self) -> frozenset[int]:
@@ -367,7 +372,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed.
 
-        With tiers the newest step comes to `url` before.
+        With tiers the newest step comes to `url` before. In a forked child nothing is done: the saves are those of its parent.
         """
         self._close(True)
 
@@ -375,6 +380,8 @@ class Checkpointer:
         if self._session is None:
             return
         session, self._session, self._calm = self._session, None, None
+        if not self._made_by.is_this:
+            return
         if self._pulse is not None:  # what comes now is no step, and may take longer than one
             self._pulse.beat(_END)
         for hook in self._hooks:
@@ -392,6 +399,10 @@ class Checkpointer:
     def _open(self) -> sessions.Session:
         if self._session is None:
             raise CkptError("this Checkpointer is closed: open a new one")
+        self._made_by.require(
+            f"the Checkpointer of {self._session.repo.url}",
+            "make the Checkpointer in the process that saves, with another URL where both do",
+        )
         return self._session
 
     def __enter__(self) -> Self:

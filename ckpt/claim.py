@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from ckpt import records
+from ckpt.making_process import MakingProcess
 from ckpt.repository import Repository
 from ckpt.storage.descriptors import explained
 from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy, StoreError
@@ -176,7 +177,7 @@ class Claim:
         self._is_clean = False
         self._serials = (series or Series()).serials
         self._beside: list[int] = []  # the sizes of the groups beside the first
-        self._pid = os.getpid()
+        self._made_by = MakingProcess()
         self.ranks: Sequence[Owner] = ()
         """The processes of the group, by rank, where they are known."""
         self._tries: dict[tuple[int, int], int] = {}
@@ -185,6 +186,7 @@ class Claim:
 
     def clean(self) -> None:
         """Once, before the first file is written with this claim: remove the temporary files of killed writers."""
+        self._require_own()
         with self._cleaning:
             if not self._is_clean:
                 self.repo.store.sweep_temporaries("")
@@ -204,6 +206,7 @@ class Claim:
 
     def begin(self, step: int, size: int = 1) -> Attempt:
         """Begin to save a step by a group of `size`: no sweep touches the files of the attempt until `end`."""
+        self._require_own()
         with self._lock:
             key = step, self.lane if size > 1 else -1  # apart: rank 0 may save for itself as well
             number = self._tries[key] = self._tries.get(key, self.lane * _APART - 1) + 1
@@ -229,8 +232,14 @@ class Claim:
 
     def check(self) -> None:
         """Raise Fenced where a newer writer has taken over, StoreError where the repository has been removed."""
+        self._require_own()
         if (over := self.over()) is not None:
             raise over
+
+    def _require_own(self) -> None:
+        self._made_by.require(
+            f"the right to write to {self.repo.url}", "save from one of them, or to another URL from the child"
+        )
 
     def over(self) -> Fenced | StoreError | None:
         """What `check` raises, None where this is the newest generation."""
@@ -281,7 +290,7 @@ class Claim:
 
     def release(self) -> None:
         """Let others write. The record stays, marked as released, so that its number is never used again."""
-        if os.getpid() != self._pid:  # a child that was forked: the claim is its parent's
+        if not self._made_by.is_this:
             return
         if self.rank:
             self._leave()

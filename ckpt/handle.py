@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ckpt.making_process import MakingProcess
+
 if TYPE_CHECKING:
     from ckpt.checkpoint import Checkpoint
 
@@ -15,6 +17,7 @@ class SaveHandle:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self._made_by = MakingProcess()
         self.staged = threading.Event()
         """Set when the state has been copied and may be changed."""
         self._done = threading.Event()
@@ -39,11 +42,21 @@ class SaveHandle:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; whether it has come. Raises nothing."""
+        """Wait for the end, at most `timeout` seconds; whether it has come. Raises nothing.
+
+        A forked child does not wait: it never learns of the end.
+        """
+        if not self._made_by.is_this:
+            return self.done()
         return self._done.wait(timeout)
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """The committed checkpoint; raises the error of the save, or TimeoutError after `timeout` seconds."""
+        """The committed checkpoint; raises the error of the save, or TimeoutError after `timeout` seconds.
+
+        CkptError in a child that was forked while the save was under way.
+        """
+        if not self.done():
+            self._made_by.require(f"the save of step {self.step}", "ask for its result in the process that saves")
         if not self._done.wait(timeout):
             raise TimeoutError(f"saving step {self.step} has not ended after {timeout} s; it goes on")
         self._seen = True

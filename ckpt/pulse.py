@@ -240,6 +240,12 @@ class Pulse:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _asked)
 
+    def disown(self) -> None:
+        """For a forked child: go on with a copy of the page."""
+        page = memoryview(bytearray(self._map))
+        self._fields, self._floats = page.cast("q"), page.cast("d")
+        self._fields[_STOP] = -1  # no step of a training loop `passes`: a Checkpointer is to refuse it
+
     # --- who looks after it ------------------------------------------------------------------------------------
 
     def read(self) -> Beat:
@@ -397,8 +403,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork() -> None:
-    """A child is not the rank."""
+    """A child is not the rank. What it has of the rank's objects writes into a page of its own, which nobody reads."""
     global _mine, _looked
+    if _mine is not None:
+        _mine.disown()
     _mine, _looked = None, True
     if signal.getsignal(signal.SIGTERM) is _asked:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

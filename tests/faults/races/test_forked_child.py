@@ -1,0 +1,182 @@
+"""A child that was forked from a process that saves: it has copies of all objects, and none of them writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support import assert_all_load, assert_clean, finish, python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+
+IN_CHILD = """
+import os, sys, traceback
+import ckpt
+from support import state_of
+from ckpt.storage.failpoints import set_failpoints
+
+url = sys.argv[1]
+
+def in_child(work):
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+        except SystemExit:
+            raise
+        except BaseException:
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+def refused(call, *words):
+    try:
+        call()
+    except ckpt.CkptError as error:
+        for word in (f"process {os.getppid()}", "forked", *words):
+            assert word in str(error), (word, str(error))
+    else:
+        raise AssertionError("it was not refused")
+"""
+
+
+@pytest.mark.parametrize("tiers", ["", "tiers=[ckpt.Tier(url + '/run-near', every=1, keep=2)]"])
+def test_a_checkpointer_of_the_parent_is_refused(tmp_path: Path, tiers: str) -> None:
+    code = f"""{IN_CHILD}
+saver = ckpt.Checkpointer(url + "/run", every=2, keep=2, {tiers})
+saver.save(0, state_of(0), blocking=True)
+
+def child():
+    for call in (
+        lambda: saver.save(1, state_of(1), blocking=True),
+        lambda: saver.save(1, state_of(1)),
+        lambda: saver.step(1, state_of(1)),
+        lambda: saver.step(2, state_of(2)),
+        lambda: saver.restore(state_of(0)),
+        lambda: saver.wait(),
+    ):
+        refused(call, "/run", "make the Checkpointer in the process that saves")
+    with saver:
+        pass
+    with ckpt.Checkpointer(url + "/other") as own:
+        own.save(7, state_of(7), blocking=True)
+
+in_child(child)
+saver.save(1, state_of(1), blocking=True)
+saver.close()
+assert ckpt.open(url + "/run").steps()[-1] == 1
+"""
+    finish(python(code, tmp_path))
+    assert_all_load(tmp_path / "run", 1)
+    assert_all_load(tmp_path / "other", 7)
+    assert_clean(tmp_path / "run")
+
+
+def test_a_save_under_way_goes_on_in_the_parent_only(tmp_path: Path) -> None:
+    """The child neither waits for it nor commits, nor removes its files when it ends."""
+    code = f"""{IN_CHILD}
+import time
+saver = ckpt.Checkpointer(url)
+saver.save(0, state_of(0), blocking=True)
+set_failpoints("save.commit=sleep:2")
+handle = saver.save(1, state_of(1))
+
+def child():
+    assert not handle.done()
+    assert not handle.wait()
+    refused(handle.result, "step 1", "ask for its result in the process that saves")
+    refused(lambda: saver.save(2, state_of(2)))
+    sys.exit(0)  # with all that runs at the end of a process
+
+in_child(child)
+assert not handle.done(), "the child waited for it"
+handle.result()
+saver.save(2, state_of(2), blocking=True)
+saver.close()
+"""
+    finish(python(code, tmp_path))
+    assert assert_all_load(tmp_path, 2) == [0, 1, 2]
+    assert_clean(tmp_path)
+
+
+def test_an_optimizer_step_in_the_child_does_not_wait(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    code = f"""{IN_CHILD}
+import torch
+torch.set_num_threads(1)  # others do not survive a fork
+weight = torch.nn.Parameter(torch.zeros(1 << 20))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.grad = torch.ones_like(weight)
+saver = ckpt.Checkpointer(url)
+saver.attach(optimizer)
+set_failpoints("save.stage=sleep:2")
+handle = saver.save(0, {{"weight": weight}})
+in_child(lambda: optimizer.step())
+handle.result()
+saver.close()
+"""
+    finish(python(code, tmp_path))
+
+
+def test_workers_of_a_data_loader_are_not_affected(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    code = f"""{IN_CHILD}
+import torch
+saver = ckpt.Checkpointer(url, every=1)
+
+class Dataset(torch.utils.data.Dataset):
+    def __init__(self):
+        self.saver = saver
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return i
+
+if __name__ == "__main__":
+    step = 0
+    for epoch in range(2):
+        for batch in torch.utils.data.DataLoader(Dataset(), num_workers=2, multiprocessing_context="fork"):
+            saver.step(step, state_of(step))
+            step += 1
+    saver.close()
+"""
+    process = python(code, tmp_path)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert assert_all_load(tmp_path, 15)[-1] == 15
+    assert_clean(tmp_path)
+
+
+def test_the_page_of_a_rank_is_not_written_by_its_child(tmp_path: Path) -> None:
+    code = f"""{IN_CHILD}
+from ckpt import pulse as pulses
+page = pulses.Pulse(url + "/page", new=True)
+os.environ[pulses.VARIABLE] = url + "/page"
+saver = ckpt.Checkpointer(url + "/run", every=1000)
+data = ckpt.pulse.mine()
+for step in range(3):
+    saver.step(step, state_of(0), loss=1.0)
+before = page.read()
+assert before.step == 2
+
+def child():
+    refused(lambda: saver.step(3, state_of(0), loss=float("nan")))
+    data.took(99)
+    with pulses.phase("eval"):
+        pass
+    saver.close()
+
+in_child(child)
+assert page.read() == before and page.read().pid == os.getpid()
+saver.step(3, state_of(0), loss=1.0)
+assert page.read().step == 3
+saver.close()
+"""
+    (tmp_path / "run").mkdir()
+    finish(python(code, tmp_path))
