@@ -25,7 +25,7 @@ from ckpt.shard import Box
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound, StoreError
 from ckpt.tree import Node
-from ckpt.trees import differs_by_rank, resolve
+from ckpt.trees import array_names, differs_by_rank, resolve
 from ckpt.wanted import Target
 
 PREFETCH_BYTES = 512 << 20
@@ -89,6 +89,19 @@ class Checkpoint:
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
         return self._tree
+
+    def require_complete(self) -> None:
+        """Raise IntegrityError where the tree names an array, of whichever rank, that no manifest has."""
+        saved = self.manifest().leaves()
+        self.tree()  # raises where it is none
+        for file in self.commit.trees:
+            with collector_paused():
+                missing = next((n for n in array_names(json.loads(self.verified(file))["tree"]) if n not in saved), None)
+            if missing is not None:
+                raise IntegrityError(
+                    f"leaf {missing} is in the tree of {self.where} but in none of its manifests, so that the step can't be "
+                    "loaded; load another step"
+                )
 
     def verified(self, file: FileRecord) -> bytes:
         """A manifest or a tree of this step, verified against the commit record."""
@@ -154,8 +167,11 @@ class Checkpoint:
             threading.Thread(target=_prefetch, args=(self.store, jobs), name="ckpt-prefetch", daemon=True).start()
 
     def verify(self, progress: Progress | None = None) -> int:
-        """Read and check every stored byte; return how many there were. Raises IntegrityError at the first bad block."""
-        self.tree()
+        """Read and check every stored byte; return how many there were.
+
+        Raises IntegrityError at the first bad block, and where the tree names an array that no manifest has.
+        """
+        self.require_complete()
         return verify_blocks(self.store, self.manifest(), self.where, progress)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt import manifest, parts
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
+from ckpt.complete import note_complete
 from ckpt.copies import Copies
 from ckpt.digest import digest
 from ckpt.options import Options
@@ -151,6 +152,7 @@ class Committer:
         self._session.claim.check()
         self._publish(commit)
         failpoint("save.committed")
+        note_complete(commit)
         return Checkpoint(self._store, commit, self._group.rank)
 
     def _publish(self, commit: CommitRecord) -> None:
@@ -174,7 +176,7 @@ class Committer:
     def _exists_and_is_good(self) -> bool:
         try:
             commit = self._session.repo.commit(self._step)
-            Checkpoint(self._store, commit).manifest()
+            Checkpoint(self._store, commit).require_complete()
         except StepNotFound:
             return False
         except IntegrityError as error:  # and nothing else: what can't be read just now may be whole

@@ -18,7 +18,7 @@ from ckpt.modules import is_module, strangers
 from ckpt.select import entries, select, suggest
 from ckpt.shard import whole
 from ckpt.stateful import Stateful, as_stateful
-from ckpt.storage.errors import CkptError, LeafMismatch, LeafNotFound
+from ckpt.storage.errors import CkptError, IntegrityError, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild, scalar_bytes
 from ckpt.wanted import Target
 
@@ -78,7 +78,10 @@ class Filler:
     def _lookup(self, name: str, path: str) -> Saved:
         saved = self._saved.get(name)
         if saved is None:
-            raise LeafNotFound(f"leaf {path} is in the tree of {self._where} but in none of its manifests")
+            raise IntegrityError(
+                f"leaf {path} is in the tree of {self._where} but in none of its manifests, so that the step can't be loaded; "
+                "load another step"
+            )
         return saved
 
     # --- with like -------------------------------------------------------------------------------------------

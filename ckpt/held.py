@@ -24,13 +24,20 @@ class Held(NamedTuple):
     """Of the global array."""
 
 
-def held_by(flat: Flat) -> list[Held]:
-    """All that a state holds here, in the order of the tree."""
+def held_by(flat: Flat, group: Group) -> list[Held]:
+    """All that a state holds here, in the order of the tree. Raises UnsupportedLeaf where this process saves alone and holds
+    nothing of a leaf."""
     found = []
     for name, leaf in flat.leaves.items():
         shards = leaf.parts()
         if shards is None or (not shards and 0 in leaf.shape):  # of an array without elements every rank holds all
             found.append(Held(name, leaf, None, leaf.shape))
+        elif not shards and group.size == 1:
+            raise UnsupportedLeaf(
+                f"leaf {name}: a {type(leaf.value).__name__} of shape {list(leaf.shape)} of which this process holds no part, "
+                "as where its device mesh does not contain the process; save it with the ranks that hold it (group=), or leave "
+                "it out of the state"
+            )
         else:
             found += [Held(name, part.leaf, part, leaf.shape) for part in shards]
     return found

@@ -153,12 +153,11 @@ class Repository:
         return [c.step for c in self.commits()]
 
     def latest(self, skip: Collection[int] = ()) -> Checkpoint | None:
-        """The newest committed step (not one of `skip`) whose manifests verify, None where there is none."""
+        """The newest committed step (not one of `skip`) that is complete, None where there is none."""
         for step in reversed([s for s in self.steps() if s not in skip]):
             try:
                 found = self[step]
-                found.manifest()
-                found.tree()
+                found.require_complete()
                 return found
             except CkptError as error:
                 log.warning("falling back from step %d of %s: %s", step, self.url, error)

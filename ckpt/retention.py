@@ -7,6 +7,7 @@ unreachable and goes with the next sweep.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from ckpt.arguments import whole
 from ckpt.claim import Claim, old_generations
+from ckpt.complete import is_complete
 from ckpt.records import CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NotFound
@@ -94,6 +96,8 @@ def sweep(
                 unreadable.add(step)
     if keep is not None:
         good = [s for s, commit in commits.items() if s not in distrusted and is_good(commit, sizes)]
+        if expired((commits.keys() | damaged) - set(spare), good, keep):  # then those that stay must be complete
+            good = _newest_complete(repo, [commits[s] for s in good], keep.last)
         for step in expired((commits.keys() | damaged) - set(spare), good, keep):
             failpoint("delete.commit")
             store.delete([commit_name(step)])
@@ -117,6 +121,12 @@ def sweep(
 def is_good(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:
     """Whether every file of a step is there with its length."""
     return all(sizes.get(f.name) == f.nbytes for f in (*commit.manifests, *commit.trees, *commit.packs))
+
+
+def _newest_complete(repo: Repository, commits: Iterable[CommitRecord], count: int) -> list[int]:
+    """The newest `count` of these steps whose trees fit to their manifests; fewer where there are no more."""
+    newest_first = sorted(commits, key=lambda commit: commit.step, reverse=True)
+    return [commit.step for commit in itertools.islice((c for c in newest_first if is_complete(repo.store, c)), count)]
 
 
 def _is_left_over(

@@ -7,7 +7,7 @@ Values that differ are kept for each rank, as the node {"ranks": {"0": …, "1":
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ckpt.storage.errors import StepRefused
@@ -117,6 +117,19 @@ def resolve(node: Node, rank: int, world_size: int) -> Node:
             value = resolve(value, rank, world_size)
         found[tag] = value
     return found
+
+
+def array_names(tree: Node) -> Iterator[str]:
+    """The name of each array of a tree, of all ranks. A loop and no recursion: a file may be nested to any depth."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, list):
+            left += node
+        elif isinstance(node, dict):
+            if isinstance(node.get("array"), str):
+                yield node["array"]
+            left += node.values()
 
 
 def differs_by_rank(data: bytes) -> bool:

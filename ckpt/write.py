@@ -144,7 +144,7 @@ def planned_bytes(state: Any, options: Options, group: Group) -> int:
     """What this rank writes of a state where nothing of it is known yet, before any codec."""
     flat = take_apart(state, group)
     with collector_paused():
-        blocks = plan(specs_of(flat, held_by(flat), options.codec, group)).blocks
+        blocks = plan(specs_of(flat, held_by(flat, group), options.codec, group)).blocks
     return sum(round_up(b.nbytes) for b in blocks)
 
 
@@ -165,7 +165,7 @@ class _Save:
         self._options = options
         self._algorithm = require(options.digest)
         self._flat = flat
-        held = held_by(flat)
+        held = held_by(flat, session.group)
         self._leaves = [h.leaf for h in held]
         self._names = [h.name for h in held]
         self._sharded = any(h.part is not None for h in held)

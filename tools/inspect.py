@@ -242,7 +242,7 @@ def _verified(
     began = time.monotonic()
     nbytes = 0
     try:
-        checkpoint.tree()
+        checkpoint.require_complete()
         manifest = blocks_of(checkpoint, leaves)
         with common.progress(stored_bytes(manifest), f"step {report.step}") as advance:
             nbytes = verify(checkpoint, manifest, advance)
