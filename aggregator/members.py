@@ -22,6 +22,7 @@ this host or a bucket; all that is not said has a default:
 or, instead of the list, what nodes announced in etcd until the namespace was opened, whether they are up or not:
 
     members = "etcd://host:2379,host:2379/CLUSTER"
+    etcd = { ca_file = "/etc/ckpt/etcd-ca.pem" }    # else the environment says it: see etcd_access.py
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from ckpt.aggregator import etcd_access
+from ckpt.aggregator.etcd_access import EtcdAccess
 from ckpt.aggregator.placement import Spot
 from ckpt.aggregator.redundancy import Redundancy, parse
-from ckpt.storage.access import Access
+from ckpt.storage.access import Access, insecure_allowed
 from ckpt.storage.errors import InvalidArgument, Unavailable
 from ckpt.storage.urls import OBJECT_SCHEMES
 
@@ -49,7 +52,9 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
 _PLAIN = "/:,[]+=@*!"
 """Of a URL, besides letters, digits and _.-~: what stands for itself."""
 _MEMBER_KEYS = {"url", "name", "domain", "weight"}
-_KEYS = {"redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members", "insecure"}
+_KEYS = {
+    "redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members", "insecure", "etcd",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ class Config:
     access: Access = field(default_factory=Access)
     announced: str = ""
     """The URL of etcd, where the members are from there."""
+    etcd: EtcdAccess | None = None
+    """How that etcd is reached."""
 
 
 def parse_url(url: str) -> tuple[Config, str]:
@@ -156,10 +163,10 @@ def from_table(name: str, table: Mapping[str, Any], where: str) -> Config:
     if unknown := set(table) - _KEYS:
         raise InvalidArgument(f"{where}: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(_KEYS))}")
     try:
-        given, announced = table["members"], ""
+        given, announced, access = table["members"], "", None
         if isinstance(given, str):
-            announced = given
-            members, usual = _announced(where, given), parse("2x")  # not 1x because only one node has started yet
+            announced, access = given, _etcd_access(where, table.get("etcd", {}))
+            members, usual = _announced(where, given, access), parse("2x")  # not 1x because only one node has started yet
         else:
             members = tuple(_member(where, m if isinstance(m, dict) else {"url": m}) for m in given)
             usual = _default(len(members))
@@ -169,7 +176,7 @@ def from_table(name: str, table: Mapping[str, Any], where: str) -> Config:
         if isinstance(error, InvalidArgument):
             raise
         raise InvalidArgument(f"{where}: {error!r}; see the documentation of the namespace") from error
-    return _with_access(Config(name, members, redundancy, near, announced=announced), table, where)
+    return _with_access(Config(name, members, redundancy, near, announced=announced, etcd=access), table, where)
 
 
 def is_address(name: str) -> bool:
@@ -218,13 +225,23 @@ def _member(where: str, given: Mapping[str, Any]) -> Member:
 _announced_before: dict[str, tuple[Member, ...]] = {}
 
 
-def _announced(where: str, url: str) -> tuple[Member, ...]:
+def _etcd_access(where: str, table: Any) -> EtcdAccess:
+    if not isinstance(table, dict) or table.keys() - etcd_access.VARIABLES.keys() or not all(map(_is_text, table.values())):
+        raise InvalidArgument(f"{where}: etcd is {table!r}; it may have {', '.join(etcd_access.VARIABLES)}, each a text")
+    return etcd_access.from_environment(table)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _announced(where: str, url: str, access: EtcdAccess) -> tuple[Member, ...]:
     """The members that etcd knows; while it does not answer, those that it told this process of before."""
     from ckpt.aggregator import etcd
 
     endpoints, cluster = etcd.parse_url(url)
     try:
-        found = etcd.members(endpoints, cluster)
+        found = etcd.members(endpoints, cluster, access=access)
         if not found:
             raise Unavailable(f"{where}: no node has announced itself in {url}; start them with --etcd and --cluster {cluster}")
     except Unavailable as error:
@@ -259,11 +276,6 @@ def _with_access(config: Config, table: Mapping[str, Any], where: str) -> Config
     if not isinstance(insecure, bool):
         raise InvalidArgument(f"{where}: insecure is {insecure!r}; write true or false")
     return replace(config, access=Access(token, _read(ca) if ca else None, certificate, seconds, insecure))
-
-
-def insecure_allowed() -> bool:
-    """Whether the environment allows secrets to be sent without TLS to other hosts."""
-    return os.environ.get("CKPT_INSECURE", "") not in ("", "0")
 
 
 def token_told() -> str | None:

@@ -75,7 +75,7 @@ def forget(namespace: Namespace, member: str, destroyed: bool = False, progress:
         if quiet:  # a record that was half-done then may come through a moment later; its writer moves it, too
             time.sleep(_QUIET_SECONDS)
     if config.announced:
-        etcd.forget(*etcd.parse_url(config.announced), member)
+        etcd.forget(*etcd.parse_url(config.announced), member, access=config.etcd)
     namespace.leave_out(member)
     rest = repair(namespace, survey(namespace), progress=progress)
     return replace(rest, files=rest.files + done.files, nbytes=rest.nbytes + done.nbytes)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.aggregator.etcd import Etcd, parse_url
+from ckpt.aggregator.etcd import parse_url
+from ckpt.aggregator.etcd_client import Etcd
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.storage.errors import InvalidArgument, StoreError
 

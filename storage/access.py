@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt.storage.errors import InvalidArgument
@@ -20,14 +20,19 @@ _LEAST_CHARACTERS = 16
 class Access:
     """How to reach nodes."""
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     ca: bytes | None = None
     """Authority of the nodes' certificates, PEM. With it the wire is TLS."""
-    certificate: tuple[bytes, bytes] | None = None
+    certificate: tuple[bytes, bytes] | None = field(default=None, repr=False)
     """This client's own chain and key, PEM, where nodes ask for one."""
     deadline_seconds: float = 30.0
     insecure: bool = False
     """The user has allowed the token to be sent without TLS to other hosts."""
+
+
+def insecure_allowed() -> bool:
+    """Whether the environment allows secrets to be sent without TLS to other hosts."""
+    return os.environ.get("CKPT_INSECURE", "") not in ("", "0")
 
 
 def require_private(access: Access, address: str) -> None:

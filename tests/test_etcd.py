@@ -22,9 +22,10 @@ import pytest
 from cluster import Process
 
 from ckpt.aggregator import etcd, members
-from ckpt.aggregator.etcd import Announcement, Etcd, Facts, announce
+from ckpt.aggregator.etcd import Announcement, Facts, announce
+from ckpt.aggregator.etcd_client import Etcd
 from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.errors import InvalidArgument, StoreError, Unavailable
+from ckpt.storage.errors import InvalidArgument, Refused, StoreError, Unavailable
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the program etcd is missing (Debian: etcd-server)")
 FACTS = Facts("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
@@ -52,12 +53,13 @@ class EtcdProcess:
         self.endpoint, self.peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         self.endpoints = (self.endpoint,)
         self.peers = f"{self.name}={self.peer}"
+        self.options: tuple[str, ...] = ()
 
     def start(self, wait: bool = True) -> None:
         command = [
             "etcd", "--name", self.name, "--data-dir", str(self.folder), "--initial-cluster", self.peers,
             "--listen-client-urls", self.endpoint, "--advertise-client-urls", self.endpoint,
-            "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer,
+            "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer, *self.options,
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if wait:
@@ -66,6 +68,8 @@ class EtcdProcess:
     def answers(self) -> bool:
         try:
             Etcd(self.endpoints, 1.0).range("/")
+        except Refused:
+            return True
         except StoreError:
             return False
         return True

@@ -21,7 +21,7 @@ from support import SOAK
 from test_etcd import EtcdProcess, needs_etcd, until
 from test_run import none_left
 
-from ckpt.aggregator.etcd import Etcd
+from ckpt.aggregator.etcd_client import Etcd
 from ckpt.recovery import host
 from ckpt.recovery.ledger import lines, totals
 from ckpt.recovery.state import Entry

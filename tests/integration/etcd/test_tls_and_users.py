@@ -1,0 +1,240 @@
+"""A real etcd that is spoken to by TLS, asks for certificates of its clients, or has users with passwords."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from cluster import Process
+from test_etcd import FACTS, EtcdProcess, configured, needs_etcd, until
+
+from ckpt.aggregator import etcd, members
+from ckpt.aggregator.etcd_access import EtcdAccess, from_environment
+from ckpt.aggregator.etcd_client import Etcd
+from ckpt.recovery.etcd_state import EtcdState
+from ckpt.recovery.state import Draft
+from ckpt.storage.errors import InvalidArgument, Refused, StoreError, Unavailable
+
+pytestmark = [needs_etcd, pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is missing")]
+
+PASSWORD = "not so secret"
+
+
+def _openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two authorities, `ca` and `other`, and certificates `server` and `client` by the first, `stranger` by the second."""
+    folder = tmp_path_factory.mktemp("certificates")
+    extensions = folder / "extensions"
+    extensions.write_text("subjectAltName = IP:127.0.0.1\nextendedKeyUsage = serverAuth, clientAuth\n")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for name in ("ca", "other"):
+        files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.pem")]
+        _openssl("req", "-x509", *key, *files, "-days", "2", "-subj", f"/O={name}")
+    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
+        request, made = folder / f"{name}.csr", folder / f"{name}.pem"
+        _openssl("req", *key, "-keyout", str(folder / f"{name}.key"), "-out", str(request), "-subj", f"/O={name}")
+        signed_by = ["-CA", str(folder / f"{authority}.pem"), "-CAkey", str(folder / f"{authority}.key"), "-CAcreateserial"]
+        _openssl("x509", "-req", "-in", str(request), *signed_by, "-out", str(made), "-days", "2", "-extfile", str(extensions))
+    return folder
+
+
+class SecureEtcd(EtcdProcess):
+    """An etcd that serves https only."""
+
+    def __init__(self, folder: Path, certificates: Path, *options: str) -> None:
+        super().__init__(folder)
+        self.endpoint = self.endpoint.replace("http://", "https://")
+        self.endpoints = (self.endpoint,)
+        files = ("--cert-file", str(certificates / "server.pem"), "--key-file", str(certificates / "server.key"))
+        self.options = (*files, *options)
+
+
+def _trust(monkeypatch: pytest.MonkeyPatch, certificates: Path, client: str = "") -> None:
+    """As a user sets the environment."""
+    monkeypatch.setenv("CKPT_ETCD_CA_FILE", str(certificates / "ca.pem"))
+    if client:
+        monkeypatch.setenv("CKPT_ETCD_CERT_FILE", str(certificates / f"{client}.pem"))
+        monkeypatch.setenv("CKPT_ETCD_KEY_FILE", str(certificates / f"{client}.key"))
+
+
+@pytest.fixture
+def asks_for_certificates(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureEtcd]:
+    """An etcd that answers only those who have a certificate, as this process has by its environment."""
+    server = SecureEtcd(
+        tmp_path / "etcd", certificates, "--client-cert-auth", "--trusted-ca-file", str(certificates / "ca.pem")
+    )
+    _trust(monkeypatch, certificates, "client")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+def test_all_three_uses_work_by_tls_with_a_certificate(
+    asks_for_certificates: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = asks_for_certificates
+    hosts = server.endpoint.removeprefix("https://")
+    state = EtcdState(f"etcd://{hosts}/job")
+    assert state.append(0, [Draft(0, "note", "a")])
+    assert [entry.text for entry in state.entries()] == ["a"]
+
+    node = Process(tmp_path / "node", "--etcd", hosts, "--cluster", "lab")
+    try:
+        assert server.up() == {node.address: True}
+        configured(tmp_path, monkeypatch, hosts)
+        assert [member.address for member in members.find("lab").members] == [node.address]
+        table = f'etcd = {{ ca_file = "{tmp_path / "missing"}" }}'
+        configured(tmp_path, monkeypatch, hosts, table)
+        with pytest.raises(InvalidArgument, match="can't be used"):
+            members.find("lab")
+    finally:
+        node.close()
+
+
+def test_who_is_not_trusted_is_told_what_to_do(
+    asks_for_certificates: SecureEtcd, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoints = asks_for_certificates.endpoints
+    for client in ("stranger", ""):
+        for variable in ("CKPT_ETCD_CERT_FILE", "CKPT_ETCD_KEY_FILE"):
+            monkeypatch.delenv(variable)
+        _trust(monkeypatch, certificates, client)
+        with pytest.raises(Unavailable, match="CKPT_ETCD_CERT_FILE"):
+            Etcd(endpoints).range("/")
+        monkeypatch.setenv("CKPT_ETCD_CERT_FILE", "x")
+        monkeypatch.setenv("CKPT_ETCD_KEY_FILE", "x")
+    _trust(monkeypatch, certificates, "client")
+    monkeypatch.setenv("CKPT_ETCD_CA_FILE", str(certificates / "other.pem"))
+    with pytest.raises(Unavailable, match="give the authority of its certificate in CKPT_ETCD_CA_FILE"):
+        Etcd(endpoints).range("/")
+    for variable in ("CKPT_ETCD_CA_FILE", "CKPT_ETCD_CERT_FILE", "CKPT_ETCD_KEY_FILE"):
+        monkeypatch.delenv(variable)
+    with pytest.raises(StoreError, match="CKPT_ETCD_CA_FILE"):
+        Etcd([endpoints[0].replace("https", "http")]).range("/")
+
+
+@pytest.fixture
+def has_users(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureEtcd]:
+    """An etcd with authentication enabled: root, and `trainer`, who may use the keys of one job only."""
+    server = SecureEtcd(tmp_path / "etcd", certificates, "--auth-token", "simple")
+    _trust(monkeypatch, certificates)
+    try:
+        server.start()
+        anyone = Etcd(server.endpoints)
+        for name in ("root", "trainer"):
+            anyone._call("auth/user/add", {"name": name, "password": PASSWORD})
+            anyone._call("auth/role/add", {"name": name})
+            anyone._call("auth/user/grant", {"user": name, "role": name})
+        first, after = ("L2NrcHQtcnVuL2pvYi8=", "L2NrcHQtcnVuL2pvYjA=")  # /ckpt-run/job/ and /ckpt-run/job0
+        allowed = {"permType": "READWRITE", "key": first, "range_end": after}
+        anyone._call("auth/role/grant", {"name": "trainer", "perm": allowed})
+        anyone._call("auth/enable", {})
+        yield server
+    finally:
+        server.kill()
+
+
+def test_user_and_password(has_users: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = has_users.endpoint.removeprefix("https://")
+    with pytest.raises(Refused, match="CKPT_ETCD_USER"):
+        EtcdState(f"etcd://{hosts}/job").entries()
+    file = tmp_path / "password"
+    file.write_text(f"{PASSWORD}\n")
+    monkeypatch.setenv("CKPT_ETCD_USER", "trainer")
+    monkeypatch.setenv("CKPT_ETCD_PASSWORD_FILE", str(file))
+    state = EtcdState(f"etcd://{hosts}/job")
+    assert state.append(0, [Draft(0, "note", "a")])
+    with pytest.raises(Refused, match="permission denied"):
+        EtcdState(f"etcd://{hosts}/another").append(0, [Draft(0, "note", "a")])
+
+    has_users.kill()  # it forgets the tokens that it gave
+    monkeypatch.setenv("CKPT_ETCD_USER", "root")
+    has_users.start()
+    assert [entry.text for entry in state.entries()] == ["a"]
+    with closing(etcd.announce(has_users.endpoints, "lab", FACTS.address, FACTS, ttl=2)) as announced:
+        has_users.kill()
+        has_users.start()
+        until(lambda: announced.lease is not None and has_users.up() == {FACTS.address: True})
+
+    file.write_text("another")
+    with pytest.raises(Refused, match="authentication failed"):
+        Etcd(has_users.endpoints).range("/")
+
+
+def test_a_password_is_sent_by_tls_or_to_this_host() -> None:
+    access = EtcdAccess(user="trainer", password=PASSWORD)
+    with pytest.raises(InvalidArgument, match="without encryption"):
+        Etcd(["192.0.2.1:2379"], access=access)
+    Etcd(["127.0.0.1:2379", "[::1]:2379", "https://192.0.2.1:2379"], access=access)
+    Etcd(["192.0.2.1:2379"], access=EtcdAccess(user="trainer", password=PASSWORD, insecure=True))
+    assert PASSWORD not in repr(access)
+
+
+def test_an_endpoint_does_not_fall_back_to_http(certificates: Path) -> None:
+    access = EtcdAccess(ca_file=str(certificates / "ca.pem"))
+    assert access.endpoint("h:2379") == "https://h:2379"
+    with pytest.raises(InvalidArgument, match="write https://"):
+        Etcd(["http://h:2379"], access=access)
+    with pytest.raises(InvalidArgument, match="go together"):
+        Etcd(["h:2379"], access=EtcdAccess(ca_file=str(certificates / "ca.pem"), cert_file=str(certificates / "client.pem")))
+
+
+def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.path)
+            if self.path == "/v3/auth/authenticate":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps({"token": "a.1"}).encode())
+            else:
+                self.send_response(302)
+                self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(StoreError, match="HTTP 302"):
+            Etcd([f"127.0.0.1:{server.server_port}"], access=EtcdAccess(user="u", password="p")).range("/")
+        server.shutdown()
+    assert seen == ["/v3/auth/authenticate", "/v3/kv/range"]
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_ETCD_USER", "u")
+    monkeypatch.setenv("CKPT_ETCD_PASSWORD", "p")
+    access = from_environment()
+    assert (access.user, access.secret()) == ("u", "p")
+    assert from_environment({"user": "v"}).user == "v"
+
+
+def test_ckpt_run_tells_what_is_missing(
+    asks_for_certificates: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPT_ETCD_CERT_FILE")
+    command = [sys.executable, "-m", "ckpt.tools.run", "--nnodes", "2", "--run-dir", str(tmp_path / "run"), "--no-memory"]
+    state = f"etcd://{asks_for_certificates.endpoint.removeprefix('https://')}/job"
+    done = subprocess.run([*command, "--state", state, "true"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "CKPT_ETCD_CERT_FILE and CKPT_ETCD_KEY_FILE go together" in done.stderr
