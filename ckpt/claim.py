@@ -88,27 +88,27 @@ def this_process() -> Owner:
 
 
 def is_dead(owner: Owner, me: Owner) -> bool:
-    """Whether the process of one that was there at the same time as this one is seen to be gone.
-
-    Another boot is another host here: there are several of one name, clones and "localhost".
-    """
+    """Whether the owner's process is seen to be gone; False as well where this process can't look now."""
     try:
-        return (owner.host, owner.boot) == (me.host, me.boot) and alive(owner, me) is False
+        return alive(owner, me) is False
     except StoreError:
         return False
 
 
 def alive(owner: Owner, me: Owner) -> bool | None:
-    """Whether the owner's process lives; None where this host cannot tell. Raises StoreError where it can't look now."""
+    """Whether the owner's process lives; None where this host cannot tell. Raises StoreError where it can't look now.
+
+    Only the boot id proves that both are on one host: several may have one name ("localhost", clones of an image), so that
+    another boot may be another host that runs now, and not an earlier time of this one.
+    """
     if (owner.host, owner.boot, owner.namespace) != (me.host, me.boot, me.namespace):
-        # The same host after a reboot: nothing survived it.
-        return False if owner.host == me.host and owner.boot != me.boot and me.boot and owner.boot else None
+        return None
     if owner.started or me.started:
         return started(owner.pid, must_look=True) == owner.started
     try:
         os.kill(owner.pid, 0)  # no /proc here: a process of this number is taken to be the owner
     except ProcessLookupError:
-        return False
+        return False if me.boot else None
     except PermissionError:
         pass
     return True
@@ -284,7 +284,7 @@ class Claim:
             owner = Owner(**body["owner"])
         except (CkptError, KeyError, TypeError):
             return None
-        if alive(owner, this_process()) is not False:
+        if not is_dead(owner, this_process()):
             return None
         return RanksMissing(f"rank 0 of {self.size} (process {owner.pid} on {owner.host}) is dead: no step can be committed")
 

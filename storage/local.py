@@ -44,6 +44,49 @@ def _fsync_folder(path: str) -> None:
         os.close(fd)
 
 
+_durable_roots: set[str] = set()
+"""Folders from the roots of stores upwards that this process has seen to be durable in their parents."""
+
+_NO_FSYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
+"""A folder that this user can't open, or a file system that can't make a folder durable by itself."""
+
+
+def _fsync_if_possible(folder: str) -> None:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+
+
+def _make_root(root: str) -> None:
+    """Make the root of a store and the folders above it, each durable in its parent, as far as the next mount point."""
+    folder, chain = root, list[str]()
+    while not (folder in _durable_roots and os.path.isdir(folder)) and folder != os.path.dirname(folder):
+        chain.append(folder)
+        folder = os.path.dirname(folder)
+    for folder in reversed(chain):
+        parent = os.path.dirname(folder)
+        if not os.path.isdir(folder):
+            with told("making the directory", folder), suppress(FileExistsError):
+                _make(folder)
+            _fsync_folder(parent)
+        elif _is_entry(folder, parent):
+            with told("making durable", parent):
+                _fsync_if_possible(parent)
+        _durable_roots.add(folder)
+
+
+def _is_entry(folder: str, parent: str) -> bool:
+    """Whether a folder is part of its parent, and not the root of another file system."""
+    with told("looking up", folder):
+        return os.stat(folder).st_dev == os.stat(parent).st_dev
+
+
 class LocalStore(Store):
     """A directory, made when first written to. `direct=False` keeps to buffered writes."""
 
@@ -115,19 +158,24 @@ class LocalStore(Store):
         return path, temporary
 
     def _make_folder(self, path: str) -> None:
-        """Make a folder and its parents, each durable in its parent, as fsync(2) asks."""
-        if path in self._folders and os.path.isdir(path):
-            return
-        missing = []
-        parent = path
-        while not os.path.isdir(parent):
-            missing.append(parent)
-            parent = os.path.dirname(parent)
-        for folder in reversed(missing):
-            with told("making the directory", folder), suppress(FileExistsError):
-                _make(folder)
-            _fsync_folder(os.path.dirname(folder))
-        self._folders.add(path)
+        """Make a folder and its parents, each durable in its parent, as fsync(2) asks.
+
+        Also those that exist: another process may have made them just now, and may end before its own fsync.
+        """
+        unknown = []
+        while not (path in self._folders and os.path.isdir(path)):
+            unknown.append(path)
+            if path == self.root:
+                break
+            path = os.path.dirname(path)
+        for folder in reversed(unknown):
+            if folder == self.root:
+                _make_root(folder)
+            else:
+                with told("making the directory", folder), suppress(FileExistsError):
+                    _make(folder)
+                _fsync_folder(os.path.dirname(folder))
+            self._folders.add(folder)
 
     # --- reading -----------------------------------------------------------------------------------------------
 

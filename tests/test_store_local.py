@@ -89,7 +89,7 @@ def test_a_prefetch_brings_just_what_it_names_into_the_page_cache(store: LocalSt
 # --- crashes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", ["local.append=kill@2", "local.fsync=kill@1", "local.rename=kill@1"])
+@pytest.mark.parametrize("point", ["local.append=kill@2", "local.fsync=kill@2", "local.rename=kill@1"])
 def test_killed_writer_leaves_only_what_the_sweep_removes(store: LocalStore, point: str) -> None:
     program = (
         "import sys; from ckpt.storage.local import LocalStore\n"
@@ -139,6 +139,48 @@ def test_order_of_a_publish(store: LocalStore, monkeypatch: pytest.MonkeyPatch) 
     done.clear()
     store.put("new/folder/p", b"x")
     assert done == ["fsync folder"] * 2 + ["fsync file", "rename", "fsync folder"]
+
+
+def test_a_folder_that_another_process_has_made_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one may not have come to its fsync yet, and may end before it does. Once for each folder."""
+    subprocess.run([sys.executable, "-c", "import os, sys; os.makedirs(sys.argv[1])", tmp_path / "above/store/a/b"], check=True)
+    done: list[str] = []
+    fsync = os.fsync
+
+    def spy_fsync(fd: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    store = LocalStore(tmp_path / "above/store")
+    store.put("a/b/c", b"x")
+    parents = [tmp_path, tmp_path / "above", tmp_path / "above/store", tmp_path / "above/store/a"]
+    assert [found for found in done if found in map(str, parents)] == list(map(str, parents))
+    done.clear()
+    LocalStore(tmp_path / "above/store").put("a/b/d", b"x")
+    assert done[:2] == [str(tmp_path / "above/store"), str(tmp_path / "above/store/a")], "what is above only once"
+    done.clear()
+    store.put("a/b/e", b"x")
+    assert len(done) == 2, "the file and its folder"
+
+
+def test_a_root_whose_parents_cannot_be_opened(tmp_path: Path) -> None:
+    """As below a /home that this user may pass, and not list."""
+    (tmp_path / "home/user").mkdir(parents=True)
+    code = """
+import os, sys
+from ckpt.storage.local import LocalStore
+if os.getuid() == 0:
+    os.setuid(65534)
+LocalStore(sys.argv[1] + "/home/user").put("a/b", b"x")
+"""
+    (tmp_path / "home/user").chmod(0o777)
+    (tmp_path / "home").chmod(0o711)
+    parent = tmp_path
+    while parent != parent.parent and not parent.stat().st_mode & 1:
+        parent.chmod(parent.stat().st_mode | 0o11)
+        parent = parent.parent
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
 
 
 # --- failing disks ---------------------------------------------------------------------------------------------------

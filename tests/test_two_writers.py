@@ -20,7 +20,7 @@ from support import SOAK, assert_all_load, assert_clean, assert_same, failing, f
 
 import ckpt
 from ckpt import records
-from ckpt.claim import Owner, alive, claim, is_dead, this_process
+from ckpt.claim import Claim, Owner, alive, claim, is_dead, this_process
 from ckpt.repository import Repository
 from ckpt.storage.errors import StoreError
 from ckpt.storage.local import LocalStore
@@ -107,12 +107,27 @@ def test_who_is_alive() -> None:
     for change, lives in (
         ({"started": "1"}, False),  # the number was given to another process since
         ({"pid": 1 << 30}, False),
-        ({"boot": "another"}, False),  # the same host after a reboot
+        ({"boot": "another"}, None),  # the same host after a reboot, or another host of this name
         ({"host": "another"}, None),
         ({"host": "another", "boot": "another"}, None),
         ({"namespace": "another"}, None),  # a container beside this one
     ):
         assert alive(dataclasses.replace(me, **change), me) is lives, change
+
+
+def test_rank_0_on_another_host_of_the_same_name_is_not_taken_for_dead(tmp_path: Path) -> None:
+    """Several hosts are called "localhost", and clones of an image have one name."""
+    repo = Repository(LocalStore(tmp_path))
+    (tmp_path / "generations").mkdir()
+    owner = dataclasses.replace(this_process(), boot="another", pid=1 << 30)
+    data = records.encode("generation", {"owner": dataclasses.asdict(owner)})
+    (tmp_path / "generations/00000003.json").write_bytes(data)
+    assert Claim(repo, 3, rank=1, size=2).lost() is None
+    gone = dataclasses.replace(owner, boot=this_process().boot)
+    (tmp_path / "generations/00000003.json").write_bytes(
+        records.encode("generation", {"owner": dataclasses.asdict(gone)})
+    )
+    assert "is dead" in str(Claim(repo, 3, rank=1, size=2).lost())
 
 
 def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
