@@ -221,7 +221,8 @@ def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wante
 
 
 def open(url: Url | None = None) -> Repository:
-    """Open the repository at `url` for reading; raise FormatError where there is none."""
+    """Open the repository at `url` for reading; raise StepNotFound where nothing is there yet, FormatError where
+    something else is."""
     repo = open_repository(named(url))
     repo.check()
     return repo

@@ -178,6 +178,7 @@ class Committer:
             commit = self._session.repo.commit(self._step)
             Checkpoint(self._store, commit).require_complete()
         except StepNotFound:
+            self._session.claim.check()  # raises where the whole repository was removed
             return False
         except IntegrityError as error:  # and nothing else: what can't be read just now may be whole
             log.warning("step %d is damaged and will be replaced: %s", self._step, error)
@@ -199,7 +200,7 @@ class Committer:
                     self.told = True
                     return  # committed after all, and only the answer got lost
             except (StepNotFound, NotFound):
-                pass
+                self._session.repo.identity()  # raises where the whole repository was removed: nothing is written there again
             self.told = False
             doomed = [e.name for e in self._store.list(mine.rstrip("/")) if name in e.name and "failed" not in e.name]
             self._store.delete(doomed)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from ckpt import records
 from ckpt.checkpoint import Checkpoint
 from ckpt.records import CommitRecord
-from ckpt.storage.base import Store
+from ckpt.storage.base import Entry, Store
 from ckpt.storage.errors import (
     AlreadyExists,
     CkptError,
@@ -85,10 +85,14 @@ class Repository:
         return str(records.decode("repository", self.store.get(MARKER), f"{self.url}/{MARKER}")["id"])
 
     def check(self) -> None:
-        """Raise FormatError unless the URL is a repository that this version can read."""
+        """Raise StepNotFound where nothing is at the URL yet, FormatError where this version can read no repository there."""
         if not self._is_marked():
             if any(self.store.list_folders("steps")):
                 raise FormatError(f"{self._unmarked()}; restore it from a copy")
+            if self._foreign() is None:
+                if self._is_marked():  # another process has made it meanwhile
+                    return
+                raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
             raise FormatError(
                 f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first"
             )
@@ -96,11 +100,15 @@ class Repository:
     def _unmarked(self) -> str:
         return f"{self.url} has steps, and its {MARKER} is missing"
 
+    def _foreign(self) -> Entry | None:
+        """A file that is there, and is none of those by which ranks meet before the repository is made."""
+        return next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
+
     def ensure(self) -> None:
         """Make the repository if it is not there; refuse a folder that holds something else."""
         if self._is_marked():
             return
-        foreign = next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
+        foreign = self._foreign()
         if foreign is not None and not self.store.exists(MARKER):  # else another process was faster
             if foreign.name.startswith("steps/"):
                 raise FormatError(f"{self._unmarked()}; restore it from a copy, or name an empty or a new folder")

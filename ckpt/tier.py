@@ -19,7 +19,15 @@ from ckpt.arguments import checked_bytes, checked_every
 from ckpt.interval import Every
 from ckpt.repository import MARKER, Repository, Url, new_marker, open_repository
 from ckpt.retention import Keep, as_keep
-from ckpt.storage.errors import CkptError, FormatError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.errors import (
+    CkptError,
+    FormatError,
+    IntegrityError,
+    InvalidArgument,
+    NotFound,
+    StepNotFound,
+    StoreError,
+)
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
 
@@ -243,7 +251,9 @@ def mend_marker(repo: Repository, tier: Tier) -> None:
     try:
         try:
             repo.check()
-        except FormatError as error:  # not there yet, else
+        except StepNotFound:  # it is made when the first step is saved there
+            return
+        except FormatError as error:
             if not _was_cleared(repo, tier):
                 return
             log.warning("%s; it is written anew", error)

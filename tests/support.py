@@ -131,7 +131,7 @@ def assert_all_load(root: str | os.PathLike[str], acknowledged: int | None = Non
     """Every listed step loads bit for bit, and the newest is at least the acknowledged one. Returns the steps."""
     try:
         steps = ckpt.open(root).steps()
-    except ckpt.FormatError:
+    except ckpt.StepNotFound:
         assert acknowledged is None
         return []  # died before the repository was made
     assert acknowledged is None or (steps and steps[-1] >= acknowledged), (steps, acknowledged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from support import assert_same, snapshot, state_of
 
 import ckpt
 from ckpt import pulse
+from ckpt.groups.threads import ThreadGroup
+from ckpt.repository import Repository
 from ckpt.storage.local import LocalStore
 
 # --- options of save -------------------------------------------------------------------------------------------
@@ -218,9 +221,17 @@ def test_a_folder_that_is_no_repository(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_not_there_or_a_file(tmp_path: Path) -> None:
-    with refused(ckpt.FormatError, "not a checkpoint repository", root=tmp_path):
-        ckpt.load(tmp_path / "nowhere")
-    assert not (tmp_path / "nowhere").exists()
+    nowhere, groups = tmp_path / "nowhere", ThreadGroup.make(2)
+    for call in (
+        lambda: ckpt.load(nowhere), lambda: ckpt.load(nowhere, step=3), lambda: ckpt.open(nowhere),
+        lambda: ckpt.load(nowhere, {}, only="a"), lambda: Repository(LocalStore(nowhere)).steps(),
+    ):  # fmt: skip
+        with refused(ckpt.StepNotFound, "nothing has been saved", str(nowhere), "check the path", root=tmp_path):
+            call()
+    with ThreadPoolExecutor(2) as pool:
+        for failed in [pool.submit(ckpt.load, nowhere, group=group) for group in groups]:
+            assert isinstance(failed.exception(), ckpt.StepNotFound)
+    assert not list(nowhere.glob("[!m]*"))
     (tmp_path / "file").write_text("mine")
     for call in (lambda: ckpt.load(tmp_path / "file"), lambda: ckpt.save({"a": 1}, tmp_path / "file")):
         with refused(ckpt.CkptError, str(tmp_path / "file"), root=tmp_path):

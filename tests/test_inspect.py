@@ -149,7 +149,7 @@ def test_an_empty_repository_and_none(tmp_path: Path) -> None:
     none = run(tmp_path / "other")
     assert none.returncode == 1
     assert none.stderr.count("\n") == 1
-    assert "not a checkpoint repository" in none.stderr
+    assert "nothing has been saved" in none.stderr
 
 
 def test_a_step_of_a_newer_version_is_not_called_damaged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_the_repository_is_removed_while_ranks_wait(tmp_path: Path) -> None:
         assert "is gone: the folder was removed or emptied while it is written to" in said, said
         go(ranks[1:])
         (said,) = lines(ranks[1:])
-        assert "is not a checkpoint repository (no ckpt.json)" in said, said
+        assert "is gone: the folder was removed or emptied while it is written to" in said, said
     finally:
         for rank in ranks:
             rank.kill()

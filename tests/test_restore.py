@@ -377,7 +377,7 @@ def test_usage(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     assert "nowhere" in folder.stderr
     nothing = run(tmp_path, tmp_path / "out.npz")
     assert nothing.returncode == 1
-    assert "not a checkpoint repository" in nothing.stderr
+    assert "nothing has been saved" in nothing.stderr
     for failed in (step, folder, nothing):
         assert failed.stderr.count("\n") == 1
         assert failed.stdout == ""
