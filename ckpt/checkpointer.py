@@ -390,8 +390,8 @@ class Checkpointer:
             with pulses.phase("end"):
                 self._tiers.close(promote, self._progress("end"))
             return
-        session.wait()
         try:
+            session.wait()
             session.raise_failed()
         finally:
             sessions.leave(session)

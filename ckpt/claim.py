@@ -182,6 +182,8 @@ class Claim:
         """The processes of the group, by rank, where they are known."""
         self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
+        self.moves = 0
+        """Grows as long as the saves with this claim make progress. Two threads may count one step: only its growth matters."""
         self._active: dict[str, frozenset[str]] = {}
 
     def clean(self) -> None:

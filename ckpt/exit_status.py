@@ -1,4 +1,4 @@
-"""The exit status of a program whose last save failed in the background, after the program's own code has ended.
+"""The end of a program with saves under way, and its exit status where the last one failed in the background.
 
 Python ignores exceptions of functions that `atexit` runs. It ends with status 120 where the clean-up fails, which it finds out
 by flushing sys.stdout and sys.stderr (`sys.exit`, Python's library reference). A flush that fails is used for that reason:
@@ -7,7 +7,10 @@ unlike os._exit it lets everything else that runs at exit run.
 
 from __future__ import annotations
 
+import atexit
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any, TextIO
 
 STATUS = 120
@@ -43,3 +46,11 @@ def fail_clean_up() -> None:
     """
     if getattr(sys, "last_value", None) is None:  # set by Python where an uncaught exception ends the program
         sys.stderr = _FailedCleanUp(sys.stderr)
+
+
+def before_the_threads_end(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a function that the end of the program calls before the executors of concurrent.futures end, and before any
+    function of `atexit`: saves need the executors, and what other packages release there."""
+    register = getattr(threading, "_register_atexit", None) or atexit.register
+    register(function)
+    return function

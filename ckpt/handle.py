@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckpt.making_process import MakingProcess
+from ckpt.storage.errors import SaveFailed
+from ckpt.storage.patience import VARIABLE, patience_seconds
 
 if TYPE_CHECKING:
     from ckpt.checkpoint import Checkpoint
@@ -15,9 +17,13 @@ if TYPE_CHECKING:
 class SaveHandle:
     """A save under way. `result()` waits for it and returns the checkpoint, or raises what went wrong."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, moves: Callable[[], int] = int) -> None:
+        """moves: a number that grows as long as the save makes progress."""
         self.step = step
         self._made_by = MakingProcess()
+        self._moves = moves
+        self._seen_moves = 0
+        self._still_seconds = 0.0
         self.staged = threading.Event()
         """Set when the state has been copied and may be changed."""
         self._done = threading.Event()
@@ -44,20 +50,58 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most `timeout` seconds; whether it has come. Raises nothing.
 
+        Without a timeout it waits as long as the save makes progress: at most CKPT_STORE_TIMEOUT seconds without any.
         A forked child does not wait: it never learns of the end.
         """
         if not self._made_by.is_this:
             return self.done()
-        return self._done.wait(timeout)
+        return self._done.wait(timeout) if timeout is not None else self._wait_for(self._done)
+
+    def require_end(self) -> None:
+        """Wait for the end; raise SaveFailed where the save makes no progress any more."""
+        if self._made_by.is_this and not self._wait_for(self._done):
+            raise self.stuck()
+
+    def require_staged(self) -> None:
+        """Wait until the state has been copied; raise SaveFailed where the save makes no progress any more."""
+        if self._made_by.is_this and not self._wait_for(self.staged):
+            raise self.stuck()
+
+    def is_stuck(self) -> bool:
+        """Whether somebody has waited in vain for the save to make progress."""
+        return self._still_seconds >= patience_seconds() and not self._done.is_set()
+
+    def stuck(self) -> SaveFailed:
+        """What to raise where the save makes no progress."""
+        return SaveFailed(
+            f"saving step {self.step} has made no progress for {self._still_seconds:g} s: the store does not answer. The step "
+            f"is committed if it answers again while this program runs. {VARIABLE} sets the seconds"
+        )
+
+    def _wait_for(self, event: threading.Event) -> bool:
+        """Whether it came, before there was no progress for too long. Seconds are counted, not read from a clock: a process
+        that was stopped for an hour has not waited for an hour."""
+        limit = patience_seconds()
+        while not event.wait(min(1.0, max(0.0, limit - self._still_seconds))):
+            if (moves := self._moves()) != self._seen_moves:
+                self._seen_moves, self._still_seconds = moves, 0.0
+            elif self._still_seconds >= limit:
+                return False
+            else:
+                self._still_seconds += min(1.0, limit - self._still_seconds)
+        return True
 
     def result(self, timeout: float | None = None) -> Checkpoint:
         """The committed checkpoint; raises the error of the save, or TimeoutError after `timeout` seconds.
 
-        CkptError in a child that was forked while the save was under way.
+        Without a timeout: SaveFailed where the save makes no progress for CKPT_STORE_TIMEOUT seconds. CkptError in a child that
+        was forked while the save was under way.
         """
         if not self.done():
             self._made_by.require(f"the save of step {self.step}", "ask for its result in the process that saves")
-        if not self._done.wait(timeout):
+        if timeout is None:
+            self.require_end()
+        elif not self._done.wait(timeout):
             raise TimeoutError(f"saving step {self.step} has not ended after {timeout} s; it goes on")
         self._seen = True
         if self._error is not None:

@@ -366,6 +366,7 @@ def _wait(
     while True:
         if (found := look()) is not None:
             return found
+        claim.moves += 1
         now = time.monotonic()
         if now >= deadline:
             return None

@@ -13,6 +13,7 @@ from ckpt.repository import Repository
 from ckpt.retention import Keep
 from ckpt.session import Session, distrust
 from ckpt.storage.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
+from ckpt.storage.patience import VARIABLE, patience_seconds
 
 log = logging.getLogger("ckpt")
 
@@ -42,6 +43,8 @@ class Promoter:
         self._not_before = 0.0
         self._closing = False
         self._progress: Callable[[], None] = _nothing
+        self._moves = 0
+        """Grows as long as the copying makes progress."""
         self._left_over: set[str] = set()
         self._thread: threading.Thread | None = None
         self.seconds = 0.0
@@ -87,6 +90,8 @@ class Promoter:
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait until what was offered is there; raise SaveFailed after a try that failed. It is tried again later.
 
+        Raises SaveFailed, too, where a copy makes no progress any more.
+
         progress: called by the thread that copies, for each piece.
         """
         with self._changed:
@@ -94,10 +99,12 @@ class Promoter:
             self._not_before = 0.0
             self._changed.notify_all()
             enough = self._tries + (self._current is not None) + (self._waiting is not None)
-            self._changed.wait_for(
-                lambda: (self._waiting is None and self._current is None) or (self._error and self._tries >= enough)
+            ended = self._wait_while_it_moves(
+                lambda: (self._waiting is None and self._current is None) or bool(self._error and self._tries >= enough)
             )
             error, self._progress = self._error, _nothing
+        if not ended:
+            raise SaveFailed(self._stuck())
         if error is not None:
             raise SaveFailed(f"promoting to {self._target.repo.url} failed: {error}") from error
 
@@ -111,18 +118,50 @@ class Promoter:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if wait and self._thread is not None:
-            self._thread.join()
+            if wait and not self._wait_while_it_moves(lambda: self._thread is None):
+                log.error("%s", self._stuck())
+
+    def _wait_while_it_moves(self, ended: Callable[[], bool]) -> bool:
+        """With the lock. Whether it ended, before a copy made no progress for CKPT_STORE_TIMEOUT seconds. Those are counted,
+        not read from a clock: a process that was stopped has not waited."""
+        limit, still, seen = patience_seconds(), 0.0, self._moves
+        while not ended():
+            tick = min(1.0, limit - still)
+            if self._changed.wait(tick):
+                continue
+            if self._current is None or self._moves != seen:
+                still, seen = 0.0, self._moves
+            elif (still := still + tick) >= limit and not ended():
+                return False
+        return True
+
+    def _stuck(self) -> str:
+        return (
+            f"promoting step {self._current} to {self._target.repo.url} has made no progress for {patience_seconds():g} s: a "
+            f"store does not answer. {VARIABLE} sets the seconds"
+        )
+
+    def _moved(self) -> None:
+        self._moves += 1
+        self._progress()
 
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         be_nice()
+        try:
+            self._copy_all()
+        finally:
+            with self._changed:
+                self._thread = None
+                self._changed.notify_all()
+
+    def _copy_all(self) -> None:
         while (step := self._next()) is not None:
             began = time.monotonic()
             error: Exception | None = None
             try:
-                promote(self._source, step, self._target, self._keep, self._left_over, lambda: self._progress())
+                promote(self._source, step, self._target, self._keep, self._left_over, self._moved)
                 self.seconds = time.monotonic() - began
             except StepNotFound:  # a nearer tier has lost it, or a roll-back has replaced it
                 log.warning("step %d is not promoted to %s: no nearer tier has it any more", step, self._target.repo.url)

@@ -12,13 +12,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
 from ckpt.drift import Drift
-from ckpt.exit_status import fail_clean_up
+from ckpt.exit_status import before_the_threads_end, fail_clean_up
 from ckpt.groups.base import Group
 from ckpt.known import KnownBlock, KnownBlocks
 from ckpt.pack import lengths
@@ -95,7 +95,7 @@ class Session:
                 if len(busy) < limit:
                     self._pending.append(handle)
                     return
-            busy[0].wait()
+            busy[0].require_end()
 
     def raise_failed(self) -> None:
         """Raise SaveFailed for the first save of the background that failed and whose error nobody has seen."""
@@ -116,18 +116,18 @@ class Session:
             raise SaveFailed(f"saving step {handle.step}, the last of the run, to {self.repo.url} failed: {error}") from error
 
     def wait(self) -> None:
-        """Wait for all saves under way."""
+        """Wait for all saves under way; raise SaveFailed where one makes no progress any more."""
         with self._lock:
             pending = list(self._pending)
         for handle in pending:
-            handle.wait()
+            handle.require_end()
 
     def wait_staged(self) -> None:
         """Wait until no save under way reads the state any more."""
         with self._lock:
             pending = list(self._pending)
         for handle in pending:
-            handle.staged.wait()
+            handle.require_staged()
 
     # --- what the last step holds ------------------------------------------------------------------------------
 
@@ -381,6 +381,8 @@ def leave(session: Session, keep: bool = False) -> None:
         if session.holders or (keep and session.group.size > 1):
             return
         _sessions.pop(_key(session.repo, session.group), None)
+        if any(h.is_stuck() for h in session._pending):
+            return  # the store would not answer; the next job sees when this process has ended
         if not session.claim.rank:
             _release_unused(session.claim)
         if any(h.unseen() for h in session._pending):
@@ -402,12 +404,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@before_the_threads_end
+def _wait_at_exit() -> None:
+    """Wait for the saves under way, as long as they make progress: what they need must not end before."""
+    for session in [*_sessions.values(), *_orphans]:
+        with suppress(SaveFailed):
+            session.wait()
+
+
 @atexit.register
 def _report_at_exit() -> None:
-    """Wait for the saves under way. One that failed is logged, and ends the program with a status that is not 0."""
+    """A save that failed or makes no progress is logged, and ends the program with a status that is not 0."""
     failed = False
     for session in [*_sessions.values(), *_orphans]:
-        session.wait()
+        try:
+            session.wait()
+        except SaveFailed as error:
+            failed = True
+            log.error("%s", error)
+            continue
         excused = [session.excused] if session.excused is not None else []
         for handle in {*session._pending, *excused}:
             if handle.unseen() or (handle in excused and handle.unasked()):

@@ -253,7 +253,7 @@ class Tiers:
     def _choose(self) -> int:
         """Where the next save begins, once the one before has ended: the same on all ranks."""
         if self._last is not None:
-            self._last.wait()
+            self._last.require_end()
         for number, place in enumerate(self._places[:-1]):
             if not place.skip:
                 return number
@@ -396,9 +396,9 @@ class Tiers:
 
     def close(self, promote: bool, progress: Callable[[], None] | None = None) -> None:
         """End. promote: bring the newest step to the repository of record, and give the memory free."""
-        for place in self._places:
-            place.session.wait()
         try:
+            for place in self._places:
+                place.session.wait()
             if promote:
                 step = self._promote_newest()
                 self.wait(progress)

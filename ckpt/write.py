@@ -78,8 +78,9 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     """
     if step is None:
         step = session.next_step()
-    handle = SaveHandle(step)
-    attempt = session.claim.begin(step, session.group.size)
+    claim = session.claim
+    handle = SaveHandle(step, lambda: claim.moves)
+    attempt = claim.begin(step, session.group.size)
     session.began(step)
     failed: SaveFailed | None = None
     try:
@@ -97,7 +98,14 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     except BaseException as error:
         give_up(session, attempt, error)
         raise
-    session.add(handle, options.in_flight)
+    try:
+        session.add(handle, options.in_flight)
+    except SaveFailed:
+        claim.end(attempt)  # the other ranks are not told: the store that would tell them does not answer
+        raise
+    except BaseException as error:
+        give_up(session, attempt, error)
+        raise
     if blocking:
         run.blocking()
         handle.result()
@@ -202,7 +210,8 @@ class _Save:
         most = self._writers * BLOCK_BYTES * 3 // 2  # half as many are staged as are written: what is small stays in the caches
         budget = min(max(_LEAST_ARENA, min(most, total // 4)), self._options.memory or most)
         self._go.set()
-        stager = threading.Thread(target=self._stage, args=(range(len(self._blocks)), True, True), name="ckpt-stage")
+        all_blocks = range(len(self._blocks))
+        stager = threading.Thread(target=self._stage, args=(all_blocks, True, True), name="ckpt-stage", daemon=True)
         try:
             self._borrow(min(total, budget))
             self._prepare()
@@ -222,7 +231,7 @@ class _Save:
         eager = [i for i in range(len(self._blocks)) if i not in late]
         versions = self._versions(deferred)
         self._samples = {i: sample(self._blocks[i], self._leaves) for i in deferred}
-        thread = threading.Thread(target=self._run, args=(deferred, versions), name=f"ckpt-save-{self._step}")
+        thread = threading.Thread(target=self._run, args=(deferred, versions), name=f"ckpt-save-{self._step}", daemon=True)
         try:
             self._borrow(_budget(total, self._options))
             if self._arena is not None and total > self._arena.capacity:
@@ -257,7 +266,7 @@ class _Save:
             if self._group.size > 1 and not deferred:
                 time.sleep(min(_LET_OTHERS_SECONDS, self._copied_seconds / 2))  # none where the arena is full already
             self._prepare()
-            stager = threading.Thread(target=self._stage_late, args=(deferred, versions), name="ckpt-stage")
+            stager = threading.Thread(target=self._stage_late, args=(deferred, versions), name="ckpt-stage", daemon=True)
             stager.start()
             self._write_and_commit(stager)
         except BaseException as error:
@@ -336,6 +345,7 @@ class _Save:
                 if (before := self._samples.get(i)) and (changed := differing(block, before, region.data)) is not None:
                     raise self._changed(self._names[changed])
                 sums = digest_and_cells(self._algorithm, region.data[: block.nbytes].data) if summing else None
+                self._session.claim.moves += 1
                 self._staged.put(_Staged(i, region, sums))
         except BaseException as error:
             self._fail(error)
@@ -349,7 +359,7 @@ class _Save:
         threads = max(1, min(4, processors(), len(indices) // 4))
         share = _Shared(indices)
         args = (share, False, False)
-        helpers = [threading.Thread(target=self._stage, args=args, name="ckpt-stage") for _ in range(threads - 1)]
+        helpers = [threading.Thread(target=self._stage, args=args, name="ckpt-stage", daemon=True) for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
         self._stage(*args)
@@ -382,14 +392,14 @@ class _Save:
 
     def _write_and_commit(self, stager: threading.Thread) -> None:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit: let it overlap with writing
-            threading.Thread(target=self._import, name="ckpt-import").start()
+            threading.Thread(target=self._import, name="ckpt-import", daemon=True).start()
         prefix = f"{step_folder(self._step)}/pack/{self._attempt.name}"
         total = sum(round_up(b.nbytes) for b in self._blocks)
         packs: list[PackFile] = []
         try:
             with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", total) as writer:
                 crew = [
-                    threading.Thread(target=self._write, args=(writer,), name="ckpt-write")
+                    threading.Thread(target=self._write, args=(writer,), name="ckpt-write", daemon=True)
                     for _ in range(self._writers - 1)
                 ]
                 try:
@@ -420,6 +430,7 @@ class _Save:
             self._step, self._store.url, checkpoint.commit.raw_bytes / 1e9,
             checkpoint.commit.written_bytes / 1e9, time.monotonic() - self._began,
         )  # fmt: skip
+        self._session.claim.moves += 1
         self._session.committed(self._step, checkpoint.commit.files(), self._options.in_flight)
         self._session.claim.end(self._attempt)  # its files belong to the step now
         self._session.sweep(self._options.keep, self._step, self.committer.retired)
@@ -436,6 +447,7 @@ class _Save:
                     if self._error is None:
                         self._stored[item.number] = self._store_block(packs, self._blocks[item.number], item)
                 finally:
+                    self._session.claim.moves += 1
                     if self._arena is not None:
                         self._arena.give_back(item.region)
         except BaseException as error:

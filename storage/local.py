@@ -8,6 +8,7 @@ fails.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import functools
@@ -16,12 +17,17 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
 from ckpt.storage.descriptors import DescriptorReader, GrowingFile, in_page_cache, told, write_all
 from ckpt.storage.errors import NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.patience import call_in_a_thread, interruptible, may_wait_for
+
+T = TypeVar("T")
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -95,10 +101,17 @@ class LocalStore(Store):
         self.url = Path(self.root).as_uri()
         self._direct = self.past_cache = direct and bool(O_DIRECT)
         self._folders: set[str] = set()
+        self._appends: int | None = None
 
     @property
     def parallel_appends(self) -> int:
         """Half as many for a disk of this machine, which takes each apart by itself. Other file systems have no device."""
+        if self._appends is None:  # looked up once: a save asks for it in the training thread
+            self._appends = self._find_parallel_appends()
+        return self._appends
+
+    @interruptible
+    def _find_parallel_appends(self) -> int:
         folder = self.root
         while folder and not os.path.isdir(folder):
             folder = os.path.dirname(folder)
@@ -106,6 +119,7 @@ class LocalStore(Store):
 
     # --- writing -----------------------------------------------------------------------------------------------
 
+    @interruptible
     def put(self, name: str, data: Buffer) -> None:
         path, temporary = self._put_temporary(name, data)
         try:
@@ -119,6 +133,7 @@ class LocalStore(Store):
         with suppress(NotFound):  # who waited for it has taken it, and has deleted the folder: nothing is left to be durable
             _fsync_folder(os.path.dirname(path))
 
+    @interruptible
     def put_new(self, name: str, data: Buffer) -> None:
         path, temporary = self._put_temporary(name, data)
         try:
@@ -179,12 +194,14 @@ class LocalStore(Store):
 
     # --- reading -----------------------------------------------------------------------------------------------
 
+    @interruptible
     def get(self, name: str) -> bytes:
         path = self._path(name)
         fd = _open_to_read(path)
         with os.fdopen(fd, "rb") as file, told("reading", path):
             return file.read()
 
+    @interruptible
     def open(self, name: str) -> Reader:
         path = self._path(name)
         return DescriptorReader(_open_to_read(path), path)
@@ -195,6 +212,7 @@ class LocalStore(Store):
         # By its descriptor: another may have the name by now.
         return DescriptorReader(fd, path, _open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
 
+    @interruptible
     def descriptor(self, name: str) -> int:
         """An object, open for reading. The caller closes it."""
         return _open_to_read(self._path(name))
@@ -212,8 +230,18 @@ class LocalStore(Store):
                 finally:
                     os.close(fd)
 
+    @interruptible
+    def exists(self, name: str) -> bool:
+        return super().exists(name)
+
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        yield from self._walk(self._folder(prefix), f"{prefix}/" if prefix else "")
+        return self._read(self._walk(self._folder(prefix), f"{prefix}/" if prefix else ""))
+
+    def _read(self, found: Iterator[T]) -> Iterator[T]:
+        """A listing: piece by piece, or as a whole in another thread."""
+        if may_wait_for(self.root):
+            return found
+        return iter(call_in_a_thread(partial(builtins.list, found), f"listing {self.root}"))
 
     def _walk(self, path: str, prefix: str) -> Iterator[Entry]:
         with told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
@@ -227,7 +255,9 @@ class LocalStore(Store):
                         yield Entry(prefix + entry.name, entry.stat(follow_symlinks=False).st_size)
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        path = self._folder(prefix)
+        return self._read(self._folders_in(self._folder(prefix)))
+
+    def _folders_in(self, path: str) -> Iterator[str]:
         with told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False) and is_name(entry.name):
@@ -235,6 +265,7 @@ class LocalStore(Store):
 
     # --- deleting ----------------------------------------------------------------------------------------------
 
+    @interruptible
     def delete(self, names: Iterable[str]) -> None:
         """Also removes the folders that become empty, and makes each batch durable."""
         folders = set()
@@ -252,6 +283,7 @@ class LocalStore(Store):
     def _remove(self, path: str) -> None:
         os.unlink(path)
 
+    @interruptible
     def sweep_temporaries(self, prefix: str) -> None:
         """Remove the temporary files that a killed writer left below `prefix`. Only for who holds the repository."""
         for base, _, files in os.walk(self._folder(prefix), topdown=False):

@@ -55,6 +55,12 @@ def require_local(path: str | os.PathLike[str], what: str, instead: str) -> None
     )
 
 
+def is_local(path: str) -> bool:
+    """Whether `path` lies on a file system of this host. Where that is not known (not Linux), it counts as one."""
+    found = _file_system_type(_nearest_folder(path))
+    return found is None or found in _LOCAL
+
+
 def _is_stated(where: str) -> bool:
     stated = [os.path.abspath(folder) for folder in os.environ.get(VARIABLE, "").split(":") if folder]
     return any(where == folder or where.startswith(folder.rstrip("/") + "/") for folder in stated)

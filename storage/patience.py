@@ -1,0 +1,103 @@
+"""Calls to a file system that may never come back: a hung NFS or FUSE mount puts its caller into uninterruptible sleep.
+
+A thread in such a call can't be interrupted. So the main thread, which must take Ctrl-C and must not wait without end, lets
+another thread make these calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from ckpt.storage.errors import InvalidArgument, Unavailable
+from ckpt.storage.local_file_system import is_local
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+VARIABLE = "CKPT_STORE_TIMEOUT"
+"""Seconds after which a call that does not come back, or a save that makes no progress, is an error."""
+
+DEFAULT_SECONDS = 600.0
+
+
+def patience_seconds() -> float:
+    """The value of CKPT_STORE_TIMEOUT; raise InvalidArgument where it is no positive number."""
+    text = os.environ.get(VARIABLE, "")
+    try:
+        seconds = float(text) if text else DEFAULT_SECONDS
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise InvalidArgument(f"{VARIABLE}={text!r}: give a positive number of seconds")
+    return seconds
+
+
+def call_in_a_thread(call: Callable[[], T], what: str) -> T:
+    """Let a thread of its own make a call, and wait for it at most `patience_seconds`. Raises Unavailable after that.
+
+    The thread of a call that does not come back stays. The end of the process does not wait for it.
+    """
+    seconds, future = patience_seconds(), Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ckpt-call", daemon=True).start()
+    try:
+        return future.result(seconds)
+    except Late:
+        if future.done():
+            raise
+        raise Unavailable(
+            f"{what}: no answer for {seconds:g} s. A mount hangs, or its server is down; bring it back or unmount it, "
+            f"and start again ({VARIABLE} sets the seconds)"
+        ) from None
+
+
+class Folder:
+    """A folder of the file system, on a local disk or not."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._is_local: bool | None = None
+
+    def is_local(self) -> bool:
+        """Whether the folder is on a local disk, whose calls come back. A folder that does not exist yet is asked again."""
+        if self._is_local is None:
+            exists, found = call_in_a_thread(lambda: (os.path.isdir(self.root), is_local(self.root)), self.root)
+            if not exists:
+                return found
+            self._is_local = found
+        return self._is_local
+
+
+@functools.lru_cache(1024)
+def folder_at(root: str) -> Folder:
+    """The folder at a path, remembered by its path."""
+    return Folder(root)
+
+
+def may_wait_for(root: str) -> bool:
+    """Whether this thread may make calls to a folder: the main thread only where it is on a local disk."""
+    return threading.current_thread() is not threading.main_thread() or folder_at(root).is_local()
+
+
+def interruptible(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """For a method of a store with a `root`: another thread makes the call where this one may not wait for it."""
+
+    @functools.wraps(method)
+    def made(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        if may_wait_for(self.root):
+            return method(self, *args, **kwargs)
+        return call_in_a_thread(functools.partial(method, self, *args, **kwargs), f"{method.__name__} at {self.root}")
+
+    return cast(Callable[Concatenate[Any, P], T], made)
