@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 
 from ckpt.aggregator.etcd_access import VARIABLES, EtcdAccess, from_environment
+from ckpt.storage.access import is_loopback
 from ckpt.storage.errors import InvalidArgument, NotFound, Refused, StoreError, Unavailable
 
 _ANSWER_BYTES = 16 << 20
@@ -62,6 +64,11 @@ class Etcd:
         elif access.cert_file or access.key_file:
             raise InvalidArgument(f"etcd: {VARIABLES['cert_file']} is of use by https only; give {VARIABLES['ca_file']}, too")
         self._opener = urllib.request.build_opener(*handlers)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether all endpoints are on this host."""
+        return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in self._endpoints)
 
     def range(self, prefix: str, first: str = "") -> list[Item]:
         """The keys that begin with a prefix, from `first` on, all as of one moment."""

@@ -2,59 +2,104 @@
 
     /ckpt-run/<name>/log/<number, 12 digits>    an entry
     /ckpt-run/<name>/agents/<agent>             what an agent says of itself
+
+Where the job has a token, both are signed with it (signing.py), and what is not is passed over: whoever may only write to etcd
+can end a run, and can't decide what it does.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.aggregator.etcd import parse_url
-from ckpt.aggregator.etcd_client import Etcd
-from ckpt.recovery.state import Draft, Entry, State
-from ckpt.storage.errors import InvalidArgument, StoreError
+from ckpt.aggregator.etcd_client import Etcd, Item
+from ckpt.recovery.signing import Signer, Unsigned, unchecked
+from ckpt.recovery.state import Draft, Entry, State, passed_over
+from ckpt.storage.errors import InvalidArgument, Refused
+
+log = logging.getLogger("ckpt.run")
 
 _SECONDS = 1.0
 """How long a call waits. The ranks go on without; only what is noticed meanwhile waits."""
 
 
 class EtcdState(State):
-    """etcd://HOST:PORT,…/NAME. Raises InvalidArgument where the URL is none."""
+    """etcd://HOST:PORT,…/NAME. Raises InvalidArgument where the URL is none.
+
+    token: of the job; all agents have the same. read_only: entries and reports are read without it, too, with a warning that
+    nobody has checked them.
+    """
 
     remote = True
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str | None = None, read_only: bool = False) -> None:
         if not re.fullmatch(r"etcd://[^/]+/[\w.-]+", url):
             raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it a file in --run-dir is the state")
         endpoints, name = parse_url(url)
         self._etcd = Etcd(endpoints, _SECONDS)
         self._folder = f"/ckpt-run/{name}/"
+        self._signer = Signer(token)
+        self._trusts_all = read_only and not self._signer.signs
+        self._warned: set[str] = set()
+        if not self._signer.signs and not read_only and not self._etcd.is_loopback:
+            self._warn(
+                url, "whoever can write to %s decides what the ranks of this run do, as there is no token to sign its entries; "
+                "give --token-file (or CKPT_TOKEN, CKPT_TOKEN_FILE) on all hosts"
+            )  # fmt: skip
 
     def entries(self, after: int = 0) -> list[Entry]:
-        log = f"{self._folder}log/"
-        found = self._etcd.range(log, _key(log, after + 1))
-        try:
-            return [_entry(int(item.key.removeprefix(log)), item.value) for item in found]
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{log} in etcd holds what is no log of a run ({error!r}); give another name") from error
+        folder = f"{self._folder}log/"
+        found = {item.key: item for item in self._etcd.range(folder, _key(folder, after + 1))}
+        entries: list[Entry] = []
+        refused = 0
+        while (item := found.pop(_key(folder, number := after + 1 + len(entries)), None)) is not None:
+            try:
+                entries.append(_entry(number, self._checked(item)))
+            except Unsigned as error:
+                refused += 1
+                entries.append(passed_over(number, f"{error}. Look for who else writes to {item.key} in etcd"))
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
+                entries.append(passed_over(number, f"it can't be read ({error!r})"))
+        for key in found:
+            self._warn(key, "%s in etcd is no entry that follows the others: it is ignored")
+        if refused and refused == len(entries) and not after:
+            raise Refused(
+                f"the log of the run in {folder} has {len(entries)} entries, and none was written with the token of this job "
+                f"({entries[0].text}). Give the token of that run, or another NAME in --state"
+            )
+        return entries
 
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
-        log, now = f"{self._folder}log/", time.time()
+        folder, now = f"{self._folder}log/", time.time()
         puts = {
-            _key(log, after + 1 + i): json.dumps([now, d.attempt, d.kind, d.text, d.facts]).encode()
+            (key := _key(folder, after + 1 + i)): self._signer.signed(
+                key, json.dumps([now, d.attempt, d.kind, d.text, d.facts]).encode()
+            )
             for i, d in enumerate(drafts)
         }
         return self._etcd.put_new(puts)
 
     def reports(self) -> dict[str, dict[str, Any]]:
         folder = f"{self._folder}agents/"
-        return {item.key.removeprefix(folder): json.loads(item.value) for item in self._etcd.range(folder)}
+        found = {}
+        for item in self._etcd.range(folder):
+            try:
+                facts = json.loads(self._checked(item))
+                if not isinstance(facts, dict):
+                    raise ValueError(f"a {type(facts).__name__}")
+                found[item.key.removeprefix(folder)] = facts
+            except ValueError as error:
+                self._warn(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
+        return found
 
     def report(self, name: str, facts: Mapping[str, Any]) -> None:
-        self._etcd.put(f"{self._folder}agents/{name}", json.dumps(facts).encode())
+        key = f"{self._folder}agents/{name}"
+        self._etcd.put(key, self._signer.signed(key, json.dumps(facts).encode()))
 
     def withdraw(self, name: str) -> None:
         self._etcd.delete(f"{self._folder}agents/{name}")
@@ -62,9 +107,22 @@ class EtcdState(State):
     def close(self) -> None:
         pass  # it holds no connection
 
+    def _checked(self, item: Item) -> bytes:
+        if not self._trusts_all:
+            return self._signer.checked(item.key, item.value)
+        if (value := unchecked(item.value)) != item.value:
+            self._warn(self._folder, "what stands in %s is signed, and was not checked, as there is no token (CKPT_TOKEN_FILE)")
+        return value
 
-def _key(log: str, number: int) -> str:
-    return f"{log}{number:012d}"
+    def _warn(self, what: str, text: str) -> None:
+        """Once for each key."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning(text, what)
+
+
+def _key(folder: str, number: int) -> str:
+    return f"{folder}{number:012d}"
 
 
 def _entry(number: int, value: bytes) -> Entry:

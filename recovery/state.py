@@ -8,11 +8,14 @@ for the agents of one host; etcd (etcd_state.py), for those of many.
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("ckpt.run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +72,28 @@ class State(ABC):
     def close(self) -> None: ...
 
 
+def passed_over(number: int, why: str) -> Entry:
+    """What stands in place of an entry that nothing may depend on: a note. It is logged, too."""
+    text = f"entry {number} of the log of the run is passed over: {why}"
+    log.warning("%s", text)
+    return Entry(number, 0.0, 0, "note", text, {})
+
+
 def as_json(entry: Entry) -> str:
     """One line."""
     return json.dumps(asdict(entry))
 
 
 def open_state(folder: Path, url: str | None = None, read_only: bool = False) -> State:
-    """The state of the run in a folder, or at etcd://HOST:PORT,…/NAME. read_only: for who only asks."""
+    """The state of the run in a folder, or at etcd://HOST:PORT,…/NAME. read_only: for who only asks.
+
+    In etcd entries are signed with the token that the environment names.
+    """
     if url is None:
         from ckpt.recovery.record import Record
 
         return Record(folder, read_only)
+    from ckpt.aggregator.members import token_told
     from ckpt.recovery.etcd_state import EtcdState
 
-    return EtcdState(url)
+    return EtcdState(url, token_told(), read_only)

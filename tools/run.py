@@ -82,7 +82,10 @@ _FILE = click.Path(exists=True, dir_okay=False, resolve_path=True)
     "--memory/--no-memory", default=True, show_default=True,
     help="Hosts keep memory for Tier('memory'), a copy of everything on two of them.",
 )
-@click.option("--token-file", type=_FILE, help="What hosts must know to reach it.  [default: $CKPT_TOKEN, $CKPT_TOKEN_FILE]")
+@click.option(
+    "--token-file", type=_FILE,
+    help="The job's secret, the same on all hosts: signs its log in etcd.  [default: $CKPT_TOKEN, $CKPT_TOKEN_FILE]",
+)
 @click.option("--tls-cert", type=_FILE, help="The certificate chain of this host, PEM.")
 @click.option("--tls-key", type=_FILE, help="Its key, PEM.")
 @click.option("--ca-file", type=_FILE, help="The authority of the certificates of all hosts.  [default: $CKPT_CA_FILE]")
@@ -128,6 +131,7 @@ def command(
     if spike is not None:
         os.environ[FACTOR] = str(spike)  # the ranks inherit it
 
+    _set_credentials(token_file, ca_file, insecure)
     hosts = nnodes or (place.hosts_of(launcher, os.environ) or 1) - spares
     if spares and hosts < 2:
         raise InvalidArgument(
@@ -152,7 +156,7 @@ def command(
     lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_name(run_dir, name)
     limits = Limits(least_seconds=hang, first_seconds=FIRST_SECONDS if first_hang is None else first_seconds(first_hang))
     address = (address or "").strip("[]") or place.address_of(state if hosts > 1 else None)
-    guard = _guard(address, token_file, tls_cert, tls_key, ca_file, insecure) if memory and hosts > 1 else None
+    guard = _guard(address, tls_cert, tls_key, insecure) if memory and hosts > 1 else None
     here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec", again, guard)
     spec = Spec(
         command, ranks, hosts, least or hosts, restarts, grace, patience, give_up, spares, straggler or 0.0, straggler_after,
@@ -192,18 +196,20 @@ def _usable(url: str) -> str:
     return url
 
 
-def _guard(
-    address: str, token_file: str | None, tls_cert: str | None, tls_key: str | None, ca_file: str | None, insecure: bool
-) -> Guard | None:
+def _set_credentials(token_file: str | None, ca_file: str | None, insecure: bool) -> None:
+    """For this process and the ranks, which inherit it."""
+    told = {"CKPT_TOKEN_FILE": token_file, "CKPT_CA_FILE": ca_file, "CKPT_INSECURE": "1" if insecure else None}
+    os.environ.update({variable: value for variable, value in told.items() if value})
+    if token_file:
+        os.environ.pop("CKPT_TOKEN", None)
+
+
+def _guard(address: str, tls_cert: str | None, tls_key: str | None, insecure: bool) -> Guard | None:
     """For the memory of this host, which others are to reach; None, and a line that says why, where they could not be told from
     strangers."""
     from ckpt.recovery.keeper import Guard
     from ckpt.storage.access import is_loopback
 
-    told = {"CKPT_TOKEN_FILE": token_file, "CKPT_CA_FILE": ca_file}
-    os.environ.update({variable: file for variable, file in told.items() if file})  # the ranks inherit it
-    if token_file:
-        os.environ.pop("CKPT_TOKEN", None)
     has_token = bool(os.environ.get("CKPT_TOKEN") or os.environ.get("CKPT_TOKEN_FILE"))
     guard = Guard(has_token, tls_cert or "", tls_key or "", os.environ.get("CKPT_CA_FILE", ""), insecure)
     if lacks := guard.lacks(address):
@@ -212,8 +218,6 @@ def _guard(
             "--insecure or --no-memory",
         )  # fmt: skip
         return None
-    if insecure:
-        os.environ["CKPT_INSECURE"] = "1"  # the ranks inherit it
     if insecure and not is_loopback(address):
         common.complain("ckpt-run", f"--insecure: anyone who reaches {address} can read and write the memory of this job")
     return guard

@@ -1,0 +1,143 @@
+"""Somebody who may write to etcd, and does not know the token of a job, writes into the log of its run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_etcd import EtcdProcess, needs_etcd, until
+from test_run_hosts import Job, starts
+
+from ckpt.aggregator.etcd_client import Etcd
+from ckpt.recovery.etcd_state import EtcdState
+from ckpt.recovery.signing import Signer, Unsigned
+from ckpt.recovery.state import Draft
+from ckpt.storage.errors import Refused
+
+TOKEN = "the token of the job, which is long enough"
+LOG = "/ckpt-run/lab/log/"
+AGENTS = "/ckpt-run/lab/agents/"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EtcdProcess]:
+    made = EtcdProcess(tmp_path / "etcd")
+    try:
+        made.start()
+        yield made
+    finally:
+        made.kill()
+
+
+def _state(server: EtcdProcess, token: str | None = TOKEN, read_only: bool = False) -> EtcdState:
+    return EtcdState(f"etcd://{server.endpoint.removeprefix('http://')}/lab", token, read_only)
+
+
+def _forge(server: EtcdProcess, kind: str, facts: dict[str, Any], signer: Signer | None = None) -> int:
+    """Write an entry behind the last one, as anybody can who reaches etcd; its number."""
+    etcd = Etcd(server.endpoints)
+    while True:
+        number = len(etcd.range(LOG)) + 1
+        key, value = f"{LOG}{number:012d}", json.dumps([time.time(), 1, kind, "forged", facts]).encode()
+        if etcd.put_new({key: value if signer is None else signer.signed(key, value)}):
+            return number
+
+
+@needs_etcd
+def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TOKEN", TOKEN)
+    job = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", hosts=2, steps=1_000_000)
+    try:
+        job.start("a")
+        job.start("b")
+        job.until_step(5)
+        start = next(entry for entry in job.log() if entry.kind == "start")
+        environment = {"LD_PRELOAD": "/tmp/evil.so", "PYTHONSTARTUP": "/tmp/evil.py"}
+        forged = [_forge(server, "start", {**start.facts, "environment": environment, "command": ["/tmp/evil"]})]
+        other = Signer("another token, which is long enough, too")
+        forged.append(_forge(server, "end", {"status": 0, "final": True}, other))
+        etcd = Etcd(server.endpoints)
+        report = json.loads(Signer(TOKEN).checked(f"{AGENTS}a", etcd.get(f"{AGENTS}a").value))
+        for name in "zy":  # of an agent that is none, and one that is signed, for another name
+            stolen = Signer(TOKEN).signed(f"{AGENTS}a", json.dumps(report).encode())
+            etcd.put(f"{AGENTS}{name}", stolen if name == "y" else json.dumps({**report, "name": "z"}).encode())
+        expected = [f"entry {number} of the log of the run is passed over" for number in forged]
+        expected.append(f"{AGENTS}y in etcd is no report of an agent of this run")
+        until(lambda: all(text in job.said(name) for text in expected for name in "ab"), 120)
+        reached = min(job.steps_done(0))
+        until(lambda: min(job.steps_done(0)) > reached + 20, 120)
+        assert [agent.poll() for agent in job.agents.values()] == [None, None]
+        log = job.log()
+        assert [sorted(hosts) for hosts in starts(log)] == [["a", "b"]]
+        assert [(log[number - 1].kind, log[number - 1].facts) for number in forged] == [("note", {})] * 2
+        assert not list(tmp_path.rglob("at-1-*"))
+    finally:
+        job.close()
+
+
+@needs_etcd
+def test_an_entry_counts_only_in_its_place(server: EtcdProcess) -> None:
+    state = _state(server)
+    assert state.append(0, [Draft(0, "note", "first"), Draft(0, "note", "second")])
+    etcd = Etcd(server.endpoints)
+    first = etcd.get(f"{LOG}{1:012d}").value
+    etcd.put(f"{LOG}{3:012d}", first)  # again, as a later one
+    etcd.put("/ckpt-run/other/log/000000000001", first)  # and in another job
+    assert [entry.text[:8] for entry in state.entries()] == ["first", "second", "entry 3 "]
+    assert state.append(3, [Draft(0, "note", "fourth")]), "what is passed over has its number"
+    assert state.entries(3)[0].text == "fourth"
+    with pytest.raises(Refused, match="none was written with the token of this job"):
+        EtcdState(f"etcd://{server.endpoint.removeprefix('http://')}/other", TOKEN).entries()
+
+
+@needs_etcd
+def test_keys_that_no_agent_writes_are_ignored(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
+    state = _state(server)
+    assert state.append(0, [Draft(0, "note", "first")])
+    etcd = Etcd(server.endpoints)
+    for name in ("000000000001x", "000000000900", "zebra"):
+        etcd.put(f"{LOG}{name}", b"{}")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [entry.text for entry in state.entries()] == ["first"]
+    assert caplog.text.count("is no entry that follows the others") == 3
+    assert state.append(1, [Draft(0, "note", "second")])
+    assert [entry.number for entry in state.entries()] == [1, 2]
+
+
+@needs_etcd
+def test_who_has_another_token_or_none_takes_no_part(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
+    assert _state(server).append(0, [Draft(0, "note", "first")])
+    for token in ("another token, which is long enough, too", None):
+        with pytest.raises(Refused, match="Give the token of that run, or another NAME"):
+            _state(server, token).entries()
+    with caplog.at_level(logging.WARNING):
+        assert [entry.text for entry in _state(server, None, read_only=True).entries()] == ["first"]
+    assert "was not checked, as there is no token" in caplog.text
+
+
+def test_without_a_token_there_is_a_warning_beyond_loopback(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        EtcdState("etcd://127.0.0.1:2379,[::1]:2379/lab")
+        EtcdState("etcd://192.0.2.1:2379/lab", TOKEN)
+        assert not caplog.text
+        EtcdState("etcd://127.0.0.1:2379,192.0.2.1:2379/lab")
+    assert "give --token-file" in caplog.text
+
+
+def test_a_signature_is_of_the_key_and_the_value() -> None:
+    signer = Signer(TOKEN)
+    stored = signer.signed("a", b"[1]")
+    assert signer.checked("a", stored) == b"[1]"
+    changed = [("b", stored), ("a", stored[:-1] + b"]]"), ("a", b"[1]"), ("a", b""), ("a", stored[:40]), ("a", b"\xff" * 90)]
+    for key, value in changed:
+        with pytest.raises(Unsigned):
+            signer.checked(key, value)
+    with pytest.raises(Unsigned):
+        Signer(None).checked("a", stored)
+    assert Signer(None).checked("a", b"[1]") == b"[1]"
