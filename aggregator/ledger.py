@@ -37,7 +37,19 @@ from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.redundancy import Quorum
 from ckpt.storage.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import NONE, UNKNOWN, Answer, Ballot, Change, Damaged, Record, Registers, Value, is_final
+from ckpt.storage.registers import (
+    NONE,
+    UNKNOWN,
+    Answer,
+    Ballot,
+    Change,
+    Damaged,
+    Record,
+    Registers,
+    Value,
+    floor,
+    is_final,
+)
 
 log = logging.getLogger("ckpt")
 
@@ -195,14 +207,38 @@ class Ledger:
             found |= self.lately(functools.partial(self._update, batch, decide, fresh))
         return found
 
-    def _update(self, paths: Sequence[str], decide: Decide, fresh: bool) -> dict[str, Value | None]:
+    def update_by(self, number: int, paths: Sequence[str], decide: Decide, fresh: bool = False) -> dict[str, Value | None]:
+        """As `update`, by this fence number and no other. Raises Outdated, which says whether a member may have taken the
+        change: once another number counts, what the new values refer to may be gone."""
         found: dict[str, Value | None] = {}
-        left = self._directly(paths, decide, fresh, found) if self._direct else paths
-        return found | self._in_two_phases(left, decide) if left else found
+        for batch in _batches(paths):
+            found |= self._update(batch, decide, fresh, number)
+        return found
 
-    def _directly(self, paths: Sequence[str], decide: Decide, fresh: bool, found: dict[str, Value | None]) -> list[str]:
-        """The paths that could not be changed so."""
-        every = self._keepers(paths)
+    def _update(
+        self, paths: Sequence[str], decide: Decide, fresh: bool, number: int | None = None
+    ) -> dict[str, Value | None]:
+        found: dict[str, Value | None] = {}
+        sent: set[str] = set()
+        try:
+            left = self._directly(paths, decide, fresh, found, number, sent) if self._direct else paths
+            return found | self._in_two_phases(left, decide, False, number, sent) if left else found
+        except Outdated as error:
+            error.unsettled = bool(sent)
+            raise
+
+    def _kept(self, paths: Sequence[str], number: int | None) -> dict[str, Keepers]:
+        keepers = self._keepers(paths)
+        if number is not None and _epoch(keepers) != number:
+            raise Outdated(f"members go by {_epoch(keepers)} now, and not by {number}")
+        return keepers
+
+    def _directly(
+        self, paths: Sequence[str], decide: Decide, fresh: bool, found: dict[str, Value | None], number: int | None,
+        sent: set[str],
+    ) -> list[str]:  # fmt: skip
+        """The paths that could not be changed so. sent: gets those whose new value a member may have."""
+        every = self._kept(paths, number)
         epoch = _epoch(every)
         keepers = {
             path: kept
@@ -233,8 +269,11 @@ class Ledger:
         def change(registers: Registers, names: list[str]) -> list[bool]:
             return registers.change([changes[name] for name in names], self._me, epoch)
 
+        if len({keepers[path].members[0] for path in changes}) > 1:  # one may take its part where another refuses
+            sent.update(changes)
         failpoint("ledger.change")
         took, _ = self._ask({path: keepers[path].members[:1] for path in changes}, change, patience=patience)
+        sent.update(path for path in changes if False not in took[path].values())
         left += [path for path in changes if True not in took[path].values()]
         passed = {path: keepers[path] for path in changes if True in took[path].values()}
         failpoint("ledger.changed")
@@ -250,15 +289,19 @@ class Ledger:
                 left.append(path)
         return left
 
-    def _in_two_phases(self, paths: Sequence[str], decide: Decide, everywhere: bool = False) -> dict[str, Value | None]:
+    def _in_two_phases(
+        self, paths: Sequence[str], decide: Decide, everywhere: bool = False, number: int | None = None,
+        sent: set[str] | None = None,
+    ) -> dict[str, Value | None]:  # fmt: skip
         until = time.monotonic() + self._seconds
         found: dict[str, Value | None] = {}
-        highest = NONE
+        highest = floor(_epoch(self._keepers(paths)))
         pause, tries = 0.005, 0
+        sent = set() if sent is None else sent
         while paths:
             # Never twice the same: two proposals of one ballot could both be accepted somewhere.
             ballot = Ballot(highest.round + 1, f"{self._me}{next(self._proposals):x}")
-            paths, highest = self._round(paths, decide, ballot, found, everywhere)
+            paths, highest = self._round(paths, decide, ballot, found, everywhere, number, sent)
             tries += 1
             if paths and tries > 4 and time.monotonic() > until:
                 raise Unavailable(
@@ -270,10 +313,11 @@ class Ledger:
         return found
 
     def _round(
-        self, paths: Sequence[str], decide: Decide, ballot: Ballot, found: dict[str, Value | None], everywhere: bool
-    ) -> tuple[list[str], Ballot]:
+        self, paths: Sequence[str], decide: Decide, ballot: Ballot, found: dict[str, Value | None], everywhere: bool,
+        number: int | None, sent: set[str],
+    ) -> tuple[list[str], Ballot]:  # fmt: skip
         """One try; the paths to try again, and the highest ballot that stood in the way."""
-        keepers = self._keepers(paths)
+        keepers = self._kept(paths, number)
         epoch = _epoch(keepers)
         failpoint("ledger.prepare")
         promises, errors = self._ask(
@@ -306,6 +350,7 @@ class Ledger:
                 new = newest.value  # told to nobody before a quorum has it
             values[path] = new
             promised[path] = set(good)
+        sent.update(values)
         failpoint("ledger.accept")
         accepted, _ = self._ask(
             {path: keepers[path].members for path in values},

@@ -35,6 +35,7 @@ class Membership:
         self._infos: Mapping[str, Info] = {}
         self._domains: Mapping[str, tuple[str, ...]] = {}
         self._ring: rings.Ring | None = None
+        self._refused = False  # by a member: all are asked for their fence number, for the next might refuse as well
         self._opening = threading.RLock()
 
     def _probe(self, name: str) -> None:
@@ -77,6 +78,9 @@ class Membership:
             if self._ring is None:
                 seconds = self.config.access.deadline_seconds
                 found = rings.find(self._registers, self.fan_out, seconds, self._adopt)
+                if found is not None and self._refused:
+                    fenced = rings.fence_number(found, self._registers, self.fan_out, seconds)
+                    found, self._refused = replace(found, fenced=max(found.fenced, fenced)), False
                 if found is not None:
                     if strange := [name for name in found.everyone if name not in self.places]:
                         raise self._unnamed(strange)
@@ -85,7 +89,8 @@ class Membership:
             return self._ring
 
     def renew(self) -> None:
-        """Ask again who keeps the records, when that is next needed."""
+        """Ask again who keeps the records, and by which fence number calls go, when that is next needed."""
+        self._refused = True
         self._ring = None
 
     def _adopt(self, found: rings.Ring) -> bool:

@@ -126,8 +126,9 @@ def _move(
 
     def move(path: str, file: File) -> None:
         if (layout := file.layout) is not None and (leaves := gone(file, layout)):
+            number = namespace.ring.number
             made = restore(namespace, path, file.head.version, layout, leaves, advance, avoid)
-            replace_layout(namespace, path, file, made)
+            replace_layout(namespace, path, file, made, number)
             with lock:
                 done.files += 1
 

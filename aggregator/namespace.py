@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from ckpt.aggregator.members import Config, parse_url
 from ckpt.aggregator.membership import Membership
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
-from ckpt.aggregator.writing import FileWriter, Forgotten, Gone, new_version
+from ckpt.aggregator.writing import Collected, FileWriter, Forgotten, Gone, new_version
 from ckpt.storage.base import Buffer
 from ckpt.storage.device import Info
 from ckpt.storage.errors import (
@@ -167,8 +167,8 @@ class Namespace(Membership):
         now = self.ring
 
         def read(registers: Registers) -> tuple[list[tuple[str, Answer]], bool]:
-            (absent,) = registers.read([ABSENT], now.epoch)
-            return list(registers.scan_all(prefix, now.epoch)), isinstance(absent, Record)
+            (absent,) = registers.read([ABSENT], now.number)
+            return list(registers.scan_all(prefix, now.number)), isinstance(absent, Record)
 
         calls = {name: partial(read, self._registers[name]) for name in now.everyone}
 
@@ -222,19 +222,40 @@ class Namespace(Membership):
             "makes it whole when they do, or when there are more", path, self.url, members, redundancy, redundancy.fragments,
         )  # fmt: skip
 
-    def publish(self, path: str, file: File, new: bool = False, base: File | None = None) -> File:
+    def publish(
+        self, path: str, file: File, new: bool = False, base: File | None = None, number: int | None = None,
+        renewed: Callable[[File], File] = lambda file: file,
+    ) -> File:  # fmt: skip
         """Make a record what a path is; what it says then. Raises AlreadyExists if `new` and something is there, Changed if it
         was written on `base` and that is not there any more: for certain. Else Unavailable: it may be there, or have been.
-        What a repair has moved meanwhile is the same as before."""
+        What a repair has moved meanwhile is the same as before.
+
+        number: the fence number that this client knew before it made, or read of, the objects of the file. renewed: called
+        where another number counts by now; it returns the file with objects that exist (`aggregator/eras.py`), or raises.
+        """
         check_path(path)
         old: File | None = None
-        given, tried = file, False
+        given, tried, unsettled = file, False, False
+
+        def outdated(may_be_there: bool) -> None:
+            nonlocal given, unsettled
+            unsettled = unsettled or may_be_there
+            try:
+                given = renewed(given)
+            except Collected:
+                value = self.read_records([f"/{path}"])[f"/{path}"] if unsettled else None
+                if not files.had(None if value is None else files.decode(path, value), given.head.version):
+                    raise
 
         def decide(name: str, value: Value | None) -> Value | None:
             nonlocal old, file, tried
             current = None if value is None else files.decode(path, value)
             if files.had(current, given.head.version):
                 return None  # done already, in a try that seemed to fail
+            if unsettled and current is None:
+                raise Unavailable(
+                    f"{path} in {self.url}: whether it was there, and was deleted since, can't be known; write it anew"
+                )
             old = current if current is not None and current.exists else None
             if old is not None and (new or old.head.kind != given.head.kind):
                 return None
@@ -249,7 +270,7 @@ class Namespace(Membership):
             tried = True
             return files.encode(replace(file, head=files.following(file.head, current), shared=shared))
 
-        value = self._ledger.update([f"/{path}"], decide, fresh=new)[f"/{path}"]
+        value = self.update_by(self.ring.number if number is None else number, path, decide, outdated, fresh=new)
         there = None if value is None else files.decode(path, value)
         done = files.had(there, file.head.version) or (tried and files.shares_objects(there, file, base))
         if not done and tried and base is not None and files.forgets(there, base):
@@ -279,8 +300,9 @@ class Namespace(Membership):
         from ckpt.aggregator.repair import replace_layout
 
         assert file.layout is not None
+        number = self.ring.number
         gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in members))
-        replace_layout(self, path, file, self.restore(path, file.head.version, file.layout, gone))
+        replace_layout(self, path, file, self.restore(path, file.head.version, file.layout, gone), number)
 
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
         """Remove files and folder marks; the paths that were there. What is not there is no error."""
@@ -316,6 +338,7 @@ class Namespace(Membership):
 
         Nothing is copied. A crash in the middle leaves the old name, or both: then a scrub finds out who needs what.
         """
+        number = self.ring.number if self.exists() else 0
         file = self.stat(check_path(old))
         if file is None or file.head.kind != "file":
             raise NotFound(f"{old} in {self.url}: {'no such file' if file is None else 'a folder, no file'}")
@@ -328,8 +351,16 @@ class Namespace(Membership):
                 raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
         mine = file.shared == token  # else others share it already, and only a scrub knows when nobody does
         failpoint("namespace.rename")
+        before = file
+
+        def still(moved: File) -> File:
+            there = self.stat(old)
+            if there is None or (there.head.version, there.shared) != (before.head.version, before.shared):
+                raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
+            return moved
+
         moved = replace(file, head=replace(file.head, version=new_version(), history=()))
-        self.publish(new, moved)
+        self.publish(new, moved, number=number, renewed=still)
         failpoint("namespace.renamed")
         gone, version = False, new_version()
 
@@ -459,6 +490,22 @@ class Namespace(Membership):
     def update_record(self, path: str, decide: Decide) -> Value | None:
         """Change a record; what it is after that."""
         return self._ledger.update([f"/{path}"], decide)[f"/{path}"]
+
+    def update_by(
+        self, number: int, path: str, decide: Decide, outdated: Callable[[bool], None], fresh: bool = False
+    ) -> Value | None:
+        """Change a record by a fence number; what it is after that. outdated: called where another number counts by now, with
+        whether a member may have taken the change already; what the change refers to must exist after that, or it raises."""
+        until = time.monotonic() + 2 * self.commit_seconds
+        while True:
+            try:
+                return self._ledger.update_by(number, [f"/{path}"], decide, fresh)[f"/{path}"]
+            except Outdated as error:
+                if time.monotonic() > until:
+                    raise Unavailable(f"{path} in {self.url}: {error}; members still change, try again") from error
+                self.renew()
+                number = self.ring.number
+                outdated(error.unsettled)
 
     def office(self, name: str, decide: Decide) -> Value | None:
         """Change a register of the namespace itself, whose name no path has; what it is after that."""

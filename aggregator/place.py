@@ -52,6 +52,10 @@ class Place:
         """Length of every object, and the seconds since it was made durable."""
         return self._node.inventory()
 
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name, durably. Raises NotFound."""
+        self._node.link(name, to)
+
     def sweep(self, older_seconds: float) -> None:
         """Remove what dead writers left half-written. A node does so itself."""
         if self.member.address is None:

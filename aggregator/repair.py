@@ -15,7 +15,7 @@ from functools import partial
 
 from ckpt.aggregator import files
 from ckpt.aggregator import ring as rings
-from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.eras import begin_era, relinked
 from ckpt.aggregator.fanout import in_order
 from ckpt.aggregator.files import File, Holder, Layout, compact, fewest
 from ckpt.aggregator.namespace import Namespace
@@ -23,6 +23,7 @@ from ckpt.aggregator.restoring import restore
 from ckpt.aggregator.succession import finish, secure
 from ckpt.aggregator.survey import FileHealth, Progress, Survey, survey
 from ckpt.storage.errors import CkptError, StoreError
+from ckpt.storage.failpoints import failpoint
 from ckpt.storage.registers import ABSENT, Damaged, Value
 
 log = logging.getLogger("ckpt")
@@ -87,18 +88,29 @@ def repair(
         done.records = len(found.lagging)
     in_order(mend, found.damaged, FILES_AT_ONCE, "ckpt-repair")
     if found.orphans or found.lagging:
-        # Looked at twice: what was renamed while the records were read once is named then. What old records named that are
-        # settled now is found here, too.
-        again, last = survey(namespace), survey(namespace)
-        for member, names in again.orphans.items():
-            doomed = sorted(set(names) & set(last.orphans.get(member, ())))
-            namespace.discard({member: doomed}, patient=True)
-            done.orphans += len(doomed)
+        done.orphans = _delete_orphans(namespace, found.grace_seconds)
     if not found.missing:
         _admit(namespace)
     for place in namespace.places.values():
-        place.sweep(surveys.GRACE_SECONDS)
+        place.sweep(found.grace_seconds)
     return done
+
+
+def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
+    """Delete the objects that no record names; how many. See `aggregator/eras.py` for the order.
+
+    Looked at twice: what was renamed while the records were read once is named then. What old records named that are settled
+    now is found here, too.
+    """
+    again = survey(namespace, grace_seconds=grace_seconds)
+    if not again.orphans or begin_era(namespace) is None:
+        return 0
+    last, count = survey(namespace, grace_seconds=grace_seconds), 0
+    for member, names in again.orphans.items():
+        doomed = sorted(set(names) & set(last.orphans.get(member, ())))
+        namespace.discard({member: doomed}, patient=True)
+        count += len(doomed)
+    return count
 
 
 def _admit(namespace: Namespace) -> None:
@@ -115,7 +127,7 @@ def _admit(namespace: Namespace) -> None:
     for member in waiting:
         log.warning("the registers of %s are whole again", member)
         registers[member].learn(namespace.ring.name, rings.encode(namespace.ring))
-        registers[member].fence(namespace.ring.epoch)
+        registers[member].fence(namespace.ring.number)
         registers[member].complete()
 
 
@@ -145,9 +157,10 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Lay
     bad = {name for _, name in health.rotten}  # no part of it is trusted any more: all goes elsewhere, and it is put aside
     rotten = parts(layout, lambda _, holder: holder.name in bad)
     gone = replace(health.gone, fragments=health.gone.fragments | rotten)
+    number = namespace.ring.number
     made = restore(namespace, health.path, health.file.head.version, layout, gone, advance, partly=True)
     now = gone.applied(made)
-    if made == compact(layout) or not replace_layout(namespace, health.path, health.file, made, bad):
+    if made == compact(layout) or not replace_layout(namespace, health.path, health.file, made, number, bad):
         return now
     for member, name in health.rotten:
         try:
@@ -158,30 +171,40 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Lay
     return now
 
 
-def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout, kept: Collection[str] = ()) -> bool:
+def replace_layout(
+    namespace: Namespace, path: str, old: File, layout: Layout, number: int, kept: Collection[str] = ()
+) -> bool:
     """Say where a file is now, if it still is the same file at the same place. Else the new objects go again. Whether nobody
     needs the old objects any more.
 
-    kept: old objects that are not deleted.
+    number: the fence number that was known before the new objects were made. kept: old objects that are not deleted.
     """
-    new = replace(old, layout=compact(layout))
+    assert old.layout is not None
+    before = {h.name for h in old.layout.holders}
+    tried = [compact(layout)]  # the last is proposed; the others have the same objects by other names
     same = files.encode(old).body
 
     def decide(_: str, value: Value | None) -> Value | None:
-        return files.encode(new) if value is not None and value.body == same else None
+        return files.encode(replace(old, layout=tried[-1])) if value is not None and value.body == same else None
 
-    after = namespace.update_record(path, decide)
-    assert old.layout is not None
-    assert new.layout is not None
+    def outdated(_: bool) -> None:
+        now, gone = relinked(namespace, tried[-1], {h.name for h in tried[-1].holders} - before)
+        if gone:
+            raise StoreError(f"{path}: a repair that stood still has lost what it made; the file stays where it is")
+        tried.append(now)
+
+    failpoint("repair.record")
+    after = namespace.update_by(number, path, decide, outdated)
     there = None if after is None else files.decode(path, after)
     named = {h.name for h in there.layout.holders} if there is not None and there.layout is not None else set()
-    before = {h.name for h in old.layout.holders}
-    done = bool(named & ({h.name for h in new.layout.holders} - before)) and not old.shared
+    new = {h.name for each in tried for h in each.holders}
+    done = bool(named & (new - before)) and not old.shared
     if there is not None and there.head.version == old.head.version and not (old.shared or there.shared):
-        namespace.discard_layout(old.layout, {*named, *kept, *(h.name for h in new.layout.holders)})
-    if not named & ({h.name for h in new.layout.holders} - before):
+        namespace.discard_layout(old.layout, {*named, *kept, *new})
+    if not named & (new - before):
         log.info("%s was changed while it was repaired; it is left to the next repair", path)
-    namespace.discard_layout(new.layout, named | before)  # what this repair has made, and nobody names
+    for each in tried:
+        namespace.discard_layout(each, named | before)  # what this repair has made, and nobody names
     return done and there is not None and not there.shared and not named & set(kept)
 
 

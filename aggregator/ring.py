@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,9 @@ from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.ledger import Group, Keepers, Ledger
 from ckpt.aggregator.placement import Spot, choose
 from ckpt.aggregator.redundancy import Quorum, quorum
+from ckpt.storage import fence_numbers
 from ckpt.storage.errors import Changed, IntegrityError, InvalidArgument, Refused, Unavailable
-from ckpt.storage.registers import Answer, Ballot, Record, Registers, Value, is_final
+from ckpt.storage.registers import ABSENT, Answer, Ballot, Record, Registers, Value, is_final
 
 PREFIX = "ring/"
 
@@ -43,6 +44,18 @@ class Ring:
     """The ring whose members agreed on this one; None where all of its own did."""
     gone: tuple[str, ...] = ()
     """Members that were taken out: nobody writes to them any more, whatever his configuration says."""
+    fenced: int = 0
+    """The fence number that members had when the ring was read from them. Not a part of the record."""
+
+    @property
+    def number(self) -> int:
+        """The fence number by which calls under this ring go (`storage/fence_numbers.py`)."""
+        return fence_numbers.of_ring(self.epoch, self.fenced)
+
+    @property
+    def next_number(self) -> int:
+        """The first fence number of the ring after this one."""
+        return fence_numbers.raised(self.number, self.epoch + 1)
 
     @property
     def name(self) -> str:
@@ -61,7 +74,7 @@ class Ring:
     def keepers(self, path: str) -> Keepers:
         """The members that keep the record of a path; where it is one group, the first of it orders direct changes."""
         rings = [ring for ring in (self.before, self) if ring]
-        return Keepers(tuple(Group(tuple(choose(path, r.members, r.quorum.members)), r.quorum) for r in rings), self.epoch)
+        return Keepers(tuple(Group(tuple(choose(path, r.members, r.quorum.members)), r.quorum) for r in rings), self.number)
 
     def bears(self, tolerated: int, available: int) -> bool:
         """Whether every record can be read after the loss of so many members, also while records move; as far as that goes with
@@ -82,7 +95,7 @@ def successor(
     ring: Ring, members: tuple[Spot, ...], before: Ring | None, gone: tuple[str, ...], tolerated: int
 ) -> Ring:
     """A ring that may come after this one."""
-    agreed_by = replace(ring, agreed_by=None)
+    agreed_by = replace(ring, agreed_by=None, fenced=0)
     return Ring(ring.epoch + 1, members, tolerated, ring.namespace, before, agreed_by, gone)
 
 
@@ -147,7 +160,7 @@ def _find(
         # A member may know of a try that came to nothing.
         agreed = ring if _is_final(answers, ring) else _settled(registers, ring, fan_out, seconds)
         if agreed is not None and (_is_last(answers, agreed) or ring is not known[0]):
-            return agreed
+            return replace(agreed, fenced=_fenced(told[-1][1] for told in answers.values()))
         if agreed is not None:
             break
     for error in errors.values():
@@ -161,6 +174,18 @@ def _find(
             f"({reasons}); start the missing ones (all of them when a namespace is used for the first time)"
         )
     return None
+
+
+def fence_number(ring: Ring, registers: Mapping[str, Registers], fan_out: FanOut, seconds: float) -> int:
+    """The highest fence number of all members of a ring that answer."""
+    calls = {name: partial(registers[name].read, [ABSENT]) for name in ring.everyone if name in registers}
+    answers, _ = fan_out.ask(calls, seconds, will_do=bool, spare=True)
+    return _fenced(answer for (answer,) in answers.values())
+
+
+def _fenced(absent: Iterable[Answer]) -> int:
+    """The highest fence number among members' answers for a register that does not exist; 0 where all are in era 0."""
+    return max((answer.promised.round for answer in absent if isinstance(answer, Record)), default=0)
 
 
 def _check_one_namespace(answers: Mapping[str, Told]) -> None:
@@ -274,7 +299,7 @@ def _packed(ring: Ring) -> list[Any]:
 
 def _unpacked(
     epoch: int, members: list[Any], tolerated: int, namespace: str, before: list[Any] | None, agreed_by: list[Any] | None,
-    gone: list[str],
+    gone: list[str], *_: Any,
 ) -> Ring:  # fmt: skip
     spots = tuple(Spot(name, tuple(domain)) for name, domain in members)
     first, second = (None if each is None else _unpacked(*each) for each in (before, agreed_by))

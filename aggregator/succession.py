@@ -62,7 +62,7 @@ def succeed(
         namespace.meet(namespace.config.access.deadline_seconds, everyone=True)
         namespace.check_devices(names)
         _invite(namespace, old, names)
-    before = old.before or replace(old, agreed_by=None)
+    before = old.before or replace(old, agreed_by=None, fenced=0)
     if destroyed and len(before.members) == 2:  # the other has all that was ever agreed, for it took both
         before = replace(before, members=tuple(s for s in before.members if s.name != gone))
     _decide(namespace, old, rings.successor(old, members, before, left_out, tolerated), gone if destroyed else "")
@@ -116,7 +116,7 @@ def _invite(namespace: Namespace, old: Ring, names: set[str]) -> None:
             strangers.append(name)
             return
         registers.learn(old.name, rings.encode(old))  # who votes on the rings that come must know of those that were
-        registers.join(old.epoch + 1, rings.PREFIX)
+        registers.join(old.next_number, rings.PREFIX)
 
     _, errors = namespace.fan_out.ask({name: partial(ask, name) for name in names}, namespace.commit_seconds)
     if strangers:

@@ -74,6 +74,8 @@ class Survey:
 
     exposed: Redundancy | None = None
     """Of the files whose records outlive fewer members than the files themselves, the most that was asked for."""
+    grace_seconds: float = GRACE_SECONDS
+    """The age from which objects that no record names count as orphans."""
 
     @property
     def whole(self) -> bool:
@@ -85,13 +87,15 @@ class Survey:
         return [f for f in self.damaged if f.state == "lost"]
 
 
-def survey(namespace: Namespace, verify: bool = False, progress: Progress = lambda _: None) -> Survey:
+def survey(
+    namespace: Namespace, verify: bool = False, progress: Progress = lambda _: None, grace_seconds: float | None = None
+) -> Survey:
     """Compare records and objects of all members that answer. verify: let the members read everything, too.
 
-    progress: called with the bytes just checked.
+    progress: called with the bytes just checked. grace_seconds: the age from which objects that no record names are orphans.
     """
     require_made(namespace)
-    found = Survey()
+    found = Survey(grace_seconds=GRACE_SECONDS if grace_seconds is None else grace_seconds)
     calls = {name: place.inventory for name, place in namespace.places.items()}
     ages, found.missing = namespace.fan_out.ask(calls, namespace.commit_seconds)
     held = {member: {name: nbytes for name, (nbytes, _) in names.items()} for member, names in ages.items()}
@@ -118,7 +122,7 @@ def survey(namespace: Namespace, verify: bool = False, progress: Progress = lamb
     found.damaged.sort(key=lambda f: (f.spare, -f.file.head.nbytes))
     if not found.missing and not found.unreadable:  # else there may be records that name them
         for member, names in ages.items():
-            orphans = [name for name, (_, age) in names.items() if name not in named and age > GRACE_SECONDS]
+            orphans = [name for name, (_, age) in names.items() if name not in named and age > found.grace_seconds]
             if orphans:
                 found.orphans[member] = orphans
     return found

@@ -52,6 +52,10 @@ class Forgotten(StoreError):
         """What was to be published, and on what, as that is now."""
 
 
+class Collected(StoreError):
+    """Objects of a file were deleted before it was published, for its writer stood still."""
+
+
 class FileWriter(Writer):
     """One file on its way. `append` may be called from several threads; the file exists after `commit`."""
 
@@ -67,6 +71,8 @@ class FileWriter(Writer):
         self._unit = ALIGNMENT if aligned else 1
         self._size_hint = size_hint
         self._version = new_version()
+        self._number = namespace.ring.number
+        self._before: list[Layout] = []  # the same objects under the names that they had before an era began
         self._lock = threading.Lock()
         self._pieces: list[Piece | None] = []
         self._end = 0
@@ -279,15 +285,43 @@ class FileWriter(Writer):
     def _publish(self, file: File) -> File:
         """Publish, elsewhere where a member was taken out meanwhile."""
         for _ in range(3):
+            number = None if file.layout is None else self._number
             try:
-                return self._namespace.publish(self._path, file, self._new, self._base)
+                there = self._namespace.publish(self._path, file, self._new, self._base, number, self._renewed)
             except Forgotten as error:
                 last = error
                 file, self._base = error.file, error.base
                 assert file.layout is not None
                 gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in error.members))
                 file = replace(file, layout=self._completed(file.layout, gone))
+            else:
+                for layout in self._before:
+                    self._namespace.discard_layout(self._mine(layout), _names(there.layout))
+                return there
         raise last
+
+    def _renewed(self, file: File) -> File:
+        """The file after an era began: with second names for its objects, and without those that are gone by now."""
+        from ckpt.aggregator.eras import relinked
+
+        if file.layout is None:
+            return file
+        number = self._namespace.ring.number
+        layout, gone = relinked(self._namespace, file.layout, _names(self._mine(file.layout)))
+        self._before.append(file.layout)
+        left = Gone(gone).applied(layout)
+        if files.fewest(left) < self._redundancy.data and files.fewest(file.layout) >= self._redundancy.data:
+            raise Collected(
+                f"{self._path}: a repair has deleted what was written of it, because no record named it and its writer stood "
+                "still; it was not published now, write it anew"
+            )
+        self._number = number
+        return replace(file, layout=self._completed(layout, Gone(gone)) if gone else layout)
+
+    def _mine(self, layout: Layout) -> Layout:
+        """A layout with the objects alone that were made for this file: not those of what it is written on."""
+        before = _names(self._base.layout if self._base is not None else None)
+        return replace(layout, holders=tuple(h for h in layout.holders if h.name not in before), pieces=())
 
     def _completed(self, layout: Layout, gone: Gone) -> Layout:
         """The layout without what is gone, and with what is missing on other members, as far as there are any: else a repair
@@ -335,6 +369,11 @@ class FileWriter(Writer):
             if began is not None:
                 names.setdefault(holder.member, []).append(holder.name)
         self._namespace.discard(names)
+
+
+def _names(layout: Layout | None) -> set[str]:
+    """Of the objects of a layout."""
+    return set() if layout is None else {h.name for h in layout.holders}
 
 
 def _within(pieces: Sequence[Piece], length: int) -> tuple[Piece, ...]:

@@ -22,6 +22,7 @@ import xxhash
 
 from ckpt.storage.device import OBJECTS, QUARANTINE, Info, damaged
 from ckpt.storage.errors import AlreadyExists, NotFound, Outdated, StoreError, Unavailable
+from ckpt.storage.fence_numbers import in_order, outdated, raised
 from ckpt.storage.objects import ObjectStore
 from ckpt.storage.registers import (
     BODY_BYTES,
@@ -36,10 +37,12 @@ from ckpt.storage.registers import (
     accepts,
     check_same,
     checksum,
+    collectable,
     decode_ballot,
     encode_ballot,
     final,
     is_final,
+    shown,
     taken,
     with_promise,
 )
@@ -51,6 +54,8 @@ _TRIES = 20
 _SPECIAL = re.compile(r"[^A-Za-z0-9.\-]")
 _FOLDER = "registers"
 _FACTS = "registers.json"
+_COMPLETE = {"complete": 1, "epoch": 0}
+"""For reading a register as it is stored, whatever the bucket's own facts say."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -89,6 +94,10 @@ class Bucket:
         now = self._root.modified("clock")
         return {name: (nbytes, now - modified) for name, nbytes, modified in self.store.list_modified()}
 
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name: a copy, made by the bucket. Raises NotFound."""
+        self.store.copy(name, to)
+
     def quarantine(self, name: str) -> None:
         """Keep a damaged object for whoever wants to know why, where no reader finds it."""
         self._root.move(f"{OBJECTS}/{name}", f"{QUARANTINE}/{name.replace('/', '_')}-{secrets.token_hex(4)}")
@@ -109,9 +118,9 @@ class BucketRegisters(Registers):
         self._pool = pool
 
     def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
-        complete = self._complete(epoch)
-        answers = self._each(lambda name: self._get(name, complete)[0], names)
-        self._complete(epoch)  # what was dropped meanwhile is not nothing
+        facts = self._checked(epoch)
+        answers = self._each(lambda name: self._get(name, facts)[0], names)
+        self._checked(epoch)  # what was dropped meanwhile is not nothing
         return answers
 
     def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
@@ -160,12 +169,13 @@ class BucketRegisters(Registers):
     def complete(self) -> None:
         self._note(lambda facts: facts | {"complete": 1})
 
-    def fence(self, epoch: int) -> None:
-        self._note(lambda facts: facts | {"epoch": max(epoch, facts["epoch"])})
+    def fence(self, epoch: int) -> bool:
+        before = self._note(lambda facts: facts | {"epoch": raised(facts["epoch"], epoch)})
+        return in_order(before["epoch"]) < in_order(epoch)
 
     def learn(self, name: str, value: Value) -> None:
         for _ in range(_TRIES):
-            there, tag = self._get(name, True)
+            there, tag = self._get(name, _COMPLETE)
             if is_final(there):
                 return check_same(there, name, value)
             if self._store.put_if(_key(name), _encode(name, final(value)), tag):
@@ -173,37 +183,52 @@ class BucketRegisters(Registers):
         raise Unavailable(f"{self._store.url}/{_key(name)} changes all the time; try again")
 
     def join(self, epoch: int, keep: str) -> None:
-        if self._facts()["epoch"] < epoch:
+        def is_earlier(facts: dict[str, int]) -> bool:
+            return in_order(facts["epoch"]) < in_order(epoch)
+
+        if is_earlier(self._facts()):
             found = self._each(lambda entry: self._listed(entry.name), list(self._store.list(_FOLDER)))
             names = [each[0] for each in found if each is not None and not each[0].startswith(keep)]
-            self._each(lambda name: self._empty(name, lambda facts: facts["epoch"] < epoch), names)
-            self._note(lambda facts: {"complete": 1, "epoch": epoch} if facts["epoch"] < epoch else facts)
+            self._each(lambda name: self._empty(name, lambda _, facts: is_earlier(facts)), names)
+            joined = {"complete": 1, "epoch": epoch}
+            self._note(lambda facts: joined | {"epoch": raised(facts["epoch"], epoch)} if is_earlier(facts) else facts)
 
     def drop(self, names: Sequence[str], epoch: int) -> None:
-        self._complete(epoch)
-        self._each(lambda name: self._empty(name, lambda facts: facts["epoch"] <= epoch), names)
+        self._checked(epoch)
+        self._each(lambda name: self._empty(name, lambda _, facts: in_order(facts["epoch"]) <= in_order(epoch)), names)
+
+    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
+        self._checked(epoch)
+
+        def empty(each: tuple[str, Ballot]) -> bool:
+            name, ballot = each
+            return self._empty(name, lambda there, facts: collectable(there, ballot, facts["epoch"]))
+
+        return sum(self._each(empty, found))
 
     def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
         found = [(name, answer) for name, answer in self.scan_all(prefix, epoch) if name > after]
         return found[:limit]
 
     def scan_all(self, prefix: str, epoch: int = 0) -> Iterator[tuple[str, Answer]]:
-        self._complete(epoch)
+        number = self._checked(epoch)["epoch"]
         folders = [f"{_FOLDER}/{part}" for part in _folders(prefix)]
         keys = [entry.name for folder in folders for entry in self._store.list(folder)]
         found = [each for each in self._each(self._listed, keys) if each is not None and each[0].startswith(prefix)]
-        self._complete(epoch)
-        yield from sorted(found, key=lambda each: each[0])
+        self._checked(epoch)
+        for name, answer in sorted(found, key=lambda each: each[0]):
+            yield name, shown(answer, number) if isinstance(answer, Record) else answer
 
-    def _empty(self, name: str, may: Callable[[dict[str, int]], bool]) -> None:
+    def _empty(self, name: str, may: Callable[[Answer, dict[str, int]], bool]) -> bool:
         """Forget a register, if it may be forgotten after it was read, and is as it was read then: whoever changes it by a
-        later ring notes that ring first."""
+        later ring notes that ring first. Whether it was forgotten."""
         for _ in range(_TRIES):
-            there, tag = self._get(name, True)
-            if tag is None or is_final(there) or not may(self._facts()):
-                return
+            there, tag = self._get(name, _COMPLETE)
+            if tag is None or is_final(there) or not may(there, self._facts()):
+                return False
             if self._store.put_if(_key(name), _encode(name, Record()), tag):
-                return
+                return True
+        return False
 
     # --- objects -----------------------------------------------------------------------------------------------
 
@@ -214,28 +239,31 @@ class BucketRegisters(Registers):
         self, step: Callable[[str], Callable[[Answer], tuple[Record | None, U]]], names: Sequence[str], epoch: int
     ) -> list[U]:
         facts = self._checked(epoch)
-        if epoch > facts["epoch"]:
+        if raised(facts["epoch"], epoch) != facts["epoch"]:
             self.fence(epoch)
-        answers = self._each(lambda name: self._replace(name, step(name), bool(facts["complete"])), names)
+            facts = self._checked(epoch)
+        answers = self._each(lambda name: self._replace(name, step(name), facts), names)
         # Fenced meanwhile: it may have been too late for whoever collects what was agreed before the fence.
-        self._complete(epoch)
+        self._checked(epoch)
         return answers
 
-    def _replace(self, name: str, step: Callable[[Answer], tuple[Record | None, U]], complete: bool) -> U:
+    def _replace(self, name: str, step: Callable[[Answer], tuple[Record | None, U]], facts: dict[str, int]) -> U:
         for _ in range(_TRIES):
-            record, tag = self._get(name, complete)
+            record, tag = self._get(name, facts)
             new, answer = step(record)
             if new is None or self._store.put_if(_key(name), _encode(name, new), tag):
                 return answer
         raise Unavailable(f"{self._store.url}/{_key(name)} changes all the time; try again")
 
-    def _get(self, name: str, complete: bool) -> tuple[Answer, Any]:
+    def _get(self, name: str, facts: dict[str, int]) -> tuple[Answer, Any]:
         try:
             data, tag = self._store.get_tagged(_key(name))
         except NotFound:
-            return Record() if complete else UNKNOWN, None
+            return shown(Record(), facts["epoch"]) if facts["complete"] else UNKNOWN, None
         told, answer = _decode(data)
-        return (answer if told == name else Damaged(f"it is that of {told!r}")), tag
+        if told != name:
+            return Damaged(f"it is that of {told!r}"), tag
+        return (shown(answer, facts["epoch"]) if isinstance(answer, Record) else answer), tag
 
     def _listed(self, key: str) -> tuple[str, Answer] | None:
         try:
@@ -248,15 +276,10 @@ class BucketRegisters(Registers):
             return (_name(key), Damaged("it can't be read")) if _name(key) else None
         return (name, answer) if answer != Record() else None  # nothing: it was dropped
 
-    def _complete(self, epoch: int) -> bool:
-        return bool(self._checked(epoch)["complete"])
-
     def _checked(self, epoch: int) -> dict[str, int]:
         facts = self._facts()
-        if epoch and epoch < facts["epoch"]:
-            raise Outdated(
-                f"the members that keep records have changed (ring {facts['epoch']}, not {epoch}); ask for them anew"
-            )
+        if epoch and in_order(epoch) < in_order(fence := facts["epoch"]):
+            raise Outdated(outdated(fence, epoch))
         return facts
 
     def _facts(self) -> dict[str, int]:
@@ -272,11 +295,12 @@ class BucketRegisters(Registers):
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self._store.url}/{_FACTS} is damaged ({error}); delete it, and run a repair") from error
 
-    def _note(self, change: Callable[[dict[str, int]], dict[str, int]]) -> None:
+    def _note(self, change: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, int]:
+        """Change the facts; what they were before."""
         for _ in range(_TRIES):
             facts, tag = self._tagged_facts()
             if change(facts) == facts or self._store.put_if(_FACTS, json.dumps(change(facts)).encode(), tag):
-                return
+                return facts
         raise Unavailable(f"{self._store.url}/{_FACTS} changes all the time; try again")
 
 

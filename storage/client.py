@@ -136,6 +136,10 @@ class NodeStore(Store):
         """Length of every object, and the seconds since it was made durable."""
         return {name: (nbytes, age) for part in self.calls("inventory") for name, nbytes, age in part}
 
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name, durably. Raises NotFound."""
+        self.call("link", check_name(name), check_name(to))
+
     def quarantine(self, name: str) -> None:
         """Put a damaged object where no reader finds it."""
         self.call("quarantine", name)
@@ -350,8 +354,15 @@ class NodeRegisters(Registers):
     def complete(self) -> None:
         self._store.call("registers.complete")
 
-    def fence(self, epoch: int) -> None:
-        self._store.call("registers.fence", epoch)
+    def fence(self, epoch: int) -> bool:
+        return bool(self._store.call("registers.fence", epoch))
+
+    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
+        done = 0
+        for start in range(0, len(found), _DELETE_NAMES):
+            batch = [[name, list(ballot)] for name, ballot in found[start : start + _DELETE_NAMES]]
+            done += int(self._store.call("registers.collect", batch, epoch))
+        return done
 
     def learn(self, name: str, value: Value) -> None:
         self._store.call("registers.learn", name, wire.encode_value(value))

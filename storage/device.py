@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base import Store
+from ckpt.storage.descriptors import told
 from ckpt.storage.errors import AlreadyExists, InvalidName, StoreError
-from ckpt.storage.local import LocalStore, is_temporary
+from ckpt.storage.local import LocalStore, is_temporary, sync_folder
 from ckpt.storage.sqlite import SqliteRegisters
 from ckpt.storage.sums import CELL_BYTES, bad_cells
 
@@ -27,6 +29,9 @@ QUARANTINE = "quarantine"
 LOCK = "lock"
 
 _COUNT_SECONDS = 10.0
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What a file system without hard links says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,30 @@ class DeviceStore(LocalStore):
         super()._remove(path)
         self._taken(-less)
 
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name, durably. Raises NotFound."""
+        path, target = self._path(name), self._path(to)
+        self._make_folder(os.path.dirname(target))
+        try:
+            with told("linking", path):
+                os.link(path, target)
+        except StoreError as error:
+            if getattr(error.__cause__, "errno", None) not in _NO_LINKS:
+                raise
+            self._copy(name, to)
+            return
+        self._taken(_size(target))
+        sync_folder(os.path.dirname(target))
+
+    def _copy(self, name: str, to: str) -> None:
+        step = 8 << 20
+        with self.open(name) as reader, self.create(to) as writer:
+            buffer, position = memoryview(bytearray(step)), 0
+            while got := reader.read_into(position, buffer):
+                writer.append(buffer[:got])
+                position += got
+            writer.commit()
+
     def put_aside(self, name: str, target: str) -> None:
         """Move an object out of the store. Raises OSError."""
         path = self._path(name)
@@ -179,13 +208,19 @@ class Device:
         """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
         return damaged(self.store, name, ranges)
 
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name, durably. Raises NotFound."""
+        self.store.link(name, to)
+
     def inventory(self) -> dict[str, tuple[int, float]]:
-        """Length of every object, and the seconds since it was made durable, by this host's own clock."""
+        """Length of every object, and the seconds since it was made durable or got a name, by this host's own clock."""
         now = time.time()
         found = {}
         for entry in self.store.list():
             with suppress(OSError):
-                found[entry.name] = entry.nbytes, now - os.stat(os.path.join(self.store.root, entry.name)).st_mtime
+                stat = os.stat(os.path.join(self.store.root, entry.name))
+                # A long upload may have written its last byte long before it gave the object its name.
+                found[entry.name] = entry.nbytes, now - max(stat.st_mtime, stat.st_ctime)
         return found
 
     def quarantine(self, name: str) -> None:

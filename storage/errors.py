@@ -43,7 +43,11 @@ class Changed(StoreError):
 
 
 class Outdated(StoreError):
-    """The members that keep the records of a namespace are others than the caller believes; it must ask for them anew."""
+    """The members that keep the records of a namespace are others than the caller believes, or records and objects were
+    collected meanwhile; it must ask for the members anew."""
+
+    unsettled = False
+    """Whether a member may have taken a part of the change that was refused."""
 
 
 class Unavailable(StoreError):

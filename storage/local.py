@@ -41,7 +41,8 @@ def _fsync(fd: int, path: str) -> None:
         os.fsync(fd)
 
 
-def _fsync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable."""
     with told("making durable", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -80,7 +81,7 @@ def _make_root(root: str) -> None:
         if not os.path.isdir(folder):
             with told("making the directory", folder), suppress(FileExistsError):
                 _make(folder)
-            _fsync_folder(parent)
+            sync_folder(parent)
         elif _is_entry(folder, parent):
             with told("making durable", parent):
                 _fsync_if_possible(parent)
@@ -131,7 +132,7 @@ class LocalStore(Store):
             raise
         failpoint("local.put")
         with suppress(NotFound):  # who waited for it has taken it, and has deleted the folder: nothing is left to be durable
-            _fsync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
 
     @interruptible
     def put_new(self, name: str, data: Buffer) -> None:
@@ -142,7 +143,7 @@ class LocalStore(Store):
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
-        _fsync_folder(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
@@ -189,7 +190,7 @@ class LocalStore(Store):
             else:
                 with told("making the directory", folder), suppress(FileExistsError):
                     _make(folder)
-                _fsync_folder(os.path.dirname(folder))
+                sync_folder(os.path.dirname(folder))
             self._folders.add(folder)
 
     # --- reading -----------------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ class LocalStore(Store):
                 folders.add(os.path.dirname(path))
         for folder in sorted(folders, key=len, reverse=True):
             if not self._remove_empty(folder):
-                _fsync_folder(folder)
+                sync_folder(folder)
 
     def _remove(self, path: str) -> None:
         os.unlink(path)
@@ -306,7 +307,7 @@ class LocalStore(Store):
             folder = os.path.dirname(folder)
         if removed:
             with suppress(NotFound):
-                _fsync_folder(folder)
+                sync_folder(folder)
         return removed
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -399,7 +400,7 @@ class LocalWriter(Writer):
             failpoint("local.rename")
             self._publish(self._temporary, self._path)
         self._published = True
-        _fsync_folder(os.path.dirname(self._path))
+        sync_folder(os.path.dirname(self._path))
         return length
 
     def abort(self) -> None:

@@ -78,6 +78,11 @@ class ObjectStore(Store):
         except NotFound:
             pass
 
+    def copy(self, name: str, to: str) -> None:
+        """Store an object a second time, under another name. Copied by the bucket. Raises NotFound."""
+        with self._told("copying", name, reads=True):
+            self._store.copy(check_name(name), check_name(to))
+
     def create(self, name: str, size_hint: int = 0) -> Writer:
         check_name(name)
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from ckpt.storage.errors import Changed
+from ckpt.storage.fence_numbers import has_era
 
 ABSENT = "/ "
 """A name that no file has: asked for it, a member says whether it votes on what it does not have."""
@@ -44,6 +45,12 @@ class Ballot(NamedTuple):
 
 NONE = Ballot(0, "")
 """Lower than all others: nothing promised, nothing accepted."""
+
+
+def floor(number: int) -> Ballot:
+    """The ballot above which a member with this fence number takes values for a register that it does not have."""
+    return Ballot(number, "") if has_era(number) else NONE
+
 
 _LAST = Ballot(1 << 60, "final")
 
@@ -92,8 +99,10 @@ class Registers(ABC):
 
     Every call is durable when it returns, and answers for each name in the order asked. Raises StoreError.
 
-    epoch: the number of the ring that the caller goes by (`aggregator/ring.py`). A member that was fenced by a later one, or
+    epoch: the fence number that the caller goes by (`storage/fence_numbers.py`). A member that was fenced by a later one, or
     has changed anything by a later one, raises Outdated, and does nothing. 0 is for what no ring decides.
+
+    A register without a value has promised the floor of the member's fence number, at least.
     """
 
     @abstractmethod
@@ -135,8 +144,16 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def fence(self, epoch: int) -> None:
-        """Refuse calls of an earlier ring from now on."""
+    def fence(self, epoch: int) -> bool:
+        """Refuse calls of an earlier ring or era from now on; whether such calls were taken until now."""
+
+    @abstractmethod
+    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
+        """Forget registers of deleted files that still have these ballots, and have promised nothing that reaches the floor.
+
+        A ballot of NONE is for registers without a value. How many were forgotten. Only `aggregator/collection.py` knows when
+        this may be done.
+        """
 
     @abstractmethod
     def learn(self, name: str, value: Value) -> None:
@@ -173,6 +190,20 @@ class Registers(ABC):
             if len(found) < limit:
                 return
             after = found[-1][0]
+
+
+def shown(record: Record, number: int) -> Record:
+    """A record as its member shows it, which has this fence number: without a value it has promised the floor."""
+    if record.value is not None or record.promised >= floor(number):
+        return record
+    return Record(floor(number), record.accepted, None)
+
+
+def collectable(record: Answer, ballot: Ballot, number: int) -> bool:
+    """Whether a register may be forgotten by a member with this fence number, if it was found with this ballot."""
+    if not isinstance(record, Record) or is_final(record):
+        return False
+    return record.accepted == ballot and record.promised <= floor(number)
 
 
 def final(value: Value) -> Record:

@@ -299,6 +299,11 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         """Read ranges here, where the disk is, and answer the numbers of those that are not as their cells say."""
         return self._device.verify(name, [(position, nbytes, cells) for position, nbytes, cells in ranges])
 
+    def _verb_link(self, name: str, to: str) -> None:
+        """Give an object a second name."""
+        self._may_write()
+        self._device.link(check_name(name), check_name(to))
+
     def _verb_quarantine(self, name: str) -> None:
         """Keep a rotten object for whoever wants to know why, where no reader finds it."""
         self._may_write()
@@ -364,9 +369,13 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._may_change()
         self._device.registers.complete()
 
-    def _verb_registers_fence(self, epoch: int) -> None:
+    def _verb_registers_fence(self, epoch: int) -> bool:
         self._may_change()
-        self._device.registers.fence(epoch)
+        return self._device.registers.fence(epoch)
+
+    def _verb_registers_collect(self, found: list[Any], epoch: int) -> int:
+        self._may_change()
+        return self._device.registers.collect([(name, Ballot(*ballot)) for name, ballot in found], epoch)
 
     def _verb_registers_learn(self, name: str, value: list[bytes]) -> None:
         self._may_change()

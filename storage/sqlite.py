@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ckpt.storage.errors import Outdated, StoreError
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.fence_numbers import in_order, outdated, raised
 from ckpt.storage.local_file_system import require_local
 from ckpt.storage.registers import (
     BODY_BYTES,
@@ -32,10 +33,12 @@ from ckpt.storage.registers import (
     accepts,
     check_same,
     checksum,
+    collectable,
     decode_ballot,
     encode_ballot,
     final,
     is_final,
+    shown,
     taken,
     with_promise,
 )
@@ -131,8 +134,8 @@ class SqliteRegisters(Registers):
     def complete(self) -> None:
         self._writing(lambda db: _note(db, "complete", 1))
 
-    def fence(self, epoch: int) -> None:
-        self._writing(lambda db: _note(db, "epoch", max(epoch, _fact(db, "epoch"))))
+    def fence(self, epoch: int) -> bool:
+        return self._writing(lambda db: _raise(db, epoch))
 
     def learn(self, name: str, value: Value) -> None:
         def note(db: sqlite3.Connection) -> None:
@@ -145,15 +148,22 @@ class SqliteRegisters(Registers):
 
     def join(self, epoch: int, keep: str) -> None:
         def begin(db: sqlite3.Connection) -> None:
-            if _fact(db, "epoch") < epoch:
+            if _raise(db, epoch):
                 db.execute("DELETE FROM registers WHERE substr(name, 1, ?) <> ?", (len(keep), keep))
-                _note(db, "epoch", epoch)
                 _note(db, "complete", 1)
 
         self._writing(begin)
 
     def drop(self, names: Sequence[str], epoch: int) -> None:
         self._writing(lambda db: db.executemany("DELETE FROM registers WHERE name = ?", [(n,) for n in names]), epoch)
+
+    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
+        def forget(db: sqlite3.Connection) -> int:
+            number = _fact(db, "epoch")
+            gone = [(name,) for name, ballot in found if collectable(_get(db, name), ballot, number)]
+            return db.executemany("DELETE FROM registers WHERE name = ?", gone).rowcount if gone else 0
+
+        return self._writing(forget, epoch)
 
     def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
         if not self._exists():
@@ -165,7 +175,9 @@ class SqliteRegisters(Registers):
                 "WHERE name >= ? AND name < ? AND name > ? ORDER BY name LIMIT ?",
                 (prefix, _after(prefix), after, limit),
             )
-            return [(row[0], _head(*row)) for row in rows]
+            number = _fact(db, "epoch")
+            found = [(row[0], _head(*row)) for row in rows]
+            return [(name, shown(each, number) if isinstance(each, Record) else each) for name, each in found]
 
     def close(self) -> None:
         with self._lock:
@@ -184,8 +196,7 @@ class SqliteRegisters(Registers):
 
         def checked(db: sqlite3.Connection) -> T:
             _check(db, epoch)
-            if epoch > _fact(db, "epoch"):
-                _note(db, "epoch", epoch)
+            _raise(db, epoch)
             return work(db)
 
         mine: Future[T] = Future()
@@ -284,8 +295,17 @@ def _told(path: str, doing: str, error: BaseException) -> BaseException:
 
 
 def _check(db: sqlite3.Connection, epoch: int) -> None:
-    if epoch and epoch < (fence := _fact(db, "epoch")):
-        raise Outdated(f"the members that keep records have changed (ring {fence}, not {epoch}); ask for them anew")
+    if epoch and in_order(epoch) < in_order(fence := _fact(db, "epoch")):
+        raise Outdated(outdated(fence, epoch))
+
+
+def _raise(db: sqlite3.Connection, epoch: int) -> bool:
+    """Fence by a number; whether it is higher than the one before."""
+    before = _fact(db, "epoch")
+    after = raised(before, epoch)
+    if after != before:
+        _note(db, "epoch", after)
+    return in_order(after) > in_order(before)
 
 
 def _fact(db: sqlite3.Connection, name: str) -> int:
@@ -300,12 +320,13 @@ def _note(db: sqlite3.Connection, name: str, value: int) -> None:
 def _get(db: sqlite3.Connection, name: str) -> Answer:
     row = db.execute(_READ, (name,)).fetchone()
     if row is None:
-        return Record() if _fact(db, "complete") else UNKNOWN
+        return shown(Record(), _fact(db, "epoch")) if _fact(db, "complete") else UNKNOWN
     promised, accepted, total, head, body = row
     value = None if head is None else Value(head, body or b"")
     try:
         if checksum(name, promised, accepted, value) == total:
-            return Record(decode_ballot(promised), decode_ballot(accepted), value)
+            found = Record(decode_ballot(promised), decode_ballot(accepted), value)
+            return found if value is not None else shown(found, _fact(db, "epoch"))
     except (TypeError, ValueError, AttributeError):
         pass  # SQLite stores any type in any column
     return Damaged("its checksum does not match")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_registers import Flaky, check_final, ledger, words
+from test_registers import Flaky, check_eras, check_final, ledger, words
 
 import ckpt
 from ckpt.aggregator import moving
@@ -21,7 +21,8 @@ from ckpt.aggregator.members import from_table
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import parse
 from ckpt.storage.bucket import Bucket, _key, _name
-from ckpt.storage.errors import Outdated, StoreError, Unavailable
+from ckpt.storage.device import Device
+from ckpt.storage.errors import NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.registers import NONE, Ballot, Change, Damaged, Record, Registers, Value
 from ckpt.storage.testing import pattern
 
@@ -63,6 +64,21 @@ def test_promises_and_changes(registers: Registers) -> None:
 
 def test_what_is_final(registers: Registers) -> None:
     check_final(registers)
+
+
+def test_eras(registers: Registers) -> None:
+    check_eras(registers)
+
+
+def test_second_names_of_objects(bucket: str, tmp_path: Path) -> None:
+    for member in (Bucket(f"{bucket}/links"), Device(tmp_path / "disk")):
+        member.store.put("aa/one", b"content")
+        member.link("aa/one", "bb/two")
+        member.store.delete(["aa/one"])
+        assert member.store.get("bb/two") == b"content"
+        with pytest.raises(NotFound):
+            member.link("aa/one", "bb/three")
+        assert list(member.inventory()) == ["bb/two"]
 
 
 def test_names_and_listings(registers: Registers) -> None:

@@ -35,7 +35,7 @@ class Down(Registers):
     def _fails(self, *args: Any, **options: Any) -> Any:
         raise Unavailable("down")
 
-    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = _fails
+    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = collect = _fails
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ class Silent(Registers):
         self._over.wait()
         raise Unavailable("it stood still")
 
-    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = _waits
+    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = collect = _waits
 
 
 def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
@@ -92,9 +92,9 @@ def test_one_file_renamed_twice_at_once(open_one: Callable[[], Namespace], monke
     one.put("x", FIRST)
     publish = one.publish
 
-    def late(*args: Any) -> None:
+    def late(*args: Any, **options: Any) -> None:
         other.rename("x", "c")
-        publish(*args)
+        publish(*args, **options)
 
     monkeypatch.setattr(one, "publish", late)
     one.rename("x", "b")

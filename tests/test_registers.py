@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from ckpt.aggregator.fanout import FanOut, Health
 from ckpt.aggregator.ledger import Group, Keepers, Ledger
 from ckpt.aggregator.redundancy import Quorum, quorum
-from ckpt.storage.errors import Changed, StoreError, Unavailable
+from ckpt.storage.errors import Changed, Outdated, StoreError, Unavailable
+from ckpt.storage.fence_numbers import next_era
 from ckpt.storage.registers import (
     NONE,
     Answer,
@@ -31,6 +32,7 @@ from ckpt.storage.registers import (
     Value,
     decode_ballot,
     encode_ballot,
+    floor,
     is_final,
 )
 from ckpt.storage.sqlite import SqliteRegisters
@@ -116,6 +118,38 @@ def check_final(registers: Registers) -> None:
 
 def test_what_is_final(registers: SqliteRegisters) -> None:
     check_final(registers)
+
+
+def check_eras(registers: Registers) -> None:
+    """Each era begins once; calls of the ones before are refused; what was collected takes no ballot below the floor."""
+    one, two = next_era(1), next_era(1, above=(1 << 32) + 7)
+    assert one is not None
+    assert two is not None
+    registers.fence(1)
+    registers.change([Change("/a", NONE, Value(b"1")), Change("/b", NONE, Value(b"2"))], "w", 1)
+    at = NONE.next_step("w")
+    registers.prepare(["/b"], Ballot(5, "p"), 1)
+    assert registers.fence(one)
+    assert not registers.fence(one)
+    assert not registers.fence(2 - 1)
+    with pytest.raises(Outdated, match="ring 1 in era 1, not 1"):
+        registers.read(["/a"], 1)
+    assert registers.collect([("/a", Ballot(9, "x")), ("/none", NONE)], one) == 0
+    assert registers.fence(two)
+    assert registers.collect([("/a", at), ("/b", at)], two) == 2, "a promise below the floor is kept by the floor"
+    assert registers.read(["/a", "/b"], two) == [Record(floor(two), NONE, None)] * 2
+    assert registers.change([Change("/a", NONE, Value(b"late"))], "v", two) == [False]
+    late, good = Ballot(7, "late"), Ballot(two + 1, "x")
+    assert registers.accept([("/a", Value(b"late"))], late, epoch=two) == [False]
+    assert registers.prepare(["/a"], late, two) == [Record(floor(two), NONE, None)]
+    assert registers.accept([("/a", Value(b"new"))], good, epoch=two) == [True]
+    assert registers.collect([("/a", good)], two) == 0, "above the floor: its ballot would be lost"
+    registers.fence(2)
+    assert registers.read(["/b"], 2) == [Record(Ballot(2 << 32, ""), NONE, None)], "a floor stays when the ring changes"
+
+
+def test_eras(registers: SqliteRegisters) -> None:
+    check_eras(registers)
 
 
 def test_direct_changes(registers: SqliteRegisters) -> None:
@@ -246,8 +280,11 @@ class Flaky(Registers):
     def complete(self) -> None:
         self._maybe(self.inner.complete)
 
-    def fence(self, epoch: int) -> None:
-        self._maybe(lambda: self.inner.fence(epoch))
+    def fence(self, epoch: int) -> bool:
+        return bool(self._maybe(lambda: self.inner.fence(epoch)))
+
+    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
+        return int(self._maybe(lambda: self.inner.collect(found, epoch)))
 
     def learn(self, name: str, value: Value) -> None:
         self._maybe(lambda: self.inner.learn(name, value))

@@ -55,6 +55,10 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
         return int(number)
 
 
+_GRACE = click.option(
+    "--grace", default=3600.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS",
+    help="Leave objects alone that no record names and that are younger: somebody may be writing them.",
+)  # fmt: skip
 _RATE = click.option("--rate", type=_Size(), metavar="SIZE", help="Write no more than this a second, such as 200MB.")
 
 
@@ -367,8 +371,9 @@ def status(url: str, as_json: bool) -> int:
 @admin.command("scrub", context_settings=_SETTINGS)
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Only compare lists; read nothing.")
+@_GRACE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def scrub(url: str, quick: bool, as_json: bool) -> int:
+def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
     """Let all members read and check what they hold, and say what is missing, rotten or forgotten. Changes nothing.
 
     Exit status: 0 all is whole, 1 something is not.
@@ -376,7 +381,7 @@ def scrub(url: str, quick: bool, as_json: bool) -> int:
     from ckpt.aggregator.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
-    found = _surveyed(namespace, not quick)
+    found = _surveyed(namespace, not quick, grace)
     if as_json:
         common.emit_json(
             {
@@ -394,8 +399,9 @@ def scrub(url: str, quick: bool, as_json: bool) -> int:
 @admin.command("repair", context_settings=_SETTINGS)
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Repair what lists show to be missing; read nothing to find rot.")
+@_GRACE
 @_RATE
-def repair(url: str, quick: bool, rate: int | None) -> int:
+def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     """Make whole what a scrub finds, the most endangered files first. Can be cut off and run again.
 
     Exit status: 0 all is whole, 1 something could not be made so.
@@ -404,7 +410,7 @@ def repair(url: str, quick: bool, rate: int | None) -> int:
     from ckpt.aggregator.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
-    found = _surveyed(namespace, not quick)
+    found = _surveyed(namespace, not quick, grace)
     _show(namespace, found)
     total = sum(f.file.head.nbytes for f in found.damaged if f.state != "lost")
     with common.progress(total, "repairing") as advance:
@@ -504,14 +510,14 @@ def _moved(done: Repaired) -> int:
     return int(bool(done.failed))
 
 
-def _surveyed(namespace: Namespace, verify: bool) -> Survey:
+def _surveyed(namespace: Namespace, verify: bool, grace: float) -> Survey:
     from ckpt.aggregator.survey import survey
 
     if not verify:
-        return survey(namespace)
+        return survey(namespace, grace_seconds=grace)
     total = sum(h.nbytes for h in namespace.list().values()) * namespace.config.redundancy.overhead
     with common.progress(int(total), "checking") as advance:
-        return survey(namespace, True, advance)
+        return survey(namespace, True, advance, grace)
 
 
 def _show(namespace: Namespace, found: Survey) -> None:

@@ -1,0 +1,212 @@
+"""A client that stands still while a repair deletes what no record names: it publishes what exists, or it is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from cluster import Process
+
+from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.eras import begin_era
+from ckpt.aggregator.namespace import Namespace, open_namespace
+from ckpt.storage.errors import NotFound
+from ckpt.storage.testing import pattern
+
+OLD, NEW = pattern(1 << 20, 1), pattern(1 << 20, 2)
+
+CLIENT = """
+import sys
+from ckpt.aggregator import moving, repair, survey
+from ckpt.aggregator.namespace import open_namespace
+from ckpt.storage.errors import CkptError
+from ckpt.storage.testing import pattern
+namespace, _ = open_namespace(sys.argv[1])
+try:
+    exec(sys.argv[2])
+except CkptError as error:
+    print("refused:", error)
+else:
+    print("acknowledged")
+"""
+
+
+class Stopped:
+    """A client in a process of its own, which stands still at a fail point."""
+
+    def __init__(self, url: str, work: str, *points: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, url, work], stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"CKPT_FAILPOINTS": ",".join(f"{each}=stop" for each in points)},
+        )  # fmt: skip
+        self._wait()
+
+    def _wait(self) -> None:
+        found = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        assert found.si_code == os.CLD_STOPPED, f"it ended before it stopped: {self.process.communicate()[0]}"
+
+    def goes_on_to_the_next_point(self) -> None:
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # the first stop is reported once
+        self.process.send_signal(signal.SIGCONT)
+        self._wait()
+
+    def goes_on(self) -> str:
+        """What it says at its end."""
+        self.process.send_signal(signal.SIGCONT)
+        said, _ = self.process.communicate(timeout=120)
+        return said
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    nodes = [Process(tmp_path_factory.mktemp("nodes") / f"n{i}") for i in range(4)]
+    try:
+        yield "ckpt://" + ",".join(node.address for node in nodes)
+    finally:
+        for node in nodes:
+            node.close()
+
+
+@pytest.fixture
+def namespace(url: str) -> Namespace:
+    found, _ = open_namespace(url)
+    found.put("a", OLD)
+    found.delete(["b"])
+    return found
+
+
+def repair(url: str) -> str:
+    """As an operator runs it, without the hour that objects without a record are left alone."""
+    command = [sys.executable, "-m", "ckpt.tools.node", "admin", "repair", url, "--quick", "--grace", "0"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def content(namespace: Namespace, path: str) -> bytes | None:
+    try:
+        return namespace.get(path)
+    except NotFound:
+        return None
+
+
+def whole(namespace: Namespace) -> None:
+    """All records name objects that exist, and after a repair nothing else is left."""
+    found = surveys.survey(namespace, verify=True, grace_seconds=0.0)
+    assert not found.damaged, found
+    assert not found.missing, found
+
+
+PUT = "namespace.put('a', pattern(1 << 20, 2))"
+PUT_NEW = "namespace.put('b', pattern(1 << 20, 2), new=True)"
+MANY_APPENDS = """
+with namespace.create('a', None, 0, aligned=False) as writer:
+    for number in range(8):
+        writer.append(memoryview(pattern(1 << 17, number)))
+    writer.commit()
+"""
+APPEND = """
+with namespace.create('a', aligned=False, base=namespace.stat('a')) as writer:
+    writer.append(memoryview(pattern(1 << 20, 2)))
+    writer.commit()
+"""
+
+
+@pytest.mark.parametrize("work", [PUT, PUT_NEW, MANY_APPENDS, APPEND])
+def test_objects_that_a_repair_deletes_are_not_published(url: str, namespace: Namespace, work: str) -> None:
+    """The writer stopped between its objects and its record: no record names them."""
+    writer = Stopped(url, work, "namespace.record")
+    try:
+        assert "2 forgotten objects deleted" in repair(url) or work == MANY_APPENDS
+        said = writer.goes_on()
+    finally:
+        writer.close()
+    assert said.startswith("refused"), said
+    assert "a repair has deleted what was written" in said, said
+    assert content(namespace, "a") == OLD
+    assert content(namespace, "b") is None
+    whole(namespace)
+
+
+@pytest.mark.parametrize("point", ["ledger.change", "ledger.changed"])
+def test_a_writer_that_stops_while_members_agree(url: str, namespace: Namespace, point: str) -> None:
+    """At the second point one member has the record already: what it names stays, though the writer is not answered."""
+    writer = Stopped(url, PUT, point)
+    try:
+        repair(url)
+        said = writer.goes_on()
+    finally:
+        writer.close()
+    if said.startswith("acknowledged"):
+        assert content(namespace, "a") == NEW
+    assert content(namespace, "a") in (OLD, NEW), said
+    whole(namespace)
+
+
+def test_a_writer_that_stops_after_it_was_refused(url: str, namespace: Namespace) -> None:
+    """It has given its objects names anew, and stands still once more while they are deleted."""
+    writer = Stopped(url, PUT, "namespace.record", "ledger.change")
+    try:
+        assert begin_era(namespace) is not None
+        writer.goes_on_to_the_next_point()
+        assert "forgotten objects deleted" in repair(url)
+        said = writer.goes_on()
+    finally:
+        writer.close()
+    assert content(namespace, "a") == (NEW if said.startswith("acknowledged") else OLD), said
+    whole(namespace)
+
+
+def test_a_writer_that_no_repair_meets_loses_nothing(url: str, namespace: Namespace) -> None:
+    """An era begins, and what it has written is there: it goes on with its objects, under other names."""
+    writer = Stopped(url, PUT, "namespace.record")
+    try:
+        assert begin_era(namespace) is not None
+        said = writer.goes_on()
+    finally:
+        writer.close()
+    assert said.startswith("acknowledged"), said
+    assert content(namespace, "a") == NEW
+    whole(namespace)
+    assert not surveys.survey(namespace, grace_seconds=0.0).orphans, "the names from before are gone"
+
+
+def test_a_renaming_that_stops(url: str, namespace: Namespace) -> None:
+    """Meanwhile somebody deletes the file, and a repair its objects: it gets no second name."""
+    client = Stopped(url, "namespace.rename('a', 'b')", "namespace.rename")
+    try:
+        namespace.delete(["a"])
+        repair(url)
+        said = client.goes_on()
+    finally:
+        client.close()
+    assert said.startswith("refused"), said
+    assert content(namespace, "a") is content(namespace, "b") is None
+    whole(namespace)
+
+
+@pytest.mark.parametrize("work", ["repair.repair(namespace, survey.survey(namespace))", "moving.drain(namespace, MEMBER)"])
+def test_a_repair_or_a_drain_that_stops(url: str, namespace: Namespace, work: str) -> None:
+    """It has made fragments on other members, and another repair deletes them before a record names them."""
+    file = namespace.stat("a")
+    assert file is not None
+    assert file.layout is not None
+    holder = file.layout.holders[0]
+    if work.startswith("repair"):
+        namespace.places[holder.member].store.delete([holder.name])
+    client = Stopped(url, work.replace("MEMBER", repr(holder.member)), "repair.record")
+    try:
+        repair(url)
+        client.goes_on()
+    finally:
+        client.close()
+    assert content(namespace, "a") == OLD
+    whole(namespace)
