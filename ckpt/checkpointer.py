@@ -165,6 +165,8 @@ class Checkpointer:
             if self._tiers is not None:
                 self._tiers.restored(start - 1)
         if self._pulse is not None:
+            if self._tiers is None:
+                self._pulse.durable(start - 1)
             self._pulse.restored(start - 1)
             self._pulse.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
         return loaded, start
@@ -275,13 +277,19 @@ class Checkpointer:
                 handle = self._tiers.save(check_step(step), state, self._options, blocking, everywhere)
             else:
                 handle = run_save(session, state, check_step(step), self._options, blocking)
-        if (pulse := self._pulse) is not None:
-            handle.when_done(lambda: None if handle.failed() else pulse.committed(step))
+        if self._pulse is not None:
+            handle.when_done(partial(self._committed, self._pulse, handle))
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began
         if self._schedule is not None:
             self._schedule.saving(step, handle)
         return handle
+
+    def _committed(self, pulse: pulses.Pulse, handle: SaveHandle) -> None:
+        if not handle.failed():
+            if self._tiers is None:
+                pulse.durable(handle.step)
+            pulse.committed(handle.step)
 
     def _prepare(self, state: Any) -> None:
         """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""

@@ -28,10 +28,14 @@ class Promoter:
     """Copies from `source` to `target`, in a thread that begins with the first step. An error is told once a cause in the
     log, and by `wait`; the copy is tried again, or that of a newer step."""
 
-    def __init__(self, source: Repository, target: Session, keep: Keep | None) -> None:
+    def __init__(
+        self, source: Repository, target: Session, keep: Keep | None, copied: Callable[[int], None] = lambda step: None
+    ) -> None:
+        """copied: called with each step that the target has now."""
         self._source = source
         self._target = target
         self._keep = keep
+        self._copied = copied
         self._changed = threading.Condition()
         self._expected: set[int] = set()
         self._waiting: int | None = None
@@ -163,6 +167,7 @@ class Promoter:
             try:
                 promote(self._source, step, self._target, self._keep, self._left_over, self._moved)
                 self.seconds = time.monotonic() - began
+                self._copied(step)
             except StepNotFound:  # a nearer tier has lost it, or a roll-back has replaced it
                 log.warning("step %d is not promoted to %s: no nearer tier has it any more", step, self._target.repo.url)
             except Exception as failed:

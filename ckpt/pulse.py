@@ -6,6 +6,7 @@ in one piece; a beat costs a microsecond and no system call.
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
     8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
     16 computed (ns, sum)   17 trouble   18 restored step   19 ended   20 asked to end (ns, CLOCK_MONOTONIC)
+    21 durable step
 
 All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
 into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
@@ -50,7 +51,7 @@ _KINDS: tuple[BadKind, ...] = ("not finite", "spike")
 
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
 _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
-_COMPUTED, _TROUBLE, _RESTORED, _ENDED, _ASKED = range(16, 21)
+_COMPUTED, _TROUBLE, _RESTORED, _ENDED, _ASKED, _DURABLE = range(16, 22)
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -101,6 +102,8 @@ class Beat:
     """Its process is over. Who looks after it says so."""
     asked: float = 0.0
     """When it was sent SIGTERM last, by CLOCK_MONOTONIC; 0 never."""
+    durable: int = -1
+    """Newest step that it knows to be committed in another place than the memory of hosts; -1 none."""
 
 
 class Pulse:
@@ -118,7 +121,7 @@ class Pulse:
         self._fields = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if new:
-            for field in (_STEP, _COMMITTED, _BATCH, _BAD_STEP, _RESTORED):
+            for field in (_STEP, _COMMITTED, _BATCH, _BAD_STEP, _RESTORED, _DURABLE):
                 self._fields[field] = -1
             for field in (_STOP, _HEARD, _AGREED):
                 self._fields[field] = _NEVER
@@ -161,6 +164,11 @@ class Pulse:
         """Say that a step is committed."""
         if step > self._fields[_COMMITTED]:
             self._fields[_COMMITTED] = step
+
+    def durable(self, step: int) -> None:
+        """Publish that a step is committed in another place than the memory of hosts."""
+        if step > self._fields[_DURABLE]:
+            self._fields[_DURABLE] = step
 
     def restored(self, step: int) -> None:
         """Say that this rank goes on from a step; -1 where there is none yet. Of several the newest counts."""
@@ -258,7 +266,7 @@ class Pulse:
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
             fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
             fields[_COMPUTED] / 1e9, _TROUBLES[fields[_TROUBLE]], fields[_RESTORED], bool(fields[_ENDED]),
-            fields[_ASKED] / 1e9,
+            fields[_ASKED] / 1e9, fields[_DURABLE],
         )  # fmt: skip
 
     def ended(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ckpt.arguments import checked_bytes, checked_every
 from ckpt.interval import Every
 from ckpt.repository import MARKER, Repository, Url, new_marker, open_repository
 from ckpt.retention import Keep, as_keep
+from ckpt.storage.base import Store
 from ckpt.storage.errors import (
     CkptError,
     FormatError,
@@ -27,6 +29,7 @@ from ckpt.storage.errors import (
     NotFound,
     StepNotFound,
     StoreError,
+    Unavailable,
 )
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
@@ -42,10 +45,14 @@ VARIABLE = "CKPT_MEMORY"
 BEFORE = "CKPT_MEMORY_BEFORE"
 """Names, with spaces between, memory that the job had before on other hosts. It is only read."""
 
+WAIT = "CKPT_MEMORY_WAIT"
+"""SECONDS URL: how long to wait for one of these memories where its hosts do not answer. It may have the newest steps."""
+
 NOTE = "tier.json"
 """In a near place: which repository it belongs to."""
 
 _SHARE_OF_MEMORY = 0.5
+_AGAIN_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 """Who holds memory and takes longer to answer is taken for lost."""
 
@@ -109,15 +116,39 @@ def store_of(tier: Tier, record: str) -> Url:
 def kept_before(record: Repository) -> list[Repository]:
     """Memory on other hosts that holds steps of the repository of record, the newest first."""
     found = []
+    seconds, awaited = _wait()
     for url in os.environ.get(BEFORE, "").split():
         repo = open_repository(below(url, name_of(record.url)))
         try:
-            if repo.store.answers(_ANSWER_SECONDS) and holds_steps_of(repo, record):
+            until = time.monotonic() + (seconds if url == awaited else 0.0)
+            if _answers(repo.store, until) and holds_steps_of(repo, record):
                 found.append(repo)
                 log.info("%s is read, too: the memory of the attempt before", repo.url)
         except StoreError as error:
             log.warning("what was in the memory of the attempt before is not there: %s", error)
     return found
+
+
+def _wait() -> tuple[float, str]:
+    """How long to wait, and for which memory."""
+    text = os.environ.get(WAIT, "")
+    seconds, _, url = text.partition(" ")
+    try:
+        return float(seconds or 0.0), url
+    except ValueError as error:
+        raise InvalidArgument(f"{WAIT}={text!r} is not SECONDS URL; unset it: ckpt-run sets it for its ranks") from error
+
+
+def _answers(store: Store, until: float) -> bool:
+    """Whether steps may be there. A host that is slow is asked again until the moment `until`. Raises Unavailable."""
+    while True:
+        try:
+            return store.answers(_ANSWER_SECONDS)
+        except Unavailable as error:
+            if time.monotonic() >= until:
+                raise
+            log.warning("%s; it is asked again for at most %.0f s", error, until - time.monotonic())
+            time.sleep(_AGAIN_SECONDS)
 
 
 def _memory_store(url: str) -> Url:

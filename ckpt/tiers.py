@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ckpt import pulse
 from ckpt import session as sessions
 from ckpt.claim import Series
 from ckpt.groups.base import Alone, Group
@@ -156,7 +157,9 @@ class Tiers:
             repo = place.session.repo
             place.session.spared = partial(self._needed, number)
             if number:
-                place.promoter = Promoter(self._all_but(repo), place.session, as_keep(place.tier.keep))
+                place.promoter = Promoter(
+                    self._all_but(repo), place.session, as_keep(place.tier.keep), partial(_report_durable, place)
+                )
             if repo is not self.repository.places[-1]:
                 place.limit = limit_of(place.tier, repo)
                 place.measure()
@@ -272,6 +275,7 @@ class Tiers:
             other.session.excused = None
         place.failures = 0
         place.promoted = time.monotonic()
+        _report_durable(place, handle.step)
         self._position = handle.step
         commit = handle.checkpoint().commit
         self._step_bytes = commit.raw_bytes
@@ -352,6 +356,7 @@ class Tiers:
             if place.promoter is None:
                 continue
             there = _newest(place.session.repo)
+            _report_durable(place, there)
             wanted = place.tier.counts if isinstance(place.tier.every, int) else _any
             nearer = [*(other.session.repo for other in self._places[:number]), *self._before]
             step = max(_newest(repo, wanted) for repo in nearer)
@@ -464,6 +469,12 @@ def _forget_freed(repo: Repository, record: Repository) -> None:
         name = commit_name(step)
         if [entry.name for entry in repo.store.list(f"steps/{step}")] == [name] and record.store.exists(name):
             repo.store.delete([name])
+
+
+def _report_durable(place: _Place, step: int) -> None:
+    """Let `ckpt-run` know that a step is not only in the memory of hosts."""
+    if place.tier.url != MEMORY and (page := pulse.mine()) is not None:
+        page.durable(step)
 
 
 def _any(step: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from ckpt.recovery import memories
 from ckpt.recovery.agents import LOST_SECONDS, Report
@@ -44,6 +44,8 @@ class View:
     """Since the last entry was seen."""
     ran_seconds: float = 0.0
     """Since the attempt began."""
+    silent: Mapping[str, Report] = field(default_factory=dict)
+    """What hosts reported last that are silent now."""
     unheard: frozenset[str] = frozenset()
     """Of the hosts, those that have said nothing since something was first seen to be wrong."""
 
@@ -87,7 +89,9 @@ def _begun(view: View) -> list[Draft]:
             return _awaited(view, spec, len(ready))
         came = f"{len(ready)} of {count(spec.least, 'host')} came within {spec.give_up_seconds:g} s"
         return [_ended(course, f"{came}; start ckpt-run on more, or lower --min", 0)]
-    memory = memories.at_start(course.memory, {name: staying[name] for name in choice.hosts})
+    if hosts := _memory_awaited(view):
+        return _memory_note(course, hosts)
+    memory = memories.at_start(course.memory, {name: staying[name] for name in choice.hosts}, course.newest.memory)
     if memory is None:
         return []
     attempt = course.attempt + 1
@@ -104,6 +108,22 @@ def _begun(view: View) -> list[Draft]:
         "environment": course.environment, "memory": memories.facts(memory),
     }  # fmt: skip
     return [Draft(attempt, "start", f"{count(total, 'rank')}{where}{changed}: {' '.join(spec.command)}", facts)]
+
+
+def _memory_awaited(view: View) -> tuple[str, ...]:
+    """The silent hosts that are waited for, as only they may have the newest steps."""
+    if view.waited_seconds >= view.course.memory_seconds:
+        return ()
+    return memories.awaited(view.course.newest.memory, view.perhaps)
+
+
+def _memory_note(course: Course, hosts: tuple[str, ...]) -> list[Draft]:
+    """Written once for the same hosts."""
+    if course.awaited == hosts:
+        return []
+    steps, seconds = count(course.newest.at_stake, "step"), course.memory_seconds
+    text = f"waiting up to {seconds:.0f} s for {', '.join(hosts)}: silent, and {steps} may be in the memory there alone"
+    return [Draft(max(0, course.attempt), "note", text, {"awaited": list(hosts)})]
 
 
 def _awaited(view: View, spec: Spec, here: int) -> list[Draft]:
@@ -148,7 +168,8 @@ def _watched(view: View) -> list[Draft]:
         name = course.requested or signal.Signals(max(report.leaving for report in asked)).name
         return [_stop(course, reports, name)]
     drafts = [*_fell_back(course, reports), *_spares(view), *_stragglers(view, reports)]
-    if memories.is_newer(course.memory, reports, -1 if course.before is None else course.budget.best):
+    than = max(course.newest.step, course.saved, -1 if course.before is None else course.budget.best)
+    if memories.is_newer(course.memory, reports, than) and not course.other_job:
         why = "what was in the memory of the hosts before is not needed any more"
         drafts.append(remembered(course, course.memory[:1], why))
     return drafts
@@ -280,6 +301,7 @@ def _is_lost(member: Member, report: Report | None) -> bool:
 
 def _lost(view: View, member: Member) -> Failure:
     known = [r for r in view.perhaps.values() if r.attempt == view.course.attempt]
+    known = known or [r for r in view.silent.values() if r.attempt == view.course.attempt]
     there = view.perhaps.get(member.name)
     detail = f"says nothing for {LOST_SECONDS:g} s" if there is None else "was started again"
     return _failure(view, "lost", [], detail, known, member.name)
@@ -305,10 +327,13 @@ def _failure(
     """host: where it began. What that one says is of this moment; of the others it may be older than their last steps."""
     there = [report for report in reports if report.name == host] or reports
     step = min((r.step for r in there), default=-1)
-    committed = max((r.committed for r in reports), default=-1)
+    all_known = [r for r in (*view.silent.values(), *reports) if r.attempt == view.course.attempt]
+    committed = max((r.committed for r in all_known), default=-1)  # what a silent host reported before stays true
     return Failure(
         cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,
-        host or (reports[0].name if reports else ""), restored=max((r.restored for r in reports), default=-1),
+        host or (reports[0].name if reports else ""), restored=max((r.restored for r in all_known), default=-1),
+        durable=max((r.durable for r in all_known), default=-1),
+        step_seconds=max((r.step_seconds for r in there), default=0.0),
     )  # fmt: skip
 
 

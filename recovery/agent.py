@@ -12,15 +12,16 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt import tier
 from ckpt.recovery import course as courses
 from ckpt.recovery import host, launch, memories, memory, metrics
 from ckpt.recovery.accounts import Accounts
-from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen
+from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen, report
 from ckpt.recovery.console import Console
 from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
@@ -96,6 +97,7 @@ class Agent:
         self._memory = memory.folder_of(here.folder) if spec.hosts == 1 else None
         self._held_bytes = 0
         self._keeper: Keeper | None = None
+        self._unlisted: frozenset[str] = frozenset()
         self._attempt = -1
         self._best = -1
         self._wrong: Wrong | None = None  # of ranks that could not be started
@@ -125,6 +127,7 @@ class Agent:
             web = self._serve()
             self._keeper = self._keep_memory()
             self._join()
+            self._unlisted = self._unlisted_nodes()
             if self._status is not None:
                 return self._status
             alone = self._spec.hosts == 1
@@ -219,7 +222,7 @@ class Agent:
             )
         self._run = secrets.token_hex(6)
         drafts = [
-            courses.run(course.attempt + 1, self._run, self._spec),
+            courses.run(course.attempt + 1, self._run, self._spec, _cut_off(course, known)),
             Draft(course.attempt + 1, "lead", f"{self._here.name} coordinates", {"name": self._here.name}),
         ]
         mine = self._report()
@@ -322,10 +325,15 @@ class Agent:
     def _own_environment(self) -> dict[str, str]:
         """What the ranks of this host are told beside."""
         told = {launch.AGENT: self._incarnation, "TORCHELASTIC_MAX_RESTARTS": str(self._spec.restarts)}
-        now, *before = [each.url(self._here.name) for each in self._course.memory] or [""]
+        course, name = self._course, self._here.name
+        now, *before = [each.url(name) for each in course.memory] or [""]
         if where := now if self._memory is None else str(self._memory):
             told[tier.VARIABLE] = where
-        return {**told, tier.BEFORE: " ".join(before)} if before else told
+        if before:
+            told[tier.BEFORE] = " ".join(before)
+        if course.newest.memory in course.memory[1:] and course.memory_seconds:
+            told[tier.WAIT] = f"{course.memory_seconds:g} {course.newest.memory.url(name)}"
+        return told
 
     # --- what is only in memory --------------------------------------------------------------------------------
 
@@ -337,11 +345,30 @@ class Agent:
         folder = memory.folder_of(here.folder, here.name)
         return None if folder is None else Keeper(folder, here.address, here.guard)
 
+    def _unlisted_nodes(self) -> frozenset[str]:
+        """Nodes that hold objects, and that no entry of the log names: nothing proves that nobody needs them."""
+        if self._keeper is None:
+            return frozenset()
+        listed = {at for entry in self._log for at in memories.named(memories.from_facts(entry.facts.get("memory") or []))}
+        found = frozenset(self._keeper.node_at(path) for path in nodes_with_objects(self._keeper.folder)) - listed
+        if found:
+            self._say(
+                f"{', '.join(sorted(found))}: the log of the run does not name these nodes, and they hold steps; they are "
+                f"kept. If nobody needs them, remove their folders in {self._keeper.folder} once this run has ended"
+            )
+        return found
+
     def _frees_memory(self) -> bool:
         """At the end of this agent, whether nothing that its memory holds is needed any more."""
-        if self._status is None:  # others go on, from what all have saved; or an error has come between
-            return self._leaves
-        return not memories.named(self._course.memory)
+        if self._status is None:  # others go on; or an error has come between
+            return self._leaves and not self._memory_needed()
+        return not memories.named(self._course.memory) and not self._unlisted
+
+    def _memory_needed(self) -> bool:
+        """Whether steps can't be read any more without the memory of this host."""
+        name, reports = self._here.name, self._coordinator.reports()
+        staying = {other: report for other, report in reports.items() if other != name and not report.leaving}
+        return memories.is_needed(self._course.memory, name, staying)
 
     def _bring_home(self) -> None:
         """What is only in memory comes to where it belongs: on several hosts by who leads, for whom the others wait."""
@@ -408,7 +435,7 @@ class Agent:
 
     def _look(self) -> None:
         if self._keeper is not None:
-            self._keeper.look(memories.named(self._course.memory))
+            self._keeper.look(memories.named(self._course.memory) | self._unlisted)
         if self._watch is not None:
             self._watch.leaving = bool(self._signals.first)
             for rank in self._watch.look(time.monotonic()):
@@ -435,9 +462,9 @@ class Agent:
             return said
         return replace(
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
-            newest=watch.newest, committed=watch.committed, saved=watch.saved, restored=watch.restored, stop=watch.stops,
-            stop_step=watch.stop_step, step_seconds=watch.step_seconds, spent=watch.spent,
-            slowest=watch.slowest(time.monotonic()), paces=watch.paces,
+            newest=watch.newest, committed=watch.committed, durable=watch.durable, saved=watch.saved,
+            restored=watch.restored, stop=watch.stops, stop_step=watch.stop_step, step_seconds=watch.step_seconds,
+            spent=watch.spent, slowest=watch.slowest(time.monotonic()), paces=watch.paces,
         )  # fmt: skip
 
     def _lead(self) -> bool:
@@ -480,7 +507,7 @@ class Agent:
             self._leaves = True
         if self._watch is None and last.kind == "start" and not any(map(self._is_me, self._course.members)):
             self._leaves = True
-        if self._leaves:
+        if self._leaves and not self._memory_needed():
             return True
         return time.monotonic() - self._signals.first_at > self._patience  # nobody decides any more
 
@@ -516,6 +543,13 @@ class Agent:
         for key, _ in self._select.select(_TICK_SECONDS):
             if key.data is self._signals:
                 self._signals.awake()
+
+
+def _cut_off(course: Course, known: Mapping[str, Mapping[str, Any]]) -> list[Report]:
+    """The reports of the newest attempt, where the agents ended before one of them wrote what became of it."""
+    if course.last is None or course.last.kind not in ("start", "stop"):
+        return []
+    return [each for each in map(report, known.values()) if each.attempt == course.attempt]
 
 
 def _shared_memory() -> str | None:

@@ -103,6 +103,8 @@ class Report:
     """What steps take of the memory of its host."""
     fresh: str = ""
     """The one of them that nobody has used yet."""
+    durable: int = -1
+    """The newest step that is committed in another place than the memory of hosts; -1 none."""
     saved: int = -1
     """The newest step that was committed in this attempt; -1 none."""
     restored: int = -1
@@ -162,6 +164,11 @@ class Roll:
     def perhaps(self) -> dict[str, Report]:
         """Those that live, and those that may: they were not listened to for long enough."""
         return {name: seen.report for name, seen in self._seen.items() if self._now - seen.at <= self.lost_seconds}
+
+    def silent(self) -> dict[str, Report]:
+        """What those reported last that are neither seen to live nor known to have ended."""
+        perhaps = self.perhaps()
+        return {name: seen.report for name, seen in self._seen.items() if name not in perhaps}
 
     def unheard(self, since: float) -> frozenset[str]:
         """Who has said nothing since then, by CLOCK_MONOTONIC."""

@@ -78,7 +78,8 @@ class Coordinator:
         self._told = self._roll.living() | me
         perhaps = self._roll.perhaps() | me
         return View(
-            course, self._told, perhaps, now - self._entry_at, now - self._began_at, self._unheard(course, perhaps, now)
+            course, self._told, perhaps, now - self._entry_at, now - self._began_at, self._roll.silent(),
+            self._unheard(course, perhaps, now),
         )
 
     def _unheard(self, course: Course, perhaps: Mapping[str, Report], now: float) -> frozenset[str]:

@@ -10,8 +10,9 @@ from ckpt.cursor import Ranges
 from ckpt.interval import MTBF, mean_time_to_failure
 from ckpt.pulse import Bad
 from ckpt.recovery import memories
-from ckpt.recovery.decide import WANTED, Budget, Failure, still_before
-from ckpt.recovery.memories import Memory
+from ckpt.recovery.agents import Report
+from ckpt.recovery.decide import WANTED, Budget, Failure, still_before, worth_waiting_seconds
+from ckpt.recovery.memories import Memory, Newest
 from ckpt.recovery.rollback import environment
 from ckpt.recovery.state import Draft, Entry
 
@@ -90,10 +91,16 @@ class Course:
     """How many spares wait, as it was said last."""
     came: int | None = None
     """How many hosts there were, as it was said last while more were waited for."""
+    awaited: tuple[str, ...] = ()
+    """Silent hosts that are waited for, as was noted last, because they may hold the newest steps."""
     restored: int | None = None
     """The step that this attempt went on from, where that was said: it is an older one than was saved."""
     memory: tuple[Memory, ...] = ()
     """Of several hosts: the one that steps are saved to, and those before it that may hold steps; of earlier runs, too."""
+    newest: Newest = field(default_factory=Newest)
+    """Which of them has the newest step, and what it costs to do without."""
+    other_job: bool = False
+    """Whether some of them may have steps of another command, which this run does not make anew."""
     home: bool = False
     """After the end: what was only in memory is where it belongs, or was tried to be brought there."""
 
@@ -101,6 +108,12 @@ class Course:
     def committed(self) -> int:
         """The newest step that was saved before this attempt, as far as is known; -1 none."""
         return self.failures[-1].committed if self.failures else self.saved
+
+    @property
+    def memory_seconds(self) -> float:
+        """How long to wait for the memory that has the newest step where its hosts are silent."""
+        most = 0.0 if self.spec is None or not self.newest.memory.nodes else self.spec.give_up_seconds
+        return worth_waiting_seconds(self.newest.at_stake, self.newest.step_seconds, most)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -136,27 +149,34 @@ def _after(course: Course, entry: Entry) -> Course:
     if entry.kind == "request":
         return replace(course, requested=entry.text)
     if entry.kind == "memory":
-        return replace(course, memory=memories.from_facts(facts["memory"]), home=course.over)
+        memory = memories.from_facts(facts["memory"])
+        return replace(course, memory=memory, home=course.over, other_job=course.other_job and len(memory) > 1)
     course = replace(course, last=entry)
     if entry.kind == "run":
         spec = Spec(**{**facts["spec"], "command": tuple(facts["spec"]["command"])})
         budget = Budget(spec.restarts, spec.restarts)
         same = course.spec is not None and course.spec.command == spec.command
+        newest = course.newest
+        if facts.get("cut_off") is not None:
+            cut_off = Failure("lost", (), "", -1, ran_seconds=0.0, **facts["cut_off"])
+            newest = newest.after(cut_off, _written(course), course.before is not None)
         return Course(
             entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget, memory=course.memory,
-            saved=course.committed if same else -1,
+            saved=newest.step if same else -1, newest=newest if same else Newest(),
+            other_job=bool(memories.named(course.memory)) and (course.other_job or not same),
         )  # fmt: skip
     if entry.kind == "start":
         members = tuple(Member(**member) for member in facts["members"])
         memory = memories.from_facts(facts["memory"])
-        anew = replace(course, slow={}, left_out="", came=None, restored=None)
+        anew = replace(course, slow={}, left_out="", came=None, awaited=(), restored=None)
         return replace(anew, attempt=entry.attempt, members=members, memory=memory)
     if entry.kind == "failure":
         bad = Bad(**facts["bad"]) if facts.get("bad") else None
         known = {f.name: facts[f.name] for f in fields(Failure) if f.name in facts}  # a later version may add some
         failure = Failure(**{**known, "ranks": tuple(facts["ranks"]), "bad": bad, "detail": entry.text})
         before = still_before(course.before, failure, course.budget)
-        return replace(course, failures=(*course.failures, failure), before=before)
+        newest = course.newest.after(failure, _written(course), course.before is not None)
+        return replace(course, failures=(*course.failures, failure), before=before, newest=newest)
     if entry.kind == "decision":
         told = {name: facts[name] for name in ("before", "limit") if facts.get(name) is not None}
         if facts.get("skip") is not None:
@@ -165,11 +185,18 @@ def _after(course: Course, entry: Entry) -> Course:
     return course
 
 
+def _written(course: Course) -> Memory:
+    """The memory that the attempt saves to."""
+    return course.memory[0] if course.memory else Memory()
+
+
 def _noted(course: Course, entry: Entry) -> Course:
     """What is said once is remembered."""
     facts = entry.facts
     if "straggler" in facts:
         course = replace(course, slow={**course.slow, int(facts["straggler"]): entry.text})
+    if "awaited" in facts:
+        course = replace(course, awaited=tuple(facts["awaited"]))
     known = {name: facts[name] for name in ("left_out", "spares", "came", "restored") if name in facts}
     return replace(course, **known)
 
@@ -182,9 +209,17 @@ def is_failure(entry: Entry) -> bool:
 # --- entries -----------------------------------------------------------------------------------------------------
 
 
-def run(attempt: int, name: str, spec: Spec) -> Draft:
-    """A new run begins; its first attempt has this number."""
-    return Draft(attempt, "run", " ".join(spec.command), {"run": name, "spec": asdict(spec)})
+def run(attempt: int, name: str, spec: Spec, reports: Sequence[Report] = ()) -> Draft:
+    """A new run begins; its first attempt has this number. reports: of the attempt before, where the log has no end of it."""
+    cut_off = None
+    if reports:
+        cut_off = {
+            "committed": max(report.committed for report in reports),
+            "restored": max(report.restored for report in reports),
+            "durable": max(report.durable for report in reports),
+            "step_seconds": max(report.step_seconds for report in reports),
+        }
+    return Draft(attempt, "run", " ".join(spec.command), {"run": name, "spec": asdict(spec), "cut_off": cut_off})
 
 
 def failed(attempt: int, failure: Failure) -> Draft:

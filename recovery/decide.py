@@ -42,6 +42,10 @@ class Failure:
     """The file of what the first of them has said; "" where there is none."""
     restored: int = -1
     """The step that this attempt went on from; -1 none."""
+    durable: int = -1
+    """The newest step that is committed in another place than the memory of hosts; -1 none."""
+    step_seconds: float = 0.0
+    """What a step took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,19 @@ def _of_itself(failure: Failure) -> bool:
     if failure.cause == "signal":
         return not failure.detail.endswith(("SIGKILL", "SIGTERM"))
     return failure.cause in ("exit", "hang")
+
+
+_RETURN_SECONDS = 10.0
+"""A restart costs about as much in any case."""
+
+
+def worth_waiting_seconds(steps: int, step_seconds: float, most: float) -> float:
+    """How long to wait for a silent host that may have the only copies of the newest steps.
+
+    As long as doing these steps again would take. Whether the host returns is not known; so the wait costs at most about as
+    much again as the better choice would. steps: that only the memory of hosts has. most: the limit.
+    """
+    return min(most, max(_RETURN_SECONDS, steps * step_seconds)) if steps > 0 else 0.0
 
 
 # --- who takes part ----------------------------------------------------------------------------------------------

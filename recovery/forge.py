@@ -40,7 +40,7 @@ PER_RANK = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "CKPT_RUN", "CKPT_ATTEMPT", "CKPT_PULSE",
     "CKPT_SKIP", "CKPT_BEFORE", "CKPT_SPIKE_LIMIT", "CKPT_MTBF", "CKPT_AGENT",
-    "CKPT_MEMORY", "CKPT_MEMORY_BEFORE",
+    "CKPT_MEMORY", "CKPT_MEMORY_BEFORE", "CKPT_MEMORY_WAIT",
 })  # fmt: skip
 """Variables that differ between ranks or attempts: all that a rank is told and that is not the same for all."""
 

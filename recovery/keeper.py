@@ -82,6 +82,7 @@ class Keeper:
         """One of them, that is empty."""
         self.folder = folder
         """In the memory of this host, with all that the nodes hold."""
+        self._at = f"[{address}]" if ":" in address else address
         self._told = json.dumps([str(folder), address, guard.certificate, guard.key])
         self._ready = self._asked = False
         self._lacks_since = time.monotonic()
@@ -119,6 +120,10 @@ class Keeper:
         if self.fresh not in self.nodes and not self._asked and now >= self._not_before:
             self._asked = True
             self._tell("fresh")
+
+    def node_at(self, path: Path) -> str:
+        """HOST:PORT of the node whose folder this is."""
+        return f"{self._at}:{path.name}"
 
     def close(self, free: bool) -> None:
         """End it. free: and remove all that it holds."""

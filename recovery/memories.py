@@ -8,10 +8,11 @@ have left behind goes with the old ones. Those before are only read, until somet
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.recovery.agents import Report
+from ckpt.recovery.decide import Failure
 
 _MOST_OLDER = 3
 
@@ -32,11 +33,36 @@ class Memory:
         return f"ckpt://{','.join(at for _, at in self.nodes)}?redundancy={min(2, len(self.nodes))}x{near}"
 
 
-def at_start(before: Sequence[Memory], members: Mapping[str, Report]) -> tuple[Memory, ...] | None:
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest step that a job has saved, and which memory has it: as the ends of its attempts reported."""
+
+    step: int = -1
+    durable: int = -1
+    """The newest step that is committed in another place than the memory of hosts."""
+    memory: Memory = Memory()
+    """Of the attempt that saved the newest step that may be restored."""
+    at_stake: int = 0
+    """How many steps are to be done again if that memory can't be read."""
+    step_seconds: float = 0.0
+
+    def after(self, failure: Failure, memory: Memory, rolled_back: bool) -> Newest:
+        """With an attempt more, which saved to this memory. rolled_back: it had to restore an older step than the newest."""
+        step, durable = max(self.step, failure.committed), max(self.durable, failure.durable)
+        saved = failure.committed > failure.restored
+        found = Newest(step, durable, self.memory, step - durable, failure.step_seconds or self.step_seconds)
+        if rolled_back:
+            found = replace(found, at_stake=failure.committed - failure.restored if saved else self.at_stake)
+        return replace(found, memory=memory) if saved and (rolled_back or failure.committed > self.step) else found
+
+
+def at_start(
+    before: Sequence[Memory], members: Mapping[str, Report], newest: Memory = Memory()
+) -> tuple[Memory, ...] | None:
     """The memories of an attempt that begins: the first is written to, the others are only read. None: wait for a node that is
     about to be ready.
 
-    before: of the attempt before, likewise. members: what the hosts that take part say.
+    before: of the attempt before, likewise. members: what the hosts that take part say. newest: which has the newest step.
     """
     if any(report.memory == "coming" for report in members.values()):
         return None
@@ -46,14 +72,46 @@ def at_start(before: Sequence[Memory], members: Mapping[str, Report]) -> tuple[M
     new = Memory(tuple(fresh))
     older = [memory for memory in before if memory.nodes]
     if len(older) > _MOST_OLDER:  # the last has the newest step that is certain; after it none of them may have got that far
-        older = [*older[: _MOST_OLDER - 1], older[-1]]
+        kept = {*older[: _MOST_OLDER - 1], older[-1], newest}
+        older = [memory for memory in older if memory in kept]
     return (new, *older) if new.nodes or older else ()
 
 
 def is_newer(memories: Sequence[Memory], reports: Sequence[Report], than: int = -1) -> bool:
-    """Whether what is only read holds nothing any more that the first has not newer. than: only what is newer than this step
-    counts; those up to it may be spoiled, and older ones needed."""
+    """Whether the first has a newer step than all that are only read. than: the newest step that was ever saved; what is older
+    than it may be all that the first has."""
     return len(memories) > 1 and any(report.saved > than for report in reports)
+
+
+def is_readable(memory: Memory, reports: Mapping[str, Report]) -> bool:
+    """Whether enough of its nodes are served by the hosts that report."""
+    served = {at for report in reports.values() for at in report.nodes}
+    return sum(at not in served for _, at in memory.nodes) <= _tolerated(memory)
+
+
+def awaited(memory: Memory, reports: Mapping[str, Report]) -> tuple[str, ...]:
+    """The silent hosts that may have the only readable copies: without one of them too few nodes answer.
+
+    A silent host may be slow. One that reports, and serves its node no more, has lost it: it is not waited for.
+
+    reports: of all hosts that are not silent.
+    """
+    served = {at for report in reports.values() for at in report.nodes}
+    absent = [host for host, at in memory.nodes if at not in served]
+    gone = [host for host in absent if host in reports and reports[host].memory != "coming"]
+    if is_readable(memory, reports) or len(gone) > _tolerated(memory):
+        return ()
+    return tuple(host for host in absent if host not in gone)
+
+
+def is_needed(memories: Sequence[Memory], host: str, others: Mapping[str, Report]) -> bool:
+    """Whether a memory can't be read any more once this host ends. others: the reports of those that stay."""
+    return any(host in dict(memory.nodes) and not is_readable(memory, others) for memory in memories)
+
+
+def _tolerated(memory: Memory) -> int:
+    """How many of its nodes may be missing: there are two copies where there are two nodes."""
+    return min(2, len(memory.nodes)) - 1
 
 
 def named(memories: Sequence[Memory]) -> set[str]:

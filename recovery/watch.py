@@ -112,6 +112,11 @@ class Watch:
         return max(beat.committed for beat in self._beats.values())
 
     @property
+    def durable(self) -> int:
+        """The newest that is committed in another place than the memory of hosts; -1 none."""
+        return max(beat.durable for beat in self._beats.values())
+
+    @property
     def saved(self) -> int:
         """The newest that was committed in this attempt; -1 none."""
         return self.committed if self.committed > self.restored else -1
@@ -215,7 +220,7 @@ class Watch:
                         self._limits.learn(before.phase, max(took, looked - before.since))
                     self._measures[rank.number].learn(before, beat)
                 self._beats[rank.number] = beat
-            elif (beat.pid, beat.asked) != (before.pid, before.asked):  # it has opened a Checkpointer, or was asked to end
+            elif _unasked(beat) != _unasked(before):
                 self._beats[rank.number] = beat
 
     def _bad(self) -> Wrong | None:
@@ -306,6 +311,11 @@ class Watch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, STACKS)  # into its own log
                 time.sleep(0.2)
+
+
+def _unasked(beat: Beat) -> tuple[int, float, int, int]:
+    """What changes without a beat: a Checkpointer is opened, a signal arrives, a save in the background is committed."""
+    return beat.pid, beat.asked, beat.committed, beat.durable
 
 
 def _spied(spy: str, rank: Rank) -> bool:
