@@ -1,0 +1,14 @@
+"""What all tests begin with, whatever shell or service has started them."""
+
+from __future__ import annotations
+
+import signal
+
+
+def pytest_configure() -> None:
+    """Signals as in a terminal. A shell starts its background jobs with SIGINT ignored, nohup does so with SIGHUP, and programs
+    that a test starts inherit that: an interrupt would never reach them."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)

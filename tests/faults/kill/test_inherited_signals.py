@@ -1,0 +1,28 @@
+"""The tests of interrupts pass whatever signal settings pytest itself was started with."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from support import TESTS
+
+
+def as_a_background_job() -> None:
+    """As a shell without job control and nohup do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def test_tests_of_interrupts_pass_in_a_background_job() -> None:
+    cases = [
+        "test_interrupts.py::test_a_program_that_imports_ckpt_hears_of_it_as_ever",
+        "test_faults_async.py::test_an_interrupt_while_saving",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(TESTS / case) for case in cases)],
+        cwd=TESTS.parent, preexec_fn=as_a_background_job, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
