@@ -224,11 +224,11 @@ class Namespace(Membership):
 
     def publish(
         self, path: str, file: File, new: bool = False, base: File | None = None, number: int | None = None,
-        renewed: Callable[[File], File] = lambda file: file,
+        renewed: Callable[[File], File] = lambda file: file, replaces: str | None = None,
     ) -> File:  # fmt: skip
         """Make a record what a path is; what it says then. Raises AlreadyExists if `new` and something is there, Changed if it
-        was written on `base` and that is not there any more: for certain. Else Unavailable: it may be there, or have been.
-        What a repair has moved meanwhile is the same as before.
+        was written on `base`, or is to come in place of version `replaces`, and that is not there any more: for certain. Else
+        Unavailable: it may be there, or have been. What a repair has moved meanwhile is the same as before.
 
         number: the fence number that this client knew before it made, or read of, the objects of the file. renewed: called
         where another number counts by now; it returns the file with objects that exist (`aggregator/eras.py`), or raises.
@@ -259,6 +259,8 @@ class Namespace(Membership):
             old = current if current is not None and current.exists else None
             if old is not None and (new or old.head.kind != given.head.kind):
                 return None
+            if replaces is not None and (old is None or old.head.version != replaces):
+                return None
             if base is not None and (old is None or old.head.version != base.head.version or not files.same_content(old, base)):
                 return None
             file = given
@@ -280,6 +282,8 @@ class Namespace(Membership):
             )
         if not done and base is not None:
             raise Changed(f"{path} in {self.url} was changed while it was written on; nothing was added, do it again")
+        if not done and replaces is not None:
+            raise Changed(f"{path} in {self.url} was changed since it was read; it was not replaced")
         if not done:
             what = there.head.kind if there is not None else "file"
             raise AlreadyExists(f"{path} in {self.url}: a {what} of this name is there already")
@@ -401,14 +405,18 @@ class Namespace(Membership):
 
     # --- files -------------------------------------------------------------------------------------------------
 
-    def put(self, path: str, data: Buffer, new: bool = False, redundancy: Redundancy | None = None) -> File:
-        """Store a whole file, atomically and durably, in place of what was there or (`new`) only where nothing was."""
+    def put(
+        self, path: str, data: Buffer, new: bool = False, redundancy: Redundancy | None = None, replaces: str | None = None
+    ) -> File:
+        """Store a whole file, atomically and durably, in place of what was there, or only where nothing was (`new`), or only of
+        a version (`replaces`)."""
         view = memoryview(data).cast("B")
         if len(view) <= INLINE_BYTES:
             self._ready(redundancy or self.config.redundancy)
             now = time.time()
-            return self.publish(path, File(Head("file", len(view), now, now, new_version()), data=bytes(view)), new)
-        with self.create(path, redundancy, len(view), new=new, aligned=False) as writer:
+            file = File(Head("file", len(view), now, now, new_version()), data=bytes(view))
+            return self.publish(path, file, new, replaces=replaces)
+        with self.create(path, redundancy, len(view), new=new, aligned=False, replaces=replaces) as writer:
             for start in range(0, len(view), _PIECE_BYTES):
                 writer.append(view[start : start + _PIECE_BYTES])
             return writer.publish()
@@ -420,15 +428,15 @@ class Namespace(Membership):
 
     def create(
         self, path: str, redundancy: Redundancy | None = None, size_hint: int = 0, *, new: bool = False,
-        aligned: bool = True, base: File | None = None,
+        aligned: bool = True, base: File | None = None, replaces: str | None = None,
     ) -> FileWriter:  # fmt: skip
-        """Begin to write a file. base: what is there already and is written on."""
+        """Begin to write a file. base: what is there already and is written on. replaces: the only version that it replaces."""
         redundancy = redundancy or self.config.redundancy
         if base is not None and base.layout is not None:
             redundancy = base.layout.redundancy
         check_path(path)
         self._ready(redundancy)
-        return FileWriter(self, path, redundancy, size_hint, new=new, aligned=aligned, base=base)
+        return FileWriter(self, path, redundancy, size_hint, new=new, aligned=aligned, base=base, replaces=replaces)
 
     def open(self, path: str) -> FileReader:
         """Open a file for reading; raises NotFound."""
@@ -441,12 +449,16 @@ class Namespace(Membership):
 
     def get(self, path: str) -> bytes:
         """A whole file; the new content where it is replaced meanwhile."""
+        return self.get_versioned(path)[0]
+
+    def get_versioned(self, path: str) -> tuple[bytes, str]:
+        """A whole file, and its version, for `put`."""
         while True:
             with self.open(path) as reader:
                 data = bytearray(reader.file.head.nbytes)
                 try:
                     reader.read_into(0, memoryview(data))
-                    return bytes(data)
+                    return bytes(data), reader.file.head.version
                 except StoreError:
                     there = self.stat(path)
                     if there is not None and there.head.version == reader.file.head.version:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.errors import AlreadyExists
+from ckpt.storage.base import Buffer, Entry, Reader, Version, Writer, check_name, is_name
+from ckpt.storage.conditional import RESERVATION_BYTES, ConditionalStore
+from ckpt.storage.errors import AlreadyExists, Changed, NotFound
 
 
-class NamespaceStore(Store):
+class NamespaceStore(ConditionalStore):
     """What lies below the path of a ckpt:// URL."""
+
+    _outdated: Version = "outdated"
 
     def __init__(self, url: str) -> None:
         self._namespace, self._root = open_namespace(url)
@@ -25,8 +28,23 @@ class NamespaceStore(Store):
         except AlreadyExists:
             raise AlreadyExists(f"publishing {name} in {self.url}: it exists already") from None
 
-    def get(self, name: str) -> bytes:
-        return self._namespace.get(self._path(name))
+    def _read(self, name: str) -> tuple[bytes, Version]:
+        return self._namespace.get_versioned(self._path(name))
+
+    def _swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
+        try:
+            return self._namespace.put(self._path(name), data, new=expected is None, replaces=expected).head.version
+        except (AlreadyExists, Changed):
+            return None
+
+    def exists(self, name: str) -> bool:
+        try:
+            with self._namespace.open(self._path(name)) as reader:
+                if reader.file.head.nbytes == RESERVATION_BYTES:
+                    self.get(name)
+        except NotFound:
+            return False
+        return True
 
     def open(self, name: str) -> Reader:
         return self._namespace.open(self._path(name))

@@ -61,13 +61,14 @@ class FileWriter(Writer):
 
     def __init__(
         self, namespace: Namespace, path: str, redundancy: Redundancy, size_hint: int = 0, *, new: bool = False,
-        aligned: bool = True, base: File | None = None,
+        aligned: bool = True, base: File | None = None, replaces: str | None = None,
     ) -> None:  # fmt: skip
         self._namespace = namespace
         self._path = path
         self._redundancy = redundancy
         self._new = new
         self._base = base
+        self._replaces = replaces
         self._unit = ALIGNMENT if aligned else 1
         self._size_hint = size_hint
         self._version = new_version()
@@ -287,7 +288,9 @@ class FileWriter(Writer):
         for _ in range(3):
             number = None if file.layout is None else self._number
             try:
-                there = self._namespace.publish(self._path, file, self._new, self._base, number, self._renewed)
+                there = self._namespace.publish(
+                    self._path, file, self._new, self._base, number, self._renewed, self._replaces
+                )
             except Forgotten as error:
                 last = error
                 file, self._base = error.file, error.base

@@ -32,6 +32,7 @@ from ckpt.repository import Repository
 from ckpt.storage.descriptors import explained
 from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy, StoreError
 from ckpt.storage.failpoints import failpoint
+from ckpt.storage.fencing_probe import require_conditional_puts
 
 log = logging.getLogger("ckpt")
 
@@ -171,6 +172,8 @@ class Claim:
         self.lane = lane
         self.in_series = series is not None
         """Whether claims of other repositories count on with the same numbers."""
+        self.publishing = threading.Lock()
+        """Held while a commit record is put: of two saves of one step, one waits for what comes of the other."""
         self.sweeping = threading.Lock()
         """Held to say which packs an attempt refers to, and by a sweep."""
         self._cleaning = threading.Lock()
@@ -328,7 +331,13 @@ class Claim:
 def claim(repo: Repository, size: int = 1, series: Series | None = None) -> Claim:
     """Become the writer of a repository, for a group of `size`; raise RepositoryBusy where a live process is."""
     me = this_process()
-    return Claim(repo, _take(repo, series.above if series else 0, me), 0, size, series, token=me.token)
+    mine = Claim(repo, _take(repo, series.above if series else 0, me), 0, size, series, token=me.token)
+    try:
+        require_conditional_puts(repo.store, _name(mine.generation))
+    except BaseException:
+        mine.release()
+        raise
+    return mine
 
 
 def _take(repo: Repository, above: int, me: Owner) -> int:

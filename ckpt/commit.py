@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ckpt import manifest, parts
+from ckpt import manifest, parts, publication
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
 from ckpt.complete import note_complete
@@ -19,8 +19,8 @@ from ckpt.copies import Copies
 from ckpt.digest import digest
 from ckpt.options import Options
 from ckpt.quiet import collector_paused
-from ckpt.records import CommitRecord, FileRecord, encode_commit
-from ckpt.repository import commit_name, step_folder
+from ckpt.records import CommitRecord, FileRecord
+from ckpt.repository import step_folder
 from ckpt.retention import is_good
 from ckpt.session import Session
 from ckpt.storage.errors import (
@@ -149,29 +149,18 @@ class Committer:
             version=__version__,
         )
         failpoint("save.commit")
-        self._session.claim.check()
-        self._publish(commit)
+        publication.publish(self._session.repo, self._session.claim, commit, self._may_replace)
         failpoint("save.committed")
         note_complete(commit)
         return Checkpoint(self._store, commit, self._group.rank)
 
-    def _publish(self, commit: CommitRecord) -> None:
-        name, data = commit_name(self._step), encode_commit(commit)
-        try:
-            self._store.put_new(name, data)
-            return
-        except AlreadyExists:
-            if self._store.get(name) == data:  # a retry inside the store: the first try had arrived
-                return
+    def _may_replace(self, there: CommitRecord | None) -> None:
         if not self._options.overwrite:
             self.refuse_existing()
-        with suppress(StepNotFound, IntegrityError):
-            there = self._session.repo.commit(self._step)
+        if there is not None and there.step == self._step:
             if there.generation > self._session.claim.generation:
                 raise Fenced(f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one")
             self.retired.update(there.files())
-        self._session.claim.check()
-        self._store.put(name, data)
 
     def _exists_and_is_good(self) -> bool:
         try:

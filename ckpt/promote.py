@@ -10,19 +10,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
+from ckpt import publication
 from ckpt.checkpoint import Checkpoint
 from ckpt.digest import checksum, digest
 from ckpt.manifest import Row
 from ckpt.pack import lengths
 from ckpt.places import bad_packs, forgive, from_nearest
 from ckpt.read import is_bad_sector
-from ckpt.records import CommitRecord, FileRecord, encode_commit
+from ckpt.records import CommitRecord, FileRecord
 from ckpt.repository import Repository, commit_name
 from ckpt.retention import Keep
 from ckpt.session import Session
 from ckpt.storage.base import ALIGNMENT, Reader, Store
-from ckpt.storage.errors import AlreadyExists, Fenced, IntegrityError, NotFound, StoreError
+from ckpt.storage.errors import Fenced, IntegrityError, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.pages import pages
 
@@ -58,8 +60,7 @@ def promote(
     try:
         copied = _copy_files(Checkpoint(source.store, commit), target, progress)
         failpoint("promote.commit")
-        target.claim.check()
-        _publish(target.repo, commit)
+        publication.publish(target.repo, target.claim, commit, partial(_require_later, target.repo, commit))
         failpoint("promote.committed")
     finally:
         target.claim.end(attempt)
@@ -179,16 +180,7 @@ class _Source:
             reader.close()
 
 
-def _publish(repo: Repository, commit: CommitRecord) -> None:
-    """Make the step exist, in the place of an earlier save of it."""
-    name, data = commit_name(commit.step), encode_commit(commit)
-    try:
-        repo.store.put_new(name, data)
-    except AlreadyExists:
-        with suppress(NotFound, IntegrityError):
-            there = repo.record(commit.step)
-            if there.order > commit.order:
-                raise Fenced(
-                    f"step {commit.step} of {repo.url} was saved by a newer job meanwhile; stop this one"
-                ) from None
-        repo.store.put(name, data)
+def _require_later(repo: Repository, commit: CommitRecord, there: CommitRecord | None) -> None:
+    """Raise Fenced where what is there is of a later save."""
+    if there is not None and there.order > commit.order:
+        raise Fenced(f"step {commit.step} of {repo.url} was saved by a newer job meanwhile; stop this one")

@@ -83,12 +83,13 @@ def sweep(
     commits: dict[int, CommitRecord] = {}
     damaged: set[int] = set()
     unreadable: set[int] = set()
+    reserved: set[int] = set()  # of publications that were given up; or the step is gone since the listing
     for step in repo.step_numbers():
         if commit_name(step) in sizes:
             try:
                 commits[step] = decode_commit(store.get(commit_name(step)), f"{repo.url}/{commit_name(step)}")
             except NotFound:
-                continue
+                reserved.add(step)
             except IntegrityError:
                 damaged.add(step)
             except CkptError as error:
@@ -98,7 +99,7 @@ def sweep(
         good = [s for s, commit in commits.items() if s not in distrusted and is_good(commit, sizes)]
         if expired((commits.keys() | damaged) - set(spare), good, keep):  # then those that stay must be complete
             good = _newest_complete(repo, [commits[s] for s in good], keep.last)
-        for step in expired((commits.keys() | damaged) - set(spare), good, keep):
+        for step in expired((commits.keys() | damaged | reserved) - set(spare), good, keep):
             failpoint("delete.commit")
             store.delete([commit_name(step)])
             if (gone := commits.pop(step, None)) is not None:
@@ -111,11 +112,40 @@ def sweep(
     doomed = [name for name in sizes if name not in needed and _is_left_over(name, claim, active, damaged, retired)]
     if damaged:  # a record that can't be read may refer to any pack
         doomed = [name for name in doomed if "/pack/" not in name]
+    doomed = _never_committed(repo, claim, doomed)
+    if doomed:
+        claim.check()  # the listing and the records took a while
     failpoint("delete.files")
     store.delete(sorted(name for name in doomed if "/pack/" not in name))
     failpoint("delete.packs")
     store.delete(sorted(name for name in doomed if "/pack/" in name))
     store.delete(old_generations(repo))
+
+
+def _never_committed(repo: Repository, claim: Claim, doomed: list[str]) -> list[str]:
+    """Of these left-overs those that nobody can commit any more. A writer that was succeeded may stand still right before it
+    puts the record of an attempt: that put must fail before a file of the attempt goes."""
+    older: dict[int, list[str]] = {}
+    for name in doomed:
+        if (found := _OURS.fullmatch(name)) is not None and int(found["generation"]) < claim.generation:
+            older.setdefault(int(name.split("/")[1]), []).append(name)
+    spared: set[str] = set()
+    unread = False
+    for step, names in older.items():
+        try:
+            revoked = repo.store.revoke(commit_name(step))
+            record = repo.record(step)
+        except NotFound:
+            continue
+        except CkptError as error:
+            log.warning("nothing that step %d may need is deleted: %s", step, error)
+            spared.update(names)
+            unread = True
+            continue
+        spared.update(record.files())
+        if not revoked and record.generation < claim.generation:  # it may be replaced by the older writer yet
+            spared.update(names)
+    return [name for name in doomed if name not in spared and not (unread and "/pack/" in name)]
 
 
 def is_good(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from ckpt.storage.errors import InvalidName, NotFound
+from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound
 
 ALIGNMENT = 4096
 """Blocks start at multiples of this many bytes in a pack: the page, and the largest logical sector in use, so that
 O_DIRECT needs no copy."""
 
 Buffer = bytes | bytearray | memoryview
+
+Version = Any
+"""What tells the content of an object from what it was before and after: of `get_versioned`, for `publish`."""
 
 # One segment: what every file system and every object store keeps apart. No leading dot: such names are temporary.
 _SEGMENT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}")
@@ -102,6 +105,10 @@ class Store(ABC):
     past_cache = False
     """Whether what `open_once` opens is read past the page cache, where position, memory and length lie on pages."""
 
+    fences = False
+    """Whether a `publish` that was confirmed can't come through any more after a successor has called `sweep_temporaries` and
+    `revoke`. Where not, a writer that stands still between both can still replace what its successor wrote."""
+
     @property
     def parallel_appends(self) -> int:
         """How many at once, of some MiB, keep the store busy. More only take turns, and their data leaves the caches."""
@@ -115,9 +122,42 @@ class Store(ABC):
     def put_new(self, name: str, data: Buffer) -> None:
         """Like `put`, but raise AlreadyExists where `name` is there: of two callers at once, one wins."""
 
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
+        """Store `data` under `name` in place of exactly what `get_versioned` gave as `replaces`; None: where nothing is there.
+
+        confirm: called when all is prepared. It raises where this writer may not write any more; nothing is visible then.
+
+        Raises AlreadyExists or Changed where something else is there, Changed where a successor has revoked the publication.
+        """
+        confirm()
+        if replaces is None:
+            self.put_new(name, data)
+            return
+        if self.get_versioned(name)[1] != replaces:
+            raise Changed(f"publishing {self.url}/{name}: another writer has changed it meanwhile")
+        self.put(name, data)
+
+    def revoke(self, name: str) -> bool:
+        """Let every `publish` of this name fail that another writer has prepared; False where one that replaces the object
+        which is there may still come through. For who holds the repository, after `sweep_temporaries`."""
+        return True
+
+    def honours_conditions(self, name: str) -> bool:
+        """Whether a put whose condition does not hold is refused. name: an object that is there; it keeps its bytes."""
+        try:
+            self.put_new(name, self.get(name))
+        except AlreadyExists:
+            return True
+        return False
+
     @abstractmethod
     def get(self, name: str) -> bytes:
         """Return the whole object; raise NotFound."""
+
+    def get_versioned(self, name: str) -> tuple[bytes, Version]:
+        """Return the whole object, and by what `publish` knows it; raise NotFound."""
+        data = self.get(name)
+        return data, data
 
     @abstractmethod
     def open(self, name: str) -> Reader:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -19,8 +19,8 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
-from ckpt.storage.errors import AlreadyExists, NotFound, StoreError, UnknownScheme, first_line
+from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Version, Writer, check_name, is_name
+from ckpt.storage.errors import AlreadyExists, Changed, NotFound, StoreError, UnknownScheme, first_line
 
 _SUFFIX = ".ckpt-tmp"
 
@@ -67,6 +67,35 @@ class FsspecStore(Store):
                 self._fs.pipe_file(path, bytes(data), mode="create")
             except (TypeError, NotImplementedError):  # written before fsspec had the mode
                 self._fs.pipe_file(path, bytes(data))
+
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
+        """As in `Store`. Where the file system renames, a successor's sweep removes what was prepared. It may still lose a
+        race: not every rename refuses a name that exists, and nothing is known of listings that come from a cache."""
+        if not self._renames:
+            super().publish(name, data, confirm, replaces)
+            return
+        path = self._path(name)
+        temporary = _temporary(path)
+        try:
+            with self._told("writing", path):
+                self._make_parent(path)
+                self._fs.pipe_file(temporary, bytes(data))
+            confirm()
+            with _one_put_new:
+                there = self.get(name) if self.exists(name) else None
+                if replaces is None and there is not None:
+                    raise AlreadyExists(f"publishing {path} in {self.url}: it exists already")
+                if there != replaces:
+                    raise Changed(f"publishing {path} in {self.url}: another writer has changed it meanwhile")
+                try:
+                    with self._told("publishing", path):
+                        self._move(temporary, path)
+                except NotFound as error:
+                    raise Changed(f"publishing {path}: another writer has removed what was prepared for it") from error
+        except BaseException:
+            with suppress(Exception), self._turn:
+                self._fs.rm_file(temporary)
+            raise
 
     def create(self, name: str, size_hint: int = 0) -> Writer:
         return _FsspecWriter(self, self._path(name))

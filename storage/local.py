@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Writer, check_name, is_name
+from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Version, Writer, check_name, is_name
 from ckpt.storage.descriptors import DescriptorReader, GrowingFile, in_page_cache, told, write_all
-from ckpt.storage.errors import NotFound, StoreError
+from ckpt.storage.errors import Changed, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.patience import call_in_a_thread, interruptible, may_wait_for
 
@@ -97,6 +97,8 @@ def _is_entry(folder: str, parent: str) -> bool:
 class LocalStore(Store):
     """A directory, made when first written to. `direct=False` keeps to buffered writes."""
 
+    fences = True
+
     def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
         self.root = os.path.abspath(os.path.expanduser(path))
         self.url = Path(self.root).as_uri()
@@ -144,6 +146,35 @@ class LocalStore(Store):
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
         sync_folder(os.path.dirname(path))
+
+    @interruptible
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
+        """As in `Store`. The temporary file exists before `confirm`, so that a successor, whose sweep removes it, can't be
+        overtaken: link(2) and rename(2) then find nothing to publish."""
+        path, temporary = self._put_temporary(name, data)
+        try:
+            confirm()
+            failpoint("local.publish")
+            if replaces is not None:
+                self._require(name, replaces)
+            with told("publishing", path):
+                try:
+                    (self._publish_new if replaces is None else self._publish)(temporary, path)
+                except FileNotFoundError as error:
+                    raise Changed(f"publishing {path}: another writer has removed what was prepared for it") from error
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+        with suppress(NotFound):
+            sync_folder(os.path.dirname(path))
+
+    def _require(self, name: str, expected: bytes) -> None:
+        try:
+            if self.get(name) == expected:
+                return
+        except NotFound:
+            pass
+        raise Changed(f"publishing {self._path(name)}: another writer has changed it meanwhile")
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
@@ -342,7 +373,11 @@ def _link_new(temporary: str, path: str) -> None:
             raise
         # No hard links here (FAT, some FUSE mounts): take the name by an exclusive create, then fill it by rename.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(path)
+            raise
 
 
 class LocalWriter(Writer):

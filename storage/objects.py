@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name, is_name
+from ckpt.storage.base import Buffer, Entry, Reader, Version, Writer, check_name, is_name
+from ckpt.storage.conditional import RESERVATION_BYTES, ConditionalStore
 from ckpt.storage.errors import AlreadyExists, NotFound, Refused, StoreError, UnknownScheme
 from ckpt.storage.upload import CONCURRENCY, PART_BYTES, UploadWriter
 
@@ -35,12 +36,14 @@ _METADATA_SERVICE = "169.254.169.254"  # asked last, so a failure there means th
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 
 
-class ObjectStore(Store):
+class ObjectStore(ConditionalStore):
     """A bucket, or a folder of one: `s3://bucket/folder`, `gs://bucket/folder`, `az://container/folder`.
 
     Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*; AWS_ENDPOINT_URL for other servers than Amazon's),
     for S3 else from boto3 where it is installed: profiles, SSO, instance roles.
     """
+
+    _outdated: Version = {"e_tag": f'"{"0" * 32}"', "version": "1"}
 
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
@@ -62,13 +65,16 @@ class ObjectStore(Store):
 
         False may hide a put that came through, was not answered and tried again: read it to know.
         """
-        mode: Any = "create" if tag is None else tag
+        return self._swap(name, data, tag) is not None
+
+    def _swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
+        mode: Any = "create" if expected is None else expected
         try:
             with self._told("writing", name, reads=True):
-                self._store.put(check_name(name), memoryview(data).cast("B"), mode=mode, use_multipart=False)
+                put = self._store.put(check_name(name), memoryview(data).cast("B"), mode=mode, use_multipart=False)
         except (AlreadyExists, NotFound):
-            return False
-        return True
+            return None
+        return _tag(put)
 
     def move(self, name: str, to: str) -> None:
         """Give an object another name, if it is there. Copied by the bucket."""
@@ -94,18 +100,15 @@ class ObjectStore(Store):
 
     # --- reading -----------------------------------------------------------------------------------------------
 
-    def get(self, name: str) -> bytes:
-        check_name(name)
-        with self._told("reading", name, reads=True):
-            return bytes(self._store.get(name).bytes())
+    def _read(self, name: str) -> tuple[bytes, Version]:
+        return self.get_tagged(name)
 
     def get_tagged(self, name: str) -> tuple[bytes, Any]:
         """A whole object, and what `put_if` knows it by."""
         check_name(name)
         with self._told("reading", name, reads=True):
             found = self._store.get(name)
-            tag = {key: found.meta[key] for key in ("e_tag", "version") if found.meta.get(key) is not None}
-            return bytes(found.bytes()), tag
+            return bytes(found.bytes()), _tag(found.meta)
 
     def modified(self, name: str) -> float:
         """When an object was written, by the bucket's clock, in seconds since 1970."""
@@ -127,7 +130,8 @@ class ObjectStore(Store):
 
     def exists(self, name: str) -> bool:
         try:
-            self._head(check_name(name))
+            if self._head(check_name(name)) == RESERVATION_BYTES:
+                self.get(name)
         except NotFound:
             return False
         return True
@@ -206,6 +210,11 @@ class ObjectStore(Store):
                 kind = StoreError
                 advice = "check the network and the endpoint (AWS_ENDPOINT_URL); it was tried several times"
             raise kind(f"{where} failed: {_brief(error)}; {advice}") from error
+
+
+def _tag(meta: Any) -> dict[str, Any]:
+    """What the server knows this content of an object by."""
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
 
 
 class _ObjectReader(Reader):

@@ -14,13 +14,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from mmap import mmap
 from typing import Any
 
 import pytest
 
 from ckpt.storage.base import ALIGNMENT, Store
-from ckpt.storage.errors import AlreadyExists, InvalidName, NotFound, StoreError
+from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, StoreError
 from ckpt.storage.pages import pages
 
 INVALID_NAMES = [
@@ -170,6 +171,78 @@ class StoreContract(ABC):
             assert store.get(name) == bytes(winners) * 1000
 
     # --- what is not there ---------------------------------------------------------------------------------------
+
+    # --- publications --------------------------------------------------------------------------------------------
+
+    def test_publish(self, store: Store) -> None:
+        """A free name is taken once; what is there is replaced only as it was read."""
+        confirmed: list[bool] = []
+
+        def confirm() -> None:
+            confirmed.append(store.exists("a/b"))
+
+        store.publish("a/b", b"one", confirm)
+        assert store.get("a/b") == b"one"
+        with pytest.raises(AlreadyExists):
+            store.publish("a/b", b"two", confirm)
+        data, version = store.get_versioned("a/b")
+        assert data == b"one"
+        store.publish("a/b", b"two", confirm, version)
+        with pytest.raises((Changed, AlreadyExists)):
+            store.publish("a/b", b"three", confirm, version)
+        assert store.get("a/b") == b"two"
+        assert confirmed[0] is False, "nothing is visible before it is confirmed"
+        assert names(store, "a") == {"a/b": 3}
+
+    def test_a_publication_that_is_not_confirmed(self, store: Store) -> None:
+        def refuse() -> None:
+            raise StoreError("the lease is another's")
+
+        store.put("a/old", b"old")
+        with pytest.raises(StoreError, match="the lease is another's"):
+            store.publish("a/new", b"new", refuse)
+        with pytest.raises(StoreError, match="the lease is another's"):
+            store.publish("a/old", b"new", refuse, store.get_versioned("a/old")[1])
+        assert not store.exists("a/new")
+        with pytest.raises(NotFound):
+            store.get("a/new")
+        assert store.get("a/old") == b"old"
+        store.publish("a/new", b"later", lambda: None)
+        assert store.get("a/new") == b"later"
+
+    def test_a_publication_that_a_successor_revokes(self, store: Store) -> None:
+        """After it was confirmed. Where the store can't fence, this is what it does not promise."""
+        if not store.fences:
+            pytest.skip("this store can't fence")
+
+        def succeeded() -> None:
+            store.sweep_temporaries("")
+            assert store.revoke("a/b")
+
+        with pytest.raises((Changed, AlreadyExists)):
+            store.publish("a/b", b"old", succeeded)
+        assert not store.exists("a/b")
+        store.publish("a/b", b"new", lambda: None)
+        version = store.get_versioned("a/b")[1]
+
+        def replaced() -> None:
+            store.sweep_temporaries("")
+            store.publish("a/b", b"newer", lambda: None, version)
+
+        with pytest.raises((Changed, AlreadyExists)):
+            store.publish("a/b", b"old", replaced, version)
+        assert store.get("a/b") == b"newer"
+
+    def test_of_many_publications_one_wins(self, store: Store) -> None:
+        store.put("a", b"before")
+        version = store.get_versioned("a")[1]
+        told = in_threads([partial(store.publish, "b", b"%d" % n, lambda: None) for n in range(4)])
+        assert sum(each is None for each in told) == 1, told
+        assert store.get("b") == b"%d" % told.index(None)
+        if store.fences and not isinstance(version, bytes):  # where the version is the content, the lock is the caller's
+            told = in_threads([partial(store.publish, "a", b"%d" % n, lambda: None, version) for n in range(4)])
+            assert sum(each is None for each in told) == 1, told
+            assert store.get("a") == b"%d" % told.index(None)
 
     def test_not_found(self, store: Store) -> None:
         for name in ("none", "no/such/object"):

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,13 +24,7 @@ def s3_endpoint() -> Iterator[str]:
     """The URL of a running server."""
     for package in ("moto.server", "boto3", "obstore"):
         pytest.importorskip(package)
-    with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server, pytest.MonkeyPatch.context() as patch:
-        assert server.stdin
-        assert server.stdout
-        endpoint = server.stdout.readline().strip()
-        assert endpoint, "moto did not start: run this file as a program to see why"
+    with serving() as endpoint, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", endpoint)
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -38,7 +33,23 @@ def s3_endpoint() -> Iterator[str]:
         patch.delenv("AWS_PROFILE", raising=False)
         patch.delenv("AWS_SESSION_TOKEN", raising=False)
         yield endpoint
-        server.stdin.close()
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """The URL of a new server. options: "--ignore" and a header, as WSGI names it, that it does not know."""
+    with subprocess.Popen(
+        [sys.executable, __file__, *options],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdin
+        assert server.stdout
+        endpoint = server.stdout.readline().strip()
+        assert endpoint, "moto did not start: run this file as a program to see why"
+        try:
+            yield endpoint
+        finally:
+            server.stdin.close()
 
 
 @pytest.fixture(scope="session")
@@ -63,10 +74,13 @@ def _serve() -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
+    ignored = sys.argv[2:] if sys.argv[1:2] == ["--ignore"] else []
     moto, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
     def application(environ: dict[str, Any], start_response: Any) -> Any:
         """moto looks for an object and then writes it, so that two conditional puts may both win; in S3 one does."""
+        for header in ignored:
+            environ.pop(header, None)
         if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"} & environ.keys():
             with one_at_a_time:
                 return [*moto(environ, start_response)]

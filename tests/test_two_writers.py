@@ -173,14 +173,16 @@ def test_a_fenced_writer_commits_nothing(tmp_path: Path, blocking: bool) -> None
 
 
 def test_a_fenced_writer_deletes_nothing(tmp_path: Path) -> None:
-    """It is taken over between its commit and its deletion: the step that it would delete may be in use already."""
+    """It is taken over between its commit and its deletion: the step that it would delete may be in use already. It can't prove
+    its lease any more, and says so; the step that it has committed stays."""
     ckpt.save(state_of(0), tmp_path, 0)
-    with failing("save.committed=sleep:1"):
+    with failing("save.published=sleep:1"):
         handle = ckpt.save(state_of(1), tmp_path, 1, keep=1, blocking=False)
         while not (tmp_path / "steps/1/commit.json").exists():
             time.sleep(0.001)
         take_over(tmp_path, 7)
-        handle.result()
+        with pytest.raises(ckpt.Fenced):
+            handle.result()
     assert assert_all_load(tmp_path) == [0, 1]
 
 

@@ -1,0 +1,58 @@
+"""Making a commit record visible, so that a writer which was succeeded meanwhile can't replace what its successor wrote.
+
+The lease is confirmed when all is prepared (`Store.publish`). A successor first takes the lease, and then revokes what its
+predecessors may have prepared (`Store.revoke`), before it deletes a file of theirs: whichever comes first, the files that the
+record names are there, or the record does not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckpt.claim import Claim
+from ckpt.records import CommitRecord, decode_commit, encode_commit
+from ckpt.repository import Repository, commit_name
+from ckpt.storage.base import Version
+from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, NotFound, Unavailable
+from ckpt.storage.failpoints import failpoint
+
+_TRIES = 20
+
+
+def publish(
+    repo: Repository, claim: Claim, commit: CommitRecord, may_replace: Callable[[CommitRecord | None], None]
+) -> None:
+    """Make a step exist, in place of what is at its name where `may_replace` allows that.
+
+    may_replace: raises where a record has to stay; None: a damaged one.
+
+    Raises Fenced where the lease of this writer could not be proved before and after: the step may exist nevertheless, whole.
+    """
+    store, name, data = repo.store, commit_name(commit.step), encode_commit(commit)
+    replaces: Version | None = None
+    with claim.publishing:
+        for _ in range(_TRIES):
+            try:
+                store.publish(name, data, claim.check, replaces)
+                break
+            except (AlreadyExists, Changed):
+                claim.check()
+                try:
+                    there, replaces = store.get_versioned(name)
+                except NotFound:
+                    replaces = None
+                    continue
+                if there == data:  # a retry inside the store: the first try had arrived
+                    break
+                may_replace(_decoded(there, f"{repo.url}/{name}"))
+        else:
+            raise Unavailable(f"{repo.url}/{name} changes all the time; let one job save there")
+    failpoint("save.published")
+    claim.check()
+
+
+def _decoded(data: bytes, where: str) -> CommitRecord | None:
+    try:
+        return decode_commit(data, where)
+    except IntegrityError:
+        return None

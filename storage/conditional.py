@@ -1,0 +1,118 @@
+"""Stores whose server replaces an object only as it was read: buckets (If-Match), a namespace (compare and set of records).
+
+A publication in such a store is two conditional puts. The first takes the free name with a reservation, which no reader
+takes for an object; the second replaces the reservation. The lease of the writer is confirmed in between. So a successor that
+replaces the reservation, after it has taken the lease, knows that the second put of its predecessor fails, however late.
+
+A publication in place of an object that is there needs no reservation: the object itself is what the put is conditional upon.
+
+A reservation that was revoked stays as a few bytes: a delete has no condition, and could remove what came meanwhile.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+
+from ckpt.storage.base import Buffer, Store, Version
+from ckpt.storage.errors import AlreadyExists, Changed, NotFound, StoreError, Unavailable
+from ckpt.storage.failpoints import failpoint
+
+_MARK = b"ckpt reservation "
+RESERVATION_BYTES = len(_MARK) + 32
+_TRIES = 20
+
+
+def new_reservation() -> bytes:
+    """The content of a reservation, which no other one has."""
+    return _MARK + secrets.token_hex(16).encode()
+
+
+def is_reservation(data: bytes) -> bool:
+    """Whether an object only keeps its name for a publication that is under way, or was given up."""
+    return len(data) == RESERVATION_BYTES and data.startswith(_MARK)
+
+
+class ConditionalStore(Store):
+    """A store with conditional puts."""
+
+    fences = True
+
+    _outdated: Version
+    """A version that no object has."""
+
+    @abstractmethod
+    def _read(self, name: str) -> tuple[bytes, Version]:
+        """What lies at `name`, also a reservation; raises NotFound."""
+
+    @abstractmethod
+    def _swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
+        """Replace an object only if it still is as expected (None: if there is none). Its new version, None where it was not.
+
+        None may hide a put that came through, was not answered and was tried again: read it to know.
+        """
+
+    def get_versioned(self, name: str) -> tuple[bytes, Version]:
+        data, version = self._read(name)
+        if is_reservation(data):
+            raise NotFound(f"reading {self.url}/{name}: no such object")
+        return data, version
+
+    def get(self, name: str) -> bytes:
+        return self.get_versioned(name)[0]
+
+    def publish(
+        self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None
+    ) -> None:
+        version = replaces if replaces is not None else self._reserve(name)
+        try:
+            confirm()
+        except BaseException:
+            if replaces is None:
+                with suppress(StoreError):
+                    self._swap(name, new_reservation(), version)
+            raise
+        failpoint("conditional.publish")
+        if self._swap(name, data, version) is None and not self._holds(name, data):
+            raise Changed(f"publishing {self.url}/{name}: another writer has changed it meanwhile")
+
+    def revoke(self, name: str) -> bool:
+        mark = new_reservation()
+        for _ in range(_TRIES):
+            try:
+                there, version = self._read(name)
+            except NotFound:
+                return True
+            if not is_reservation(there):
+                return False
+            if there == mark or self._swap(name, mark, version) is not None:
+                return True
+        raise Unavailable(f"{self.url}/{name} changes all the time; try again")
+
+    def honours_conditions(self, name: str) -> bool:
+        return super().honours_conditions(name) and self._swap(name, self.get(name), self._outdated) is None
+
+    def _reserve(self, name: str) -> Version:
+        mark = new_reservation()
+        expected: Version | None = None
+        for _ in range(_TRIES):
+            if (version := self._swap(name, mark, expected)) is not None:
+                return version
+            try:
+                there, expected = self._read(name)
+            except NotFound:
+                expected = None
+                continue
+            if there == mark:
+                return expected
+            if not is_reservation(there):
+                raise AlreadyExists(f"publishing {self.url}/{name}: it exists already")
+        raise Unavailable(f"{self.url}/{name} changes all the time; try again")
+
+    def _holds(self, name: str, data: Buffer) -> bool:
+        try:
+            return self._read(name)[0] == bytes(data)
+        except NotFound:
+            return False

@@ -1,0 +1,57 @@
+"""A server of the S3 protocol that ignores If-None-Match or If-Match is noticed by the first writer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import one_line, state_of
+
+import ckpt
+from ckpt.storage import fencing_probe
+from ckpt.storage.objects import ObjectStore
+
+pytest_plugins = ["moto_server"]
+
+
+@pytest.fixture
+def careless(request: pytest.FixtureRequest, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket at such a server."""
+    import boto3
+    from moto_server import serving
+
+    with serving("--ignore", request.param) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        client: Any = boto3.client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="careless")
+        yield "s3://careless/run"
+
+
+@pytest.mark.parametrize("careless", ["HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"], indirect=True)
+def test_it_is_refused(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fencing_probe, "_probed", set())
+    for call in (lambda: ckpt.Checkpointer(careless), lambda: ckpt.save(state_of(0), careless, 0)):
+        with pytest.raises(ckpt.StoreError) as told:
+            call()
+        one_line(told, careless, "If-None-Match", "docs/stores.md", f"{fencing_probe.VARIABLE}={careless}")
+    monkeypatch.setenv(fencing_probe.VARIABLE, f"s3://other {careless}")
+    ckpt.save(state_of(0), careless, 0)
+    assert ckpt.load(careless)["step"] == 0
+
+
+def test_a_server_that_keeps_them_is_asked_once(bucket: str, s3_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    honours = ObjectStore.honours_conditions
+
+    def counted(self: ObjectStore, name: str) -> bool:
+        asked.append(name)
+        return honours(self, name)
+
+    monkeypatch.setattr(ObjectStore, "honours_conditions", counted)
+    for step in range(3):
+        ckpt.save(state_of(step), f"{bucket}/run", step)
+    assert len(asked) == 1
+    names = [o["Key"] for o in s3_client.list_objects_v2(Bucket=os.path.basename(bucket))["Contents"]]
+    assert not [name for name in names if "probe" in name]
