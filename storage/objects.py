@@ -18,6 +18,15 @@ from ckpt.storage.errors import AlreadyExists, NotFound, Refused, StoreError, Un
 from ckpt.storage.upload import CONCURRENCY, PART_BYTES, UploadWriter
 
 _CLIENT = {"timeout": "120s"}  # of one request; obstore's 30 s are too few for eight parts at once on a slow line
+
+# With options of ours obstore does not look for its own in the environment: these are AWS_ALLOW_HTTP, GOOGLE_PROXY_URL, …
+_CLIENT_OPTIONS = (
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "http1_only",
+    "http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_only",
+    "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url",
+    "randomize_addresses", "timeout", "user_agent",
+)  # fmt: skip
+
 _RETRY: Any = None  # obstore's own: ten times within three minutes, with growing pauses
 
 _DELETE_BATCH = 1000  # names in one DeleteObjects request
@@ -208,7 +217,7 @@ class ObjectStore(ConditionalStore):
                 advice = _credentials_advice(self.url)
             else:
                 kind = StoreError
-                advice = "check the network and the endpoint (AWS_ENDPOINT_URL); it was tried several times"
+                advice = _network_advice(self.url, error)
             raise kind(f"{where} failed: {_brief(error)}; {advice}") from error
 
 
@@ -247,13 +256,13 @@ def _connect(url: str) -> Any:
         raise UnknownScheme(
             f'{url}: {scheme}:// needs the package obstore; run: pip install "ckpt-store[s3]"'
         ) from error
-    options: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": _RETRY}
+    options: dict[str, Any] = {"client_options": _client_options(url), "retry_config": _RETRY}
     if url.startswith(("s3://", "s3a://")):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         if endpoint:
             options["endpoint"] = endpoint
         if endpoint.startswith("http://"):
-            options["client_options"]["allow_http"] = True
+            options["client_options"].setdefault("allow_http", True)
         if not any(os.environ.get(name) for name in _AWS_CREDENTIALS):
             options.update(_boto3_credentials())
     try:
@@ -275,10 +284,37 @@ def _boto3_credentials() -> dict[str, Any]:
         return {}
 
 
+def _cloud(url: str) -> str:
+    """How the variables of the environment begin for a URL."""
+    scheme = url.partition("://")[0]
+    return "AWS" if scheme in ("s3", "s3a") else "GOOGLE" if scheme == "gs" else "AZURE"
+
+
+def _client_options(url: str) -> dict[str, Any]:
+    """Of the client of a URL: those of the environment, else ours."""
+    named = {key: f"{_cloud(url)}_{key.upper()}" for key in _CLIENT_OPTIONS}
+    return _CLIENT | {key: os.environ[name] for key, name in named.items() if os.environ.get(name)}
+
+
+_CREDENTIALS = {
+    "AWS": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)",
+    "GOOGLE": "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT (the path of a key file)",
+    "AZURE": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY (or AZURE_CLIENT_ID, "
+    "AZURE_CLIENT_SECRET and AZURE_TENANT_ID)",
+}
+_ENDPOINT = {"AWS": "AWS_ENDPOINT_URL", "GOOGLE": "GOOGLE_BASE_URL", "AZURE": "AZURE_STORAGE_ENDPOINT"}
+
+
 def _credentials_advice(url: str) -> str:
-    if url.startswith("s3"):
-        return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), and check the bucket's policy"
-    return "check the credentials in the environment and the bucket's policy"
+    where = "container" if _cloud(url) == "AZURE" else "bucket"
+    return f"set {_CREDENTIALS[_cloud(url)]}, and check the {where}'s policy"
+
+
+def _network_advice(url: str, error: BaseException) -> str:
+    cloud = _cloud(url)
+    if "builder error" in str(error):  # no request was made
+        return f"check the endpoint ({_ENDPOINT[cloud]}); for one without TLS set {cloud}_ALLOW_HTTP=true"
+    return f"check the network and the endpoint ({_ENDPOINT[cloud]}); it was tried several times"
 
 
 def _brief(error: BaseException) -> str:
