@@ -3,6 +3,11 @@
 A file is written once: it is there, whole, when it is closed, and never before. Writing to a name that is there replaces it
 at that moment; appending writes what is new and keeps the rest. Folders are there while something is in them, and those that
 were made, until they are removed.
+
+A path is one of two kinds. `run/a` is a path in the namespace of this filesystem, and answers to it are such paths.
+`host:port,host:port/run/a` (or `@NAME/run/a`) says its namespace itself. It is a URL without `ckpt://`, and what a URL becomes
+when its protocol is stripped, so that programs can build the URL from both again; answers to it are of this kind. A filesystem
+that was made without `members` takes paths of the second kind only, of any namespace.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ import asyncio
 import errno
 import functools
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import has_magic
 from typing import Any, TypeVar
@@ -24,7 +31,7 @@ from fsspec.utils import other_paths, stringify_path
 
 from ckpt.aggregator.files import Head
 from ckpt.aggregator.folders import Ground, above, move_folder, remove_folder
-from ckpt.aggregator.members import SCHEME, join_url, split_url
+from ckpt.aggregator.members import SCHEME, full_path, join_url, says_namespace, split_full_path, split_url
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.opened import CkptFile, told
 from ckpt.storage.threads import Threads
@@ -34,9 +41,25 @@ T = TypeVar("T")
 _PIECE_BYTES = 8 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a path leads."""
+
+    namespace: Namespace
+    ground: Ground
+    path: str
+    """In the namespace."""
+    names: str = ""
+    """What names the members, where the path says it."""
+
+    def name(self, path: str) -> str:
+        """Another path of the namespace, of the kind that this one was given in."""
+        return full_path(self.names, path) if self.names else path
+
+
 class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     """One namespace. `members` is what stands between ckpt:// and the path; `redundancy` that of new files; `near` the member
-    that stands on this host."""
+    that stands on this host. Without `members` each path says its namespace."""
 
     protocol = SCHEME
     root_marker = ""
@@ -47,13 +70,36 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self, members: str | None = None, redundancy: str | None = None, near: str | None = None, **options: Any
     ) -> None:
         super().__init__(**options)
-        if not members:
-            raise ValueError("ckpt:// needs members: ckpt://host:port,host:port/path, or ckpt://NAME/path, or members=")
         self.members = members
-        self.namespace: Namespace
-        self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
-        self.ground = Ground(self.namespace)
+        self._redundancy = redundancy
         self._threads = Threads(16, "ckpt-fs")
+        self._grounds: dict[str, Ground] = {}
+        if members:
+            self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
+            self.ground = Ground(self.namespace)
+
+    def at(self, path: Any) -> _Place:
+        """Where a path leads, of either kind. Raises ValueError where it says no namespace, and nothing else does."""
+        text = stringify_path(path)
+        if text.startswith(f"{SCHEME}://"):
+            return self._of(*split_url(text)[:2])
+        text = text.strip("/")
+        if self.members:
+            mine = full_path(self.members)
+            if text == mine or text.startswith(f"{mine}/"):
+                return self._of(*split_full_path(text))
+            return _Place(self.namespace, self.ground, text)
+        if not says_namespace(text):
+            raise ValueError(
+                f"{text!r} names no namespace: write ckpt://host:port,host:port/path, or ckpt://NAME/path, or give members="
+            )
+        return self._of(*split_full_path(text))
+
+    def _of(self, names: str, inner: str) -> _Place:
+        if names == self.members:
+            return _Place(self.namespace, self.ground, inner, names)
+        namespace, _ = open_namespace(join_url(names, redundancy=self._redundancy))
+        return _Place(namespace, self._grounds.setdefault(names, Ground(namespace)), inner, names)
 
     # --- names -------------------------------------------------------------------------------------------------
 
@@ -62,7 +108,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if isinstance(path, list):
             return [cls._strip_protocol(p) for p in path]
         text = stringify_path(path)
-        return split_url(text)[1] if text.startswith(f"{SCHEME}://") else text.strip("/")
+        return full_path(*split_url(text)[:2]) if text.startswith(f"{SCHEME}://") else text.strip("/")
 
     @classmethod
     def _get_kwargs_from_urls(cls, urlpath: Any) -> dict[str, Any]:
@@ -74,43 +120,48 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     def unstrip_protocol(self, name: str) -> str:
         """The URL of a path."""
-        text = stringify_path(name)
-        return text if text.startswith(f"{SCHEME}://") else join_url(self.members, self._strip_protocol(text))
+        text: str = stringify_path(name)
+        if text.startswith(f"{SCHEME}://"):
+            return text
+        place = self.at(text)
+        # One that says its namespace is a URL already: so it is the same, character by character, when it comes back.
+        return f"{SCHEME}://{self._strip_protocol(text)}" if place.names else join_url(self.members or "", place.path)
 
     @property
     def fsid(self) -> str:
         """Two of one namespace are one."""
-        return f"{SCHEME}-{self.members}"
+        return f"{SCHEME}-{self.members or ''}"
 
     # --- looking -----------------------------------------------------------------------------------------------
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
-        path = self._strip_protocol(path)
-        if path:
-            file = await self._do(path, self.namespace.stat, path)
+        at = self.at(path)
+        name = at.name(at.path)
+        if at.path:
+            file = await self._do(name, at.namespace.stat, at.path)
             if file is not None:
-                return _described(path, file.head)
-        below = await self._do(path, self.namespace.list, path)
-        if path and not below:
-            raise FileNotFoundError(path)
-        return {"name": path, "size": 0, "type": "directory"}
+                return _described(name, file.head)
+        below = await self._do(name, at.namespace.list, at.path)
+        if at.path and not below:
+            raise FileNotFoundError(name)
+        return {"name": name, "size": 0, "type": "directory"}
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        path = self._strip_protocol(path)
-        heads: dict[str, Head] = await self._do(path, self.namespace.list, path)
+        at = self.at(path)
+        heads: dict[str, Head] = await self._do(at.name(at.path), at.namespace.list, at.path)
         found: dict[str, dict[str, Any]] = {}
-        skip = len(path) + 1 if path else 0
+        skip = len(at.path) + 1 if at.path else 0
         for name, head in heads.items():
             child, deeper, _rest = name[skip:].partition("/")
-            full = name[:skip] + child
+            full = at.name(name[:skip] + child)
             if deeper:
                 found.setdefault(full, {"name": full, "size": 0, "type": "directory"})
             else:
                 found[full] = _described(full, head)
-        if not found and path:
+        if not found and at.path:
             here: dict[str, Any] = await self._info(path)
             if here["type"] == "file":
-                found[path] = here
+                found[here["name"]] = here
         return [found[name] if detail else name for name in sorted(found)]
 
     async def _isfile(self, path: str) -> bool:
@@ -138,15 +189,16 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             yield found
 
     async def _find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
-        path = self._strip_protocol(path)
+        at = self.at(path)
         if maxdepth is not None or withdirs:
-            return await super()._find(path, maxdepth=maxdepth, withdirs=withdirs, **options)
-        heads: dict[str, Head] = await self._do(path, self.namespace.list, path)
-        files = {name: _described(name, head) for name, head in heads.items() if head.kind == "file"}
-        if not files and path:
-            file = await self._do(path, self.namespace.stat, path)
+            return await super()._find(self._strip_protocol(path), maxdepth=maxdepth, withdirs=withdirs, **options)
+        heads: dict[str, Head] = await self._do(at.name(at.path), at.namespace.list, at.path)
+        found = [_described(at.name(name), head) for name, head in heads.items() if head.kind == "file"]
+        if not found and at.path:
+            file = await self._do(at.name(at.path), at.namespace.stat, at.path)
             if file is not None and file.head.kind == "file":
-                files = {path: _described(path, file.head)}
+                found = [_described(at.name(at.path), file.head)]
+        files = {each["name"]: each for each in found}
         return files if options.get("detail") else sorted(files)
 
     def created(self, path: str) -> datetime:
@@ -166,10 +218,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     # --- reading and writing -----------------------------------------------------------------------------------
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        path = self._strip_protocol(path)
+        at = self.at(path)
 
         def read() -> bytes:
-            with self.namespace.open(path) as reader:
+            with at.namespace.open(at.path) as reader:
                 size = reader.file.head.nbytes
                 first, last = _range(size, start, end)
                 data = bytearray(max(0, last - first))
@@ -180,17 +232,16 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return found
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
-        path = self._strip_protocol(path)
-        await self._do(path, self._write, path, value, mode == "create")
+        await self._do(path, self._write, self.at(path), value, mode == "create")
 
-    def _write(self, path: str, value: Any, new: bool = False) -> None:
-        self.ground.check(path)
-        self.namespace.put(path, value, new)
+    def _write(self, at: _Place, value: Any, new: bool = False) -> None:
+        at.ground.check(at.path)
+        at.namespace.put(at.path, value, new)
 
     async def _put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **_: Any
     ) -> None:
-        rpath = self._strip_protocol(rpath)
+        at = self.at(rpath)
         if os.path.isdir(lpath):
             await self._makedirs(rpath, exist_ok=True)
             return
@@ -199,8 +250,8 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             size = os.path.getsize(lpath)
             callback.set_size(size)
             new = mode == "create"
-            self.ground.check(rpath)
-            with open(lpath, "rb") as source, self.namespace.create(rpath, None, size, new=new, aligned=False) as writer:
+            at.ground.check(at.path)
+            with open(lpath, "rb") as source, at.namespace.create(at.path, None, size, new=new, aligned=False) as writer:
                 while data := source.read(_PIECE_BYTES):
                     writer.append(memoryview(data))
                     callback.relative_update(len(data))
@@ -209,13 +260,13 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         await self._do(rpath, put)
 
     async def _get_file(self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_: Any) -> None:
-        rpath = self._strip_protocol(rpath)
+        at = self.at(rpath)
         if (await self._info(rpath))["type"] == "directory":
             os.makedirs(lpath, exist_ok=True)
             return
 
         def get() -> None:
-            with self.namespace.open(rpath) as reader:
+            with at.namespace.open(at.path) as reader:
                 size = reader.file.head.nbytes
                 callback.set_size(size)
                 os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
@@ -229,16 +280,16 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         await self._do(rpath, get)
 
     async def _cp_file(self, path1: str, path2: str, **_: Any) -> None:
-        path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
+        source, target = self.at(path1), self.at(path2)
         if (await self._info(path1))["type"] == "directory":
             await self._makedirs(path2, exist_ok=True)
             return
 
         def copy() -> None:
-            self.ground.check(path2)
-            with self.namespace.open(path1) as reader:
+            target.ground.check(target.path)
+            with source.namespace.open(source.path) as reader:
                 size = reader.file.head.nbytes
-                with self.namespace.create(path2, None, size, aligned=False) as writer:
+                with target.namespace.create(target.path, None, size, aligned=False) as writer:
                     for position in range(0, size, _PIECE_BYTES):
                         buffer = memoryview(bytearray(min(_PIECE_BYTES, size - position)))
                         reader.read_into(position, buffer)
@@ -266,11 +317,14 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
                 errno.EISDIR, "a folder; mv(…, recursive=True) moves it with all that is in it", sorted(folders)[0]
             )
         for old, new in moves:
-            told(new, self.ground.check, new)
+            source, target = self.at(old), self.at(new)
+            if source.namespace is not target.namespace:
+                raise OSError(errno.EXDEV, "another namespace: copy it there, and remove it here", new)
+            told(new, target.ground.check, target.path)
             if old in folders:
-                told(old, move_folder, self.namespace, old, new, self.namespace.rename)
+                told(old, move_folder, source.namespace, source.path, target.path, source.namespace.rename)
             else:
-                told(old, self.namespace.rename, old, new)
+                told(old, source.namespace.rename, source.path, target.path)
 
     def _moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:
         """What goes where: into a folder that is there, as fsspec copies."""
@@ -291,10 +345,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     # --- changing ----------------------------------------------------------------------------------------------
 
     async def _rm_file(self, path: str, **_: Any) -> None:
-        path = self._strip_protocol(path)
+        at = self.at(path)
         if (await self._info(path))["type"] == "directory":
             raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
-        if not await self._do(path, self.namespace.delete, [path]):
+        if not await self._do(path, at.namespace.delete, [at.path]):
             raise FileNotFoundError(path)
 
     async def _rm(
@@ -304,45 +358,50 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         for each in paths:
             if not recursive and (await self._info(each))["type"] == "directory":
                 raise IsADirectoryError(f"{each} is a folder; rm(…, recursive=True) removes it with all that is in it")
-        await self._do(str(path), self.namespace.delete, [p for p in paths if p])
+        doomed: dict[Namespace, list[str]] = defaultdict(list)
+        for at in map(self.at, paths):
+            if at.path:
+                doomed[at.namespace].append(at.path)
+        for namespace, below in doomed.items():
+            await self._do(str(path), namespace.delete, below)
 
     async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        path = self._strip_protocol(path)
-        for folder in above(path):
+        at = self.at(path)
+        for folder in map(at.name, above(at.path)):
             if await self._isfile(folder):
                 raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", folder)
-        if path:
-            await self._do(path, self.namespace.make_folder, path)
+        if at.path:
+            await self._do(path, at.namespace.make_folder, at.path)
 
     async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
-        path = self._strip_protocol(path)
-        if not path:
+        at = self.at(path)
+        if not at.path:
             return
-        there = await self._do(path, self.namespace.stat, path)
+        there = await self._do(path, at.namespace.stat, at.path)
         if there is None and (exist_ok or not await self._exists(path)):
             try:  # marked also where there are files below it already, which may go before the folder does
                 await self._mkdir(path)
                 return
             except FileExistsError:  # another one made it at the same time
-                there = await self._do(path, self.namespace.stat, path)
+                there = await self._do(path, at.namespace.stat, at.path)
         if not exist_ok or there is None or there.head.kind != "folder":
             raise FileExistsError(path)
 
     async def _rmdir(self, path: str) -> None:
-        path = self._strip_protocol(path)
-        await self._do(path, remove_folder, self.namespace, path)
+        at = self.at(path)
+        await self._do(path, remove_folder, at.namespace, at.path)
 
     def rmdir(self, path: str) -> None:
         """Remove a folder that is empty."""
         _sync(self, self._rmdir, path)
 
     async def _touch(self, path: str, truncate: bool = True, **_: Any) -> None:
-        path = self._strip_protocol(path)
+        at = self.at(path)
         if truncate:
-            await self._do(path, self._write, path, b"")
-        elif await self._do(path, self.namespace.stat, path) is None:
+            await self._do(path, self._write, at, b"")
+        elif await self._do(path, at.namespace.stat, at.path) is None:
             with suppress(FileExistsError):  # another one made it meanwhile
-                await self._do(path, self._write, path, b"", True)
+                await self._do(path, self._write, at, b"", True)
 
     def touch(self, path: str, truncate: bool = True, **options: Any) -> None:
         """Make an empty file, or (`truncate=False`) leave what is there."""

@@ -114,7 +114,7 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
     options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&")) if key}
     if unknown := set(options) - {"redundancy", "near"}:
         raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there are redundancy= and near=")
-    return unquote(names), unquote(path).strip("/"), options
+    return _bare(unquote(names)), unquote(path).strip("/"), options
 
 
 def join_url(names: str, path: str = "", **options: str | None) -> str:
@@ -123,9 +123,41 @@ def join_url(names: str, path: str = "", **options: str | None) -> str:
     return f"{SCHEME}://{quote(names, safe=_PLAIN)}/{quote(path, safe=_PLAIN)}{'?' if query else ''}{query}"
 
 
+def full_path(names: str, path: str = "") -> str:
+    """A path that says of which namespace it is: a URL without its scheme, for programs that build a URL from both.
+
+    A name of the TOML file stands behind an @ here, so that it is not the first folder of a path. Only what a URL gives
+    another meaning is written as %25 and %3F, and brackets of addresses as %5B and %5D, which are no pattern then.
+    """
+    where = quote(names if _is_list(names) else f"@{names}", safe=_PLAIN.replace("[]", "").replace("*", ""))
+    return f"{where}/{path.replace('%', '%25').replace('?', '%3F')}".rstrip("/")
+
+
+def split_full_path(text: str) -> tuple[str, str]:
+    """The counterpart of `full_path`."""
+    names, path, _ = split_url(f"{SCHEME}://{text}")
+    return names, path
+
+
+def _bare(names: str) -> str:
+    """Without the @ that `full_path` writes."""
+    return names if _is_list(names) else names.removeprefix("@")
+
+
+def _is_list(names: str) -> bool:
+    """Whether these are addresses, and no name of the TOML file."""
+    return "," in names or _ADDRESS.fullmatch(names) is not None
+
+
+def says_namespace(path: str) -> bool:
+    """Whether a path can be one of `full_path`."""
+    first = path.partition("/")[0]
+    return first.startswith("@") or _is_list(unquote(first))
+
+
 def find(name: str) -> Config:
     """The namespace of a list of addresses, or of a name in the TOML file."""
-    if "," in name or _ADDRESS.fullmatch(name):
+    if _is_list(name):
         members = tuple(_member(url, {"url": url}) for url in name.split(",") if url)
         return _with_access(Config(name, members, _default(len(members))), {}, name)
     file = config_file()

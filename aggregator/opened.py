@@ -33,21 +33,22 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
     """An open file. What is written is visible when it is closed, not before, and not at all if it is discarded."""
 
     def __init__(self, fs: CkptFileSystem, path: str, mode: str, block_size: int, autocommit: bool, **options: Any) -> None:
+        at = self._at = fs.at(path)
         self._reader: Any = None
         self._writer: Any = None
         self._at_once = threading.Lock()
         if mode not in ("rb", "wb", "ab", "xb"):
             raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; a file that is there can't be changed in its middle")
         if mode == "rb":
-            self._reader = told(path, fs.namespace.open, path)
+            self._reader = told(path, at.namespace.open, at.path)
             options["size"] = self._reader.file.head.nbytes
-        if mode == "xb" and told(path, fs.namespace.stat, path) is not None:
+        if mode == "xb" and told(path, at.namespace.stat, at.path) is not None:
             raise FileExistsError(17, "there is a file of this name already", path)
-        there = told(path, fs.namespace.stat, path) if mode == "ab" else None
+        there = told(path, at.namespace.stat, at.path) if mode == "ab" else None
         if there is not None and there.head.kind != "file":
             raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
         if mode != "rb" and there is None:
-            told(path, fs.ground.check, path)
+            told(path, at.ground.check, at.path)
         super().__init__(fs, path, mode, block_size, autocommit, **options)
         if mode != "rb":
             self.blocksize = max(block_size, 1 << 20)
@@ -63,8 +64,8 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
     def _initiate_upload(self) -> None:
         base = self._base if self.mode == "ab" else None
         new = self.mode == "xb" or (self.mode == "ab" and base is None)  # what another writes meanwhile is not replaced
-        create = functools.partial(self.fs.namespace.create, new=new, aligned=False, base=base)
-        self._writer = told(self.path, create, self.path)
+        create = functools.partial(self._at.namespace.create, new=new, aligned=False, base=base)
+        self._writer = told(self.path, create, self._at.path)
 
     def _upload_chunk(self, final: bool = False) -> bool:
         data = self.buffer.getbuffer()

@@ -89,8 +89,8 @@ def test_a_url_is_all_it_needs(address: str, filesystem: CkptFileSystem) -> None
     with fsspec.open(url) as file:
         assert file.read() == b"hello"
     found, path = fsspec.core.url_to_fs(f"{url}?redundancy=1x")
-    assert path == "a/b.txt"
-    assert found.cat(path) == b"hello"
+    assert path == f"{address}/a/b.txt", "it says its namespace, so that a URL can be made of it again"
+    assert found.cat(path) == found.cat("a/b.txt") == b"hello"
     assert found.unstrip_protocol("a/b.txt") == url
     assert fsspec.core.url_to_fs(url)[0] is filesystem
 
@@ -116,8 +116,8 @@ def test_one_rule_for_urls(address: str, filesystem: CkptFileSystem) -> None:
     for name in ("my run%", "a b", "ü", "100%25", "what?", "50%#+&=,:[x]"):
         filesystem.pipe(name, b"1") if name != "my run%" else None
         again = filesystem.unstrip_protocol(name)
-        assert filesystem._strip_protocol(again) == name
-        assert fsspec.core.url_to_fs(again) == (filesystem, name)
+        assert filesystem.at(filesystem._strip_protocol(again)).path == name
+        assert fsspec.core.url_to_fs(again) == (filesystem, filesystem._strip_protocol(again))
         assert filesystem.exists(again)
 
 
