@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from ckpt import session as sessions
@@ -20,12 +20,12 @@ from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress
 from ckpt.rename import Rename, renamed
-from ckpt.repository import Repository, Url, commit_name, named, open_repository
+from ckpt.repository import Repository, Url, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
-from ckpt.storage.errors import IntegrityError, InvalidArgument, StepNotFound
-from ckpt.together import Wish, find_together, load_newest_together, newest_first, require_one_step, settled, together
+from ckpt.storage.errors import InvalidArgument, StepNotFound
+from ckpt.together import Wish, find_together, load_newest_together, require_one_step, together
 from ckpt.wanted import Wanted, wanted_blocks
 from ckpt.write import require_step_of_rank_0, take_apart
 from ckpt.write import save as run_save
@@ -145,36 +145,7 @@ def load_newest(repo: Repository, strict: bool, wish: Wish, before: int | None =
 
     Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
     """
-    if wish.group.size > 1:
-        return load_newest_together(repo, strict, wish, load_checkpoint, before)
-    repo.check()
-    damage: dict[int, IntegrityError] = {}
-    gone: list[int] = []  # never committed, or deleted since they were listed
-    found: tuple[int, Any] | None = None
-    numbers = newest_first(repo.step_numbers(), before)
-    for number in numbers:
-        try:
-            found = number, load_checkpoint(functools.partial(find_together, repo, number, wish.group), wish)
-            break
-        except StepNotFound:
-            gone.append(number)
-        except IntegrityError as error:
-            if not repo.store.exists(commit_name(number)):
-                gone.append(number)
-                continue
-            if strict:
-                raise
-            damage[number] = error
-    # Another process saves and deletes meanwhile.
-    if gone and _newer(repo, -1 if found is None else found[0], {*numbers} - {*gone}):
-        return load_newest(repo, strict, wish, before)
-    return settled(repo, found, damage, 4)
-
-
-def _newer(repo: Repository, than: int, known: Container[int]) -> bool:
-    """Whether a step newer than one is committed that is not known."""
-    numbers = [n for n in repo.step_numbers() if n > than and n not in known]
-    return any(repo.store.exists(commit_name(n)) for n in numbers)
+    return load_newest_together(repo, strict, wish, load_checkpoint, before)
 
 
 def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:

@@ -144,6 +144,9 @@ class Checkpointer:
         Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with a warning,
         unless `strict` or named. After a roll-back `ckpt-run` names steps that may be spoiled (CKPT_BEFORE): an older one is
         taken, if there is any.
+
+        Where the step is not the newest, the next save opens a new line of training: what was saved after the restored step is
+        abandoned. It is never taken for newer again, and `keep` deletes it first.
         """
         check_switch("strict", strict)
         session, repo = self._open(), self.repository
@@ -162,6 +165,7 @@ class Checkpointer:
                 if before is not None and start <= before:  # nothing may refer to the later ones, or keep them as good
                     later = [n for n in repo.step_numbers() if n >= before]
                     sessions.distrusted(session.repo).update(later)
+            session.lineage.restored(start - 1)  # shared by all tiers
             if self._tiers is not None:
                 self._tiers.restored(start - 1)
         if self._pulse is not None:
@@ -272,6 +276,8 @@ class Checkpointer:
         session = self._open()
         began, self._calm = time.monotonic(), None
         self._lazy_memory = self._attached_memory()
+        if self._last is not None and step < self._last.step:
+            session.lineage.went_back()
         with pulses.phase("save"):
             if self._tiers is not None:
                 handle = self._tiers.save(check_step(step), state, self._options, blocking, everywhere)

@@ -53,6 +53,7 @@ class Committer:
         self._options = options
         self._flat = flat
         self._copies = copies
+        self._stretch = session.lineage.begin(step)
         self._group = session.group
         self._store = session.repo.store
         # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
@@ -64,9 +65,9 @@ class Committer:
         """Files of what was committed as this step before."""
 
     def refuse_existing(self) -> None:
-        """Raise AlreadyExists where the step is committed and whole; Fenced where a newer writer is there, for this one is to
-        stop and not to take another number."""
-        if self._exists_and_is_good():
+        """Raise AlreadyExists where the step is committed, whole, and not abandoned by a roll-back; Fenced where a newer writer
+        is there, for this one is to stop and not to take another number."""
+        if self._exists_and_is_good() and self._step not in self._session.repo.order().abandoned:
             self._session.claim.check()
             raise AlreadyExists(
                 f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
@@ -117,7 +118,7 @@ class Committer:
     def _before(self) -> tuple[int, Any] | None:
         """The newest step below this one, and its tree for all ranks."""
         repo = self._session.repo
-        number = max((n for n in repo.step_numbers() if n < self._step), default=None)
+        number = next((n for n in reversed(repo.order().steps) if n < self._step), None)
         if number is None:
             return None
         commit = repo.commit(number)
@@ -127,6 +128,7 @@ class Committer:
         self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written: int
     ) -> Checkpoint:
         """Make the step exist: manifest, tree, commit record."""
+        line = self._stretch.line()
         folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
         files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
@@ -147,8 +149,12 @@ class Committer:
             attempt=self._attempt.number,
             next_save=None if self._options.propose is None else self._options.propose(),
             version=__version__,
+            line=line.number,
+            left=line.left,
         )
         failpoint("save.commit")
+        if line.number:
+            self._session.note_line(line)
         publication.publish(self._session.repo, self._session.claim, commit, self._may_replace)
         failpoint("save.committed")
         note_complete(commit)

@@ -60,6 +60,8 @@ def promote(
     try:
         copied = _copy_files(Checkpoint(source.store, commit), target, progress)
         failpoint("promote.commit")
+        if commit.line:
+            target.note_line(commit.on)
         publication.publish(target.repo, target.claim, commit, partial(_require_later, target.repo, commit))
         failpoint("promote.committed")
     finally:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.digest import digest
+from ckpt.lines import Left, Line, line_of
 from ckpt.storage.errors import FormatError, IntegrityError
 
 FORMAT_VERSION = 1
@@ -52,6 +53,15 @@ class CommitRecord:
     """The step that the ranks of the group save next, where that is counted in seconds."""
     version: str
     """Of the software that wrote it."""
+    line: int = 0
+    """The line of training that the step is on."""
+    left: Left = ()
+    """Of older lines: the last step that belongs to the history of this one. See lines.py."""
+
+    @property
+    def on(self) -> Line:
+        """The line that the step is on."""
+        return Line(self.line, self.left)
 
     def files(self) -> list[str]:
         """The names of all files that make up the step, but for the record itself."""
@@ -103,7 +113,10 @@ def _damaged(where: str) -> str:
 
 def encode_commit(commit: CommitRecord) -> bytes:
     """The bytes of commit.json."""
-    return encode("commit", asdict(commit))
+    body = asdict(commit)
+    if not commit.line:  # so that a repository without roll-backs has the same records as before there were lines
+        del body["line"], body["left"]
+    return encode("commit", body)
 
 
 def decode_commit(data: bytes, where: str) -> CommitRecord:
@@ -111,8 +124,10 @@ def decode_commit(data: bytes, where: str) -> CommitRecord:
     body = decode("commit", data, where)
     try:
         files: dict[str, Any] = {k: tuple(FileRecord(**f) for f in body[k]) for k in ("manifests", "trees", "packs")}
+        line = line_of(body.get("line", 0), body.get("left", ()))
+        files |= {"line": line.number, "left": line.left}
         return CommitRecord(**{n: files[n] if n in files else body[n] for n in CommitRecord.__dataclass_fields__})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(_damaged(where)) from error
 
 

@@ -5,6 +5,7 @@
     steps/<step>/pack/<rank>-<generation>-<n>.pack
     steps/<step>/manifest/<rank>-<generation>-<n>.parquet, .json
     steps/<step>/commit.json                   written last; makes the step exist
+    lines/<n>.json                             a roll-back has opened line n of training: lines.py
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 
 from ckpt import records
 from ckpt.checkpoint import Checkpoint
+from ckpt.lines import Line, Order, by_number, in_order
 from ckpt.records import CommitRecord
 from ckpt.storage.base import Entry, Store
 from ckpt.storage.errors import (
@@ -52,6 +55,10 @@ def step_folder(step: int) -> str:
 def commit_name(step: int) -> str:
     """The record that makes a step exist."""
     return f"steps/{step}/commit.json"
+
+
+def _line_name(number: int) -> str:
+    return f"lines/{number:08}.json"
 
 
 class Repository:
@@ -156,9 +163,52 @@ class Repository:
                 log.warning("step %d is left out: %s", step, error)
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """The committed steps, the newest last. They ascend, but where a run went back to an older step: see `order`."""
         self.check()
-        return [c.step for c in self.commits()]
+        return list(in_order({commit.step: commit.on for commit in self.commits()}).steps)
+
+    # --- their order -------------------------------------------------------------------------------------------
+
+    def line_numbers(self) -> list[int]:
+        """The lines of training beside the first one, ascending; none where no run has gone back to an older step."""
+        names = (entry.name.removeprefix("lines/").removesuffix(".json") for entry in self.store.list("lines"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def note_line(self, line: Line) -> None:
+        """Before the first commit on a line: from now on the order of steps is that of their records, not of their numbers."""
+        data = records.encode("line", {"line": line.number, "left": line.left})
+        with suppress(AlreadyExists):
+            self.store.put_new(_line_name(line.number), data)
+
+    def lines(self) -> tuple[dict[int, Line], set[int]]:
+        """The line of each committed step, and the steps whose records can't be read."""
+        known: dict[int, Line] = {}
+        unknown: set[int] = set()
+        for step in self.step_numbers():
+            try:
+                known[step] = self.record(step).on
+            except NotFound:
+                continue
+            except CkptError as error:
+                log.warning("when step %d was saved is not known: %s", step, error)
+                unknown.add(step)
+        return known, unknown
+
+    def order(self) -> Order:
+        """The steps by when they were saved. Of steps that all are on one line no record is read, so that some may not be
+        committed."""
+        if not self.line_numbers():
+            return by_number(self.step_numbers())
+        return in_order(*self.lines())
+
+    def newest(self, wanted: Callable[[int], bool] = lambda step: True) -> tuple[int, int]:
+        """Line and number of the newest committed step that is wanted; (-1, -1) where there is none. The pair can be compared
+        with that of another tier."""
+        lines = {} if not self.line_numbers() else self.lines()[0]
+        for step in reversed(in_order(lines).steps if lines else self.step_numbers()):
+            if wanted(step) and (step in lines or self.store.exists(commit_name(step))):
+                return lines[step].number if lines else 0, step
+        return -1, -1
 
     def latest(self, skip: Collection[int] = ()) -> Checkpoint | None:
         """The newest committed step (not one of `skip`) that is complete, None where there is none."""

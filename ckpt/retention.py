@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.arguments import whole
 from ckpt.claim import Claim, old_generations
 from ckpt.complete import is_complete
+from ckpt.lines import in_order
 from ckpt.records import CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NotFound
@@ -30,7 +31,11 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the newest `last` good steps, and for ever every step that `every` divides."""
+    """Keep the newest `last` good steps, and for ever every step that `every` divides.
+
+    After a roll-back what was saved later is newer, whatever its number: the steps that were abandoned are deleted first, as
+    soon as there are `last` good ones without them. Steps of another run that were set aside are never deleted.
+    """
 
     last: int
     every: int | None = None
@@ -50,13 +55,21 @@ def as_keep(keep: int | Keep | None) -> Keep | None:
     return Keep(number)
 
 
-def expired(steps: Iterable[int], good: Iterable[int], keep: Keep) -> list[int]:
-    """The steps to delete, ascending. Pure. Only good steps count as kept, and none newer than the oldest kept goes;
-    where fewer are good than shall be kept, none goes at all."""
-    kept = sorted(good)[-keep.last :]
+def expired(steps: Iterable[int], good: Iterable[int], keep: Keep, order: Sequence[int] | None = None) -> list[int]:
+    """The steps to delete, the oldest first. Pure. Only good steps count as kept, and none newer than the oldest kept goes;
+    where fewer are good than shall be kept, none goes at all.
+
+    order: the steps from the oldest to the newest, where that is not the order of their numbers: abandoned ones come first.
+    """
+    age: Callable[[int], int] = _number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
+    kept = sorted(good, key=age)[-keep.last :]
     if len(kept) < keep.last:
         return []
-    return [s for s in sorted(steps) if s < kept[0] and not (keep.every and s % keep.every == 0)]
+    return [s for s in sorted(steps, key=age) if age(s) < age(kept[0]) and not (keep.every and s % keep.every == 0)]
+
+
+def _number(step: int) -> int:
+    return step
 
 
 def sweep(
@@ -70,7 +83,7 @@ def sweep(
 ) -> None:
     """Delete expired steps, and what attempts that never committed have left. Only for the holder of the claim.
 
-    spare: steps that stay in any case: the one just saved, which is not the newest after a roll-back.
+    spare: steps that stay in any case, such as the one just saved.
     distrusted: steps that were found damaged; they count as no good ones.
     protected: packs that another rank may refer to.
     retired: files of records that were replaced. What other ranks of this generation write is deleted only if it is
@@ -96,10 +109,16 @@ def sweep(
                 log.warning("nothing that step %d may need is deleted: %s", step, error)
                 unreadable.add(step)
     if keep is not None:
-        good = [s for s, commit in commits.items() if s not in distrusted and is_good(commit, sizes)]
-        if expired((commits.keys() | damaged) - set(spare), good, keep):  # then those that stay must be complete
-            good = _newest_complete(repo, [commits[s] for s in good], keep.last)
-        for step in expired((commits.keys() | damaged | reserved) - set(spare), good, keep):
+        order = in_order({step: commit.on for step, commit in commits.items()}, damaged | unreadable | reserved)
+        # A damaged record does not say its line: where steps are set aside, it may be one of them.
+        may_go = (commits.keys() | reserved | (set() if order.aside else damaged)) - set(spare) - order.aside
+        good = [
+            s for s in order.steps
+            if s in commits and s not in order.aside and s not in distrusted and is_good(commits[s], sizes)
+        ]  # fmt: skip
+        if expired(may_go, good, keep, order.steps):  # then those that stay must be complete
+            good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
+        for step in expired(may_go, good, keep, order.steps):
             failpoint("delete.commit")
             store.delete([commit_name(step)])
             if (gone := commits.pop(step, None)) is not None:
@@ -153,9 +172,8 @@ def is_good(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:
     return all(sizes.get(f.name) == f.nbytes for f in (*commit.manifests, *commit.trees, *commit.packs))
 
 
-def _newest_complete(repo: Repository, commits: Iterable[CommitRecord], count: int) -> list[int]:
+def _newest_complete(repo: Repository, newest_first: Iterable[CommitRecord], count: int) -> list[int]:
     """The newest `count` of these steps whose trees fit to their manifests; fewer where there are no more."""
-    newest_first = sorted(commits, key=lambda commit: commit.step, reverse=True)
     return [commit.step for commit in itertools.islice((c for c in newest_first if is_complete(repo.store, c)), count)]
 
 

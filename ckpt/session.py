@@ -16,18 +16,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
 from ckpt.drift import Drift
 from ckpt.exit_status import before_the_threads_end, fail_clean_up
 from ckpt.groups.base import Group
 from ckpt.known import KnownBlock, KnownBlocks
+from ckpt.lineage import Lineage
+from ckpt.lines import Line
 from ckpt.pack import lengths
 from ckpt.places import bad_packs
 from ckpt.repository import Repository
 from ckpt.retention import Keep, sweep
 from ckpt.storage import errors
 from ckpt.storage.base import Store
-from ckpt.storage.errors import CkptError, SaveFailed
+from ckpt.storage.errors import CkptError, SaveFailed, StepNotFound
 
 if TYPE_CHECKING:
     from ckpt.handle import SaveHandle
@@ -60,6 +63,8 @@ class Session:
         else:
             self.claim, self._next_step, self._asked_of_rank_0 = _meet(repo, group, series, where or repo.store, shared, asked)
         self.drift = Drift()
+        self.lineage = Lineage(repo, self.claim.generation, distrusted(repo))
+        self._noted: set[Line] = set()
         self._lock = threading.Lock()
         self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
         self._pending: list[SaveHandle] = []
@@ -159,8 +164,15 @@ class Session:
             if attempt.serial > self._known_of:
                 self._known_of = attempt.serial
                 self._known = (algorithm, blocks, packs)
+                self.lineage.base = None
                 _remember(self._place, blocks)
         distrusted(self.repo).discard(attempt.step)
+
+    def note_line(self, line: Line) -> None:
+        """Before the first commit here on a line that is not the first one."""
+        if line not in self._noted:
+            self.repo.note_line(line)
+            self._noted.add(line)
 
     def pin(self, attempt: Attempt, packs: Iterable[str]) -> None:
         """No sweep takes these packs before the attempt has ended."""
@@ -181,7 +193,7 @@ class Session:
 
     def _read_known(self, algorithm: str) -> tuple[KnownBlocks, dict[str, int]]:
         try:
-            checkpoint = self.repo.latest(distrusted(self.repo))
+            checkpoint = self._before()
             if checkpoint is None:
                 return {}, {}
             manifest = checkpoint.manifest()
@@ -200,6 +212,15 @@ class Session:
             blocks[key] = seen if before.get(key) == seen else KnownBlock(*at)
         return blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}
 
+    def _before(self) -> Checkpoint | None:
+        """The step that the next save goes on from."""
+        if (base := self.lineage.base) is None or base in distrusted(self.repo):
+            return self.repo.latest(distrusted(self.repo))
+        try:
+            return self.repo[base]
+        except StepNotFound:  # this tier does not have it
+            return None
+
     def sweep(self, keep: Keep | None, saved: int, retired: set[str]) -> None:
         """Delete what is not needed after the commit of a step. A failure here loses nothing and is only logged."""
         if self.claim.rank:
@@ -215,8 +236,7 @@ class Session:
 
 
 def _after_newest(repo: Repository) -> int:
-    steps = repo.steps()
-    return steps[-1] + 1 if steps else 0
+    return repo.newest()[1] + 1
 
 
 def _meet(

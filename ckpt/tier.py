@@ -303,5 +303,5 @@ def _was_cleared(repo: Repository, tier: Tier) -> bool:
     What still came after that is no step. One there may be that of another repository, but in memory: its name says whose.
     """
     names = [entry.name for entry in repo.store.list()]
-    ours = all(name == NOTE or name.startswith(("steps/", "generations/", "meet/")) for name in names)
+    ours = all(name == NOTE or name.startswith(("steps/", "generations/", "lines/", "meet/")) for name in names)
     return bool(names) and ours and (tier.url == MEMORY or not any(name.endswith("/commit.json") for name in names))

@@ -27,6 +27,7 @@ from ckpt.claim import Series
 from ckpt.groups.base import Alone, Group
 from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds
+from ckpt.lineage import Lineage
 from ckpt.options import Options
 from ckpt.places import put_aside
 from ckpt.promote import promote
@@ -114,7 +115,7 @@ class Tiers:
         self._places: list[_Place] = []
         self._last: SaveHandle | None = None
         self._step_bytes: int | None = None
-        self._position: int | None = None
+        self._position: tuple[int, int] | None = None  # line and step: what this job restored, or has saved since
         self._caught_up = False
         series = Series(repos)
         try:
@@ -138,6 +139,11 @@ class Tiers:
             self._before = kept_before(record) if any(tier.url == MEMORY for tier in tiers) else []
             near = [r for r in repos[:-1] if r in entered or holds_steps_of(r, record)]
             self.repository = TieredRepository([*near, *self._before, record])
+            # One for all: a save in the nearest place may go on from a step that was restored from another one.
+            writer = self.nearest
+            lineage = Lineage(self.repository, writer.claim.generation, sessions.distrusted(writer.repo))
+            for place in self._places:
+                place.session.lineage = lineage
             if group.rank == 0:
                 self._prepare()
         except BaseException:
@@ -276,8 +282,8 @@ class Tiers:
         place.failures = 0
         place.promoted = time.monotonic()
         _report_durable(place, handle.step)
-        self._position = handle.step
         commit = handle.checkpoint().commit
+        self._position = commit.line, handle.step
         self._step_bytes = commit.raw_bytes
         with suppress(StoreError):
             place.measure()
@@ -328,6 +334,7 @@ class Tiers:
         """There is a newer step: ckpt-run may give that memory free."""
         before, self._before = self._before, []
         self.repository = TieredRepository([r for r in self.repository.places if r not in before])
+        self.nearest.lineage.repo = self.repository
         for place in self._places:
             if place.promoter is not None:
                 place.promoter.reads(self._all_but(place.session.repo))
@@ -336,7 +343,7 @@ class Tiers:
 
     def restored(self, step: int) -> None:
         """A load has ended: with this step, -1 where there was none. Bad copies that it met are put aside."""
-        self._position = step
+        self._position = (self.repository.record(step).line if step >= 0 and self.repository.line_numbers() else 0), step
         try:
             for name in put_aside(self.repository.store, partial(is_whole_copy, self.repository)):
                 message = f"{name} was damaged, and is removed: a further tier has a copy, which was read and is whole"
@@ -355,13 +362,13 @@ class Tiers:
         for number, place in enumerate(self._places):
             if place.promoter is None:
                 continue
-            there = _newest(place.session.repo)
-            _report_durable(place, there)
+            there = place.session.repo.newest()
+            _report_durable(place, there[1])
             wanted = place.tier.counts if isinstance(place.tier.every, int) else _any
             nearer = [*(other.session.repo for other in self._places[:number]), *self._before]
-            step = max(_newest(repo, wanted) for repo in nearer)
-            if step > there and (self._position is None or step <= self._position):
-                place.promoter.offer(step)
+            newest = max(repo.newest(wanted) for repo in nearer)
+            if newest > there and (self._position is None or newest <= self._position):
+                place.promoter.offer(newest[1])
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait for the saves under way, and until what is due further on is there; raise SaveFailed.
@@ -424,20 +431,21 @@ class Tiers:
         record = self._places[-1]
         if record.promoter is None:
             return -1
-        step = self._position
-        if step is None:
-            step = max(_newest(repo) for repo in [*(place.session.repo for place in self._places), *self._before])
+        newest = self._position
+        if newest is None:
+            newest = max(repo.newest() for repo in [*(place.session.repo for place in self._places), *self._before])
+        step = newest[1]
         if step >= 0:
             record.promoter.offer(step)
         return step
 
     def _tell_what_stays(self) -> None:
         """Where a program fails, nobody may have the time to wait for a copy."""
-        record, step = self._places[-1].session.repo, self._position
-        if self._group.rank == 0 and step is not None and step > (there := _newest(record)):
+        record, newest = self._places[-1].session.repo, self._position
+        if self._group.rank == 0 and newest is not None and newest > (there := record.newest()):
             log.warning(
-                "step %d is in %s, and %s has step %d: the next job with these tiers goes on from there", step,
-                self._places[0].url, record.url, there,
+                "step %d is in %s, and %s has step %d: the next job with these tiers goes on from there", newest[1],
+                self._places[0].url, record.url, there[1],
             )  # fmt: skip
 
     def _free(self, step: int) -> None:
@@ -455,7 +463,7 @@ class Tiers:
                 try:
                     names = [entry.name for entry in store.list("steps")]
                     if self._group.size > 1 and self._position is not None:  # another rank may still wait for this record
-                        names = [name for name in names if name != commit_name(self._position)]
+                        names = [name for name in names if name != commit_name(self._position[1])]
                     store.delete([name for name in names if name.endswith("/commit.json")])
                     store.delete(names)
                     store.sweep_temporaries("")
@@ -481,10 +489,9 @@ def _any(step: int) -> bool:
     return True
 
 
-def _newest(repo: Repository, wanted: Callable[[int], bool] = _any) -> int:
-    """The newest committed step that is wanted, -1 none."""
-    numbers = (n for n in reversed(repo.step_numbers()) if wanted(n) and repo.store.exists(commit_name(n)))
-    return next(numbers, -1)
+def _holds_steps(repo: Repository) -> bool:
+    """Whether a step is committed there."""
+    return any(repo.store.exists(commit_name(step)) for step in reversed(repo.step_numbers()))
 
 
 def drain(memory: Url, *before: Url) -> str:
@@ -510,7 +517,7 @@ def drain(memory: Url, *before: Url) -> str:
             repo = open_repository(below(store.url if isinstance(each, Store) else os.fspath(each), name))
             try:
                 said.append(_drained(repo))
-                if _newest(repo) >= 0:  # files of attempts that never committed do not replace an older memory
+                if _holds_steps(repo):  # files of attempts that never committed do not replace an older memory
                     done.add(name)
             except (CkptError, OSError) as error:
                 said.append(f"{repo.url} {NOT_DRAINED}: {error}")
@@ -528,10 +535,10 @@ def _readable_note(repo: Repository) -> dict[str, Any] | None:
     try:
         note = note_of(repo)
     except IntegrityError as error:
-        if _newest(repo) < 0:
+        if not _holds_steps(repo):
             return None
         raise IntegrityError(f"{error}. {repo.url} holds steps and counts as not drained") from error
-    if note is None and _newest(repo) >= 0:
+    if note is None and _holds_steps(repo):
         raise IntegrityError(f"{repo.url}/{NOTE} is missing, and {repo.url} holds steps: it counts as not drained")
     return note
 
@@ -545,13 +552,13 @@ def _drained(repo: Repository) -> str:
     if record.identity() != note["id"]:
         raise InvalidArgument(f"{record.url} is another repository now; copy what is wanted with ckpt-restore")
     source = TieredRepository([r for r in repos if r is not record])
-    step = max(_newest(r) for r in source.places)
+    newest, there = max(r.newest() for r in source.places), record.newest()
+    step = newest[1]
     if step < 0:
         return ""
-    there = _newest(record)
     with suppress(NotFound, IntegrityError):
-        if there > step and record.record(there).order > source.commit(step).order:
-            return f"{record.url} has step {there} already, which is newer than step {step} in {repo.url}"
+        if there > newest and record.record(there[1]).order > source.commit(step).order:
+            return f"{record.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
     series = Series(repos)
     opened: list[Session] = []
     try:

@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from ckpt.repository import Repository, commit_name, listed
 from ckpt.select import Patterns
 from ckpt.sharing import ShareReads
 from ckpt.storage import errors
-from ckpt.storage.errors import CkptError, GroupError, IntegrityError
+from ckpt.storage.errors import CkptError, GroupError, IntegrityError, StepNotFound, StoreError
 
 log = logging.getLogger("ckpt")
 
@@ -83,12 +83,20 @@ def together(group: Group, work: Callable[[], T]) -> T:
     return made
 
 
+class _StoreFailedElsewhere(GroupError):
+    """The store failed on another rank."""
+
+
 def _failed_elsewhere(rank: int, group: Group, kind: str, message: str) -> GroupError:
-    return GroupError(f"rank {rank} of {group.size} failed, so no rank goes on: {kind}: {message}")
+    of_store = isinstance(found := getattr(errors, kind, None), type) and issubclass(found, StoreError)
+    made = _StoreFailedElsewhere if of_store else GroupError
+    return made(f"rank {rank} of {group.size} failed, so no rank goes on: {kind}: {message}")
 
 
 def told_by_rank_0(group: Group, ask: Callable[[], str]) -> str:
     """What rank 0 finds, on all ranks; its error is raised on all."""
+    if group.size == 1:
+        return ask()
     error: BaseException | None = None
     told = ["", ""]
     if group.rank == 0:
@@ -131,36 +139,63 @@ def require_one_step(group: Group, step: int | None) -> None:
     raise _failed_elsewhere(rank, group, "InvalidArgument", str(different))
 
 
-def newest_first(numbers: list[int], before: int | None) -> list[int]:
-    """In which order to try steps: those below `before` come first. Pure."""
-    return sorted(numbers, key=lambda n: (before is None or n < before, n), reverse=True)
-
-
 def load_newest_together(
     repo: Repository, strict: bool, wish: Wish, load: Callable[[Callable[[], Checkpoint], Wish], Any],
     before: int | None = None,
 ) -> tuple[int, Any] | None:
-    """`load_newest` for a group. Rank 0 says which steps there are."""
+    """`load_newest`, by all ranks of the group. Rank 0 decides which steps there are, and which have been deleted since."""
     group = wish.group
 
-    def committed() -> str:
+    def listed_steps() -> str:
         repo.check()
-        return json.dumps([n for n in repo.step_numbers() if repo.store.exists(commit_name(n))])
+        return json.dumps(repo.order().newest_first(before))
 
-    group.meet_at(repo.store)
-    require_one_step(group, None)
-    numbers = json.loads(told_by_rank_0(group, committed))
-    damage: dict[int, IntegrityError] = {}
-    found: tuple[int, Any] | None = None
-    for number in newest_first(numbers, before):
+    if group.size > 1:
+        group.meet_at(repo.store)
+        require_one_step(group, None)
+    numbers: list[int] = json.loads(told_by_rank_0(group, listed_steps))
+    while True:
+        damage: dict[int, IntegrityError] = {}
+        gone: set[int] = set()  # never committed, or deleted since they were listed
+        found: tuple[int, Any] | None = None
+        for number in numbers:
+            try:
+                found = number, load(functools.partial(find_together, repo, number, group), wish)
+                break
+            except StepNotFound:
+                gone.add(number)
+            except (IntegrityError, StoreError, _StoreFailedElsewhere) as error:
+                if _is_gone(repo, number, group):
+                    gone.add(number)
+                elif strict or not isinstance(error, IntegrityError):
+                    raise
+                else:
+                    damage[number] = error
+        # Another process saves and deletes meanwhile: it may have committed a newer step than what was found.
+        if not gone:
+            return settled(repo, found, damage, 5)
+        known = {*numbers} - gone
+        again: list[int] = json.loads(told_by_rank_0(group, listed_steps))
+        newer = again[: again.index(found[0])] if found is not None and found[0] in again else again
+        if not _any_committed(repo, [number for number in newer if number not in known], group):
+            return settled(repo, found, damage, 5)
+        numbers = again
+
+
+def _is_gone(repo: Repository, step: int, group: Group) -> bool:
+    """Whether a step that can't be loaded was deleted."""
+
+    def ask() -> str:
         try:
-            found = number, load(functools.partial(find_together, repo, number, group), wish)
-            break
-        except IntegrityError as error:
-            if strict:
-                raise
-            damage[number] = error
-    return settled(repo, found, damage, 5)
+            return json.dumps(not repo.store.exists(commit_name(step)))
+        except StoreError:  # then the error of the load is what counts
+            return json.dumps(False)
+
+    return bool(json.loads(told_by_rank_0(group, ask)))
+
+
+def _any_committed(repo: Repository, steps: Sequence[int], group: Group) -> bool:
+    return bool(json.loads(told_by_rank_0(group, lambda: json.dumps(any(repo.store.exists(commit_name(n)) for n in steps)))))
 
 
 def settled(

@@ -124,7 +124,7 @@ def assert_clean(root: str | os.PathLike[str], folders: bool = True) -> None:
     empty = [base for base, below, names in os.walk(root) if not below and not names]
     assert not (folders and empty), f"empty folders are left: {empty}"
     rest = here - steps
-    assert {name.partition("/")[0] for name in rest} <= {"ckpt.json", "generations"}
+    assert {name.partition("/")[0] for name in rest} <= {"ckpt.json", "generations", "lines"}
 
 
 def assert_all_load(root: str | os.PathLike[str], acknowledged: int | None = None) -> list[int]:

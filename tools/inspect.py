@@ -14,6 +14,7 @@ import click
 import ckpt
 from ckpt.api import check_step
 from ckpt.checkpoint import Checkpoint
+from ckpt.lines import Order, in_order
 from ckpt.repository import Repository
 from ckpt.storage.errors import CkptError
 from ckpt.storage.words import count
@@ -55,6 +56,11 @@ State of a step:
   damaged     a record or (found with --verify) data differs from what was written
   unreadable  its files can't be read now (permission, network), or a newer version wrote them
   unfinished  no commit record: being saved just now, or left by a save that was cut off
+
+
+After a roll-back the steps are shown by when they were saved, the newest last, with their line of training:
+  abandoned   saved after the step that the roll-back restored; `keep` deletes it first
+  set aside   of another run, beside which this one began without a restore; `keep` does not delete it
 
 Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 2 wrong usage.""",
 )
@@ -100,23 +106,34 @@ def main() -> None:
 
 
 def _all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
-    reports = survey(repo, repo.step_numbers())
+    reports, order = _by_age(survey(repo, repo.step_numbers()))
     if verifying:
         checked = list(_verified_steps(repo, reports, as_json))
         reports = [report for report, _ in checked]
     failed = sum(r.failed for r in reports)
     if as_json:
-        common.emit_json({"url": repo.url, "ok": not failed, "steps": [_step_json(r, verifying) for r in reports]})
+        common.emit_json({"url": repo.url, "ok": not failed, "steps": [_step_json(r, order, verifying) for r in reports]})
         return int(bool(failed))
     if not verifying and reports:
-        _show_steps(reports)
+        _show_steps(reports, order)
         for report in reports:
             _show_problems(report)
     emit(f"{count(len(reports), 'step')} in {repo.url}" + (f", {failed} of them not whole" if failed else ""))
     return int(bool(failed))
 
 
-def _show_steps(reports: list[StepReport]) -> None:
+def _by_age(reports: list[StepReport]) -> tuple[list[StepReport], Order]:
+    """The steps by when they were saved, the newest last; those that were never committed come after it."""
+    order = in_order(
+        {r.step: r.commit.on for r in reports if r.commit is not None},
+        [r.step for r in reports if r.commit is None and r.state != "unfinished"],
+    )
+    age = {step: at for at, step in enumerate(order.steps)}
+    by_age = sorted(reports, key=lambda r: (age.get(r.step, len(age)), r.step)) if order.newest.number else reports
+    return by_age, order
+
+
+def _show_steps(reports: list[StepReport], order: Order) -> None:
     rows = []
     for report in reports:
         commit = report.commit
@@ -127,9 +144,11 @@ def _show_steps(reports: list[StepReport]) -> None:
                 _ratio(commit.written_bytes, commit.raw_bytes), str(commit.generation),
             ]  # fmt: skip
         rows.append([str(report.step), *facts, _styled(report.state)])
-    common.show_table(
-        [">step", "created (UTC)", ">leaves", ">raw", ">written", ">ratio", ">generation", "state"], rows
-    )
+        if order.newest.number:
+            fate = "abandoned" if report.step in order.abandoned else "set aside" if report.step in order.aside else ""
+            rows[-1].append(f"{'-' if commit is None else commit.line} {fate}".strip())
+    columns = [">step", "created (UTC)", ">leaves", ">raw", ">written", ">ratio", ">generation", "state"]
+    common.show_table(columns + ["line"] * (order.newest.number > 0), rows)
 
 
 def _show_problems(report: StepReport, most: int = 10) -> None:
@@ -139,13 +158,15 @@ def _show_problems(report: StepReport, most: int = 10) -> None:
         emit(f"step {report.step}: … and {len(report.problems) - most} more files")
 
 
-def _step_json(report: StepReport, verifying: bool) -> dict[str, Any]:
+def _step_json(report: StepReport, order: Order | None, verifying: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
     if verifying:
         facts["verified"] = report.state == "ok"
     if report.commit is not None:
-        names = ("created", "generation", "world_size", "leaves", "raw_bytes", "written_bytes", "version")
+        names = ("created", "generation", "world_size", "leaves", "raw_bytes", "written_bytes", "version", "line")
         facts |= {name: getattr(report.commit, name) for name in names}
+        if order is not None:
+            facts |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.aside}
     return facts
 
 
@@ -166,7 +187,7 @@ def _one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verif
     if verifying and chosen is not None:
         report, _ = _verified(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
     if as_json:
-        facts = {"url": repo.url, **_step_json(report, verifying)}
+        facts = {"url": repo.url, **_step_json(report, None, verifying)}
         if chosen is not None:
             facts["leaves"] = [_leaf_json(leaf) for leaf in leaves]
             facts |= {"plain_values": len(chosen.values), "tied": chosen.tied}

@@ -129,7 +129,7 @@ def main() -> None:
 
 def _newest(repo: Repository) -> Checkpoint:
     """The newest committed step. A damaged record is an error: an older step in its place would go unnoticed."""
-    for number in reversed(repo.step_numbers()):
+    for number in repo.order().newest_first():
         try:
             return Checkpoint(repo.store, repo.commit(number))
         except StepNotFound:  # being saved, or cut off
