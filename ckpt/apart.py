@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import numpy as np
-
-from ckpt.leaves.base import Memory
+from ckpt.alias_notes import AliasNote
 from ckpt.manifest import Manifest
+from ckpt.memory_overlap import Span, adjacent, overlapping, span_of
 from ckpt.shard import Box, whole
 from ckpt.storage.errors import LeafMismatch
 from ckpt.wanted import Target
 
-T = TypeVar("T")
 
-_MAX_WORK = 1 << 20
-"""Steps that numpy may search for a common byte; views that people make take a few."""
+class _Place(NamedTuple):
+    """What of which leaf a span is for."""
+
+    name: str
+    box: Box
 
 
-def check_apart(targets: Sequence[Target], manifest: Manifest, where: str) -> None:
+def check_apart(
+    targets: Sequence[Target], manifest: Manifest, where: str, noted: Mapping[str, AliasNote] | None = None
+) -> None:
     """Raise LeafMismatch where two targets share memory, unless both get the same bytes; or where one does with itself.
 
-    Tied arrays that were saved tied are one leaf, and so are two whose blocks have the same digests.
+    Tied arrays that were saved tied are one leaf, and so are two whose blocks have the same digests. Views that shared
+    memory in the same way when they were saved agree in every byte that they share: `noted` has these by leaf name.
     """
+    noted = noted or {}
     places: dict[str, list[tuple[int, int, Target]]] = {}
     for target in targets:
         leaf = target.leaf
@@ -34,114 +38,54 @@ def check_apart(targets: Sequence[Target], manifest: Manifest, where: str) -> No
             begin = leaf.flat.__array_interface__["data"][0]
             places.setdefault("cpu", []).append((begin, begin + leaf.nbytes, target))
         elif (span := _span(target)) is not None:
-            if not _nested(span):
+            if span.overlaps_itself() and not _as_saved(span, noted):
                 raise LeafMismatch(
                     f"leaf {target.name}: elements of its array in `like` share memory, as in an expanded view; give "
                     "`like` a copy of it (clone() in torch, copy() in numpy)"
                 )
             places.setdefault(span.memory.device, []).append((span.begin, span.end(), target))
     for of_device in places.values():
-        for run in _runs(of_device):
-            spans = {(s.name, s.box, s.memory): s for s in map(_span, run) if s is not None}
-            for a, b in _near([*spans.values()]):
-                if _share(a.memory, b.memory) and not _equal(a, b, manifest):
-                    names = " and ".join(dict.fromkeys((a.name, b.name)))
+        for run in adjacent(of_device):
+            spans = {(s.key, s.memory): s for s in map(_span, run) if s is not None}
+            for a, b in overlapping([*spans.values()]):
+                if not (_as_saved_together(a, b, noted) or _equal(a, b, manifest)):
+                    names = " and ".join(dict.fromkeys((a.key.name, b.key.name)))
                     raise LeafMismatch(
                         f"leaf {names} of {where}: `like` has the same memory for what was saved apart; give each its own "
                         "array (untie them), or load one of them with only="
                     )
 
 
-class _Span(NamedTuple):
-    """Where a target lies."""
-
-    begin: int
-    axes: list[tuple[int, int]]
-    """Step in bytes and length of each axis that has more than one index, the widest step first."""
-    memory: Memory
-    name: str
-    box: Box
-
-    def end(self) -> int:
-        return self.begin + sum(step * (n - 1) for step, n in self.axes) + self.memory.itemsize
-
-
-def _span(target: Target) -> _Span | None:
+def _span(target: Target) -> Span[_Place] | None:
     memory = target.leaf.memory()
-    if memory is None:
-        return None
-    steps = [(s, n) for s, n in zip(memory.strides, memory.shape, strict=True) if n > 1]
-    begin = memory.start + sum(s * (n - 1) for s, n in steps if s < 0)
-    axes = sorted(((abs(s), n) for s, n in steps), reverse=True)
-    return _Span(begin, axes, memory, target.name, target.box or whole(memory.shape))
+    return None if memory is None else span_of(memory, _Place(target.name, target.box or whole(memory.shape)))
 
 
-def _nested(span: _Span) -> bool:
-    """Whether each axis steps over all that lies below it, so that no two elements meet."""
-    extent = span.memory.itemsize
-    for step, n in reversed(span.axes):
-        if step < extent:
-            return False
-        extent += step * (n - 1)
-    return True
+def _as_saved(span: Span[_Place], noted: Mapping[str, AliasNote]) -> bool:
+    """Whether a target steps through its memory as the saved array did."""
+    note = noted.get(span.key.name)
+    return note is not None and note.steps_as(span.memory)
 
 
-def _near(spans: list[_Span]) -> Iterator[tuple[_Span, _Span]]:
-    """The pairs that may share memory: those that do, and few others."""
-    for run in _runs([(span.begin, span.end(), span) for span in spans]):
-        low = min(span.begin for span in run)
-        step = max(span.axes[0][0] if span.axes else 0 for span in run)
-        within, across = [], []
-        for span in run:
-            # Columns of one matrix: seen row by row, `step` bytes each, they lie beside each other.
-            axes = span.axes[1:] if span.axes and span.axes[0][0] == step else span.axes
-            in_row = span._replace(begin=(span.begin - low) % step if step else 0, axes=axes)
-            if step and in_row.end() <= step:
-                within.append(in_row)
-            else:
-                across.append(span)
-        yield from itertools.combinations(across, 2)
-        yield from itertools.product(across, within)
-        yield from _near(within)
+def _as_saved_together(a: Span[_Place], b: Span[_Place], noted: Mapping[str, AliasNote]) -> bool:
+    """Whether two targets share memory in the way in which the saved arrays did."""
+    if not (_as_saved(a, noted) and _as_saved(b, noted)):
+        return False
+    first, second = noted[a.key.name], noted[b.key.name]
+    return first.group == second.group and _origin(a, first) - _origin(b, second) == first.start - second.start
 
 
-def _runs(places: Sequence[tuple[int, int, T]]) -> list[list[T]]:
-    """The groups of two and more that lie together, of first byte, end and what is there."""
-    begin = np.array([begin for begin, _, _ in places], np.int64)
-    end = np.array([end for _, end, _ in places], np.int64)
-    order = np.argsort(begin)
-    apart = begin[order][1:] >= np.maximum.accumulate(end[order])[:-1]
-    if np.all(apart):
-        return []
-    cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(places)]
-    return [[places[i][2] for i in order[a:b]] for a, b in itertools.pairwise(cuts) if b - a > 1]
+def _origin(span: Span[_Place], note: AliasNote) -> int:
+    """The address that the first element of the whole array has or would have, where a target is a box of it."""
+    return span.memory.start - sum(o * step for o, step in zip(span.key.box.offset, note.strides, strict=True))
 
 
-class _Shadow:
-    """An array for numpy to compare, never to look into: the memory may be a device's."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{memory.itemsize}", "data": (memory.start, False),
-            "shape": memory.shape, "strides": memory.strides,
-        }  # fmt: skip
-
-
-def _share(a: Memory, b: Memory) -> bool:
-    if a == b:
-        return True
-    try:
-        return np.shares_memory(np.asarray(_Shadow(a)), np.asarray(_Shadow(b)), _MAX_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _equal(a: _Span, b: _Span, manifest: Manifest) -> bool:
+def _equal(a: Span[_Place], b: Span[_Place], manifest: Manifest) -> bool:
     """Whether two leaves put the same bytes to the same place, as far as the digests of their blocks tell."""
-    if a.memory != b.memory or a.box != b.box:
+    if a.memory != b.memory or a.key.box != b.key.box:
         return False
     mine, other = (
         {(row.dtype, row.global_shape, row.box, row.digest, row.raw, row.start) for row in rows}
-        for rows in manifest.find([(a.name, a.box), (b.name, b.box)])
+        for rows in manifest.find([a.key, b.key])
     )
     return bool(mine) and mine == other

@@ -187,7 +187,7 @@ def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wante
             finish = filler.fill(like, tree) or (lambda: like)
         targets = filler.reading()
         if like is not None:
-            check_apart(targets, checkpoint.manifest(), checkpoint.where)
+            check_apart(targets, checkpoint.manifest(), checkpoint.where, filler.aliases)
     return wanted_blocks(checkpoint.manifest(), targets, checkpoint.where), finish
 
 

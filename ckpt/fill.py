@@ -7,11 +7,12 @@ made anew where something in them changed. The result is returned as well, so th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.alias_notes import AliasNote, alias_note
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.modules import is_module, strangers
@@ -41,11 +42,13 @@ class Filler:
 
     def __init__(self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str) -> None:
         self.targets: list[tuple[str, ArrayLeaf]] = []
+        self.aliases: dict[str, AliasNote] = {}
+        """Of the targets in `like` those that were saved as views of shared memory, by leaf name."""
         self._saved = saved
         self._wanted = wanted
         self._where = where
-        self._made: dict[tuple[str, str], Finish] = {}
-        self._filled: dict[tuple[str, tuple[Any, ...]], Finish] = {}
+        self._made: dict[tuple[str, str, str | None], Finish] = {}
+        self._filled: dict[tuple[str, Hashable], Finish] = {}
 
     def reading(self) -> list[Target]:
         """The targets by their shards."""
@@ -64,14 +67,15 @@ class Filler:
 
     def _new_array(self, node: Node) -> Finish:
         name = node["array"]
-        finish = self._made.get((name, node["kind"]))
+        key = name, node["kind"], node.get("class")
+        finish = self._made.get(key)
         if finish is None:  # else tied: one array for all places
             saved = self._lookup(name, name)
             try:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:
                 raise type(error)(f"leaf {name} of {self._where}: {error}") from error
-            finish = self._made[name, node["kind"]] = _once(leaf)
+            finish = self._made[key] = _once(leaf)
             self.targets.append((name, leaf))
         return finish
 
@@ -235,6 +239,8 @@ class Filler:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
             return _inline(target, node)
+        if (note := alias_note(node)) is not None:
+            self.aliases[node["array"]] = note
         if target is leaf:
             self.targets.append((node["array"], target))
             return None

@@ -15,14 +15,15 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
+from ckpt.alias_notes import add_alias_notes, alias_notes
 from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf
-from ckpt.leaves.base import ArrayLeaf
+from ckpt.leaves.base import ArrayLeaf, Memory
 from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
 from ckpt.modules import buffer_names
 from ckpt.stateful import Stateful, as_stateful, is_random
@@ -96,11 +97,14 @@ class _Flattener:
         self._own: set[str] | None = None  # while something of this rank alone is taken apart
         self._all_own: set[str] = set()
         self._buffers: set[str] = set()
-        self._tied: dict[tuple[Any, ...], str] = {}
+        self._tied: dict[Hashable, str] = {}
+        self._memories: list[Memory | None] = []  # of each of the leaves
         self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
 
     def run(self, state: Any) -> Flat:
         node = self.node(state, "")
+        if notes := alias_notes(self.leaves, self._memories, self._rank):
+            add_alias_notes(node, notes)
         return Flat(node, self.leaves, self._all_own, self._buffers & self.leaves.keys())
 
     def node(self, value: Any, path: str) -> Node:
@@ -233,7 +237,10 @@ class _Flattener:
         return self._of_rank(leaf.value, path) if self._may_differ() else self._array(leaf, path)
 
     def _array(self, leaf: ArrayLeaf, path: str) -> Node:
-        identity = leaf.identity() if leaf.nbytes else None
+        memory = leaf.memory()
+        identity = None
+        if leaf.nbytes:
+            identity = leaf.identity() if memory is None else (leaf.kind, memory)
         name = self._tied.get(identity) if identity is not None else None
         if name is None:
             name = path or "(root)"
@@ -241,20 +248,27 @@ class _Flattener:
                 name += f"@{self._rank or 0}"
             elif "@" in name and _LIKE_OWN.search(name):
                 name += "~"
-            try:
-                name.encode()
-            except UnicodeEncodeError:
-                raise UnsupportedLeaf(f"leaf {name!r}: its name is no text that UTF-8 can hold; rename the key") from None
+            if not name.isascii():
+                _require_utf8(name)
             while name in self.leaves:  # {"a.b": x, "a": {"b": y}}: two entries of one name
                 name += "~"
             self.leaves[name] = leaf
+            self._memories.append(memory)
             if self._own is not None:
                 self._own.add(name)
             if identity is not None:
                 self._tied[identity] = name
         node: dict[str, Any] = {"array": name, "kind": leaf.kind}
-        node.update(leaf.attributes())
+        if attributes := leaf.attributes():
+            node.update(attributes)
         return node
+
+
+def _require_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedLeaf(f"leaf {name!r}: its name is no text that UTF-8 can hold; rename the key") from None
 
 
 def encode_key(key: Any, path: str) -> Node:

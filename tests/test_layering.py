@@ -131,7 +131,7 @@ from ckpt.groups.threads import ThreadGroup
 whole = np.arange(1 << 20).reshape(1024, 1024)
 def rank(group):
     half = slice(512 * group.rank, 512 * group.rank + 512)
-    state = {"cut": ckpt.Shard(whole[half], whole.shape, (half.start, 0)), "copy": ckpt.Shard(whole, whole.shape, (0, 0))}
+    state = {"cut": ckpt.Shard(whole[half], whole.shape, (half.start, 0)), "copy": ckpt.Shard(+whole, whole.shape, (0, 0))}
     ckpt.save(state, sys.argv[1], step=1, group=group)
     columns = np.zeros((1024, 512), int)
     ckpt.load(sys.argv[1], {"cut": ckpt.Shard(columns, whole.shape, (0, half.start))}, only="cut", group=group)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,13 +24,23 @@ class Part(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Where the elements of an array lie: `start` is the address of the first one, strides are in bytes."""
+    """Where the elements of an array lie and how its bytes are read. Two arrays are the same array where all of it is equal."""
 
     device: str
     start: int
+    """Address of the first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    """In bytes."""
     itemsize: int
+    dtype: str
+    """Its stored name, with the byte order."""
+    view: str = ""
+    """What turns the bytes into the elements: "conj" and "neg" of a lazy view of torch."""
+
+
+new_memory: Callable[[tuple[Any, ...]], Memory] = partial(tuple.__new__, Memory)
+"""Memory of all its fields, in half the time: every leaf of a state has one."""
 
 
 class ArrayLeaf(ABC):
@@ -58,12 +70,14 @@ class ArrayLeaf(ABC):
     def write(self, box: Box, data: Bytes) -> None:
         """Set the elements of `box` from `data`, in C order."""
 
-    def identity(self) -> tuple[Any, ...] | None:
-        """Equal for two leaves that show the same memory in the same way: tied weights. None where that can't be."""
-        return None
+    def identity(self) -> Hashable | None:
+        """Equal for two leaves that are the same array: tied weights. None where no other leaf can be the same."""
+        memory = self.memory()
+        return None if memory is None else (self.kind, memory)
 
     def memory(self) -> Memory | None:
-        """Where `write` puts the elements; None where that is nowhere else known."""
+        """Where the elements of the user's array lie, to which `write` of a target puts them; None where no other array can
+        share them."""
         return None
 
     def attributes(self) -> dict[str, Any]:
@@ -91,5 +105,8 @@ class ArrayLeaf(ABC):
         return self.value
 
     def target(self) -> ArrayLeaf:
-        """The leaf that a load should write to when this one stands in `like`; raise TypeError where there is none."""
+        """The leaf that a load should write to when this one stands in `like`; raise TypeError where there is none.
+
+        Its `finish` gives the very `value` of this leaf where it is filled in place, else a new object.
+        """
         return self

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.dtypes import dtype_name, numpy_dtype
-from ckpt.leaves.base import ArrayLeaf, Bytes, Memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, Memory, new_memory
 from ckpt.shard import Box
 
 
@@ -25,14 +25,10 @@ class HostLeaf(ArrayLeaf):
     def write(self, box: Box, data: Bytes) -> None:
         np.copyto(self.array[_index(box)], data.view(self.array.dtype).reshape(box.shape))
 
-    def memory(self) -> Memory:
+    def memory(self) -> Memory | None:
         array = self.array
-        return Memory("cpu", array.__array_interface__["data"][0], array.shape, array.strides, self.itemsize)
-
-    def target(self) -> ArrayLeaf:
-        if not self.array.flags.writeable:
-            raise TypeError("the array is read-only: give a copy of it")
-        return self
+        start = array.__array_interface__["data"][0]
+        return new_memory(("cpu", start, array.shape, array.strides, self.itemsize, self.dtype, ""))
 
 
 def _index(box: Box) -> Any:
@@ -55,11 +51,14 @@ class NumpyLeaf(HostLeaf):
     __slots__ = ()
 
     def __init__(self, value: np.ndarray[Any, Any] | np.generic) -> None:
-        # A module that another thread imports just now is there, and lacks the class; nor are there objects of it then.
-        if isinstance(value, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
-            raise TypeError("a masked array is two arrays: store .data and .mask")
         self.value = value
-        array = np.asarray(value)
+        if type(value) is np.ndarray:
+            array = value
+        else:
+            # A module that another thread imports just now is there, and lacks the class; nor are there objects of it then.
+            if isinstance(value, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
+                raise TypeError("a masked array is two arrays: store .data and .mask")
+            array = np.asarray(value)
         self.dtype = dtype_name(array.dtype)
         self.shape = array.shape
         self.itemsize = array.dtype.itemsize
@@ -68,8 +67,25 @@ class NumpyLeaf(HostLeaf):
         self.array = array if array.dtype.kind in "biufc" else _opaque(array)
         self.flat = flat_bytes(self.array) if self.itemsize else np.empty(0, np.uint8)
 
-    def identity(self) -> tuple[Any, ...] | None:
-        return ("host", self.array.__array_interface__["data"][0], self.dtype, self.shape, self.array.strides)
+    def attributes(self) -> dict[str, Any]:
+        value = self.value
+        return {} if type(value) is np.ndarray and not value.dtype.names else _class_of(value)
+
+    def target(self) -> ArrayLeaf:
+        return self if self.array.flags.writeable else _ReadOnly(self.value)
+
+
+class _ReadOnly(NumpyLeaf):
+    """A new array in place of a read-only one, which a load hands out read-only as well."""
+
+    __slots__ = ()
+
+    def __init__(self, like: np.ndarray[Any, Any]) -> None:
+        super().__init__(np.empty(like.shape, like.dtype).view(type(like)))
+
+    def finish(self) -> Any:
+        self.value.flags.writeable = False
+        return self.value
 
 
 class NumpyScalarLeaf(NumpyLeaf):
@@ -85,7 +101,10 @@ class NumpyScalarLeaf(NumpyLeaf):
     def target(self) -> ArrayLeaf:
         return NumpyScalarLeaf(np.empty_like(np.asarray(self.value)))
 
-    def identity(self) -> None:
+    def attributes(self) -> dict[str, Any]:
+        return {}
+
+    def memory(self) -> None:
         return None
 
 
@@ -106,7 +125,7 @@ class BytesLeaf(NumpyLeaf):
     def attributes(self) -> dict[str, Any]:
         return {"type": "bytearray"} if self._type is bytearray else {}
 
-    def identity(self) -> None:
+    def memory(self) -> None:
         return None
 
 
@@ -115,7 +134,28 @@ def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[s
     value = np.empty(shape, numpy_dtype(dtype))
     if kind == "bytes":
         return BytesLeaf(value, bytearray if attributes.get("type") == "bytearray" else bytes)
-    return NumpyLeaf(value) if kind == "numpy" else NumpyScalarLeaf(value)
+    return NumpyLeaf(_as_class(value, attributes.get("class"))) if kind == "numpy" else NumpyScalarLeaf(value)
+
+
+_CLASSES = ("matrix", "recarray", "chararray")
+"""Classes of numpy that add methods to an array and no data."""
+
+
+def _class_of(value: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The attribute `class`: that of an array where it is one of numpy's, `record` where only the elements are of a class."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in _CLASSES:
+        return {"class": kind.__name__}
+    return {"class": "record"} if value.dtype.type is np.record else {}
+
+
+def _as_class(value: np.ndarray[Any, Any], name: str | None) -> np.ndarray[Any, Any]:
+    """An array as the class that `_class_of` gave a name to."""
+    if name == "record":
+        return value.view(np.dtype((np.record, value.dtype)))
+    if name in _CLASSES:
+        return value.view(np.char.chararray if name == "chararray" else getattr(np, name))
+    return value
 
 
 def _opaque(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -61,6 +61,9 @@ class JaxLeaf(HostLeaf):
         # but np.asarray has already copied that one.
         return True
 
+    def memory(self) -> None:
+        return None  # it never changes, and a load makes a new one
+
     def target(self) -> ArrayLeaf:
         return _JaxTarget(self.dtype, self.shape, self.value.sharding, self._key)
 
@@ -76,6 +79,9 @@ class _JaxTarget(NumpyLeaf):
         super().__init__(np.empty(shape, numpy_dtype(dtype)))
         self._sharding = sharding
         self._key = key
+
+    def attributes(self) -> dict[str, Any]:
+        return {"key": self._key} if self._key else {}
 
     def finish(self) -> Any:
         if self._key:
@@ -117,6 +123,9 @@ class _HostShard(NumpyLeaf):
     kind = "jax"
 
     __slots__ = ()
+
+    def memory(self) -> None:
+        return None
 
     def frozen(self) -> bool:
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from ckpt.leaves.base import ArrayLeaf, Bytes, Part
@@ -90,12 +90,12 @@ class ShardedLeaf(ArrayLeaf):
     def write(self, box: Box, data: Bytes) -> None:
         raise AssertionError("a sharded leaf is written through its parts")
 
-    def identity(self) -> tuple[Any, ...] | None:
-        found: list[Any] = [self.shape]
+    def identity(self) -> Hashable | None:
+        found: list[Hashable] = [self.shape]
         for part in self._parts:
             if (known := part.leaf.identity()) is None:
                 return None
-            found += (part.box, *known)
+            found += (part.box, known)
         return tuple(found) if self._parts else None
 
     def attributes(self) -> dict[str, Any]:
@@ -111,7 +111,11 @@ class ShardedLeaf(ArrayLeaf):
         parts = [Part(p.leaf.target(), p.box, p.replica) for p in self._parts]
         if all(a.leaf is b.leaf for a, b in zip(parts, self._parts, strict=True)):
             return self
-        raise TypeError("its local array cannot be filled in place: use a numpy array or a torch tensor")
+        if any(a.leaf.value is not b.leaf.value for a, b in zip(parts, self._parts, strict=True)):
+            raise TypeError(
+                "its local array cannot be filled in place: use a numpy array that can be written to or a torch tensor"
+            )
+        return ShardedLeaf(self.value, self.kind, self.shape, self.dtype, self.itemsize, parts, self._attributes)
 
 
 def as_leaf(value: Shard) -> ArrayLeaf:
@@ -155,8 +159,8 @@ def _flat_parts(leaf: ArrayLeaf, value: Shard) -> list[Part]:
         assert part is not None
         parts.append(Part(part, box, value.replica))
         at += box.size
-    identity = leaf.identity()
-    if parts and identity is not None and (mine := parts[0].leaf.identity()) is not None and mine[1] != identity[1]:
+    memory = leaf.memory()
+    if parts and memory is not None and (mine := parts[0].leaf.memory()) is not None and mine.start != memory.start:
         raise TypeError("the local array of a flat Shard must be contiguous, so that it can be filled in place")
     return parts
 

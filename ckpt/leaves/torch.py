@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ckpt.leaves.base import ArrayLeaf, Bytes, Memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, Memory, new_memory
 from ckpt.leaves.host import HostLeaf, flat_bytes
 from ckpt.shard import Box, contiguous_start
 
@@ -18,8 +18,8 @@ _NUMPY = {
     torch.float64, torch.float32, torch.float16, torch.complex64, torch.complex128, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
 }  # fmt: skip
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_leaf(value: torch.Tensor) -> ArrayLeaf:
@@ -35,9 +35,11 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
         raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
     if value.dtype in _QUANTIZED:
         raise TypeError(f"a quantized tensor ({value.dtype}) carries scales: store .int_repr() and the scales")
+    if value.is_cpu:
+        return TorchLeaf(value)
     if value.is_meta:
         raise TypeError("a tensor on the meta device has no data")
-    return TorchLeaf(value) if value.is_cpu else DeviceLeaf(value)
+    return DeviceLeaf(value)
 
 
 def attributes_of(value: torch.Tensor) -> dict[str, Any]:
@@ -79,9 +81,34 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+class _Type(NamedTuple):
+    name: str
+    itemsize: int
+    is_complex: bool
+    shown: torch.dtype | None
+    """As what numpy is shown it, None for what it knows itself."""
+
+
 @lru_cache(maxsize=64)
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _type(dtype: torch.dtype) -> _Type:
+    shown = None if dtype in _NUMPY else _INTEGERS[dtype.itemsize]
+    return _Type(str(dtype).removeprefix("torch."), dtype.itemsize, dtype.is_complex, shown)
+
+
+def _require_storage(value: torch.Tensor) -> None:
+    """Raise TypeError for a tensor with elements that no memory is behind: reading it would give bytes of something else."""
+    if torch._is_functional_tensor(value):
+        raise TypeError("a tensor inside of torch.func.functionalize has no memory of its own: save outside of the transform")
+    if value.data_ptr():
+        end = value.storage_offset() + 1 + sum([(n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)])
+        if end * value.dtype.itemsize <= value.untyped_storage().nbytes():
+            return
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        raise RuntimeError("no memory is behind its elements")
+    raise TypeError(
+        "its storage is smaller than the tensor, as after untyped_storage().resize_(0): give it its memory back before the "
+        "save (FSDP: gather or reshard its parameters), or leave it out"
+    )
 
 
 class _Tensor(ArrayLeaf):
@@ -89,21 +116,33 @@ class _Tensor(ArrayLeaf):
 
     __slots__ = ()
 
-    def _describe(self, value: torch.Tensor) -> torch.Tensor:
-        dtype = value.dtype
-        self.value = value
-        self.dtype = _name(dtype)
-        self.shape = tuple(value.shape)
-        self.itemsize = dtype.itemsize
-        self.nbytes = value.nbytes
-        plain = value.detach() if value.requires_grad else value
-        if plain.is_neg() or (dtype.is_complex and plain.is_conj()):
-            plain = plain.resolve_conj().resolve_neg()
-        return plain if dtype in _NUMPY else plain.view(_INTEGERS[self.itemsize])
+    _start: int
+    """Address of the first element."""
+    _lazy: str
+    """`Memory.view`: what a lazy view has not applied to its bytes yet."""
 
-    def identity(self) -> tuple[Any, ...]:
-        value = self.value
-        return (value.device, value.data_ptr(), self.dtype, self.shape, value.stride())
+    def _describe(self, value: torch.Tensor) -> tuple[torch.Tensor, int, str]:
+        """Set what describes the tensor. Return its elements under a type that numpy knows, `_start` and `_lazy`.
+
+        Those of a lazy view are a copy.
+        """
+        self.value = value
+        self.dtype, self.itemsize, is_complex, shown = _type(value.dtype)
+        self.nbytes = value.nbytes
+        start = value.data_ptr()
+        if self.nbytes and (not start or value.untyped_storage().nbytes() != self.nbytes):
+            _require_storage(value)
+        plain = value.detach() if value.requires_grad else value
+        lazy = ""
+        if plain.is_neg() or (is_complex and plain.is_conj()):
+            lazy = " ".join(["conj"] * plain.is_conj() + ["neg"] * plain.is_neg())
+            plain = plain.resolve_conj().resolve_neg()
+        return plain if shown is None else plain.view(shown), start, lazy
+
+    def memory(self) -> Memory | None:
+        value, size = self.value, self.itemsize
+        strides = tuple([step * size for step in value.stride()])
+        return Memory(str(value.device), self._start, self.shape, strides, size, self.dtype, self._lazy)
 
     def attributes(self) -> dict[str, Any]:
         value = self.value
@@ -113,28 +152,55 @@ class _Tensor(ArrayLeaf):
         return None if self.value.is_inference() else self.value._version
 
     def target(self) -> ArrayLeaf:
-        if self.value.is_conj() or self.value.is_neg():
-            raise TypeError("a conjugated or negated view cannot be written to: resolve it first")
-        return self
+        return _LazyTarget(self.value, self) if self._lazy else self
+
+
+class _LazyTarget(_Tensor):
+    """A conjugate or negative view to be filled: torch writes through it what makes it show the given elements."""
+
+    __slots__ = ("_lazy", "_start")
+
+    def __init__(self, value: torch.Tensor, like: _Tensor) -> None:
+        self.value = value
+        self.dtype, self.shape, self.itemsize, self.nbytes = like.dtype, like.shape, like.itemsize, like.nbytes
+        self.flat = None
+        self._lazy, self._start = like._lazy, like._start
+
+    def read(self, box: Box, out: Bytes) -> None:
+        raise AssertionError("a target is not read")
+
+    def write(self, box: Box, data: Bytes) -> None:
+        source = torch.from_numpy(data).view(self.value.dtype).view(box.shape)
+        with torch.no_grad():
+            self.value[box.slices()].copy_(source)
 
 
 class TorchLeaf(_Tensor, HostLeaf):
     """A tensor on the host."""
 
-    __slots__ = ()
+    __slots__ = ("_lazy", "_start")
 
     def __init__(self, value: torch.Tensor) -> None:
-        self.array = self._describe(value).numpy()
+        plain, self._start, self._lazy = self._describe(value)
+        self.array = plain.numpy()
+        self.shape = self.array.shape
         self.flat = flat_bytes(self.array)
+
+    def memory(self) -> Memory | None:
+        if self._lazy:  # `array` is a copy then
+            return super().memory()
+        return new_memory(("cpu", self._start, self.shape, self.array.strides, self.itemsize, self.dtype, ""))
 
 
 class DeviceLeaf(_Tensor):
     """A tensor on an accelerator. What made it is waited for by an event, never by stopping the device."""
 
-    __slots__ = ("_plain", "_ready")
+    __slots__ = ("_lazy", "_plain", "_ready", "_start")
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._plain = self._describe(value).detach()  # it is read later, when it may want a gradient
+        self.shape = tuple(value.shape)
+        plain, self._start, self._lazy = self._describe(value)
+        self._plain = plain.detach()  # it is read later, when it may want a gradient
         self.flat = None
         self._ready = None
         if value.device.type == "cuda":
@@ -158,11 +224,6 @@ class DeviceLeaf(_Tensor):
         source = torch.from_numpy(data).view(self._plain.dtype).view(box.shape)
         with torch.no_grad():
             self._plain[box.slices()].copy_(source)
-
-    def memory(self) -> Memory | None:
-        plain = self._plain
-        strides = tuple(step * self.itemsize for step in plain.stride())
-        return Memory(str(plain.device), plain.data_ptr(), self.shape, strides, self.itemsize)
 
     def on_cuda(self) -> bool:
         return self._ready is not None

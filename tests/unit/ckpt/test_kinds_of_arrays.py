@@ -1,0 +1,184 @@
+"""Every kind of numpy and jax array: loaded as the user saw it when it was saved, anew and in place, or refused at save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
+from refusal import refused
+
+import ckpt
+
+State = dict[str, Any]
+
+
+def numbers(dtype: Any = "f4", n: int = 12) -> Any:
+    return np.arange(1, n + 1).astype(dtype)
+
+
+def big_endian() -> State:
+    x = numbers(">f4")
+    return {"x": x, "little": x.view("<f4"), "back": x[::-1], "second": x[1::2]}
+
+
+def overlapping() -> State:
+    x = numbers()
+    return {"a": x, "b": x[:5], "c": x[7:2:-1], "rows": x.reshape(3, 4)[1:], "columns": x.reshape(3, 4)[:, 1:3]}
+
+
+def repeated() -> State:
+    x = numbers(n=5)
+    return {"x": x, "windows": as_strided(x, (3, 3), (4, 4)), "zero": as_strided(x, (4,), (0,))}
+
+
+def read_only() -> State:
+    x = numbers()
+    x.flags.writeable = False
+    return {"x": x, "broadcast": np.broadcast_to(numbers(n=3), (4, 3)), "windows": sliding_window_view(x, 4)}
+
+
+def of_immutable_bytes() -> State:
+    return {"x": np.frombuffer(bytes(range(24)), "<u4")}
+
+
+def fields() -> State:
+    record = np.zeros(4, [("a", "i4"), ("b", ">f8"), ("c", "S3")])
+    record["a"], record["b"], record["c"] = [1, 2, 3, 4], [0.5, 1.5, 2.5, 3.5], [b"p", b"qq", b"rrr", b""]
+    return {"record": record, "a": record["a"], "b": record["b"], "c": record["c"]}
+
+
+def classes_of_numpy() -> State:
+    record = fields()["record"]
+    plain: Any = numbers("i4").reshape(3, 4)
+    return {
+        "matrix": plain.view(np.matrix), "base": plain, "recarray": record.view(np.recarray),
+        "text": np.array(["a", "bb"]).view(np.char.chararray), "elements": record.view(np.dtype((np.record, record.dtype))),
+    }  # fmt: skip
+
+
+def other_types() -> State:
+    x = numbers("u2")
+    return {
+        "x": x, "bfloat16": x.view(ml_dtypes.bfloat16), "half": x.view("f2"), "int4": numbers(ml_dtypes.int4, 6),
+        "date": np.array(["2024-01-01", "NaT"], "M8[s]"), "text": np.array(["a", "bé"]), "bool": np.array([True, False]),
+        "complex": numbers("c8").conj(), "void": np.array([b"ab", b"c"], "V2"), "long": numbers("g"),
+    }  # fmt: skip
+
+
+def without_elements() -> State:
+    x = numbers()
+    return {
+        "x": x, "none": x[:0], "empty": np.zeros((3, 0)), "no axes": np.array(5.0), "first": x[0],
+        "view": x[3:4].reshape(()),
+    }  # fmt: skip
+
+
+def fortran() -> State:
+    x = np.asfortranarray(numbers().reshape(3, 4))
+    return {"x": x, "t": x.T, "moved": x[:, ::-2]}
+
+
+def subclass() -> State:
+    return {"x": numbers().view(Plain)}
+
+
+class Plain(np.ndarray):
+    """A class without data of its own."""
+
+
+KEPT: dict[str, Callable[[], State]] = {
+    f.__name__: f
+    for f in (
+        big_endian, overlapping, repeated, read_only, of_immutable_bytes, fields, classes_of_numpy, other_types,
+        without_elements, fortran, subclass,
+    )
+}  # fmt: skip
+
+
+def seen(value: Any) -> tuple[Any, ...]:
+    array = np.ascontiguousarray(value)
+    return (array.dtype.str, np.dtype(array.dtype).type, np.shape(value), array.tobytes())
+
+
+def all_seen(state: State) -> dict[str, tuple[Any, ...]]:
+    return {name: seen(value) for name, value in state.items()}
+
+
+def scramble(state: State) -> None:
+    for value in state.values():
+        if isinstance(value, np.ndarray) and value.flags.writeable and value.size:
+            value.view(np.ndarray)[...] = np.zeros((), value.dtype)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_an_array_loads_as_it_was_seen(tmp_path: Path, kind: str) -> None:
+    state = KEPT[kind]()
+    want = all_seen(state)
+    classes = {name: type(value) for name, value in state.items() if type(value) is not Plain}
+    ckpt.save(state, tmp_path, 0)
+    new = ckpt.load(tmp_path)
+    assert all_seen(new) == want, "into new arrays"
+    assert {name: type(new[name]) for name in classes} == classes
+    for like in (state, KEPT[kind]()):
+        arrays = {name: value for name, value in like.items() if isinstance(value, np.ndarray) and value.flags.writeable}
+        scramble(like)
+        ckpt.load(tmp_path, like)
+        assert all_seen(like) == want, "in place"
+        assert all(like[name] is value for name, value in arrays.items())
+        assert {name: type(like[name]) for name in classes} == classes
+
+
+def test_a_read_only_array_is_replaced_by_a_read_only_one(tmp_path: Path) -> None:
+    """It cannot be filled, as a jax array cannot: the state gets a new one, and what others have of it stays."""
+    ckpt.save({"x": numbers(), "deep": [(numbers(),)]}, tmp_path, 0)
+    x = np.zeros(12, "f4")
+    x.flags.writeable = False
+    like = {"x": x, "deep": [(x,)]}
+    ckpt.load(tmp_path, like)
+    assert (x == 0).all()
+    assert not like["x"].flags.writeable
+    assert seen(like["x"]) == seen(like["deep"][0][0]) == seen(numbers())
+    with refused(ckpt.LeafMismatch, "leaf x", "filled in place", root=tmp_path):
+        ckpt.load(tmp_path, {"x": ckpt.Shard(x, (12,), (0,))})
+
+
+def test_views_into_memory_that_is_shared_in_another_way(tmp_path: Path) -> None:
+    ckpt.save(big_endian(), tmp_path, 0)
+    x = numbers(">f4")
+    with refused(ckpt.LeafMismatch, "same memory", root=tmp_path):
+        ckpt.load(tmp_path, {"x": x, "back": x[:]})
+    with refused(ckpt.LeafMismatch, "same memory", root=tmp_path):
+        ckpt.load(tmp_path, {"x": x, "second": x[::2]})
+    ckpt.load(tmp_path, {"x": x, "second": x[1::2]})
+
+
+def test_a_step_of_before_loads_into_views_as_it_did(tmp_path: Path) -> None:
+    """Steps that older versions saved say nothing of shared memory."""
+    ckpt.save({"a": numbers(), "b": numbers()[:5].copy()}, tmp_path, 0)
+    x = numbers()
+    with refused(ckpt.LeafMismatch, "leaf a and b", "same memory", root=tmp_path):
+        ckpt.load(tmp_path, {"a": x, "b": x[:5]})
+
+
+def test_jax_arrays(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.arange(8.0)
+    z = jax.numpy.array([1 + 2j, 3 - 1j])
+    state = {
+        "x": x, "tied": x, "same": jax.numpy.array(x, copy=False), "half": x[:4], "c": z.conj(), "z": z,
+        "host": np.asarray(x),
+    }  # fmt: skip
+    want = {name: np.asarray(value).tobytes() for name, value in state.items()}
+    ckpt.save(state, tmp_path, 0)
+    for loaded in (ckpt.load(tmp_path), ckpt.load(tmp_path, dict(state))):
+        assert {name: np.asarray(value).tobytes() for name, value in loaded.items()} == want
+        assert loaded["tied"] is loaded["x"]
+    deleted = jax.numpy.arange(3.0)
+    deleted.delete()
+    with refused(ckpt.UnsupportedLeaf, "leaf m.w", root=tmp_path):
+        ckpt.save({"m": {"w": deleted}}, tmp_path, 1)
