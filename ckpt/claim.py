@@ -293,17 +293,19 @@ class Claim:
             return None
         return RanksMissing(f"rank 0 of {self.size} (process {owner.pid} on {owner.host}) is dead: no step can be committed")
 
-    def release(self) -> None:
-        """Let others write. The record stays, marked as released, so that its number is never used again."""
+    def release(self) -> bool:
+        """Let others write. The record stays, marked as released, so that its number is never used again.
+
+        False where the store can't be reached, so that others do not see it.
+        """
         if not self._made_by.is_this:
-            return
+            return True
         if self.rank:
-            self._leave()
-            return
+            return self._leave()
         name = _name(self.generation)
         try:
             if not self._is_there():  # the repository was removed, and is not to be begun again
-                return
+                return True
             with self._cleaning:  # a copy under way would take this record's temporary file for one of a killed writer
                 self._is_clean = True
                 self.repo.store.put(name, records.encode("generation", {"owner": None}))
@@ -311,15 +313,19 @@ class Claim:
                 self.repo.store.delete([word.name for word in _words(_names(self.repo)) if word.generation == self.generation])
         except CkptError as error:
             log.warning("%s could not be released: %s", name, error)
+            return False
+        return True
 
-    def _leave(self) -> None:
-        """Say that this rank brings nothing more, where that is not plain."""
+    def _leave(self) -> bool:
+        """Say that this rank brings nothing more, where that is not plain. Whether that could be done."""
         store, name = self.repo.store, _name(self.generation)
         try:
             if records.decode("generation", store.get(name), name)["owner"] is not None:
                 store.put(_Word(self.generation, self.lane, self.rank).name, records.encode("left", {}))
-        except (CkptError, KeyError) as error:  # then who waits for this rank waits for as long as it would without the word
-            log.info("%s: that rank %d has ended its saves is not said: %s", self.repo.url, self.rank, error)
+        except (CkptError, KeyError) as error:
+            log.info("%s: that rank %d has ended its saves can't be recorded there: %s", self.repo.url, self.rank, error)
+            return False
+        return True
 
     def left(self) -> set[int]:
         """The ranks of this group that have ended their saves, or are dead: what is not there of them now never comes."""

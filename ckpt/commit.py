@@ -99,9 +99,9 @@ class Committer:
         parts.publish(self._store, attempt, data)
         if claim.rank:
             self.told = True
-            commit = parts.await_commit(repo, claim, attempt, 2 * timeout)
+            commit = parts.await_commit(repo, claim, self._group, attempt, 2 * timeout)
             return Checkpoint(self._store, commit, claim.rank)
-        whole = parts.put_together(repo, self._step, parts.gather(repo, claim, attempt, timeout))
+        whole = parts.put_together(repo, self._step, parts.gather(repo, claim, self._group, attempt, timeout))
         self._session.drift.see(self._step, whole.tree, self._before)
         self._session.pin(attempt, whole.packs)
         parts.require_packs(self._store, self._step, whole.packs)
@@ -189,13 +189,16 @@ class Committer:
         mine = f"{step_folder(self._step)}/"
         name = f"/{self._attempt.name}"
         self.told = self.told or self._offered  # until the record was read: do not say that it failed before it is known
+        known = False
         with suppress(CkptError, OSError):
             try:
                 if any(name in f.name for f in self._session.repo.commit(self._step).manifests):
-                    self.told = True
+                    self.told = known = True
                     return  # committed after all, and only the answer got lost
             except (StepNotFound, NotFound):
                 self._session.repo.identity()  # raises where the whole repository was removed: nothing is written there again
-            self.told = False
+            self.told, known = False, True
             doomed = [e.name for e in self._store.list(mine.rstrip("/")) if name in e.name and "failed" not in e.name]
             self._store.delete(doomed)
+        if not known and self._offered and self._group.size > 1:
+            parts.note_unknown_end(self._store, self._session.claim, self._group, self._attempt, error)

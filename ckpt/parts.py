@@ -4,12 +4,13 @@ A part is a file `steps/<step>/part/<rank>-<generation>-<serial>-<number>-<diges
 written, with its tree and its packs in the metadata. It is written when those packs are durable. Rank 0 waits for the parts
 of all ranks, of its own generation and of the same try of the step, merges and commits. The others wait for the commit
 record. A rank that fails leaves `…-failed.json` with the reason instead, so that nobody waits in vain; of rank 0 that is the
-word that this try is given up.
+word that this try is given up. The same goes through the group as a note, for it may be the store that fails.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,12 +24,12 @@ from ckpt import arrow, records
 from ckpt.claim import Attempt, Claim
 from ckpt.copies import Copies, agreed, compare, describe, lacking, sharers
 from ckpt.digest import digest
-from ckpt.groups.base import ranks_text
+from ckpt.groups.base import Group, ranks_text
 from ckpt.pack import lengths
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, commit_name, step_folder
 from ckpt.storage.base import Store
-from ckpt.storage.errors import CkptError, IntegrityError, NotFound, RanksMissing, StepRefused
+from ckpt.storage.errors import CkptError, IntegrityError, NotFound, RanksMissing, StepRefused, StoreError
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.threads import Threads
 from ckpt.tree import Flat, Node
@@ -36,6 +37,8 @@ from ckpt.trees import merge_trees, settle
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+log = logging.getLogger("ckpt")
 
 TIMEOUT_SECONDS = 600.0
 """How long the committer waits for the last rank. The others wait twice as long for its answer."""
@@ -98,13 +101,59 @@ def publish(store: Store, attempt: Attempt, table: bytes) -> None:
     store.put(f"{_stem(attempt)}-{digest('xxh3-128', table).hex()}.arrow", table)
 
 
-def publish_failure(store: Store, attempt: Attempt, error: BaseException) -> None:
-    """Say that this rank will not bring its part."""
+def publish_failure(store: Store, claim: Claim, group: Group, attempt: Attempt, error: BaseException) -> None:
+    """Report that this rank will not bring its part: to the group first, for the store may take long to fail."""
     reason = str(error) or type(error).__name__
-    if attempt.rank == 0 and not isinstance(error, CkptError):  # of another rank the committer says it
+    unreachable = isinstance(error, (StoreError, OSError))
+    if unreachable and store.url not in reason:
+        reason = f"{store.url}: {reason}"
+    if attempt.rank == 0 and (unreachable or not isinstance(error, CkptError)):  # of another rank the committer says it
         reason = _given_up(attempt, 0, reason)
-    said = {"reason": reason, "missing": isinstance(error, RanksMissing)}
-    store.put(f"{_stem(attempt)}-failed.json", records.encode("failure", said))
+    said = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank}
+    data = records.encode("failure", said)
+    group.leave_note(_note_key(claim, attempt, attempt.rank == 0), data)
+    store.put(f"{_stem(attempt)}-failed.json", data)
+
+
+def note_unknown_end(store: Store, claim: Claim, group: Group, attempt: Attempt, error: BaseException) -> None:
+    """Of rank 0: report that the store failed while the step was committed, so that the other ranks look once more and end."""
+    reason = (
+        f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step is there: "
+        f"{error}"
+    )
+    said = {"reason": reason, "missing": False, "rank": 0}
+    group.leave_note(_note_key(claim, attempt, True), records.encode("failure", said))
+
+
+def note_end(claim: Claim, group: Group) -> None:
+    """Report that this rank has ended its saves, where the store can't be reached: nobody need wait for more of it."""
+    if group.size > 1:
+        group.leave_note(_end_key(claim, claim.rank == 0), str(claim.rank).encode())
+
+
+def _note_key(claim: Claim, attempt: Attempt, of_rank_0: bool) -> str:
+    """The key of a note about an attempt: from rank 0 to all, or from another rank to rank 0."""
+    return f"{claim.token}/{claim.lane}/{attempt.step}/{attempt.number}/{'given-up' if of_rank_0 else 'failed'}"
+
+
+def _end_key(claim: Claim, of_rank_0: bool) -> str:
+    return f"{claim.token}/{claim.lane}/ended{'-0' if of_rank_0 else ''}"
+
+
+def _noted_failure(claim: Claim, group: Group, attempt: Attempt) -> StepRefused | None:
+    """What a note says of this attempt: on rank 0 that another rank failed, elsewhere that rank 0 gave it up."""
+    data = group.note(_note_key(claim, attempt, claim.rank != 0))
+    if data is None:
+        return None
+    try:
+        said = records.decode("failure", data, "a note of another rank")
+        reason, missing, rank = str(said["reason"]), bool(said["missing"]), int(said["rank"])
+    except (CkptError, KeyError, TypeError, ValueError) as error:
+        log.debug("a note is passed over: %s", error)
+        return None
+    if claim.rank == 0:
+        return StepRefused(_given_up(attempt, rank, reason))
+    return _refusal(reason, missing)
 
 
 def _given_up(attempt: Attempt, rank: int, reason: object) -> str:
@@ -147,19 +196,23 @@ def _failure(store: Store, name: str) -> StepRefused:
     """What a rank has left instead of its part."""
     try:
         said = records.decode("failure", store.get(name), f"{store.url}/{name}")
-        if not said.get("missing"):
-            return StepRefused(str(said["reason"]))
-        missing = RanksMissing(str(said["reason"]))
-        missing.given_up = True
-        return missing
+        return _refusal(str(said["reason"]), bool(said.get("missing")))
     except (NotFound, IntegrityError, KeyError) as error:
         return StepRefused(str(error))
+
+
+def _refusal(reason: str, missing: bool) -> StepRefused:
+    if not missing:
+        return StepRefused(reason)
+    error = RanksMissing(reason)
+    error.given_up = True
+    return error
 
 
 # --- the committer ---------------------------------------------------------------------------------------------
 
 
-def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> list[Listed]:
+def gather(repo: Repository, claim: Claim, group: Group, attempt: Attempt, timeout: float) -> list[Listed]:
     """Wait for the parts of all ranks; return them by rank.
 
     Raises StepRefused where a rank says that it failed, RanksMissing after `timeout` seconds, or where a rank has ended its
@@ -183,8 +236,10 @@ def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> 
             f"{'that rank' if one else 'those ranks'}; to save from one rank alone pass group=None"
         )
 
-    def given_up() -> RanksMissing | None:
-        left = claim.left()  # what these had brought is there by now
+    def given_up() -> StepRefused | None:
+        if (noted := _noted_failure(claim, group, attempt)) is not None:
+            return noted
+        left = claim.left() | _ended_rank(claim, group)  # what these had brought is there by now
         if left and all_there() is None and (missing := sorted(left - found.keys())):
             return never(missing, f"and {'has' if len(missing) == 1 else 'have'} ended")
         return None
@@ -194,6 +249,12 @@ def gather(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> 
     if parts is None:
         raise never([rank for rank in range(claim.size) if rank not in found], f"within {timeout:g} s")
     return parts
+
+
+def _ended_rank(claim: Claim, group: Group) -> set[int]:
+    """A rank that has ended its saves, by a note: on rank 0 one of the others, elsewhere rank 0."""
+    text = group.note(_end_key(claim, claim.rank != 0)) or b""
+    return {int(text)} if text.isdigit() else set()
 
 
 def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole:
@@ -322,7 +383,7 @@ def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
 # --- the others ------------------------------------------------------------------------------------------------
 
 
-def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: float) -> CommitRecord:
+def await_commit(repo: Repository, claim: Claim, group: Group, attempt: Attempt, timeout: float) -> CommitRecord:
     """Wait until rank 0 has committed this try of the step, and return the record.
 
     Raises StepRefused with the reason where rank 0 gave it up, RanksMissing where it says nothing for `timeout` seconds.
@@ -342,7 +403,14 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
                 raise _failure(repo.store, part.name)
         return None
 
-    commit = _wait(answer, claim, timeout, claim.lost)
+    def given_up() -> StepRefused | None:
+        if (noted := _noted_failure(claim, group, attempt)) is not None:
+            return noted
+        if _ended_rank(claim, group):
+            return RanksMissing(f"rank 0 of {claim.size} has ended its saves: no step can be committed any more")
+        return claim.lost()
+
+    commit = _wait(answer, claim, timeout, given_up)
     if commit is None:
         raise RanksMissing(
             f"rank 0 of {claim.size} has not committed step {attempt.step} within {timeout:g} s; look at its log. Every rank "
@@ -353,7 +421,7 @@ def await_commit(repo: Repository, claim: Claim, attempt: Attempt, timeout: floa
 
 
 def _wait(
-    look: Callable[[], T | None], claim: Claim, timeout: float, given_up: Callable[[], RanksMissing | None]
+    look: Callable[[], T | None], claim: Claim, timeout: float, given_up: Callable[[], StepRefused | None]
 ) -> T | None:
     """What `look` finds, asked more and more slowly; None when the time is up.
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ckpt import parts
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
 from ckpt.drift import Drift
@@ -383,11 +384,13 @@ def _lend(repo: Repository, group: Group, series: Series | None) -> Iterator[Cla
                 _release_unused(mine)
 
 
-def _release_unused(mine: Claim) -> None:
-    """Let others write, unless another group of this process still saves with the same claim."""
+def _release_unused(mine: Claim) -> bool:
+    """Let others write, unless another group of this process still saves with the same claim. False where the store can't be
+    reached."""
     with _registry:
-        if not any(mine.is_shared_with(c) for c in (*(s.claim for s in _sessions.values()), *_lent)):
-            mine.release()
+        if any(mine.is_shared_with(c) for c in (*(s.claim for s in _sessions.values()), *_lent)):
+            return True
+        return mine.release()
 
 
 def _key(repo: Repository, group: Group) -> tuple[str, Group | None]:
@@ -402,13 +405,14 @@ def leave(session: Session, keep: bool = False) -> None:
             return
         _sessions.pop(_key(session.repo, session.group), None)
         if any(h.is_stuck() for h in session._pending):
+            parts.note_end(session.claim, session.group)
             return  # the store would not answer; the next job sees when this process has ended
-        if not session.claim.rank:
-            _release_unused(session.claim)
+        if not session.claim.rank and not _release_unused(session.claim):
+            parts.note_end(session.claim, session.group)
         if any(h.unseen() for h in session._pending):
             _orphans.append(session)
-    if session.claim.rank:
-        session.claim.release()  # nobody shares it, and others need not wait while a store answers
+    if session.claim.rank and not session.claim.release():  # nobody shares it, and others need not wait while a store answers
+        parts.note_end(session.claim, session.group)
 
 
 def _after_fork() -> None:
@@ -448,7 +452,7 @@ def _report_at_exit() -> None:
             if handle.unseen() or (handle in excused and handle.unasked()):
                 failed = True
                 log.error("saving step %d to %s failed: %s", handle.step, session.repo.url, handle.take_error())
-        if session.group.size > 1:
-            session.claim.release()
+        if session.group.size > 1 and not session.claim.release():
+            parts.note_end(session.claim, session.group)
     if failed:
         fail_clean_up()

@@ -140,7 +140,7 @@ def give_up(session: Session, attempt: Attempt, error: BaseException) -> None:
     session.claim.end(attempt)
     if session.group.size > 1:
         with suppress(CkptError, OSError):
-            parts.publish_failure(session.repo.store, attempt, error)
+            parts.publish_failure(session.repo.store, session.claim, session.group, attempt, error)
 
 
 def staging_bytes(state: Any, options: Options, group: Group) -> int:

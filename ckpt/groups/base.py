@@ -6,12 +6,17 @@ dead or slow rank can't hold the others up.
 
 from __future__ import annotations
 
+import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ckpt.groups import host_notes
 from ckpt.storage.base import Store
 from ckpt.storage.errors import GroupError, InvalidArgument, StoreError, first_line
+
+log = logging.getLogger("ckpt")
 
 Message = tuple[int, memoryview]
 """The other rank, and the bytes to send or the memory to fill."""
@@ -19,6 +24,9 @@ Message = tuple[int, memoryview]
 TIMEOUT_SECONDS = 600.0
 """How long a rank waits for the others where the group's own library has no limit. The first save of a large job comes
 after every rank has compiled and loaded its model, which takes minutes and not the same for all."""
+
+_NOTE_SECONDS = 2.0
+"""How long a call waits for the network of a note: the process that serves it may stand still."""
 
 
 class Group(ABC):
@@ -34,7 +42,11 @@ class Group(ABC):
     can_gather: bool = True
     """Whether `all_gather` is there, and not only `broadcast`."""
 
+    has_network_notes: bool = False
+    """Whether notes go through a network, too."""
+
     _one_host: bool | None = None
+    _note_thread: threading.Thread | None = None
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -77,6 +89,52 @@ class Group(ABC):
         if self._one_host is None:
             self._one_host = len(set(self.all_gather(_host()))) == 1
         return self._one_host
+
+    # --- notes -------------------------------------------------------------------------------------------------
+
+    def leave_note(self, key: str, note: bytes) -> None:
+        """Let the other ranks read a few bytes under a key: through the group's network, where it has one, and the memory of
+        this host. Not collective. It needs no store, waits for no rank and raises nothing; it may not arrive.
+
+        One key has one note: a later one may replace it.
+        """
+        self._attempted(lambda: host_notes.leave(key, note))
+        if self.has_network_notes:
+            self._attempted(lambda: self._in_a_thread(lambda: self._leave_network_note(key, note)))
+
+    def note(self, key: str) -> bytes | None:
+        """The note that a rank left under a key, None where none has arrived. Not collective; raises nothing."""
+        found = host_notes.read(key)
+        if found is None and self.has_network_notes:
+            found = self._attempted(lambda: self._in_a_thread(lambda: self._network_note(key)))
+        return found
+
+    def _leave_network_note(self, key: str, note: bytes) -> None:
+        """`leave_note` through the network of the group."""
+        raise NotImplementedError
+
+    def _network_note(self, key: str) -> bytes | None:
+        """`note` from the network of the group."""
+        raise NotImplementedError
+
+    def _in_a_thread(self, call: Callable[[], bytes | None]) -> bytes | None:
+        """What a call returns, None where it takes too long. While a call hangs, no other one is made."""
+        if self._note_thread is not None and self._note_thread.is_alive():
+            return None
+        found: list[bytes | None] = []
+        self._note_thread = threading.Thread(
+            target=lambda: found.append(self._attempted(call)), name="ckpt-notes", daemon=True
+        )
+        self._note_thread.start()
+        self._note_thread.join(_NOTE_SECONDS)
+        return found[0] if found else None
+
+    def _attempted(self, call: Callable[[], bytes | None]) -> bytes | None:
+        try:
+            return call()
+        except Exception as error:  # of whatever library the group uses: who waits goes on waiting, as without notes
+            log.debug("%r: a note could not be passed on: %s", self, error)
+            return None
 
     def close(self) -> None:  # noqa: B027  most groups hold nothing
         """Give back what the group holds. Waits for nobody for long."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt.groups.base import TIMEOUT_SECONDS, Group
 from ckpt.groups.meeting import Job, Meeting
+from ckpt.groups.meeting_notes import MeetingNotes
 from ckpt.storage.base import Store
-from ckpt.storage.errors import CkptError, GroupError
+from ckpt.storage.errors import CkptError, GroupError, StoreError
 
 log = logging.getLogger("ckpt")
 
@@ -88,7 +90,7 @@ class EnvGroup(Group):
     def meet_at(self, store: Store) -> None:
         self._url = store.url
         if store.url not in self._meetings:
-            with self._told(f"meeting at {store.url}"):
+            with self._noting(store.url), self._told(f"meeting at {store.url}"):
                 self._meetings[store.url] = Meeting(self, store, self._job, self._timeout)
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -96,12 +98,24 @@ class EnvGroup(Group):
         if meeting is None:
             raise GroupError(f"{self!r} has no network: all ranks must call meet_at(store) first")
         try:
-            with self._told(f"a gather at {self._url}"):
+            with self._noting(meeting.url), self._told(f"a gather at {self._url}"):
                 return meeting.gather(data)
         except GroupError:
             # The ranks no longer agree on which gather is the next.
             self._meetings.pop(self._url or "", None)
             self._one_host = None  # which some may have heard, and others not
+            raise
+
+    @contextmanager
+    def _noting(self, url: str) -> Iterator[None]:
+        """Where this rank can't reach the meeting place, the others of this host must not wait for it."""
+        notes = MeetingNotes(self, self._job.digest, url)
+        notes.withdraw()
+        try:
+            yield
+        except GroupError as error:
+            if isinstance(error.__cause__, StoreError):
+                notes.leave(str(error.__cause__))
             raise
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from ckpt.claim import alive
 from ckpt.groups.base import Group, late, ranks_text
 from ckpt.groups.hello import Hello, decoded, hello
+from ckpt.groups.meeting_notes import MeetingNotes
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, GroupError, NotFound
 from ckpt.storage.threads import Threads
@@ -67,7 +68,19 @@ class Meeting:
         self._others: dict[int, Hello] = {}
         """Those that this rank waits for: rank 0 for all, the others for rank 0."""
         self._gathers = 0
+        self._notes = MeetingNotes(group, job.digest, store.url)
         self._folder = self._open() if group.rank == 0 else self._find()
+
+    @property
+    def url(self) -> str:
+        """Of the meeting place."""
+        return self._store.url
+
+    def _looks(self) -> Iterator[bool]:
+        """`_waits` for the other ranks; raises GroupError where one of them noted that it can't reach the store."""
+        for is_long in _waits(self._timeout):
+            self._notes.raise_failure()
+            yield is_long
 
     # --- coming together ---------------------------------------------------------------------------------------
 
@@ -78,7 +91,7 @@ class Meeting:
         _put(self._store, f"{folder}/open", self._me.encoded())
         came: dict[int, str] = {}
         all_came: float | None = None
-        for is_long in _waits(self._timeout):
+        for is_long in self._looks():
             hellos = _words(self._store, folder, "hello")
             if is_long:
                 self._tell([rank for rank in range(1, self._group.size) if rank not in hellos])
@@ -109,7 +122,7 @@ class Meeting:
         greeted: set[str] = set()
         begun: set[str] = set()  # without this process
         unsure: float | None = time.monotonic() + _UNSURE_SECONDS
-        for is_long in _waits(self._timeout):
+        for is_long in self._looks():
             if is_long:
                 self._tell([] if greeted else [0])
             if unsure is not None and not greeted and time.monotonic() > unsure:
@@ -219,7 +232,7 @@ class Meeting:
         """Rank 0: what all have brought, once they have."""
         names = [f"{self._folder}/{number}-{rank}" for rank in range(self._group.size)]
         dead: GroupError | None = None
-        for _ in _waits(self._timeout):
+        for _ in self._looks():
             here = {entry.name for entry in self._store.list(self._folder)}
             if here.issuperset(names):
                 brought = [data for data in _get_all(self._store, names) if data is not None]
@@ -233,7 +246,7 @@ class Meeting:
     def _await(self, number: int) -> bytes:
         """Another rank: the same, from rank 0."""
         dead: GroupError | None = None
-        for _ in _waits(self._timeout):
+        for _ in self._looks():
             together = _get(self._store, f"{self._folder}/{number}-all")
             if together is not None:
                 return together

@@ -15,6 +15,9 @@ from ckpt.groups.base import Group, Message
 PIECE_BYTES = 1 << 30
 """Messages are cut to this length, and gathers to rounds of it: counts in MPI were 32 bits wide until MPI 4."""
 
+_MESSAGES, _NOTES = 0, 1
+"""Tags."""
+
 
 class MpiGroup(Group):
     """The ranks of an mpi4py intracommunicator."""
@@ -27,6 +30,9 @@ class MpiGroup(Group):
         self.size = communicator.Get_size()
         self._given = communicator
         self._own: Any = None
+        self._arrived: dict[str, bytes] = {}
+        self._sent: list[Any] = []
+        self.has_network_notes = _many_threads()
 
     def _communicator(self) -> Any:
         """A duplicate of the one given: a receive of the user's from any source can't take our messages there.
@@ -77,10 +83,36 @@ class MpiGroup(Group):
             communicator = self._communicator()
             # Messages of one tag between two ranks do not overtake each other (MPI 4.1, section 3.5).
             requests = [
-                communicator.Irecv([piece, MPI.BYTE], peer) for peer, data in receive for piece in _pieces(data)
+                communicator.Irecv([piece, MPI.BYTE], peer, _MESSAGES)
+                for peer, data in receive
+                for piece in _pieces(data)
             ]
-            requests += [communicator.Isend([piece, MPI.BYTE], peer) for peer, data in send for piece in _pieces(data)]
+            requests += [
+                communicator.Isend([piece, MPI.BYTE], peer, _MESSAGES) for peer, data in send for piece in _pieces(data)
+            ]
             MPI.Request.Waitall(requests)
+
+    def _leave_network_note(self, key: str, note: bytes) -> None:
+        from mpi4py import MPI
+
+        if self._own is None or MPI.Is_finalized():  # not met yet: making the communicator is collective
+            return
+        data = len(key.encode()).to_bytes(4, "little") + key.encode() + note
+        self._sent = [request for request in self._sent if not request.Test()]
+        self._sent += [self._own.Isend([data, _byte()], peer, _NOTES) for peer in range(self.size) if peer != self.rank]
+
+    def _network_note(self, key: str) -> bytes | None:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        if self._own is None or MPI.Is_finalized():
+            return None
+        while (message := self._own.Improbe(MPI.ANY_SOURCE, _NOTES, status)) is not None:
+            data = bytearray(status.Get_count(_byte()))
+            message.Recv([data, _byte()])
+            end = 4 + int.from_bytes(data[:4], "little")
+            self._arrived[data[4:end].decode()] = bytes(data[end:])
+        return self._arrived.get(key)
 
     def close(self) -> None:
         from mpi4py import MPI
@@ -88,6 +120,13 @@ class MpiGroup(Group):
         own, self._own = self._own, None
         if own is not None and not MPI.Is_finalized():
             own.Free()
+
+
+def _many_threads() -> bool:
+    """Whether MPI may be called from several threads at once: a save waits in the background."""
+    from mpi4py import MPI
+
+    return MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def _byte() -> Any:

@@ -20,6 +20,7 @@ class TorchGroup(Group):
     """The ranks of a torch.distributed process group, None for the default one."""
 
     name = "torch.distributed"
+    has_network_notes = True
 
     def __init__(self, group: Any = None) -> None:
         import torch
@@ -92,6 +93,13 @@ class TorchGroup(Group):
             dist.broadcast(got, self._members[0], group=self._group)
             return bytes(got.cpu().numpy())
 
+    def _leave_network_note(self, key: str, note: bytes) -> None:
+        _key_value_store().set(f"ckpt/note/{key}", note)
+
+    def _network_note(self, key: str) -> bytes | None:
+        store, name = _key_value_store(), f"ckpt/note/{key}"
+        return bytes(store.get(name)) if store.check([name]) else None
+
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
         import torch.distributed as dist
 
@@ -104,6 +112,13 @@ class TorchGroup(Group):
             ]
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
+
+
+def _key_value_store() -> Any:
+    """The key-value store through which the ranks found each other. It has no public name."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
 
 
 def _timeout(group: Any) -> Any:

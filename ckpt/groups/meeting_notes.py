@@ -1,0 +1,70 @@
+"""Notes of ranks that meet at a store and can't reach it: the other ranks of the host must not wait until the timeout."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+
+from ckpt.claim import started
+from ckpt.groups import host_notes
+from ckpt.groups.base import Group
+from ckpt.storage.errors import GroupError
+
+_raised: set[str] = set()
+"""Tokens of the notes that this process has raised. Each counts once, for the ranks may meet again after that."""
+
+
+class MeetingNotes:
+    """The note of a job's ranks about one meeting place. One rank that fails is enough: a later note replaces it."""
+
+    def __init__(self, group: Group, job: str, url: str) -> None:
+        self._group = group
+        self._key = f"meeting/{job}/{group.size}/{url}"
+        self._url = url
+
+    def leave(self, reason: str) -> None:
+        """Note why this rank can't take part."""
+        said = {"rank": self._group.rank, "reason": reason, "at": _now(), "token": secrets.token_hex(8)}
+        self._group.leave_note(self._key, json.dumps(said).encode())
+
+    def withdraw(self) -> None:
+        """This rank tries again."""
+        said = self._read()
+        if said is not None and said[0] == self._group.rank:
+            with contextlib.suppress(OSError):
+                host_notes.remove(self._key)
+
+    def raise_failure(self) -> None:
+        """Raise GroupError where another rank has left a note since this process began: an older one is of an earlier job."""
+        said = self._read()
+        if said is None:
+            return
+        rank, reason, at, token = said
+        began = _began()
+        if rank == self._group.rank or token in _raised or began is None or at < began:
+            return
+        _raised.add(token)
+        where = "" if self._url in reason else f" at {self._url}"
+        raise GroupError(f"{self._group!r}: rank {rank} can't meet the others{where}: {reason}")
+
+    def _read(self) -> tuple[int, str, float, str] | None:
+        data = self._group.note(self._key)
+        try:
+            said = json.loads(data or b"null")
+            return None if said is None else (int(said["rank"]), str(said["reason"]), float(said["at"]), str(said["token"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def _now() -> float:
+    """Seconds since this host was booted."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
+
+
+def _began() -> float | None:
+    """When this process began, likewise; None where that can't be found out."""
+    ticks = started(os.getpid())
+    return int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None

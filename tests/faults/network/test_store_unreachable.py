@@ -1,0 +1,143 @@
+"""A rank that can't reach the store does not keep the others waiting: its reason reaches them past the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from test_groups import env_groups, no_launcher, together
+
+from ckpt.groups import host_notes
+from ckpt.recovery.launch import free_port
+from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.local import LocalStore
+
+__all__ = ["no_launcher"]
+
+PROGRAM = Path(__file__).parent / "unreachable_program.py"
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+SECONDS = 400
+"""Far below the timeout of the save, 600 s, which ended the wait before."""
+
+
+def run(kind: str, folder: Path, bad: int, *more: str) -> dict[int, dict[str, str]]:
+    """What each rank reported of the save that failed."""
+    command = [sys.executable, str(PROGRAM), kind, str(folder), str(bad), *more]
+    port = str(free_port("127.0.0.1"))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if kind == "mpi":
+        launched = [subprocess.Popen([MPIEXEC, "-n", "2", *command])]
+    else:
+        launched = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(2)]
+    try:
+        for process in launched:
+            process.wait(SECONDS)
+    finally:
+        for process in launched:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+    return {rank: json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(2)}
+
+
+def kinds() -> list[object]:
+    needs_torch = pytest.mark.skipif(not _has("torch"), reason="needs torch")
+    needs_mpi = pytest.mark.skipif(not _has("mpi4py") or not MPIEXEC.exists(), reason="needs mpi4py and mpiexec")
+    return [
+        pytest.param("torch", ["network"], marks=needs_torch, id="torch-network"),
+        pytest.param("jax", ["network"], marks=pytest.mark.skipif(not _has("jax"), reason="needs jax"), id="jax-network"),
+        pytest.param("mpi", ["network"], marks=needs_mpi, id="mpi-network"),
+        pytest.param("env", [], id="shared-memory"),
+    ]
+
+
+def _has(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(("kind", "more"), kinds())
+def test_the_other_rank_ends_with_reason_url_and_rank(tmp_path: Path, kind: str, more: list[str], bad: int) -> None:
+    said = run(kind, tmp_path, bad, *more)
+    assert "injected at fail point" in said[bad]["text"]
+    other = said[1 - bad]
+    assert other["kind"] == "StepRefused"
+    for part in (f"rank {bad} failed", "step 1 ", "injected at fail point", (tmp_path / "repo").as_uri()):
+        assert part in other["text"]
+
+
+def test_a_rank_that_cannot_meet_at_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that know each other by the environment alone."""
+    groups = env_groups(2, monkeypatch, timeout=600.0, run_id=f"unreachable {tmp_path}")
+    away = tmp_path / "away"
+    away.mkdir()
+    store = LocalStore(away)
+    failing = LocalStore(away)
+    monkeypatch.setattr(failing, "put", _refuse(store))
+    first = together(lambda: groups[0].meet_at(store), lambda: groups[1].meet_at(failing))
+    assert "rank 1 can't meet the others" in str(first[0])
+    for error in first:
+        assert "no way to the store" in str(error)
+        assert away.as_uri() in str(error)
+    assert together(*(lambda group=group: group.meet_at(store) for group in groups)) == [None, None], "the note counts once"
+
+
+def _refuse(store: LocalStore):  # type: ignore[no-untyped-def]
+    from ckpt.storage.errors import Unavailable
+
+    def put(name: str, data: bytes) -> None:
+        raise Unavailable(f"{store.url}/{name}: no way to the store")
+
+    return put
+
+
+def test_notes_are_left_alone_in_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_notes, "_BASE", tmp_path)
+    host_notes.leave("a", b"said")
+    assert host_notes.read("a") == b"said"
+    assert host_notes.read("b") is None
+    folder = host_notes._folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    os.utime(folder / host_notes._name("a"), (0, 0))
+    host_notes.leave("b", b"now")
+    assert host_notes.read("a") is None, "nobody waits for so long"
+    other = tmp_path / "other"
+    folder.rename(other)
+    folder.symlink_to(other)
+    assert host_notes.read("b") is None
+
+
+def test_the_network_of_notes_may_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process that serves it was stopped: nobody waits for long, and there is one such call at a time."""
+    import threading
+
+    from ckpt.groups import base
+    from ckpt.groups.base import Alone
+
+    monkeypatch.setattr(base, "_NOTE_SECONDS", 0.05)
+    goes_on, calls = threading.Event(), []
+
+    class Slow(Alone):
+        has_network_notes = True
+
+        def _network_note(self, key: str) -> bytes | None:
+            calls.append(key)
+            goes_on.wait(60)
+            return key.encode()
+
+    group = Slow()
+    assert group.note("a") is None
+    assert group.note("b") is None
+    assert calls == ["a"]
+    goes_on.set()
+    assert group._note_thread is not None
+    group._note_thread.join()
+    assert group.note("c") == b"c"
+    set_failpoints("")
