@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 
 import msgpack
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.namespace import Namespace
+from ckpt.storage.decode import Malformed, decode
 from ckpt.storage.errors import CkptError
 from ckpt.storage.registers import Value
 
@@ -43,17 +45,37 @@ class Election:
         def decide(_: str, value: Value | None) -> Value | None:
             if value is None:
                 return Value(msgpack.packb([self._me, 1]))
-            who, term = msgpack.unpackb(value.head)
-            if who != self._me and value.head != over:
+            holder = _holder(value.head)
+            if holder.name != self._me and value.head != over:
                 return None
-            return Value(msgpack.packb([self._me, term + 1]))
+            return Value(msgpack.packb([self._me, holder.term + 1]))
 
         value = self._namespace.office(OFFICE, decide)
         if value is None:
             return False
         if value.head != self._seen:  # what was agreed: decide is shown what a single member knows, too
             self._seen, self._seen_at = value.head, time.monotonic()
-        return bool(msgpack.unpackb(value.head)[0] == self._me)
+        return _holder(value.head).name == self._me
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Who holds the office, and the number of the term."""
+
+    name: str = ""
+    term: int = 0
+
+
+def _holder(head: bytes) -> _Holder:
+    """Of an agreed value; nobody where it can't be read, so that its term ends as any other that is not renewed."""
+    try:
+        row = msgpack.unpackb(head)
+        if not isinstance(row, list) or len(row) < 2:  # a newer version may add some
+            raise Malformed("is no list of two")
+        return decode(_Holder, {"name": row[0], "term": row[1]})
+    except ValueError as error:
+        log.warning("who looks after the namespace can't be read (%s); somebody else is elected when this term is over", error)
+        return _Holder()
 
 
 class Caretaker:

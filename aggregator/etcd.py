@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 
 from ckpt.aggregator.etcd_access import EtcdAccess
 from ckpt.aggregator.etcd_client import Etcd, Item
-from ckpt.storage.errors import CkptError, InvalidArgument, StoreError, Unavailable
+from ckpt.storage.decode import Malformed, decode, read_json
+from ckpt.storage.errors import CkptError, InvalidArgument, Unavailable
 
 log = logging.getLogger("ckpt")
 
@@ -31,6 +32,7 @@ TTL_SECONDS = 10.0
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):\d{1,5}")
 _ENDPOINT = re.compile(f"(https?://)?{_ADDRESS.pattern}")
+_MOST_WEIGHT = 1e9
 _CLUSTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
 
@@ -111,11 +113,12 @@ class Announcement:
         lease = self._etcd.grant(self._ttl)
         while True:  # until nobody comes in between, which only a node under the same name could
             there = self._etcd.get(self._member)
-            if there.revision and (device := _facts(there).device) != self._facts.device:
+            other = _facts(there) if there.revision else None
+            if other is not None and other.device != self._facts.device:
                 self._etcd.revoke(lease)
                 raise InvalidArgument(
-                    f"{self._what} is another node (device {device[:8]}), which is up or was {self._ttl:g} seconds ago; give "
-                    "each node an address of its own"
+                    f"{self._what} is another node (device {other.device[:8]}), which is up or was {self._ttl:g} seconds ago; "
+                    "give each node an address of its own"
                 )
             if self._etcd.put_both(there, value, lease, self._known):
                 return lease
@@ -147,15 +150,18 @@ class Announcement:
 def members(
     endpoints: Sequence[str], cluster: str, seconds: float = 5.0, access: EtcdAccess | None = None
 ) -> tuple[Registered, ...]:
-    """All that ever announced themselves and were not deleted, up or not, by name."""
+    """All that ever announced themselves and were not deleted, up or not, by name. Who can't be read is passed over: a warning
+    names the key."""
     folder = _folder(check_cluster(cluster))
     items = {item.key: item for item in Etcd(endpoints, seconds, access).range(folder)}
     found = []
     for key in sorted(items):
         if key.startswith(f"{folder}known/"):
             name = key.removeprefix(f"{folder}known/")
-            lively = items.get(f"{folder}members/{name}")
-            found.append(Registered(name, _facts(lively or items[key]), lively is not None))
+            live = items.get(f"{folder}members/{name}")
+            facts = (live and _facts(live)) or _facts(items[key])
+            if facts is not None:
+                found.append(Registered(name, facts, live is not None))
     return tuple(found)
 
 
@@ -166,14 +172,17 @@ def forget(
     Etcd(endpoints, seconds, access).delete(f"{_folder(check_cluster(cluster))}known/{name}")
 
 
-def _facts(item: Item) -> Facts:
-    """The value of a key. What a later version adds is passed over."""
+def _facts(item: Item) -> Facts | None:
+    """The value of a key. What a newer version adds is ignored; None, and a warning, where it can't be read."""
     try:
-        told = json.loads(item.value)
-        domain, device = str(told.get("domain", "")), str(told.get("device", ""))
-        return Facts(check_address(told["address"]), domain, float(told.get("weight", 1.0)), device)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # InvalidArgument is a ValueError
-        raise StoreError(f"{item.key} in etcd can't be read ({error!r}); delete it, the node writes it again") from error
+        facts = decode(Facts, read_json(item.value))
+        check_address(facts.address)
+        if not 0 <= facts.weight < _MOST_WEIGHT:
+            raise Malformed(f"{facts.weight} is no weight")
+        return facts
+    except ValueError as error:  # Malformed, InvalidArgument
+        log.warning("%s in etcd can't be read, and is passed over (%s); delete it, the node writes it again", item.key, error)
+        return None
 
 
 def _folder(cluster: str) -> str:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 from ckpt import records
 from ckpt.making_process import MakingProcess
 from ckpt.repository import Repository
+from ckpt.storage.decode import decode
 from ckpt.storage.descriptors import explained
 from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy, StoreError
 from ckpt.storage.failpoints import failpoint
@@ -277,7 +278,7 @@ class Claim:
             return False
         except (CkptError, KeyError):  # damaged, or not to be had just now
             return True
-        return owner is None or owner.get("token") == self.token
+        return not isinstance(owner, dict) or owner.get("token") == self.token
 
     def lost(self) -> RanksMissing | None:
         """What tells a rank that rank 0, which holds the claim, is dead; None where it lives or can't be seen from here."""
@@ -286,8 +287,8 @@ class Claim:
             body = records.decode("generation", self.repo.store.get(name), name)
             if body["owner"] is None:
                 return RanksMissing(f"rank 0 of {self.size} has ended its saves: no step can be committed any more")
-            owner = Owner(**body["owner"])
-        except (CkptError, KeyError, TypeError):
+            owner = decode(Owner, body["owner"])
+        except (CkptError, KeyError, ValueError):
             return None
         if not is_dead(owner, this_process()):
             return None
@@ -418,9 +419,9 @@ def _owner(repo: Repository, generation: int) -> Owner | None:
     """Who holds a generation, None where it was released or its record does not say."""
     try:
         body = records.decode("generation", repo.store.get(_name(generation)), f"{repo.url}/{_name(generation)}")
-        return Owner(**body["owner"]) if body["owner"] else None
+        return decode(Owner, body["owner"]) if body["owner"] else None
     except NotFound:
         return None
-    except (KeyError, TypeError, CkptError) as error:
+    except (KeyError, ValueError, CkptError) as error:
         log.warning("%s: the claim of generation %d is not readable: %s", repo.url, generation, error)
         return None

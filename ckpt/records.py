@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.digest import digest
 from ckpt.lines import Left, Line, line_of
+from ckpt.storage.decode import Malformed
+from ckpt.storage.decode import decode as from_data
 from ckpt.storage.errors import FormatError, IntegrityError
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 
@@ -121,14 +125,20 @@ def encode_commit(commit: CommitRecord) -> bytes:
 
 def decode_commit(data: bytes, where: str) -> CommitRecord:
     """The commit record in `data`."""
-    body = decode("commit", data, where)
+    commit = read(CommitRecord, decode("commit", data, where), where)
     try:
-        files: dict[str, Any] = {k: tuple(FileRecord(**f) for f in body[k]) for k in ("manifests", "trees", "packs")}
-        line = line_of(body.get("line", 0), body.get("left", ()))
-        files |= {"line": line.number, "left": line.left}
-        return CommitRecord(**{n: files[n] if n in files else body[n] for n in CommitRecord.__dataclass_fields__})
-    except (KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(_damaged(where)) from error
+        line_of(commit.line, commit.left)
+    except ValueError as error:
+        raise IntegrityError(f"{_damaged(where)} ({error})") from error
+    return commit
+
+
+def read(kind: type[T], body: dict[str, Any], where: str) -> T:
+    """The dataclass `kind` of the content of a record. Raises IntegrityError where a field is missing, or of another type."""
+    try:
+        return from_data(kind, body)
+    except Malformed as error:
+        raise IntegrityError(f"{_damaged(where)} ({error})") from error
 
 
 def _canonical(body: dict[str, Any]) -> bytes:

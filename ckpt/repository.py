@@ -15,6 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ckpt import records
 from ckpt.checkpoint import Checkpoint
@@ -61,6 +62,13 @@ def _line_name(number: int) -> str:
     return f"lines/{number:08}.json"
 
 
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """What ckpt.json must hold."""
+
+    id: str
+
+
 class Repository:
     """Steps by number, read lazily. `repo[10]`, `repo.steps()`, `repo.latest()`."""
 
@@ -89,7 +97,8 @@ class Repository:
 
     def identity(self) -> str:
         """What tells this repository from one that was at the same URL before; NotFound where there is none."""
-        return str(records.decode("repository", self.store.get(MARKER), f"{self.url}/{MARKER}")["id"])
+        where = f"{self.url}/{MARKER}"
+        return records.read(_Marker, records.decode("repository", self.store.get(MARKER), where), where).id
 
     def check(self) -> None:
         """Raise StepNotFound where nothing is at the URL yet, FormatError where this version can read no repository there."""

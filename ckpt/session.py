@@ -31,6 +31,7 @@ from ckpt.repository import Repository
 from ckpt.retention import Keep, sweep
 from ckpt.storage import errors
 from ckpt.storage.base import Store
+from ckpt.storage.decode import decode
 from ckpt.storage.errors import CkptError, SaveFailed, StepNotFound
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def _tell(where: Store, group: Group, told: dict[str, Any] | None) -> tuple[dict
         return json.loads(group.broadcast(None if told is None else json.dumps(told).encode())), []
     all_said = group.all_gather(json.dumps({"told": told, "process": asdict(this_process())}).encode())
     said = [json.loads(data) for data in all_said]
-    return said[0]["told"], [Owner(**one["process"]) for one in said]
+    return said[0]["told"], [decode(Owner, one["process"]) for one in said]
 
 
 _sessions: dict[tuple[str, Group | None], Session] = {}

@@ -271,10 +271,25 @@ def holds_steps_of(repo: Repository, record: Repository) -> bool:
 
 def note_of(repo: Repository) -> dict[str, Any] | None:
     """The note of a near place, None where it has none. Raises IntegrityError where the note is damaged."""
+    where = f"{repo.url}/{NOTE}"
     try:
-        return records.decode("tier", repo.store.get(NOTE), f"{repo.url}/{NOTE}")
+        note = records.decode("tier", repo.store.get(NOTE), where)
     except NotFound:
         return None
+    records.read(_Note, note, where)
+    return note
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a note must hold."""
+
+    id: str
+    places: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.places:
+            raise ValueError("it names no place")
 
 
 def mend_marker(repo: Repository, tier: Tier) -> None:

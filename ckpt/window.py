@@ -26,6 +26,7 @@ from ckpt.arena import round_up
 from ckpt.claim import Owner, is_dead, this_process
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.leaves.base import Bytes
+from ckpt.storage.decode import decode
 from ckpt.storage.errors import GroupError
 from ckpt.storage.failpoints import failpoint
 
@@ -67,7 +68,7 @@ class Window:
         try:
             mine = {"fd": fd, "file": _identity(fd), "owner": asdict(this_process())}
             told = [json.loads(answer) for answer in group.all_gather(json.dumps(mine).encode())]
-            owners = [Owner(**answer["owner"]) for answer in told]
+            owners = [decode(Owner, answer["owner"]) for answer in told]
             maker, me = owners[0], owners[group.rank]
             memory = None
             if told[0]["fd"] is not None and maker.namespace == me.namespace:  # else the number is another process's

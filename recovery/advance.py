@@ -19,6 +19,7 @@ from ckpt.recovery.decide import Cause, Failure, choose, decide, suspects
 from ckpt.recovery.state import Draft
 from ckpt.recovery.stopping import Stop, next_stop
 from ckpt.recovery.straggle import FACTOR, stragglers
+from ckpt.storage.decode import decode
 from ckpt.storage.words import count
 
 _AHEAD_SECONDS = 0.5
@@ -269,8 +270,9 @@ def _stopping(
         )  # fmt: skip
         ranks = [rank for member in course.members for rank in range(member.first, member.first + member.count)]
         return _with_decision(view, _failure(view, _end_of(view, asked), ranks, why, reports, course.left_out))
-    told = asdict(_next_stop(Stop(**last.facts), reports))
-    return [Draft(last.attempt, "stop", last.text, told)] if told != last.facts else []
+    asked_before = decode(Stop, last.facts)
+    asked_now = _next_stop(asked_before, reports)
+    return [Draft(last.attempt, "stop", last.text, asdict(asked_now))] if asked_now != asked_before else []
 
 
 def _end_of(view: View, asked: Sequence[Report]) -> Cause:

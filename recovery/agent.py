@@ -21,7 +21,7 @@ from ckpt import tier
 from ckpt.recovery import course as courses
 from ckpt.recovery import host, launch, memories, memory, metrics
 from ckpt.recovery.accounts import Accounts
-from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen, report
+from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen, readable
 from ckpt.recovery.console import Console
 from ckpt.recovery.coordinator import Coordinator
 from ckpt.recovery.course import Course, Member, Spec
@@ -549,7 +549,7 @@ def _cut_off(course: Course, known: Mapping[str, Mapping[str, Any]]) -> list[Rep
     """The reports of the newest attempt, where the agents ended before one of them wrote what became of it."""
     if course.last is None or course.last.kind not in ("start", "stop"):
         return []
-    return [each for each in map(report, known.values()) if each.attempt == course.attempt]
+    return [each for each in readable(known).values() if each.attempt == course.attempt]
 
 
 def _shared_memory() -> str | None:

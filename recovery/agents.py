@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ckpt.pulse import Bad
-from ckpt.recovery.decide import Cause
+from ckpt.recovery.decide import WANTED, Cause
 from ckpt.recovery.ledger import Name
 from ckpt.recovery.state import State
 from ckpt.recovery.straggle import Pace
+from ckpt.storage.decode import Malformed, decode
+
+log = logging.getLogger("ckpt.run")
 
 LOST_SECONDS = 3.0
 """An agent that says nothing for so long is lost."""
@@ -117,16 +122,31 @@ class Report:
 
 
 def report(facts: Mapping[str, Any]) -> Report:
-    """From its facts. What a later version adds is passed over."""
-    known = {f.name: facts[f.name] for f in fields(Report) if f.name in facts}
-    if (wrong := known.get("wrong")) is not None:
-        bad = Bad(**wrong["bad"]) if wrong.get("bad") else None
-        known["wrong"] = Wrong(**{**wrong, "ranks": tuple(wrong["ranks"]), "bad": bad})
-    known["nodes"] = tuple(known.get("nodes", ()))
-    if known.get("slowest") is not None:
-        known["slowest"] = Slowest(**known["slowest"])
-    known["paces"] = tuple(Pace(**pace) for pace in known.get("paces", ()))
-    return Report(**known)
+    """From its facts. What a newer version adds is ignored. Raises Malformed."""
+    found = decode(Report, facts)
+    if not 0 <= found.leaving < signal.NSIG or not 0 <= found.port < 1 << 16:
+        raise Malformed(f"{found.leaving} is no signal, or {found.port} no port")
+    if found.wrong is not None and found.wrong.cause in WANTED:
+        raise Malformed(f"{found.wrong.cause!r} is nothing that goes wrong")
+    return found
+
+
+def readable(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Report]:
+    """The reports of all agents, by name. One that is malformed is passed over: a warning names it, once."""
+    found = {}
+    for name, facts in told.items():
+        try:
+            found[name] = report(facts)
+            if found[name].name != name:
+                raise Malformed(f"it is of {found.pop(name).name!r}")
+        except Malformed as error:
+            if name not in _warned:
+                _warned.add(name)
+                log.warning("the report of agent %s can't be read, and is passed over: %s", name, error)
+    return found
+
+
+_warned: set[str] = set()
 
 
 @dataclass(slots=True)
@@ -184,7 +204,7 @@ def listen(state: State, seconds: float = 3 * SAY_SECONDS) -> dict[str, Report]:
     """The agents that say something new while one listens for so long, or until all that are known have."""
     roll, until = Roll(), time.monotonic() + seconds
     while (now := time.monotonic()) < until:
-        told = {name: report(facts) for name, facts in state.reports().items()}
+        told = readable(state.reports())
         roll.hear(told, now)
         if len(roll.living()) == len(told):
             break

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from ckpt.recovery.advance import View, advance
-from ckpt.recovery.agents import Report, Roll, report
+from ckpt.recovery.agents import Report, Roll, readable
 from ckpt.recovery.course import Course
 from ckpt.recovery.state import Draft, State
 from ckpt.storage.failpoints import failpoint
@@ -72,7 +72,7 @@ class Coordinator:
         leads = course.leader == mine.name
         if not self._alone and now - self._listened >= (_LISTEN_SECONDS if leads else _GLANCE_SECONDS):
             self._listened = now
-            told = {name: report(facts) for name, facts in self._state.reports().items() if name != mine.name}
+            told = {name: said for name, said in readable(self._state.reports()).items() if name != mine.name}
             self._roll.hear(told, time.monotonic())
         me = {mine.name: mine}
         self._told = self._roll.living() | me

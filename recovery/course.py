@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt.cursor import Ranges
 from ckpt.interval import MTBF, mean_time_to_failure
-from ckpt.pulse import Bad
 from ckpt.recovery import memories
 from ckpt.recovery.agents import Report
 from ckpt.recovery.decide import WANTED, Budget, Failure, still_before, worth_waiting_seconds
 from ckpt.recovery.memories import Memory, Newest
 from ckpt.recovery.rollback import environment
 from ckpt.recovery.state import Draft, Entry
+from ckpt.storage.decode import decode
+
+log = logging.getLogger("ckpt.run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +135,14 @@ class Course:
         return self.over and self.last is not None and bool(self.last.facts.get("final"))
 
     def went_on(self, entries: Sequence[Entry]) -> Course:
-        """After some more entries."""
+        """After some more entries. One that does not follow from those before it is passed over, with a warning."""
         course = self
         for entry in entries:
-            course = _after(course, entry)
+            try:
+                course = _after(course, entry)
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+                log.warning("entry %d of the log of the run (%s) is passed over: %r", entry.number, entry.kind, error)
+                course = replace(course, number=entry.number)
         return course
 
 
@@ -151,14 +158,16 @@ def _after(course: Course, entry: Entry) -> Course:
     if entry.kind == "memory":
         memory = memories.from_facts(facts["memory"])
         return replace(course, memory=memory, home=course.over, other_job=course.other_job and len(memory) > 1)
+    _require_order(course, entry)
     course = replace(course, last=entry)
     if entry.kind == "run":
-        spec = Spec(**{**facts["spec"], "command": tuple(facts["spec"]["command"])})
+        spec = decode(Spec, facts["spec"])
         budget = Budget(spec.restarts, spec.restarts)
         same = course.spec is not None and course.spec.command == spec.command
         newest = course.newest
         if facts.get("cut_off") is not None:
-            cut_off = Failure("lost", (), "", -1, ran_seconds=0.0, **facts["cut_off"])
+            known = {**facts["cut_off"], "cause": "lost", "ranks": (), "detail": "", "step": -1, "ran_seconds": 0.0}
+            cut_off = decode(Failure, known)
             newest = newest.after(cut_off, _written(course), course.before is not None)
         return Course(
             entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget, memory=course.memory,
@@ -166,14 +175,12 @@ def _after(course: Course, entry: Entry) -> Course:
             other_job=bool(memories.named(course.memory)) and (course.other_job or not same),
         )  # fmt: skip
     if entry.kind == "start":
-        members = tuple(Member(**member) for member in facts["members"])
-        memory = memories.from_facts(facts["memory"])
+        members = tuple(decode(Member, member) for member in facts["members"])
+        memory = memories.from_facts(facts.get("memory", ()))
         anew = replace(course, slow={}, left_out="", came=None, awaited=(), restored=None)
         return replace(anew, attempt=entry.attempt, members=members, memory=memory)
     if entry.kind == "failure":
-        bad = Bad(**facts["bad"]) if facts.get("bad") else None
-        known = {f.name: facts[f.name] for f in fields(Failure) if f.name in facts}  # a later version may add some
-        failure = Failure(**{**known, "ranks": tuple(facts["ranks"]), "bad": bad, "detail": entry.text})
+        failure = decode(Failure, {**facts, "detail": entry.text})
         before = still_before(course.before, failure, course.budget)
         newest = course.newest.after(failure, _written(course), course.before is not None)
         return replace(course, failures=(*course.failures, failure), before=before, newest=newest)
@@ -188,6 +195,14 @@ def _after(course: Course, entry: Entry) -> Course:
 def _written(course: Course) -> Memory:
     """The memory that the attempt saves to."""
     return course.memory[0] if course.memory else Memory()
+
+
+def _require_order(course: Course, entry: Entry) -> None:
+    """Raise ValueError where the entries that must come before this one are missing, as they could not be read."""
+    if not course.members and entry.kind == "stop":
+        raise ValueError("nothing was started before it")
+    if not course.failures and entry.kind == "decision":
+        raise ValueError("nothing has failed before it")
 
 
 def _noted(course: Course, entry: Entry) -> Course:

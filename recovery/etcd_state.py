@@ -18,8 +18,10 @@ from typing import Any
 
 from ckpt.aggregator.etcd import parse_url
 from ckpt.aggregator.etcd_client import Etcd, Item
+from ckpt.recovery.entry_facts import read_entry
 from ckpt.recovery.signing import Signer, Unsigned, unchecked
 from ckpt.recovery.state import Draft, Entry, State, passed_over
+from ckpt.storage.decode import Malformed, read_json
 from ckpt.storage.errors import InvalidArgument, Refused
 
 log = logging.getLogger("ckpt.run")
@@ -59,12 +61,10 @@ class EtcdState(State):
         refused = 0
         while (item := found.pop(_key(folder, number := after + 1 + len(entries)), None)) is not None:
             try:
-                entries.append(_entry(number, self._checked(item)))
+                entries.append(read_entry(number, self._checked(item)))
             except Unsigned as error:
                 refused += 1
                 entries.append(passed_over(number, f"{error}. Look for who else writes to {item.key} in etcd"))
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                entries.append(passed_over(number, f"it can't be read ({error!r})"))
         for key in found:
             self._warn(key, "%s in etcd is no entry that follows the others: it is ignored")
         if refused and refused == len(entries) and not after:
@@ -89,11 +89,11 @@ class EtcdState(State):
         found = {}
         for item in self._etcd.range(folder):
             try:
-                facts = json.loads(self._checked(item))
+                facts = read_json(self._checked(item))
                 if not isinstance(facts, dict):
-                    raise ValueError(f"a {type(facts).__name__}")
+                    raise Malformed(f"it is a {type(facts).__name__}")
                 found[item.key.removeprefix(folder)] = facts
-            except ValueError as error:
+            except ValueError as error:  # Unsigned, Malformed
                 self._warn(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
         return found
 
@@ -123,8 +123,3 @@ class EtcdState(State):
 
 def _key(folder: str, number: int) -> str:
     return f"{folder}{number:012d}"
-
-
-def _entry(number: int, value: bytes) -> Entry:
-    at, attempt, kind, text, facts = json.loads(value)
-    return Entry(number, float(at), int(attempt), str(kind), str(text), dict(facts))

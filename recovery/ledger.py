@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from ckpt.storage.decode import Malformed, decode, read_json
+
 log = logging.getLogger("ckpt.run")
 
 Name = Literal["useful", "redo", "stall", "restore", "spawn", "detect", "stop", "decide", "wait"]
@@ -174,14 +176,12 @@ def lines_in(path: Path) -> list[Line]:
     """Those of one file; none where it is not there."""
     found = []
     try:
-        with path.open() as file:
+        with path.open("rb") as file:
             for text in file:
                 try:
-                    line = Line(**json.loads(text))
-                except (ValueError, TypeError):
+                    found.append(decode(Line, read_json(text)))
+                except Malformed:
                     continue
-                if line.name in NAMES:
-                    found.append(line)
     except FileNotFoundError:
         pass
     return found

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckpt.recovery.entry_facts import read_row
 from ckpt.recovery.report_files import ReportFiles
 from ckpt.recovery.state import Draft, Entry, State
 from ckpt.storage.errors import CkptError, Unavailable
@@ -86,10 +87,7 @@ class Record(State):
     def entries(self, after: int = 0) -> list[Entry]:
         query = "SELECT number, at, attempt, kind, text, facts FROM entries WHERE number > ? ORDER BY number"
         with self._told():
-            return [
-                Entry(number, at, attempt, kind, text, json.loads(facts))
-                for number, at, attempt, kind, text, facts in self._db.execute(query, (after,))
-            ]
+            return [read_row(*row) for row in self._db.execute(query, (after,))]
 
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
         now = time.time()

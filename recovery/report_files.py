@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt.storage.decode import Malformed, read_json
 from ckpt.storage.errors import Unavailable
 
 FOLDER = "agents"
@@ -33,8 +34,8 @@ class ReportFiles:
         try:
             paths = sorted(self._folder.glob("*.json"))
             for path in paths:
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    said = json.loads(path.read_bytes())
+                with contextlib.suppress(FileNotFoundError, Malformed):
+                    said = read_json(path.read_bytes())
                     if isinstance(said, dict):
                         found[path.name.removesuffix(".json")] = said
         except OSError as error:

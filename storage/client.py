@@ -14,6 +14,7 @@ import pyarrow.flight as flight
 from ckpt.storage import wire
 from ckpt.storage.access import Access, require_private
 from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name
+from ckpt.storage.decode import Malformed, decode
 from ckpt.storage.descriptors import DescriptorReader, told
 from ckpt.storage.device import Info
 from ckpt.storage.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable
@@ -31,6 +32,9 @@ _CHANGE_BYTES = 16 << 20
 """Values of registers in one call."""
 
 T = TypeVar("T")
+
+_INFO = ("identity", "used_bytes", "free_bytes", "state", "labels", "uploads")
+"""What an answer to info holds behind the version; a newer node may add some."""
 
 _DELETE_NAMES = 10_000
 _CONNECTIONS = 4
@@ -53,12 +57,18 @@ class NodeStore(Store):
 
     def info(self, seconds: float | None = None) -> Info:
         """Ask the node who it is and how it is."""
-        version, identity, used, free, state, labels, uploads = self.call("info", deadline=seconds)
+        answer = self.call("info", deadline=seconds)
+        if not isinstance(answer, list) or not answer:
+            raise Unavailable(f"{self.url} answers info with something else than this protocol; see whether it is a node")
+        version, *facts = answer
         if version != wire.VERSION:
             raise Unavailable(
                 f"{self.url} speaks version {version} of the protocol, this is {wire.VERSION}; install the same on both"
             )
-        return Info(identity, used, free, state, tuple((k, v) for k, v in labels), uploads)
+        try:
+            return decode(Info, dict(zip(_INFO, facts, strict=False)))
+        except Malformed as error:
+            raise Unavailable(f"{self.url} answers info with something else than this protocol: {error}") from error
 
     # --- objects -----------------------------------------------------------------------------------------------
 

@@ -95,8 +95,8 @@ def encode_error(error: CkptError) -> bytes:
 def decode_error(data: bytes) -> CkptError | None:
     """The error that the other side raised; None where it says none."""
     try:
-        kind, message = unpack(data)
-    except ValueError:
+        kind, message, *_ = map(str, unpack(data))
+    except (ValueError, TypeError):
         return None
     known = getattr(errors, kind, StoreError)
     return known(message) if isinstance(known, type) and issubclass(known, CkptError) else StoreError(message)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -203,12 +202,19 @@ def test_endpoints_are_tried_in_turn(server: EtcdProcess) -> None:
 
 
 @needs_etcd
-@pytest.mark.parametrize("value", ["", "[]", "{}", '{"address": "/etc"}', '{"address": 5}', '{"address": "h:1", "weight": ""}'])
-def test_a_value_that_is_nonsense(server: EtcdProcess, value: str) -> None:
-    key = {"key": b64encode(b"/ckpt/lab/known/h:1").decode(), "value": b64encode(value.encode()).decode()}
-    Etcd(server.endpoints)._call("kv/put", key)
-    with pytest.raises(StoreError, match="/ckpt/lab/known/h:1 in etcd can't be read"):
-        server.up()
+def test_a_value_that_is_nonsense_is_passed_over(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
+    client = Etcd(server.endpoints)
+    client.put("/ckpt/lab/known/h:2", b'{"address": "h:2", "added_later": [1]}')
+    values = ("", "[]", "{}", '{"address": "/etc"}', '{"address": 5}', '{"address": "h:1", "weight": ""}', "[" * 100_000)
+    for value in values:
+        client.put("/ckpt/lab/known/h:1", value.encode())
+        assert server.up() == {"h:2": False}
+    assert caplog.text.count("/ckpt/lab/known/h:1 in etcd can't be read, and is passed over") == len(values)
+    client.put("/ckpt/lab/known/h:1", b'{"address": "h:1"}')
+    client.put("/ckpt/lab/members/h:1", b"?")
+    assert server.up() == {"h:1": True, "h:2": False}, "what it said before counts"
+    with closing(announce(server.endpoints, "lab", "h:1", Facts("h:1"))):
+        assert etcd.members(server.endpoints, "lab")[0].facts == Facts("h:1"), "the node writes it again"
 
 
 @pytest.mark.parametrize(("status", "text"), [(404, "Not Found"), (200, "<html>"), (200, "[]"), (400, "{}")])

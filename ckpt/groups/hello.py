@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict, dataclass
 
 from ckpt.claim import Owner, alive, is_dead, started, this_process
+from ckpt.storage.decode import decode, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ def hello() -> Hello:
 def decoded(data: bytes | None) -> Hello | None:
     """What was said; None where that is gone, or says nothing."""
     try:
-        said = json.loads(data or b"")
+        said = read_json(data or b"")
         parent, since = said.pop("parent"), said.pop("parent_started")
-        return Hello(Owner(**said), parent, since)
+        return Hello(decode(Owner, said), parent, since)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

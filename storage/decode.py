@@ -1,0 +1,203 @@
+"""Checked dataclasses from data that somebody else wrote: decoded JSON or msgpack.
+
+A field that is unknown, as of a newer version, is ignored; one that is missing has its default. What is malformed (a field of
+another type, a missing one without default) raises Malformed, which says where. A reader reports it, and passes the record over
+where it can do without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_SHOWN = 60
+_MOST = 1 << 63
+"""Integers are of 64 bits: larger ones are in no record, and no page and no file takes them."""
+
+_Convert = Callable[[object], Any]
+
+
+class Malformed(ValueError):
+    """Data is not what a dataclass says. The message names the field."""
+
+    def __init__(self, what: str, *path: str) -> None:
+        self.what, self.path = what, path
+        super().__init__(f"{''.join(path).lstrip('.')} {what}" if path else what)
+
+    def within(self, step: str) -> Malformed:
+        """As the part `step` of a larger value."""
+        return Malformed(self.what, step, *self.path)
+
+
+def decode(kind: type[T], data: object) -> T:
+    """The dataclass `kind` of a mapping by field name. Raises Malformed.
+
+    Types may be str, bytes, int, bool, float (also of an int), None, Literal, dataclasses, unions, tuples, lists, sequences and
+    mappings of these, and Any. Lists and tuples are the same here, as JSON has only one of them.
+    """
+    try:
+        hashable: Any = kind  # mypy takes classes for unhashable
+        made: T = _converter(hashable)(data)
+    except Malformed as error:
+        raise error.within(f"{kind.__name__}") from None
+    return made
+
+
+def read_json(data: bytes | str) -> Any:
+    """What JSON says. Raises Malformed, whatever the bytes are."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"no JSON: {error}") from None
+
+
+@cache
+def _converter(kind: Any) -> _Convert:
+    """What makes a value of this type of decoded data. It raises Malformed."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any or kind is object:
+        return lambda data: data
+    if origin in (Union, UnionType):
+        return _union([_converter(each) for each in arguments])
+    if origin is Literal:
+        return _literal(arguments)
+    if is_dataclass(kind):
+        return _dataclass(kind)
+    if origin is tuple and (len(arguments) != 2 or arguments[1] is not Ellipsis):
+        return _fixed([_converter(each) for each in arguments])
+    if origin in (tuple, list, Sequence):
+        return _row(_converter(arguments[0]), list if origin is list else tuple)
+    if origin in (dict, Mapping):
+        return _mapping(*map(_converter, arguments))
+    return {int: _int, float: _float, NoneType: _none}.get(kind) or _plain(kind)
+
+
+def _dataclass(kind: Any) -> _Convert:
+    types = get_type_hints(kind)
+    converters = [(each.name, _converter(types[each.name]), _is_required(each)) for each in fields(kind)]
+
+    def convert(data: object) -> Any:
+        if not isinstance(data, Mapping):
+            raise _malformed("a mapping", data)
+        found = {}
+        for name, each, required in converters:
+            if name in data:
+                try:
+                    found[name] = each(data[name])
+                except Malformed as error:
+                    raise error.within(f".{name}") from None
+            elif required:
+                raise Malformed("is missing", f".{name}")
+        try:
+            return kind(**found)
+        except (ValueError, TypeError) as error:  # of __post_init__
+            raise Malformed(f"can't be: {error}") from error
+
+    return convert
+
+
+def _is_required(each: Any) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING
+
+
+def _union(converters: Sequence[_Convert]) -> _Convert:
+    def convert(data: object) -> Any:
+        if data is None and _none in converters:
+            return None
+        first = None
+        for each in converters:
+            try:
+                return each(data)
+            except Malformed as error:
+                first = first or error
+        raise first or _malformed("of any type", data)
+
+    return convert
+
+
+def _literal(values: Sequence[Any]) -> _Convert:
+    def convert(data: object) -> Any:
+        if any(type(data) is type(value) and data == value for value in values):
+            return data
+        raise _malformed("one of " + ", ".join(map(repr, values)), data)
+
+    return convert
+
+
+def _fixed(converters: Sequence[_Convert]) -> _Convert:
+    def convert(data: object) -> Any:
+        if not isinstance(data, list | tuple) or len(data) != len(converters):
+            raise _malformed(f"a list of {len(converters)}", data)
+        return tuple(_item(each, i, item) for i, (each, item) in enumerate(zip(converters, data, strict=True)))
+
+    return convert
+
+
+def _row(each: _Convert, made: type[Any]) -> _Convert:
+    def convert(data: object) -> Any:
+        if not isinstance(data, list | tuple):
+            raise _malformed("a list", data)
+        return made([_item(each, i, item) for i, item in enumerate(data)])
+
+    return convert
+
+
+def _mapping(key: _Convert, value: _Convert) -> _Convert:
+    def convert(data: object) -> Any:
+        if not isinstance(data, Mapping):
+            raise _malformed("a mapping", data)
+        return {_item(key, k, k): _item(value, k, v) for k, v in data.items()}
+
+    return convert
+
+
+def _item(each: _Convert, where: object, data: object) -> Any:
+    try:
+        return each(data)
+    except Malformed as error:
+        raise error.within(f"[{_shown(where)}]") from None
+
+
+def _int(data: object) -> Any:
+    if type(data) is int and -_MOST <= data < _MOST:  # not isinstance: True is no number
+        return data
+    raise _malformed("an integer of 64 bits", data)
+
+
+def _float(data: object) -> Any:
+    if type(data) is float:
+        return data
+    return float(_int(data))
+
+
+def _none(data: object) -> Any:
+    if data is None:
+        return None
+    raise _malformed("None", data)
+
+
+def _plain(kind: Any) -> _Convert:
+    def convert(data: object) -> Any:
+        if type(data) is kind:
+            return data
+        raise _malformed(getattr(kind, "__name__", str(kind)), data)
+
+    return convert
+
+
+def _malformed(wanted: str, data: object) -> Malformed:
+    return Malformed(f"is {_shown(data)}, not {wanted}")
+
+
+def _shown(data: object) -> str:
+    try:
+        text = repr(data)
+    except (ValueError, RecursionError):  # an int of too many digits
+        return f"a {type(data).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,353 @@
+"""Records that a newer version, a mistake or somebody else wrote: readers ignore what they do not know, report what is
+malformed, and go on. No record ends an agent, a node or a training with a raw error.
+
+Each test prints its seed; CKPT_SEED=… repeats it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+import ckpt
+from ckpt import claim, records, tier
+from ckpt.aggregator import caretaker, etcd, files, ring
+from ckpt.aggregator.etcd_client import Item
+from ckpt.aggregator.files import File, Head
+from ckpt.aggregator.placement import Spot
+from ckpt.groups import hello
+from ckpt.pulse import Bad
+from ckpt.recovery import course as courses
+from ckpt.recovery.advance import View, advance
+from ckpt.recovery.agents import Report, Slowest, Wrong, readable
+from ckpt.recovery.course import Course, Spec
+from ckpt.recovery.decide import Failure
+from ckpt.recovery.entry_facts import read_entry, read_row
+from ckpt.recovery.ledger import FILE, lines_in
+from ckpt.recovery.metrics import text
+from ckpt.recovery.straggle import Pace
+from ckpt.repository import MARKER, open_repository
+from ckpt.storage.device import Info
+from ckpt.storage.errors import CkptError, IntegrityError
+from ckpt.storage.registers import Value
+
+TIMES = 300
+STRANGE: Sequence[Any] = (
+    None, True, False, 0, -1, 1 << 62, 1 << 63, 10**30, 1.5, float("nan"), float("inf"), "", "x", "\0", "9" * 5000, [], [[]],
+    [None], {}, {"": None}, [1, 2, 3], ["a", "b"],
+)  # fmt: skip
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("CKPT_SEED") or random.randrange(1 << 32))
+    print(f"CKPT_SEED={seed}")
+    return random.Random(seed)
+
+
+def _places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container in a value with each key or index that it has."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield data, key
+        yield from _places(value)
+
+
+def _mutated(data: Any, rng: random.Random) -> Any:
+    """Some fields are of another type, missing, or new."""
+    data = copy.deepcopy(data)
+    for _ in range(rng.randint(1, 3)):
+        places = list(_places(data))
+        if not places or rng.random() < 0.03:
+            return rng.choice(STRANGE)
+        container, key = rng.choice(places)
+        what = rng.randrange(3)
+        if what == 0:
+            container[key] = copy.deepcopy(rng.choice(STRANGE))
+        elif what == 1:
+            del container[key]
+        elif isinstance(container, dict):
+            container[f"new-{rng.randrange(9)}"] = copy.deepcopy(rng.choice(STRANGE))
+        else:
+            container.insert(key, copy.deepcopy(rng.choice(STRANGE)))
+    return data
+
+
+def _with_new_fields(data: Any) -> Any:
+    """As a newer version writes it: every mapping has a field more."""
+    if isinstance(data, dict):
+        return {**{key: _with_new_fields(value) for key, value in data.items()}, "added_later": [1, {"a": None}]}
+    return [_with_new_fields(item) for item in data] if isinstance(data, list) else data
+
+
+def _bytes(data: Any, rng: random.Random) -> bytes:
+    """JSON, which may be cut, have a byte of another value, or be none at all."""
+    encoded = json.dumps(data).encode()
+    how = rng.randrange(12)
+    if how == 0:
+        return encoded[: rng.randrange(len(encoded) + 1)]
+    if how == 1:
+        return rng.randbytes(rng.randrange(40))
+    if how == 2:
+        return b"[" * 100_000
+    if how == 3 and encoded:
+        at = rng.randrange(len(encoded))
+        return encoded[:at] + rng.randbytes(1) + encoded[at + 1 :]
+    return encoded
+
+
+# --- the log of a run ------------------------------------------------------------------------------------------
+
+SPEC = Spec(("python", "train.py"), 2, 2, 1)
+
+
+def _agent(name: str, **more: Any) -> Report:
+    return Report(name, f"{name}-1", 0.0, 1, "/p", "/l", "10.0.0.1", 7000, **more)
+
+
+REPORT = _agent(
+    "a", attempt=0, doing="running", wrong=Wrong("diverged", (1,), "NaN", 0.5, Bad(7, "spike", 9.0, 3.0, 5)), heard=True,
+    step=3, slowest=Slowest(1, 3, 0.1, "step"), paces=(Pace(0, 1.0, 0.9, 1.0, False),), nodes=("10.0.0.1:7001",),
+    memory="ready", fresh="10.0.0.1:7001",
+)  # fmt: skip
+
+
+def _log() -> list[Any]:
+    """The rows of a run with an entry of each kind."""
+    living = {name: _agent(name) for name in "ab"}
+    drafts = [courses.run(0, "r", SPEC), courses.Draft(0, "lead", "a coordinates", {"name": "a"})]
+
+    def course() -> Course:
+        return Course().went_on([read_entry(i + 1, json.dumps(row).encode()) for i, row in enumerate(_rows(drafts))])
+
+    drafts += advance(View(course(), living, living, 1e9))
+    note = {"straggler": 1, "host": "a", "times": 2.5, "seconds": 0.1}
+    drafts.append(courses.Draft(0, "note", "rank 1 is slow", note))
+    drafts.append(courses.Draft(0, "note", "spares", {"spares": 1, "came": 2, "restored": 3, "left_out": ""}))
+    drafts.append(courses.Draft(0, "stop", "drain", {"step": 9, "agreed": False, "ahead": 2}))
+    drafts.append(courses.failed(0, Failure("diverged", (1,), "NaN", 7, 5, 30.0, "a", Bad(7, "spike", 9.0, 3.0, 5))))
+    drafts += advance(View(course(), living, living, 0.0))
+    drafts.append(courses.remembered(course(), course().memory[:1], "not needed any more"))
+    drafts += advance(View(course(), living, living, 1e9))
+    drafts.append(courses.Draft(1, "request", "drain", {}))
+    drafts.append(courses.Draft(1, "end", "all ranks have ended well", {"status": 0, "final": True}))
+    assert [draft.kind for draft in drafts].count("start") == 2
+    return _rows(drafts)
+
+
+def _rows(drafts: Sequence[courses.Draft]) -> list[Any]:
+    found: list[Any] = json.loads(json.dumps([[1e9, d.attempt, d.kind, d.text, d.facts] for d in drafts]))
+    return found
+
+
+def _follow(rows: Sequence[Any], rng: random.Random | None = None) -> Course:
+    """What an agent does with a log, up to each of its entries."""
+    entries = []
+    for i, row in enumerate(rows):
+        encoded = json.dumps(row).encode() if rng is None or rng.random() < 0.9 else _bytes(row, rng)
+        entries.append(read_entry(i + 1, encoded))
+        assert entries[-1].number == i + 1
+        course = Course().went_on(entries)
+        assert course.number == i + 1
+        if course.last is not None and course.spec is not None:
+            for living in ({"a": REPORT, "b": _agent("b", attempt=0, doing="over")}, {"b": _agent("b")}):
+                advance(View(course, living, living, 1e9, 1e9))
+    text(entries, {}, True)
+    return course
+
+
+def test_any_entry_of_a_log_may_be_malformed(rng: random.Random) -> None:
+    rows = _log()
+    for _ in range(TIMES // 2):
+        changed = list(rows)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(changed))
+            changed[at] = _mutated(changed[at], rng)
+        _follow(changed, rng)
+
+
+def test_rows_of_a_database_may_be_malformed(rng: random.Random) -> None:
+    for _ in range(TIMES):
+        at, attempt, kind, said, facts = rng.choice(_log())
+        row = [at, attempt, kind, said, json.dumps(facts)]
+        where = rng.randrange(len(row))
+        row[where] = rng.choice([*STRANGE, b"", b"[" * 100_000, _bytes(_mutated(facts, rng), rng)])
+        read_row(1, *row)
+
+
+def test_fields_that_a_newer_version_adds_to_entries_change_nothing() -> None:
+    def known(course: Course) -> dict[str, Any]:
+        return {k: v for k, v in asdict(course).items() if k != "last"}
+
+    rows = _log()
+    newer = [[*row[:4], _with_new_fields(row[4]), "added later"] for row in rows]
+    for i in range(1, len(rows) + 1):
+        assert known(_follow(newer[:i])) == known(_follow(rows[:i])), rows[i - 1]
+
+
+def test_an_entry_of_an_unknown_kind_is_passed_over_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    rows = _log()
+    at = next(i for i, row in enumerate(rows) if row[2] == "start") + 1
+    with caplog.at_level(logging.WARNING):
+        course = _follow([*rows[:at], [1e9, 0, "pause", "from the future", {"seconds": 3}]])
+    assert course.last is not None
+    assert course.last.kind == "start"
+    assert f"entry {at + 1} of the log of the run is passed over: its kind 'pause' is unknown" in caplog.text
+
+
+def test_reports_of_agents_may_be_malformed(rng: random.Random, caplog: pytest.LogCaptureFixture) -> None:
+    facts = json.loads(json.dumps(REPORT.facts()))
+    assert readable({"a": facts, "b": _agent("b").facts()}) == {"a": REPORT, "b": _agent("b")}
+    assert readable({"a": _with_new_fields(facts)}) == {"a": REPORT}
+    course = _follow(_log()[:3])
+    for _ in range(TIMES):
+        told = readable({"a": _mutated(facts, rng), "b": _agent("b").facts()})
+        assert told["b"] == _agent("b"), "the others are read all the same"
+        advance(View(course, told, told, 1e9, 1e9))
+    with caplog.at_level(logging.WARNING):
+        assert readable({"c": {**facts, "name": "a"}, "d": {**facts, "name": "d", "port": "x"}}) == {}
+    assert "agent c" in caplog.text
+    assert "Report.port is 'x'" in caplog.text
+
+
+def test_lines_of_a_ledger_may_be_malformed(rng: random.Random, tmp_path: Path) -> None:
+    line = {"at": 1e9, "name": "useful", "seconds": 2.0, "attempt": 0, "step": 3, "committed": 1, "since": 1.0}
+    path = tmp_path / FILE
+    for _ in range(TIMES):
+        good = [json.dumps(line).encode(), json.dumps(_with_new_fields(line)).encode()]
+        path.write_bytes(b"\n".join([good[0], _bytes(_mutated(line, rng), rng).replace(b"\n", b" "), good[1], b""]))
+        found = lines_in(path)
+        assert len(found) in (2, 3)
+        assert found[0] == found[-1]
+
+
+# --- a namespace -----------------------------------------------------------------------------------------------
+
+
+def test_announcements_may_be_malformed(rng: random.Random) -> None:
+    facts = {"address": "h:7070", "domain": "r1/h1", "weight": 2, "device": "d"}
+    key = "/ckpt/lab/known/h:7070"
+    whole = etcd.Facts("h:7070", "r1/h1", 2.0, "d")
+    assert etcd._facts(Item(key, json.dumps(_with_new_fields(facts)).encode(), 1)) == whole
+    for _ in range(TIMES):
+        etcd._facts(Item(key, _bytes(_mutated(facts, rng), rng), 1))
+
+
+def _packed(data: Any, rng: random.Random) -> bytes:
+    try:
+        encoded: bytes = msgpack.packb(data)
+    except (OverflowError, ValueError):
+        encoded = b"\xc1"
+    return encoded if rng.random() < 0.8 else encoded[: rng.randrange(len(encoded) + 1)] + rng.randbytes(rng.randrange(3))
+
+
+def test_records_of_a_namespace_may_be_malformed(rng: random.Random) -> None:
+    spots = tuple(Spot(name, ("r", name)) for name in "abc")
+    members = msgpack.unpackb(ring.encode(ring.Ring(1, spots, 1, "n")).head)
+    stored = files.encode(File(Head("file", 3, 1.0, 1.0, "v", ()), data=b"abc"))
+    head, body = msgpack.unpackb(stored.head), msgpack.unpackb(stored.body)
+    for _ in range(TIMES):
+        caretaker._holder(_packed(_mutated(["me", 3], rng), rng))
+        for read in (
+            partial(ring.decode, Value(_packed(_mutated(members, rng), rng))),
+            partial(files.decode, "/a", Value(_packed(_mutated(head, rng), rng), stored.body)),
+            partial(files.decode, "/a", Value(stored.head, _packed(_mutated(body, rng), rng))),
+        ):
+            _reads_or_refuses(read)
+    assert caretaker._holder(msgpack.packb(["me", 3, "added later"])) == caretaker._Holder("me", 3)
+
+
+def _reads_or_refuses(read: Callable[[], object]) -> None:
+    try:
+        read()
+    except CkptError:
+        pass
+
+
+# --- a repository ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a save has written: the content of its records."""
+
+    commit: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> _Saved:
+    folder = tmp_path_factory.mktemp("saved")
+    with ckpt.Checkpointer(folder) as ck:
+        ck.save(1, {"a": b"x"})
+        ck.wait()
+        generation = json.loads((folder / "generations/00000001.json").read_bytes())
+    commit = json.loads(next(folder.rglob("commit.json")).read_bytes())
+    return _Saved(*({k: v for k, v in each.items() if k not in ("digest", "kind", "format")} for each in (commit, generation)))
+
+
+def test_commit_records_may_be_malformed(rng: random.Random, saved: _Saved) -> None:
+    whole = records.decode_commit(records.encode("commit", dict(saved.commit)), "here")
+    assert records.decode_commit(records.encode("commit", _with_new_fields(saved.commit)), "here") == whole
+    for _ in range(TIMES):
+        changed = _mutated(saved.commit, rng)
+        for data in (_record("commit", changed), _bytes(changed, rng)):
+            _reads_or_refuses(partial(records.decode_commit, data, "here"))
+
+
+def test_who_writes_a_repository_may_be_malformed(rng: random.Random, saved: _Saved, tmp_path: Path) -> None:
+    repo = open_repository(tmp_path)
+    repo.ensure()
+    name = "generations/00000001.json"
+    repo.store.put(name, records.encode("generation", _with_new_fields(saved.generation)))
+    owner = claim._owner(repo, 1)
+    assert owner == claim.Owner(**saved.generation["owner"]), "else a newer version's process would count as gone"
+    for _ in range(TIMES):
+        changed = _mutated(saved.generation, rng)
+        if isinstance(changed, dict):
+            repo.store.put(name, records.encode("generation", changed))
+            claim._owner(repo, 1)
+        hello.decoded(_bytes(_mutated({**saved.generation["owner"], "parent": 1, "parent_started": "2"}, rng), rng))
+    newer = {**saved.generation["owner"], "parent": 1, "parent_started": "2", "added_later": 1}
+    assert hello.decoded(json.dumps(newer).encode()) == hello.Hello(owner, 1, "2")
+
+
+def test_the_marker_of_a_repository_and_the_note_of_a_tier_may_be_malformed(rng: random.Random, tmp_path: Path) -> None:
+    repo = open_repository(tmp_path)
+    repo.ensure()
+    identity = repo.identity()
+    note = {"id": identity, "places": ["/a", "/b"]}
+    for _ in range(TIMES // 3):
+        repo.store.put(MARKER, _record("repository", _mutated({"id": identity}, rng)))
+        _reads_or_refuses(repo.identity)
+        repo.store.put(tier.NOTE, _record("tier", _mutated(note, rng)))
+        try:
+            found = tier.note_of(repo)
+            assert found is not None
+            assert found["places"][-1] + found["id"]
+        except IntegrityError:
+            pass
+    repo.store.put(tier.NOTE, _record("tier", _with_new_fields(note)))
+    assert tier.note_of(repo) is not None
+
+
+def _record(kind: str, body: Any) -> bytes:
+    return records.encode(kind, body) if isinstance(body, dict) else b"[]"
+
+
+def test_what_a_node_says_of_itself_may_have_more() -> None:
+    from ckpt.storage.decode import decode
+
+    facts = {"identity": "i", "used_bytes": None, "free_bytes": 3, "state": "serving", "labels": [["rack", "r1"]], "uploads": 0}
+    assert decode(Info, _with_new_fields(facts)) == Info("i", None, 3, "serving", (("rack", "r1"),), 0)
