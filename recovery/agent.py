@@ -214,7 +214,7 @@ class Agent:
             self._status = int(course.last.facts["status"])
             self._say(f"the run has ended: {course.last.text}; to begin another, give --again")
             return True
-        if course.number == 0 and self._keeper is not None and (nodes := nodes_with_objects(self._keeper.folder)):
+        if course.last is None and self._keeper is not None and (nodes := nodes_with_objects(self._keeper.folder)):
             raise CkptError(
                 f"the log of the run is empty, and {nodes[0]} holds steps of a run: the log was lost, or this is another "
                 "--state. Give the --state of that run, or another --run-dir; if nobody needs these steps, remove "

@@ -67,10 +67,10 @@ class EtcdState(State):
                 entries.append(passed_over(number, f"{error}. Look for who else writes to {item.key} in etcd"))
         for key in found:
             self._warn(key, "%s in etcd is no entry that follows the others: it is ignored")
-        if refused and refused == len(entries) and not after:
+        if refused and not after and (refused == len(entries) or not self._signer.signs):
             raise Refused(
-                f"the log of the run in {folder} has {len(entries)} entries, and none was written with the token of this job "
-                f"({entries[0].text}). Give the token of that run, or another NAME in --state"
+                f"the log of the run in {folder} is of a job with another token: of {len(entries)} entries {refused} can't be "
+                "trusted. Give the token of that run (--token-file, CKPT_TOKEN_FILE), or another NAME in --state"
             )
         return entries
 

@@ -71,12 +71,17 @@ def _of_record(entries: Sequence[Entry], up: bool) -> list[_Family]:
 
 def _slow(entries: Sequence[Entry]) -> list[tuple[_Labels, float]]:
     """Those of the attempt under way."""
-    found = [e.facts for e in entries if e.kind == "note" and "straggler" in e.facts and e.attempt == entries[-1].attempt]
+    found = [e.facts for e in entries if e.kind == "note" and "straggler" in e.facts and e.attempt == _attempt(entries)]
     return [({"rank": str(facts["straggler"]), "host": facts["host"]}, facts["times"]) for facts in found]
 
 
 def _last(entries: Sequence[Entry]) -> list[tuple[_Labels, float]]:
-    return [({}, entries[-1].attempt)] if entries else []
+    return [({}, _attempt(entries))] if entries else []
+
+
+def _attempt(entries: Sequence[Entry]) -> int:
+    """The attempt under way, or the last one. What was passed over in the log says none."""
+    return max((entry.attempt for entry in entries), default=0)
 
 
 def _of_ledger(seconds: Mapping[str, float]) -> list[_Family]:

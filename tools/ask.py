@@ -21,7 +21,7 @@ from ckpt.tools.common import emit
 if TYPE_CHECKING:
     from ckpt.recovery.agents import Report
     from ckpt.recovery.course import Course
-    from ckpt.recovery.state import Entry
+    from ckpt.recovery.state import Entry, State
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -158,7 +158,7 @@ def drain(run_dir: Path, state: str | None) -> int:
     _require_run(run_dir, state)
     opened = open_state(run_dir, state)
     while True:
-        course = Course().went_on(_entries(run_dir, state))
+        course = Course().went_on(_all_entries(opened, run_dir, state))  # as an agent reads them: its token must fit
         if why_not := _why_not(course, {} if course.over else _living(run_dir, state)):
             raise CkptError(why_not)
         if opened.append(course.number, [Draft(course.attempt, "request", "drain", {})]):
@@ -310,8 +310,13 @@ def _entries(run_dir: Path, state: str | None) -> list[Entry]:
 
     _require_run(run_dir, state)
     opened = open_state(run_dir, state, read_only=True)
-    entries = opened.entries()
+    entries = _all_entries(opened, run_dir, state)
     opened.close()
+    return entries
+
+
+def _all_entries(opened: State, run_dir: Path, state: str | None) -> list[Entry]:
+    entries = opened.entries()
     if not entries:
         raise CkptError(f"the run in {state or run_dir} has not begun")
     return entries

@@ -76,6 +76,15 @@ def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monk
         assert [sorted(hosts) for hosts in starts(log)] == [["a", "b"]]
         assert [(log[number - 1].kind, log[number - 1].facts) for number in forged] == [("note", {})] * 2
         assert not list(tmp_path.rglob("at-1-*"))
+
+        monkeypatch.delenv("CKPT_TOKEN")
+        refused = job.ask("drain")
+        assert refused.returncode == 1
+        assert "Give the token of that run" in refused.stderr, "an unsigned request would be passed over"
+        assert "was not checked, as there is no token" in job.ask("why").stderr
+        monkeypatch.setenv("CKPT_TOKEN", TOKEN)
+        assert job.ask("drain").returncode == 0
+        job.ends("a", "b")
     finally:
         job.close()
 
@@ -91,7 +100,7 @@ def test_an_entry_counts_only_in_its_place(server: EtcdProcess) -> None:
     assert [entry.text[:8] for entry in state.entries()] == ["first", "second", "entry 3 "]
     assert state.append(3, [Draft(0, "note", "fourth")]), "what is passed over has its number"
     assert state.entries(3)[0].text == "fourth"
-    with pytest.raises(Refused, match="none was written with the token of this job"):
+    with pytest.raises(Refused, match="is of a job with another token"):
         EtcdState(f"etcd://{server.endpoint.removeprefix('http://')}/other", TOKEN).entries()
 
 
@@ -114,7 +123,7 @@ def test_keys_that_no_agent_writes_are_ignored(server: EtcdProcess, caplog: pyte
 def test_who_has_another_token_or_none_takes_no_part(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
     assert _state(server).append(0, [Draft(0, "note", "first")])
     for token in ("another token, which is long enough, too", None):
-        with pytest.raises(Refused, match="Give the token of that run, or another NAME"):
+        with pytest.raises(Refused, match="Give the token of that run .*, or another NAME"):
             _state(server, token).entries()
     with caplog.at_level(logging.WARNING):
         assert [entry.text for entry in _state(server, None, read_only=True).entries()] == ["first"]
