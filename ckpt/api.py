@@ -35,18 +35,18 @@ from ckpt.write import save as run_save
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None,
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
     digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None,
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, which is made if it is not there.
 
@@ -68,7 +68,9 @@ def save(
         environment says (RANK and WORLD_SIZE …). Every rank of the group must call.
     timeout: seconds that a step waits for the slowest rank; not the first save of a group, for all to come: that has 600 s, or
         the timeout of the torch process group.
-    verify_replicas: let every rank digest all that it holds, and refuse the step where copies differ.
+    verify_replicas: which bytes ranks compare of arrays that should be equal copies; a step whose copies differ is refused.
+        None: all of small plain arrays, a sample of larger ones. True: everything that several ranks hold, which reads the
+        state once more. False: nothing; of copies that differ the step then has a mixture.
 
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
     changed then.

@@ -91,7 +91,7 @@ class Checkpointer:
         in_flight: int = 1,
         group: Any = "auto",
         timeout: float = TIMEOUT_SECONDS,
-        verify_replicas: bool = False,
+        verify_replicas: bool | None = None,
         tiers: Sequence[Tier] = (),
     ) -> None:
         every, tiers = checked_every(every), checked_tiers(tiers)

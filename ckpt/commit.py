@@ -15,7 +15,7 @@ from ckpt import manifest, parts, publication
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
 from ckpt.complete import note_complete
-from ckpt.copies import Copies
+from ckpt.copies import Digests
 from ckpt.digest import digest
 from ckpt.options import Options
 from ckpt.quiet import collector_paused
@@ -45,14 +45,14 @@ class Committer:
     """Of one attempt at one step."""
 
     def __init__(
-        self, session: Session, attempt: Attempt, step: int, options: Options, flat: Flat, copies: Copies | None
+        self, session: Session, attempt: Attempt, step: int, options: Options, flat: Flat, digests: Digests
     ) -> None:
         self._session = session
         self._attempt = attempt
         self._step = step
         self._options = options
         self._flat = flat
-        self._copies = copies
+        self._digests = digests
         self._stretch = session.lineage.begin(step)
         self._group = session.group
         self._store = session.repo.store
@@ -93,7 +93,7 @@ class Committer:
         """Leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
         repo, claim, attempt, timeout = self._session.repo, self._session.claim, self._attempt, self._options.timeout
         with collector_paused():
-            said = parts.part_metadata(self._tree, self._flat, packs, written, claim, self._copies)
+            said = parts.part_metadata(self._tree, self._flat, packs, written, claim, self._digests)
             data = write_part(rows, {**extra, **said})
         self._offered = True
         parts.publish(self._store, attempt, data)

@@ -1,7 +1,9 @@
 """Whether the copies of a shard are copies. Each rank says what it holds, the committer compares.
 
-Dtype and shape are compared always: of a small array one rank writes all, and the rows say nothing of what others hold. Bytes
-on request, since every rank then reads all of its state once more before the save returns.
+Dtype and shape are compared always: of a small array one rank writes all, and the rows say nothing of what others hold. Of the
+bytes a sample by default (replica_samples.py): equal names do not make equal copies, and ranks that each write their share of
+arrays that differ would store a mixture that none of them had. All bytes on request (`verify_replicas=True`), since every rank
+then reads all of its state once more before the save returns.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from ckpt.digest import checksum, digest
 from ckpt.groups.base import ranks_text
 from ckpt.leaves.base import ArrayLeaf, Bytes
 from ckpt.plan import LeafSpec
+from ckpt.replica_samples import Samples, packed, samples_of, unpacked
 from ckpt.shard import Box, whole
 from ckpt.storage.errors import StepRefused
 from ckpt.tree import Flat
@@ -170,6 +173,28 @@ Copies = list[tuple[str, list[int], list[int], str]]
 """Name, offset, shape and digest of each shard of which there are several copies."""
 
 
+class Digests(NamedTuple):
+    """What a rank publishes of the bytes of its copies."""
+
+    verify: bool | None
+    """The option `verify_replicas`: everything, nothing, or a sample (None)."""
+    copies: Copies
+    samples: Samples
+
+    def metadata(self, flat: Flat) -> dict[str, str]:
+        """For the rank's part of the step. Ranks that hold the same bytes have the same text."""
+        return {
+            "verify": json.dumps(self.verify),
+            "copies": json.dumps(self.copies),
+            "samples": base64.b64encode(packed(self.samples, (name for name, _ in _uncertain(flat)))).decode(),
+        }
+
+
+def digests_of(flat: Flat, specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf], verify: bool | None) -> Digests:
+    """Read now what the option asks for."""
+    return Digests(verify, digest_copies(specs, leaves) if verify else [], samples_of(flat) if verify is None else {})
+
+
 def digest_copies(specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf]) -> Copies:
     """What this rank holds of shards that others hold as well."""
     found = []
@@ -203,3 +228,30 @@ def compare(told: Sequence[tuple[int, Copies]]) -> None:
 
 def _where(box: Box) -> str:
     return "" if not any(box.offset) else f" at {list(box.offset)} of shape {list(box.shape)}"
+
+
+def require_equal(told: Mapping[tuple[str, str], Sequence[int]]) -> None:
+    """Raise StepRefused where ranks have arrays of one name whose samples differ. told: what `describe` gave with the text of
+    the samples, and the ranks that published both."""
+    if len(told) < 2:  # the usual case: all ranks hold the same
+        return
+    found: dict[str, dict[bytes, list[int]]] = {}
+    for (described, text), ranks in told.items():
+        for name, one in unpacked(base64.b64decode(text), [name for name, _, _ in _told(described)]).items():
+            found.setdefault(name, {}).setdefault(one, []).extend(ranks)
+    differing = [f"leaf {name} holds other bytes on {_apart(by.values())}" for name, by in found.items() if len(by) > 1]
+    if differing:
+        more = f" and {len(differing) - _NAMED} more leaves" if len(differing) > _NAMED else ""
+        raise StepRefused(
+            f"{', '.join(differing[:_NAMED])}{more}; arrays of one name must be equal copies on all ranks. Declare what "
+            "each rank has for itself, such as its experts, with ckpt.PerRank, and parts of one array with ckpt.Shard; for the "
+            "buffers of a torch module put the module itself in the state instead of its state_dict(), so that they come from "
+            "rank 0; find out where copies that should be equal drifted apart. verify_replicas=False saves a mixture of what "
+            "the ranks hold, without this comparison"
+        )
+
+
+def _apart(holders: Collection[Sequence[int]]) -> str:
+    """Which ranks hold something else than the first one."""
+    first, *others = sorted(sorted(ranks) for ranks in holders)
+    return f"{ranks_text(sorted(rank for ranks in others for rank in ranks))} than on {ranks_text(first)}"

@@ -26,8 +26,8 @@ class Options:
     """Leaves that nobody changes before `SaveHandle.staged` is set."""
     timeout: float = parts.TIMEOUT_SECONDS
     """Seconds to wait for the other ranks of a group."""
-    verify_replicas: bool = False
-    """Digest the copies of a shard that other ranks hold, so that the committer can compare them."""
+    verify_replicas: bool | None = None
+    """Digest the copies of a shard that other ranks hold, so that the committer can compare them; None: a sample of them."""
     propose: Callable[[], int] | None = None
     """The step to save next, asked at the commit by rank 0."""
 
@@ -37,5 +37,6 @@ class Options:
         checked_bytes("memory", self.memory)
         checked_seconds("timeout", self.timeout)
         check_switch("overwrite", self.overwrite)
-        check_switch("verify_replicas", self.verify_replicas)
+        if self.verify_replicas is not None:
+            check_switch("verify_replicas", self.verify_replicas)
         positive("in_flight", self.in_flight, "a positive number of saves")

@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt import arrow, records
 from ckpt.claim import Attempt, Claim
-from ckpt.copies import Copies, agreed, compare, describe, lacking, sharers
+from ckpt.copies import Copies, Digests, agreed, compare, describe, lacking, require_equal, sharers
 from ckpt.digest import digest
 from ckpt.groups.base import Group, ranks_text
 from ckpt.pack import lengths
@@ -81,7 +81,7 @@ class Whole:
 
 
 def part_metadata(
-    tree: bytes, flat: Flat, packs: Mapping[str, int], written_bytes: int, claim: Claim, copies: Copies | None
+    tree: bytes, flat: Flat, packs: Mapping[str, int], written_bytes: int, claim: Claim, digests: Digests
 ) -> dict[str, str]:
     """What a part carries beside its rows."""
     return {
@@ -91,7 +91,7 @@ def part_metadata(
         "packs": json.dumps(dict(packs)),
         "written_bytes": str(written_bytes),
         "world_size": str(claim.size),
-        **({} if copies is None else {"copies": json.dumps(copies)}),
+        **digests.metadata(flat),
     }
 
 
@@ -284,7 +284,9 @@ def _put_together(repo: Repository, listed: Sequence[Listed]) -> Whole:
     sizes: dict[str, int] = {}
     held: dict[str, int] = {}
     sharing: dict[str, list[int]] = {}
+    verify: dict[str, list[int]] = {}
     copies: list[tuple[int, Copies]] = []
+    samples: dict[tuple[str, str], list[int]] = {}
     for part, table in zip(listed, tables, strict=True):
         said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
         if said["tree"] in told:
@@ -297,16 +299,18 @@ def _put_together(repo: Repository, listed: Sequence[Listed]) -> Whole:
         sizes.setdefault(said["world_size"], part.rank)
         held.setdefault(said["held"], part.rank)
         sharing.setdefault(said["sharers"], []).append(part.rank)
-        if "copies" in said:
-            copies.append((part.rank, json.loads(said["copies"])))
+        verify.setdefault(said.get("verify", "false"), []).append(part.rank)
+        copies.append((part.rank, json.loads(said.get("copies", "[]"))))
+        samples.setdefault((said["held"], said.get("samples", "")), []).append(part.rank)
     ranks = [part.rank for part in listed]
     _require_one("digests by", algorithms)
     _require_one("counts its group as", sizes)
-    _require_all_verify([rank for rank, _ in copies], ranks)
+    _require_all_verify(verify)
     known = agreed(held)
     compare(copies)
     if cause := lacking(sharing, lambda names: _storing(names, ranks, tables)):  # first, for a gap may be of any leaf
         raise StepRefused(cause)
+    require_equal(samples)
     table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
     tree = settle(merge_trees(list(told.values())), _leaf_names(table))
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
@@ -334,13 +338,12 @@ def _require_one(what: str, told: dict[str, int]) -> None:
         raise StepRefused(f"rank {first} {what} {a}, rank {second} {b}; every rank must save with the same options")
 
 
-def _require_all_verify(those: Sequence[int], ranks: Sequence[int]) -> None:
-    """Copies are compared where every rank has digested its own, or nowhere."""
-    if those and (others := [rank for rank in ranks if rank not in set(those)]):
-        raise StepRefused(
-            f"verify_replicas=True on {ranks_text(those)}, False on {ranks_text(others)}; every rank must save with the same "
-            "options"
-        )
+def _require_all_verify(verify: Mapping[str, Sequence[int]]) -> None:
+    """Copies are compared where every rank has digested its own in the same way."""
+    if len(verify) > 1:
+        options = sorted(verify.items(), reverse=True)
+        chosen = ", ".join(f"{json.loads(option)} on {ranks_text(ranks)}" for option, ranks in options)
+        raise StepRefused(f"verify_replicas={chosen}; every rank must save with the same options")
 
 
 def _storing(names: Collection[str], ranks: Sequence[int], tables: Sequence[pa.Table]) -> dict[str, set[int]]:

@@ -23,7 +23,7 @@ from ckpt.arena import Arena, ArenaClosed, Region, round_up
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
 from ckpt.commit import Committer
-from ckpt.copies import digest_copies
+from ckpt.copies import digests_of
 from ckpt.digest import checksum, digest_and_cells, require
 from ckpt.groups.base import Group, different_steps
 from ckpt.handle import SaveHandle
@@ -178,8 +178,9 @@ class _Save:
         self._names = [h.name for h in held]
         self._sharded = any(h.part is not None for h in held)
         specs = specs_of(flat, held, options.codec, session.group)
-        copies = digest_copies(specs, self._leaves) if options.verify_replicas and session.group.size > 1 else None
-        self.committer = Committer(session, attempt, handle.step, options, flat, copies)
+        verify = options.verify_replicas if session.group.size > 1 else False
+        digests = digests_of(flat, specs, self._leaves, verify)
+        self.committer = Committer(session, attempt, handle.step, options, flat, digests)
         self._blocks, self._layout = plan(specs)
         self._tuner = codec.tuner(self._store.url)
         self._began = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
@@ -54,10 +54,14 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors themselves, not copies, by name. Changes nothing: a fresh optimizer has no state."""
-        found: dict[str, Any] = {"model": self._models_state()}
+        buffers = {name.removeprefix("model.") for name in self.buffer_names()}
+        model = self._models_state()
+        found: dict[str, Any] = {"model": {
+            name: self._held(value, True) if name in buffers else _each(value, self._held) for name, value in model.items()
+        }}  # fmt: skip
         if self._optimizers:
-            found["optimizer"] = self._optimizers_state()
-        return cast("dict[str, Any]", _each(found, self._held))
+            found["optimizer"] = _each(self._optimizers_state(), self._held)
+        return found
 
     def buffer_names(self) -> list[str]:
         """The names of the buffers in `state_dict`: they may differ between ranks that hold equal parameters."""
@@ -186,8 +190,11 @@ class ModelState:
             made = torch.zeros_like(parameter, dtype=made.dtype, requires_grad=False)
         return self._held(made)
 
-    def _held(self, value: Any) -> Any:
-        """A tensor, with those who hold copies of it where neither it nor the rules for plain arrays tell."""
+    def _held(self, value: Any, whole: bool = False) -> Any:
+        """A tensor, with those who hold copies of it where neither it nor the rules for plain arrays tell.
+
+        whole: the copies may differ, so that the first rank stores all of its own.
+        """
         import torch
 
         if not isinstance(value, torch.Tensor):
@@ -196,23 +203,24 @@ class ModelState:
         if not hasattr(value, "device_mesh"):
             if auto:
                 return value
-            return _Held(value, [value], value.shape, [(0,) * value.dim()], _ranks(self._group))
+            return _Held(value, [value], value.shape, [(0,) * value.dim()], _ranks(self._group), whole)
         from ckpt.leaves import dtensor
 
         ranks = dtensor.copies(value, range(torch.distributed.get_world_size()) if auto else _ranks(self._group))
         parts = [] if ranks is None else dtensor.as_leaf(value).parts() or []
         if ranks is None or not parts:
             return value
-        return _Held(value, [p.leaf.value for p in parts], value.shape, [p.box.offset for p in parts], ranks)
+        return _Held(value, [p.leaf.value for p in parts], value.shape, [p.box.offset for p in parts], ranks, whole)
 
 
 class _Held(Shard):
     """A tensor or DTensor of which these ranks, this one among them, hold copies of the part that this one has."""
 
     def __init__(
-        self, tensor: Any, local: list[Any], shape: Sequence[int], offset: list[tuple[int, ...]], ranks: tuple[int, ...]
-    ) -> None:
-        super().__init__(local, shape, offset, replica=Replica(ranks.index(_rank()), len(ranks), ranks))
+        self, tensor: Any, local: list[Any], shape: Sequence[int], offset: list[tuple[int, ...]], ranks: tuple[int, ...],
+        whole: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(local, shape, offset, replica=Replica(ranks.index(_rank()), len(ranks), ranks, whole))
         self.tensor = tensor
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.shard import ONLY, Box, Replica
+from ckpt.shard import ONLY, Box, Replica, whole
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,6 +41,28 @@ class Memory(NamedTuple):
 
 new_memory: Callable[[tuple[Any, ...]], Memory] = partial(tuple.__new__, Memory)
 """Memory of all its fields, in half the time: every leaf of a state has one."""
+
+
+class Elements(NamedTuple):
+    """Some elements of an array in C order: runs of equal length at equal distances."""
+
+    runs: int
+    run: int
+    """Elements of each run."""
+    stride: int
+    """Elements from the beginning of one run to that of the next."""
+    stride_bytes: int
+    run_type: np.dtype[Any]
+    """A run as one numpy element."""
+
+    def of(self, data: Bytes) -> bytes:
+        """Those elements of the bytes of an array."""
+        return np.ndarray((self.runs,), self.run_type, data, 0, (self.stride_bytes,)).tobytes()
+
+    def index(self) -> npt.NDArray[np.int64]:
+        """The numbers of the elements."""
+        starts = np.arange(self.runs, dtype=np.int64)[:, np.newaxis] * self.stride
+        return np.asarray(starts + np.arange(self.run, dtype=np.int64)).reshape(-1)
 
 
 class ArrayLeaf(ABC):
@@ -99,6 +121,20 @@ class ArrayLeaf(ABC):
     def parts(self) -> list[Part] | None:
         """The shards of a global array that this leaf stands for; None where it is all there, in this memory."""
         return None
+
+    def copy_of_all(self) -> ArrayLeaf | None:
+        """The leaf with all elements of the array, where other ranks with this name should have an equal copy; else None."""
+        return self if self.parts() is None else None
+
+    @classmethod
+    def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
+        """The bytes of some elements of leaves of this class, for each leaf."""
+        found = []
+        for leaf, elements in leaves:
+            data = np.empty(leaf.nbytes, np.uint8)
+            leaf.read(whole(leaf.shape), data)
+            found.append(elements.of(data))
+        return found
 
     def finish(self) -> Any:
         """The user's object, after a load has written all of it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ckpt.dtypes import dtype_name, numpy_dtype
-from ckpt.leaves.base import ArrayLeaf, Bytes, Memory, new_memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory, new_memory
 from ckpt.shard import Box
 
 
@@ -24,6 +25,10 @@ class HostLeaf(ArrayLeaf):
 
     def write(self, box: Box, data: Bytes) -> None:
         np.copyto(self.array[_index(box)], data.view(self.array.dtype).reshape(box.shape))
+
+    @classmethod
+    def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
+        return [leaf.array.flat[elements.index()].tobytes() for leaf, elements in leaves]
 
     def memory(self) -> Memory | None:
         array = self.array

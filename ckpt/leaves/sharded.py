@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from ckpt.leaves.base import ArrayLeaf, Bytes, Part
-from ckpt.shard import Box, Replica, flat_boxes
+from ckpt.shard import Box, Replica, flat_boxes, whole
 from ckpt.storage.errors import InvalidArgument
 
 
@@ -38,6 +38,8 @@ class Shard:
         self.local = local
         self.global_shape = _numbers(global_shape, "global_shape")
         self.flat = None if flat is None else operator.index(flat)
+        if not isinstance(replica, Replica) and (not isinstance(replica, (tuple, list)) or len(replica) != 2):
+            raise InvalidArgument(f"Shard: replica={replica!r}: use (i, n) for copy i of n")
         self.replica = Replica(*replica)
         if not 0 <= self.replica.number < self.replica.of:
             raise InvalidArgument(f"Shard: replica={tuple(replica)[:2]}: use (i, n) with 0 <= i < n")
@@ -83,6 +85,12 @@ class ShardedLeaf(ArrayLeaf):
 
     def parts(self) -> list[Part]:
         return self._parts
+
+    def copy_of_all(self) -> ArrayLeaf | None:
+        if len(self._parts) != 1 or not isinstance(self.value, Shard):  # else a framework describes its copies
+            return None
+        leaf, box, replica = self._parts[0]
+        return leaf if replica.of > 1 and not replica.whole and box == whole(self.shape) else None
 
     def read(self, box: Box, out: Bytes) -> None:
         raise AssertionError("a sharded leaf is read through its parts")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ckpt.leaves.base import ArrayLeaf, Bytes, Memory, new_memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory, new_memory
 from ckpt.leaves.host import HostLeaf, flat_bytes
 from ckpt.shard import Box, contiguous_start
 
@@ -220,6 +222,24 @@ class DeviceLeaf(_Tensor):
             done.record(stream)
         done.synchronize()
 
+    @classmethod
+    def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
+        """With one transfer for each device and type: one for each leaf would take longer than to copy the state."""
+        found = [b""] * len(leaves)
+        together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, (leaf, _) in enumerate(leaves):
+            together.setdefault((leaf._plain.device, leaf._plain.dtype), []).append(i)
+        for (device, _), those in together.items():
+            with _reading(device, [leaves[i][0]._ready for i in those]):
+                data = torch.cat([_elements(leaves[i][0]._plain, leaves[i][1]) for i in those]).cpu()
+            at = 0
+            raw = data.numpy().view(np.uint8)
+            for i in those:
+                nbytes = leaves[i][1].runs * leaves[i][1].run_type.itemsize
+                found[i] = raw[at : at + nbytes].tobytes()
+                at += nbytes
+        return found
+
     def write(self, box: Box, data: Bytes) -> None:
         source = torch.from_numpy(data).view(self._plain.dtype).view(box.shape)
         with torch.no_grad():
@@ -234,6 +254,28 @@ class DeviceLeaf(_Tensor):
         else:
             part = self._plain[box.slices()].contiguous().view(-1)
         return part.view(torch.uint8)
+
+
+def _elements(plain: torch.Tensor, elements: Elements) -> torch.Tensor:
+    """Some elements of a tensor, one after the other."""
+    runs, run, stride, _, _ = elements
+    if plain.is_contiguous():
+        return plain.as_strided((runs, run), (stride, 1)).reshape(-1)
+    return plain.take(torch.from_numpy(elements.index()).to(plain.device))
+
+
+@contextmanager
+def _reading(device: torch.device, ready: Sequence[torch.cuda.Event | None]) -> Iterator[None]:
+    """In it, what is read of tensors on a device is read beside the training step's kernels, after these events."""
+    events = [event for event in ready if event is not None]
+    if not events:
+        yield
+        return
+    stream = _side_stream(device)
+    for event in events:
+        stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        yield
 
 
 _local = threading.local()
