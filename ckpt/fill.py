@@ -16,6 +16,7 @@ from ckpt.alias_notes import AliasNote, alias_note
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.modules import is_module, strangers
+from ckpt.optimizers import is_optimizer, with_moments
 from ckpt.select import entries, select, suggest
 from ckpt.shard import whole
 from ckpt.stateful import Stateful, as_stateful
@@ -267,6 +268,8 @@ class Filler:
             current = stateful.get()
             if is_module(like):
                 self._check_entries(like, current, state, path)
+            if is_optimizer(like):
+                current = with_moments(like, current, self._outline(state, path))
             finish = self._merge(current, state, path)
 
         def load() -> Any:

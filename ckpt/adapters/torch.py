@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.sharded import Shard
+from ckpt.optimizers import moment_like
 from ckpt.select import children
 from ckpt.shard import Replica
 from ckpt.storage.errors import InvalidArgument, LeafMismatch
@@ -184,11 +185,8 @@ class ModelState:
         tensor = _tensor(have)
         if isinstance(tensor, torch.Tensor) and Saved(str(tensor.dtype)[6:], tuple(tensor.shape)) == saved:
             return have
-        made = empty_leaf("torch", saved.dtype, saved.shape, {}).value
-        # The count of steps stays on the host, whatever the parameter's shape: torch wants it there.
-        if parameter is not None and saved.shape == tuple(parameter.shape) and key != "step":
-            made = torch.zeros_like(parameter, dtype=made.dtype, requires_grad=False)
-        return self._held(made)
+        made = None if parameter is None else moment_like(key, saved.dtype, saved.shape, parameter)
+        return self._held(empty_leaf("torch", saved.dtype, saved.shape, {}).value if made is None else made)
 
     def _held(self, value: Any, whole: bool = False) -> Any:
         """A tensor, with those who hold copies of it where neither it nor the rules for plain arrays tell.
