@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ckpt.codec import CodecWish, parse
 from ckpt.groups.base import Group
 from ckpt.leaves.base import ArrayLeaf, Part
-from ckpt.plan import LeafSpec
+from ckpt.plan import Kind, LeafSpec
 from ckpt.shard import Replica
 from ckpt.storage.errors import UnsupportedLeaf
 from ckpt.tree import Flat
@@ -51,10 +51,12 @@ def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> lis
     everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
     # Buffers of a module may differ by rank (the statistics of a BatchNorm under DDP) and belong together: all are rank 0's.
     of_rank_0 = everywhere._replace(whole=True) if everywhere is not None else None
-    own, buffers = flat.own, flat.buffers
+    own, buffers, frozen = flat.own, flat.buffers, flat.frozen
     make = tuple.__new__  # as above
     found = []
     for name, x, part, shape in held:
+        kind: Kind = "buffer" if name in buffers else "frozen" if name in frozen else ""
+        codec = codec_of(name)
         if part is not None:
             if part.replica.of > group.size > 1:  # the shares of the others would be missing
                 raise UnsupportedLeaf(
@@ -62,12 +64,12 @@ def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> lis
                     "of replica=(i, n) each copy must be on a rank"
                 )
             replica = part.replica if part.replica.of > 1 and group.size > 1 else None
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name), shape, part.box.offset, replica)
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec, shape, part.box.offset, replica, kind)
         elif everywhere is not None and name not in own:
             copies = of_rank_0 if name in buffers else everywhere
             at = (0,) * len(shape)
-            spec = make(LeafSpec, (name, x.dtype, shape, x.itemsize, x.nbytes, codec_of(name), None, at, copies))
+            spec = make(LeafSpec, (name, x.dtype, shape, x.itemsize, x.nbytes, codec, None, at, copies, kind))
         else:
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec_of(name))
+            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec, kind=kind)
         found.append(spec)
     return found

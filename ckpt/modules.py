@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
+
+_HIDDEN = "_checkpoint_wrapped_module."
+"""Where activation checkpointing puts a module. The names in its state are those of the bare one."""
 
 _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -15,12 +18,28 @@ def is_module(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def buffer_names(value: Any) -> list[str]:
-    """The names that buffers have in the state of `value`: a torch module, or an object that has this method, as ModelState."""
-    if is_module(value):
-        return [name for name, _ in value.named_buffers(remove_duplicate=False)]
-    named = getattr(type(value), "buffer_names", None) if hasattr(type(value), "state_dict_like") else None
-    return list(named(value)) if callable(named) else []
+class Members(NamedTuple):
+    """Entries in the state of a module that are treated differently from its other ones, by name."""
+
+    buffers: list[str]
+    frozen: list[str]
+    """Parameters without requires_grad."""
+
+
+_NO_MEMBERS = Members([], [])
+
+
+def members_of(value: Any) -> Members:
+    """Those of `value`: a torch module, or an object that has such a method, as ModelState."""
+    if not is_module(value):
+        named = getattr(type(value), "members", None) if hasattr(type(value), "state_dict_like") else None
+        return named(value) if callable(named) else _NO_MEMBERS
+    buffers, frozen = [], []
+    for prefix, module in value.named_modules(remove_duplicate=False):
+        prefix = f"{prefix}.".replace(_HIDDEN, "") if prefix else ""
+        buffers += [prefix + name for name in module._buffers]
+        frozen += [prefix + name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
+    return Members(buffers, frozen)
 
 
 def strangers(module: Any, has: Set[str], given: Set[str]) -> tuple[list[str], list[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ckpt.dtypes import LARGEST_ELEMENT
 from ckpt.leaves.base import ArrayLeaf
@@ -23,6 +23,10 @@ SMALL_BYTES = 4 << 20
 
 PIECE_ALIGNMENT = 64
 """Where a leaf starts within a shared block: a cache line, so that it can be used in place by any vector code."""
+
+
+Kind = Literal["", "frozen", "buffer"]
+"""What tells whether training changes a leaf: frozen parameters stay, most buffers are constants or change by themselves."""
 
 
 class LeafSpec(NamedTuple):
@@ -41,6 +45,8 @@ class LeafSpec(NamedTuple):
     """Of the shard."""
     replica: Replica | None = None
     """Which copy this is, where several ranks hold it."""
+    kind: Kind = ""
+    """Leaves of different kinds never share a block: if one of them changes, the others need not be written again."""
 
 
 class Piece(NamedTuple):
@@ -58,7 +64,7 @@ class Piece(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Pieces that are stored together. All are of one codec wish and one element size, as shuffling codecs need."""
+    """Pieces that are stored together. All are of one codec wish, one element size, as shuffling codecs need, and one kind."""
 
     pieces: list[Piece]
     nbytes: int
@@ -94,7 +100,7 @@ _recent: list[tuple[list[LeafSpec], Plan]] = []
 def _plan(specs: list[LeafSpec]) -> Plan:
     blocks: list[Block] = []
     empty: list[int] = []
-    shared: dict[tuple[int, str | None], _Shared] = {}
+    shared: dict[tuple[int, str | None, Kind], _Shared] = {}
     for i, (spec, mine) in enumerate(zip(specs, _shares(specs), strict=True)):
         if spec.nbytes == 0:
             if not math.prod(spec.global_shape or (0,)):  # else only this shard is empty, and others hold the array
@@ -104,7 +110,7 @@ def _plan(specs: list[LeafSpec]) -> Plan:
             nbytes = within.size * spec.itemsize
             begin = first * spec.itemsize
             if nbytes < SMALL_BYTES:
-                key = (spec.itemsize, spec.codec)
+                key = (spec.itemsize, spec.codec, spec.kind)
                 open_block = shared.get(key)
                 if open_block is None or open_block.end + nbytes > BLOCK_BYTES:
                     open_block = shared[key] = _Shared([], 0)

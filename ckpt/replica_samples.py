@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -37,7 +38,7 @@ def samples_of(flat: Flat) -> Samples:
     Not of shards, of what belongs to one rank, of what is stored whole from one rank, and of arrays whose framework
     describes their copies (a DTensor).
     """
-    digest = xxhash.xxh3_64_digest
+    digest: Any = xxhash.xxh3_64_digest
     skipped = flat.own | flat.buffers
     found: Samples = {}
     rest: dict[str, ArrayLeaf] = {}

@@ -25,7 +25,7 @@ from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf
 from ckpt.leaves.base import ArrayLeaf, Memory
 from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
-from ckpt.modules import buffer_names
+from ckpt.modules import members_of
 from ckpt.stateful import Stateful, as_stateful, is_random
 from ckpt.storage.errors import FormatError, UnsupportedLeaf
 
@@ -53,6 +53,8 @@ class Flat:
     """Leaves that belong to this rank alone, whatever other ranks have under the same path."""
     buffers: set[str] = dataclasses.field(default_factory=set)
     """Leaves that are buffers of a torch module, which may differ between ranks."""
+    frozen: set[str] = dataclasses.field(default_factory=set)
+    """Leaves that are parameters without requires_grad, which training leaves as they are."""
 
 
 class PerRank:
@@ -96,7 +98,9 @@ class _Flattener:
         self._rank = rank
         self._own: set[str] | None = None  # while something of this rank alone is taken apart
         self._all_own: set[str] = set()
+        self._kinds: dict[str, set[str]] = {}  # by path, the set that the name of the leaf there belongs to
         self._buffers: set[str] = set()
+        self._frozen: set[str] = set()
         self._tied: dict[Hashable, str] = {}
         self._memories: list[Memory | None] = []  # of each of the leaves
         self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
@@ -105,7 +109,7 @@ class _Flattener:
         node = self.node(state, "")
         if notes := alias_notes(self.leaves, self._memories, self._rank):
             add_alias_notes(node, notes)
-        return Flat(node, self.leaves, self._all_own, self._buffers & self.leaves.keys())
+        return Flat(node, self.leaves, self._all_own, self._buffers, self._frozen)
 
     def node(self, value: Any, path: str) -> Node:
         kind = type(value)
@@ -226,8 +230,9 @@ class _Flattener:
         }
 
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
-        if self._may_differ():
-            self._buffers.update(join(path, name) for name in buffer_names(value))
+        buffers, frozen = members_of(value)
+        self._kinds.update((join(path, name), self._buffers) for name in buffers)
+        self._kinds.update((join(path, name), self._frozen) for name in frozen)
         return {"object": self.node(stateful.get(), path), "class": _type_name(type(value))}
 
     def _scalar(self, leaf: NumpyScalarLeaf, path: str) -> Node:
@@ -258,9 +263,13 @@ class _Flattener:
                 self._own.add(name)
             if identity is not None:
                 self._tied[identity] = name
+            if path in self._kinds:
+                self._kinds[path].add(name)
         node: dict[str, Any] = {"array": name, "kind": leaf.kind}
         if attributes := leaf.attributes():
             node.update(attributes)
+            if "parameter" in attributes and "requires_grad" not in attributes:
+                self._frozen.add(name)
         return node
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.sharded import Shard
+from ckpt.modules import Members
 from ckpt.optimizers import moment_like
 from ckpt.select import children
 from ckpt.shard import Replica
@@ -55,7 +56,7 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors themselves, not copies, by name. Changes nothing: a fresh optimizer has no state."""
-        buffers = {name.removeprefix("model.") for name in self.buffer_names()}
+        buffers = {name.removeprefix("model.") for name in self.members().buffers}
         model = self._models_state()
         found: dict[str, Any] = {"model": {
             name: self._held(value, True) if name in buffers else _each(value, self._held) for name, value in model.items()
@@ -64,9 +65,11 @@ class ModelState:
             found["optimizer"] = _each(self._optimizers_state(), self._held)
         return found
 
-    def buffer_names(self) -> list[str]:
-        """The names of the buffers in `state_dict`: they may differ between ranks that hold equal parameters."""
-        return [f"model.{name}" for model in self._models for name, _ in _named_buffers(model)]
+    def members(self) -> Members:
+        """The names in `state_dict` of buffers, which may differ between ranks, and of parameters that are not trained."""
+        buffers = [f"model.{name}" for model in self._models for name, _ in _named_buffers(model)]
+        named = (item for model in self._models for item in _named_parameters(model))
+        return Members(buffers, [f"model.{name}" for name, parameter in named if not parameter.requires_grad])
 
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """What a load is to fill: this model's entries, and of the optimizer what was saved of its parameters.

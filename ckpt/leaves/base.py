@@ -59,7 +59,7 @@ class Elements(NamedTuple):
         """Those elements of the bytes of an array."""
         return np.ndarray((self.runs,), self.run_type, data, 0, (self.stride_bytes,)).tobytes()
 
-    def index(self) -> npt.NDArray[np.int64]:
+    def numbers(self) -> npt.NDArray[np.int64]:
         """The numbers of the elements."""
         starts = np.arange(self.runs, dtype=np.int64)[:, np.newaxis] * self.stride
         return np.asarray(starts + np.arange(self.run, dtype=np.int64)).reshape(-1)

@@ -28,7 +28,7 @@ class HostLeaf(ArrayLeaf):
 
     @classmethod
     def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
-        return [leaf.array.flat[elements.index()].tobytes() for leaf, elements in leaves]
+        return [leaf.array.flat[elements.numbers()].tobytes() for leaf, elements in leaves]
 
     def memory(self) -> Memory | None:
         array = self.array

@@ -261,7 +261,7 @@ def _elements(plain: torch.Tensor, elements: Elements) -> torch.Tensor:
     runs, run, stride, _, _ = elements
     if plain.is_contiguous():
         return plain.as_strided((runs, run), (stride, 1)).reshape(-1)
-    return plain.take(torch.from_numpy(elements.index()).to(plain.device))
+    return plain.take(torch.from_numpy(elements.numbers()).to(plain.device))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ SIZES = [1, 7, 64, 1023, 1024, 1025, 5000, 300_000]
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 12, 16, 100, 5000])
 def test_elements_from_the_first_to_about_the_last_are_digested(count: int, itemsize: int) -> None:
-    index = elements(count * itemsize, itemsize).index()
+    index = elements(count * itemsize, itemsize).numbers()
     assert index[0] == 0
     assert count - len(index) <= index[-1] < count
     if count * itemsize <= WHOLE_BYTES:
