@@ -7,6 +7,7 @@ made anew where something in them changed. The result is returned as well, so th
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ckpt.alias_notes import AliasNote, alias_note
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.modules import is_module, strangers
+from ckpt.optimizer_order import OtherParameters, in_order_of, modules_in
 from ckpt.optimizers import is_optimizer, with_moments
 from ckpt.select import entries, select, suggest
 from ckpt.shard import whole
@@ -23,6 +25,8 @@ from ckpt.stateful import Stateful, as_stateful
 from ckpt.storage.errors import CkptError, IntegrityError, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild, scalar_bytes
 from ckpt.wanted import Target
+
+log = logging.getLogger("ckpt")
 
 
 class Saved(NamedTuple):
@@ -48,6 +52,7 @@ class Filler:
         self._saved = saved
         self._wanted = wanted
         self._where = where
+        self._root: Any = None  # all of `like`
         self._made: dict[tuple[str, str, str | None], Finish] = {}
         self._filled: dict[tuple[str, Hashable], Finish] = {}
 
@@ -95,6 +100,8 @@ class Filler:
         """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
         if isinstance(node, dict) and "object" in node and as_stateful(like) is None:
             node = node["object"]
+        if self._root is None:
+            self._root = like
         if type(like) is dict:
             return self._dict(like, node, path)
         if (leaf := self._leaf(like, path)) is not None:
@@ -269,6 +276,7 @@ class Filler:
             if is_module(like):
                 self._check_entries(like, current, state, path)
             if is_optimizer(like):
+                state = self._in_order(like, node, state, path)
                 current = with_moments(like, current, self._outline(state, path))
             finish = self._merge(current, state, path)
 
@@ -282,6 +290,22 @@ class Filler:
             return like
 
         return load
+
+    def _in_order(self, optimizer: Any, node: Node, state: Node, path: str) -> Node:
+        """The saved state of an optimizer, under the numbers that its parameters have now."""
+        kind = type(optimizer).__name__
+        try:
+            found = in_order_of(optimizer, list(modules_in(self._root)), node, state)
+        except OtherParameters as error:
+            message = f"leaf {path or '(root)'}: the {kind} of `like` does not fit {self._where}: {error}"
+            raise LeafMismatch(message) from error
+        if found is None:
+            return state
+        log.warning(
+            "leaf %s: the parameters of the %s of `like` are in another order than in %s; their state follows their names",
+            path or "(root)", kind, self._where,
+        )  # fmt: skip
+        return found
 
     def _check_entries(self, module: Any, current: Any, node: Node, path: str) -> None:
         """Raise LeafMismatch where a module would refuse a state for its keys."""

@@ -18,6 +18,11 @@ def is_module(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+def bare_name(name: str) -> str:
+    """The name that a parameter or buffer has in the state of a module, from that of `named_parameters()`."""
+    return name.replace(_HIDDEN, "")
+
+
 class Members(NamedTuple):
     """Entries in the state of a module that are treated differently from its other ones, by name."""
 
@@ -36,7 +41,7 @@ def members_of(value: Any) -> Members:
         return named(value) if callable(named) else _NO_MEMBERS
     buffers, frozen = [], []
     for prefix, module in value.named_modules(remove_duplicate=False):
-        prefix = f"{prefix}.".replace(_HIDDEN, "") if prefix else ""
+        prefix = bare_name(f"{prefix}.") if prefix else ""
         buffers += [prefix + name for name in module._buffers]
         frozen += [prefix + name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
     return Members(buffers, frozen)

@@ -1,12 +1,14 @@
-"""torch optimizers: where a load puts the state of parameters for which an optimizer has none yet."""
+"""torch optimizers, whose state is numbered: which parameter a number means, and where new state of a parameter goes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from ckpt.leaves import empty_leaf
+from ckpt.modules import bare_name
 
 
 def is_optimizer(value: Any) -> bool:
@@ -20,6 +22,65 @@ def is_optimizer(value: Any) -> bool:
 def parameters_of(optimizer: Any) -> list[Any]:
     """The parameters, in the order in which `state_dict()` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# --- names -----------------------------------------------------------------------------------------------------
+
+Modules = Sequence[tuple[str, Any]]
+"""The modules of a state, each with its path there."""
+
+
+class Names(NamedTuple):
+    """What the parameters of an optimizer are called, in the order of their numbers. None where that is not known."""
+
+    by_path: list[str] | None
+    """By the module beside the optimizer: the names of the leaves."""
+    by_group: list[str] | None
+    """By the optimizer itself, where torch was given names (`param_names`)."""
+
+
+def names_by_path(optimizer: Any, modules: Modules) -> list[str] | None:
+    """The name of each parameter by the first module that has it; None where one is of none of them.
+
+    The names of an optimizer are remembered: each save asks for them, and they change only with its parameters.
+    """
+    ids = [id(parameter) for parameter in parameters_of(optimizer)]
+    key = (ids, [(path, id(module)) for path, module in modules])
+    known = _known.get(optimizer)
+    if known is None or known[0] != key:
+        known = _known[optimizer] = key, _names_by_path(ids, modules)
+    return known[1]
+
+
+_known: WeakKeyDictionary[Any, tuple[Any, list[str] | None]] = WeakKeyDictionary()
+
+
+def _names_by_path(ids: list[int], modules: Modules) -> list[str] | None:
+    names: dict[int, str] = {}
+    for path, module in modules:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), bare_name(f"{path}.{name}" if path else name))
+    found = [names.get(one, "") for one in ids]
+    return found if found and all(found) else None
+
+
+def names_of(optimizer: Any, modules: Modules) -> Names:
+    """What the parameters of an optimizer are called now."""
+    return Names(names_by_path(optimizer, modules), names_by_group(optimizer.param_groups))
+
+
+def names_by_group(groups: Any) -> list[str] | None:
+    """The names that each parameter group of torch has, one after the other."""
+    found: list[str] = []
+    for group in groups if isinstance(groups, list) else []:
+        names = group.get("param_names") if isinstance(group, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return None
+        found += names
+    return found or None
+
+
+# --- new state -------------------------------------------------------------------------------------------------
 
 
 def moment_like(key: str, dtype: str, shape: tuple[int, ...], parameter: Any) -> Any:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckpt.leaves import as_leaf
-from ckpt.modules import is_module
+from ckpt.modules import bare_name, is_module
+from ckpt.optimizer_order import modules_in
 from ckpt.select import children, suggest
 from ckpt.stateful import as_stateful
 from ckpt.storage.errors import InvalidArgument, LeafMismatch, LeafNotFound
@@ -25,7 +26,7 @@ def renamed(tree: Node, like: Any, rename: Rename, wanted: Callable[[str], bool]
     An object that has moved as a whole is taken whole, so that a fresh optimizer gets the moments it has no names for; a
     module only what it has. Raises LeafNotFound where `tree` lacks an entry that is `wanted` (by its name in `like`).
     """
-    return _Renamer(tree, as_function(rename), wanted, where).node(like, "")
+    return _Renamer(tree, like, as_function(rename), wanted, where).node(like, "")
 
 
 def as_function(rename: Rename) -> Callable[[str], str]:
@@ -51,9 +52,10 @@ def _name_by(rename: Callable[[str], str], name: str) -> str:
 
 class _Renamer:
     def __init__(
-        self, tree: Node, rename: Callable[[str], str], wanted: Callable[[str], bool] | None, where: str
+        self, tree: Node, like: Any, rename: Callable[[str], str], wanted: Callable[[str], bool] | None, where: str
     ) -> None:
         self._tree = tree
+        self._like = like
         self._saved = dict(_nodes(tree, ""))
         self._rename = rename
         self._wanted = wanted
@@ -91,7 +93,7 @@ class _Renamer:
         assert stateful is not None
         state = stateful.get()
         if not is_module(like) and (home := self._home(state, path)) in self._saved:
-            return self._saved[home]
+            return self._with_names_of_like(self._saved[home])
         if callable(follow := getattr(like, "renamed", None)):
             state_node = follow(
                 self._tree, lambda name: self._rename(join(path, name)), lambda v, name: self.node(v, join(path, name))
@@ -99,6 +101,17 @@ class _Renamer:
         else:
             state_node = self.node(state, path)
         return {"object": state_node}
+
+    def _with_names_of_like(self, node: Node) -> Node:
+        """An object with the names that its parameters have in `like`, where it is an optimizer whose parameters have names."""
+        if not isinstance(node, dict) or not isinstance(node.get("parameters"), list):
+            return node
+        found = {}
+        for path, module in modules_in(self._like):
+            for name, _ in module.named_parameters(remove_duplicate=False):
+                name = bare_name(join(path, name))
+                found[self._rename(name)] = name
+        return {**node, "parameters": [found.get(name) for name in node["parameters"]]}
 
     def _home(self, state: Any, path: str) -> str | None:
         """Where all entries of an object's state were saved together; None where they were not."""

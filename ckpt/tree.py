@@ -25,7 +25,8 @@ from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf
 from ckpt.leaves.base import ArrayLeaf, Memory
 from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
-from ckpt.modules import members_of
+from ckpt.modules import is_module, members_of
+from ckpt.optimizers import is_optimizer, names_by_path
 from ckpt.stateful import Stateful, as_stateful, is_random
 from ckpt.storage.errors import FormatError, UnsupportedLeaf
 
@@ -101,6 +102,8 @@ class _Flattener:
         self._kinds: dict[str, set[str]] = {}  # by path, the set that the name of the leaf there belongs to
         self._buffers: set[str] = set()
         self._frozen: set[str] = set()
+        self._modules: list[tuple[str, Any]] = []
+        self._optimizers: list[tuple[Any, Node]] = []
         self._tied: dict[Hashable, str] = {}
         self._memories: list[Memory | None] = []  # of each of the leaves
         self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
@@ -109,6 +112,9 @@ class _Flattener:
         node = self.node(state, "")
         if notes := alias_notes(self.leaves, self._memories, self._rank):
             add_alias_notes(node, notes)
+        for optimizer, described in self._optimizers:
+            if self._modules and (names := names_by_path(optimizer, self._modules)) is not None:
+                described["parameters"] = names
         return Flat(node, self.leaves, self._all_own, self._buffers, self._frozen)
 
     def node(self, value: Any, path: str) -> Node:
@@ -233,7 +239,12 @@ class _Flattener:
         buffers, frozen = members_of(value)
         self._kinds.update((join(path, name), self._buffers) for name in buffers)
         self._kinds.update((join(path, name), self._frozen) for name in frozen)
-        return {"object": self.node(stateful.get(), path), "class": _type_name(type(value))}
+        node = {"object": self.node(stateful.get(), path), "class": _type_name(type(value))}
+        if is_module(value):
+            self._modules.append((path, value))
+        elif is_optimizer(value):
+            self._optimizers.append((value, node))
+        return node
 
     def _scalar(self, leaf: NumpyScalarLeaf, path: str) -> Node:
         """A numpy scalar of a rank of a group: a plain value, and not an array, which would be taken for a copy of theirs."""

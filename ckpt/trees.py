@@ -33,7 +33,8 @@ def merge_trees(told: Told) -> Node:
         if all("dict" in node for _, node in told):
             return {**first, "dict": _dict(told)}
         if "object" in first and all(node.get("class") == first.get("class") for _, node in told):
-            return {**first, "object": merge_trees([(ranks, node["object"]) for ranks, node in told])}
+            common = {tag: value for tag, value in first.items() if all(node.get(tag) == value for _, node in told)}
+            return {**common, "object": merge_trees([(ranks, node["object"]) for ranks, node in told])}
         for tag in ("tuple", "namedtuple", "dataclass"):
             if len({_shape(node, tag) for _, node in told}) == 1 and tag in first:
                 return {**first, tag: _each(told, lambda node, tag=tag: node[tag])}
