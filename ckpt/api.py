@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -24,29 +25,32 @@ from ckpt.repository import Repository, Url, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
 from ckpt.sharing import ShareReads, read_together
+from ckpt.signature import KeyWish
 from ckpt.storage.errors import InvalidArgument, StepNotFound
 from ckpt.together import Wish, find_together, load_newest_together, require_one_step, together
 from ckpt.wanted import Wanted, wanted_blocks
 from ckpt.write import require_step_of_rank_0, take_apart
 from ckpt.write import save as run_save
 
+log = logging.getLogger("ckpt")
+
 
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
-    digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None,
+    digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
-    digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None,
+    digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
-    digest: str = "xxh3-128", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None,
+    digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, which is made if it is not there.
 
@@ -58,8 +62,8 @@ def save(
         is copied and may change; `handle.result()` waits, and an error that nobody asked for is raised by the next
         save to the same URL.
     codec: "auto", "none", a numcodecs codec or configuration, or {name pattern: one of those}.
-    digest: of whole blocks: "xxh3-128", or "blake3". Records, manifests and parts of blocks have xxh3 in both cases, so that
-        neither protects against somebody who may write to the repository.
+    digest: of blocks, manifest and tree: "xxh3-128", or "blake3"; "auto" is the former, and with a key the latter. Either finds
+        damage. Neither protects against somebody who may write to the repository, and can change the digests too: a key does.
     keep: delete all but the newest so many steps (or see `ckpt.Keep`) after the commit.
     memory: staging memory in bytes. A state larger than that is staged in pieces, as fast as it can be written.
     overwrite: replace the step if it is there.
@@ -71,6 +75,9 @@ def save(
     verify_replicas: which bytes ranks compare of arrays that should be equal copies; a step whose copies differ is refused.
         None: all of small plain arrays, a sample of larger ones. True: everything that several ranks hold, which reads the
         state once more. False: nothing; of copies that differ the step then has a mixture.
+    key: a key file (a key of 32 bytes or more in hexadecimal digits on each line; the first signs, each is accepted), or a key
+        as bytes; else the file that the environment names (CKPT_KEY_FILE). The step is signed with it, and a step that is not
+        signed with it counts as damaged. All ranks have the same key. See docs/integrity.md.
 
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
     changed then.
@@ -78,7 +85,7 @@ def save(
     check_switch("blocking", blocking)
     options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout, verify_replicas=verify_replicas)
     number = None if step is None else check_step(step)
-    repo = open_repository(named(url))
+    repo = open_repository(named(url), key)
     ranks = as_group(group)
     # A group first meets: where one rank has a leaf that can't be stored, it can then tell the others.
     ready = take_apart(state, ranks) if ranks.size == 1 else state
@@ -99,6 +106,7 @@ def save(
 def load(
     url: Url | None = None, like: Any = None, *, step: int | None = None, only: Patterns | None = None, strict: bool = False,
     rename: Rename | None = None, progress: Progress | None = None, group: Any = "auto", share_reads: ShareReads = "auto",
+    key: KeyWish = None,
 ) -> Any:  # fmt: skip
     """Load a step, by default the newest that is whole, and return the state.
 
@@ -115,12 +123,14 @@ def load(
     share_reads: whether what several ranks need is read by one of them and handed to the others, through memory where all
         run on one host. "auto": where that saves reading and they could not as well copy it from a page cache in common.
     progress: called with the number of bytes just read, from several threads.
+    key: as for `ckpt.save`. A step that is not signed with it counts as damaged (SignatureError, an IntegrityError). Without a
+        key no signature is checked. The log (logger `ckpt`, INFO) says by what the bytes were checked.
 
     Raises StepNotFound, LeafNotFound and LeafMismatch before anything is changed, and IntegrityError, after which the
     arrays of `like` may hold a mixture. So they may after a LeafMismatch that says an object "refused the state": what it
     takes only its load_state_dict can tell, which comes last.
     """
-    repo = open_repository(named(url))
+    repo = open_repository(named(url), key)
     ranks = as_group(group)
     wish = Wish(like, only, progress, rename, ranks, share_reads)
     check_switch("strict", strict)
@@ -164,7 +174,9 @@ def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
             checkpoint.store, algorithm, order, packs, where, group, wish.share_reads, wish.progress, once=once
         ),
     )
-    return together(group, finish)
+    loaded = together(group, finish)
+    log.info("loaded %s: %s", checkpoint.where, checkpoint.protection)
+    return loaded
 
 
 def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wanted], Finish]:
@@ -193,10 +205,10 @@ def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wante
     return wanted_blocks(checkpoint.manifest(), targets, checkpoint.where), finish
 
 
-def open(url: Url | None = None) -> Repository:
+def open(url: Url | None = None, *, key: KeyWish = None) -> Repository:
     """Open the repository at `url` for reading; raise StepNotFound where nothing is there yet, FormatError where
-    something else is."""
-    repo = open_repository(named(url))
+    something else is. key: as for `ckpt.load`."""
+    repo = open_repository(named(url), key)
     repo.check()
     return repo
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckpt import manifest as manifests
-from ckpt.digest import digest
+from ckpt.digest import is_cryptographic
 from ckpt.dtypes import numpy_dtype
 from ckpt.fill import Saved
 from ckpt.leaves.host import NumpyLeaf
@@ -22,6 +22,7 @@ from ckpt.read import Progress, is_bad_sector, read_leaves, verify_blocks
 from ckpt.records import CommitRecord, FileRecord, require_known
 from ckpt.select import suggest
 from ckpt.shard import Box
+from ckpt.signature import NO_KEYS, Keys
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound, StoreError
 from ckpt.tree import Node
@@ -50,13 +51,14 @@ class LeafInfo:
 class Checkpoint:
     """A committed step: `c.leaves()`, `c["model.embed.weight"][0:8]`, `c.verify()`."""
 
-    def __init__(self, store: Store, commit: CommitRecord, rank: int = 0) -> None:
+    def __init__(self, store: Store, commit: CommitRecord, rank: int = 0, keys: Keys = NO_KEYS) -> None:
         self.store = store
         self.commit = commit
         self.step = commit.step
         self._manifest: Manifest | None = None
         self._tree: Node = None
         self._rank = rank
+        self._keys = keys
 
     @property
     def where(self) -> str:
@@ -117,12 +119,22 @@ class Checkpoint:
             if not is_bad_sector(error):
                 raise
             raise IntegrityError(f"{store.url}/{file.name} of step {self.step} cannot be read: {error}") from error
-        if len(data) != file.nbytes or digest("xxh3-128", data).hex() != file.digest:
+        if not file.matches(data):
             raise IntegrityError(
                 f"{store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "
                 "record; restore the file, or load another step"
             )
         return data
+
+    @property
+    def protection(self) -> str:
+        """By what the bytes of this step are checked, in words. Raises IntegrityError as `manifest` does."""
+        algorithm = self.manifest().digest_algorithm
+        if (signature := self.commit.signature) is None:
+            against = "" if is_cryptographic(algorithm) else ", which find accidents and no forgery"
+            return f"{algorithm} digests{against}; not signed"
+        checked = "signature checked" if self._keys else "signature not checked, for no key was given"
+        return f"{algorithm} digests; signed with key {signature.key}, {checked}"
 
     # --- leaves ------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from ckpt.repository import Repository, Url, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
 from ckpt.sharing import ShareReads
+from ckpt.signature import KeyWish, as_keys
 from ckpt.spikes import asked_for
 from ckpt.storage.errors import (
     CkptError,
@@ -68,7 +69,7 @@ class Checkpointer:
         between failures, which `ckpt-run` measures), or None to save only by `save`.
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
     memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
-    codec, digest, group, timeout, verify_replicas: as for `ckpt.save`.
+    codec, digest, group, timeout, verify_replicas, key: as for `ckpt.save`.
     tiers: nearer places that saves land in first, the nearest first; see `ckpt.Tier`. What comes to `url` is copied there in
         the background: the steps that `every` names, those of `save`, and the newest one at the end.
 
@@ -86,13 +87,14 @@ class Checkpointer:
         every: Every = "auto",
         keep: int | Keep | None = None,
         codec: CodecWish = "auto",
-        digest: str = "xxh3-128",
+        digest: str = "auto",
         memory: int | None = None,
         in_flight: int = 1,
         group: Any = "auto",
         timeout: float = TIMEOUT_SECONDS,
         verify_replicas: bool | None = None,
         tiers: Sequence[Tier] = (),
+        key: KeyWish = None,
     ) -> None:
         every, tiers = checked_every(every), checked_tiers(tiers)
         self._made_by = MakingProcess()
@@ -115,7 +117,8 @@ class Checkpointer:
         if self._pulse is not None:
             self._pulse.hold()
         self._losses = None if self._pulse is None else Losses(self._pulse, asked_for())
-        self._tiers = Tiers(url, every, keep, tiers, ranks) if tiers else None
+        keys = as_keys(key)
+        self._tiers = Tiers(url, every, keep, tiers, ranks, keys) if tiers else None
         self._every = every if self._tiers is None else self._tiers.every
         by_time = self._every is not None and not isinstance(self._every, int)
         self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
@@ -125,7 +128,7 @@ class Checkpointer:
         self._calm: tuple[pulses.Pulse, int, int, int] | None = None
         """Nothing is to be done but to beat: after which step, until which step, until which moment."""
         self._session: sessions.Session | None = (
-            self._tiers.nearest if self._tiers else sessions.enter(open_repository(url), ranks)
+            self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
         )
 
     @property

@@ -19,7 +19,7 @@ from ckpt.copies import Digests
 from ckpt.digest import digest
 from ckpt.options import Options
 from ckpt.quiet import collector_paused
-from ckpt.records import CommitRecord, FileRecord
+from ckpt.records import CommitRecord, FileRecord, signed
 from ckpt.repository import step_folder
 from ckpt.retention import is_good
 from ckpt.session import Session
@@ -30,6 +30,7 @@ from ckpt.storage.errors import (
     IntegrityError,
     NotFound,
     RanksMissing,
+    SignatureError,
     StepNotFound,
     StepRefused,
 )
@@ -87,7 +88,7 @@ class Committer:
         raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
         if sharded:  # some boxes only: they must make whole arrays all the same
             raw_bytes = parts.require_whole(table, self._flat.node, self._step, self._store.url)
-        return self._make(table, self._tree, packs, len(self._flat.leaves), raw_bytes, written)
+        return self._make(table, self._tree, packs, len(self._flat.leaves), raw_bytes, written, algorithm)
 
     def _commit_together(self, rows: Any, extra: dict[str, str], packs: dict[str, int], written: int) -> Checkpoint:
         """Leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
@@ -96,11 +97,11 @@ class Committer:
             said = parts.part_metadata(self._tree, self._flat, packs, written, claim, self._digests)
             data = write_part(rows, {**extra, **said})
         self._offered = True
-        parts.publish(self._store, attempt, data)
+        parts.publish(repo, attempt, data)
         if claim.rank:
             self.told = True
             commit = parts.await_commit(repo, claim, self._group, attempt, 2 * timeout)
-            return Checkpoint(self._store, commit, claim.rank)
+            return repo.checkpoint(commit, claim.rank)
         whole = parts.put_together(repo, self._step, parts.gather(repo, claim, self._group, attempt, timeout))
         self._session.drift.see(self._step, whole.tree, self._before)
         self._session.pin(attempt, whole.packs)
@@ -109,7 +110,7 @@ class Committer:
             table = manifest.write_table(whole.table, {**extra, "digest": whole.algorithm})
             tree = encode_tree(whole.tree)
             leaves, raw_bytes = parts.totals(whole.table)
-        checkpoint = self._make(table, tree, whole.packs, leaves, raw_bytes, whole.written_bytes)
+        checkpoint = self._make(table, tree, whole.packs, leaves, raw_bytes, whole.written_bytes, whole.algorithm)
         self.told = True
         with suppress(CkptError, OSError):  # the next generation's sweep takes them otherwise
             self._store.delete(whole.parts)
@@ -125,16 +126,16 @@ class Committer:
         return number, json.loads(Checkpoint(self._store, commit).verified(commit.trees[0]))["tree"]
 
     def _make(
-        self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written: int
+        self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written: int, algorithm: str
     ) -> Checkpoint:
-        """Make the step exist: manifest, tree, commit record."""
+        """Make the step exist: manifest, tree, commit record. algorithm: of digests."""
         line = self._stretch.line()
         folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
         files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
         for name, data in files.items():
             self._store.put(name, data)
-        records = [FileRecord(name, len(data), digest("xxh3-128", data).hex()) for name, data in files.items()]
+        records = [FileRecord(name, len(data), digest(algorithm, data).hex()) for name, data in files.items()]
         commit = CommitRecord(
             step=self._step,
             generation=self._session.claim.generation,
@@ -152,13 +153,14 @@ class Committer:
             line=line.number,
             left=line.left,
         )
+        commit = signed(commit, self._session.repo.keys)
         failpoint("save.commit")
         if line.number:
             self._session.note_line(line)
         publication.publish(self._session.repo, self._session.claim, commit, self._may_replace)
         failpoint("save.committed")
         note_complete(commit)
-        return Checkpoint(self._store, commit, self._group.rank)
+        return self._session.repo.checkpoint(commit, self._group.rank)
 
     def _may_replace(self, there: CommitRecord | None) -> None:
         if not self._options.overwrite:
@@ -175,6 +177,8 @@ class Committer:
         except StepNotFound:
             self._session.claim.check()  # raises where the whole repository was removed
             return False
+        except SignatureError:  # a step that was saved without a key is not damaged, and nothing replaces it unasked
+            raise
         except IntegrityError as error:  # and nothing else: what can't be read just now may be whole
             log.warning("step %d is damaged and will be replaced: %s", self._step, error)
             return False

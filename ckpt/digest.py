@@ -7,7 +7,7 @@ from typing import Any
 import xxhash
 
 from ckpt.storage import sums
-from ckpt.storage.errors import FormatError
+from ckpt.storage.errors import FormatError, InvalidArgument
 
 CELL_BYTES = sums.CELL_BYTES
 """An uncompressed block keeps a checksum of each such part, so that a part can be read alone and still be verified."""
@@ -27,12 +27,34 @@ def hasher(algorithm: str) -> Any:
     return xxhash.xxh3_128() if algorithm == "xxh3-128" else _blake3()()
 
 
+def is_cryptographic(algorithm: str) -> bool:
+    """Whether nobody can find other bytes with the same digest. xxh3 only finds what changed by accident."""
+    return algorithm == "blake3"
+
+
+def of_hex(text: str | None) -> str:
+    """The algorithm of a digest in a record, by its length."""
+    return "blake3" if text is not None and len(text) == 64 else "xxh3-128"
+
+
+def chosen(wish: str, signed: bool) -> str:
+    """The algorithm that a user wishes; "auto" is the fast one, and the cryptographic one where steps are signed."""
+    if signed and wish == "xxh3-128":
+        raise InvalidArgument(
+            "digest='xxh3-128' with a key: a signature only protects what it names by digests that nobody can forge; use "
+            "digest='auto' or 'blake3'"
+        )
+    if wish == "auto":
+        wish = "blake3" if signed else "xxh3-128"
+    return require(wish)
+
+
 def require(algorithm: str) -> str:
     """Return `algorithm` if it can be computed here."""
     if algorithm == "blake3":
         _blake3()
     elif algorithm != "xxh3-128":
-        raise FormatError(f"unknown digest {algorithm!r}: use 'xxh3-128' or 'blake3'")
+        raise FormatError(f"unknown digest {algorithm!r}: use 'auto', 'xxh3-128' or 'blake3'")
     return algorithm
 
 

@@ -7,21 +7,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import numpy as np
-import xxhash
-
-from ckpt.arena import round_up
+from ckpt.block_check import read_and_check
+from ckpt.manifest import StoredBlock
 from ckpt.places import from_nearest
 from ckpt.read import is_bad_sector
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, StoreError
-from ckpt.storage.pages import pages
-from ckpt.storage.sums import CELL_BYTES, bad_cells
 
 log = logging.getLogger("ckpt")
-
-_PIECE = 4 * CELL_BYTES
-"""Read and summed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,41 +37,24 @@ KnownBlocks = dict[tuple[bytes, int], KnownBlock]
 
 
 def is_whole(
-    store: Store, block: KnownBlock, cells: bytes, computing: Callable[[], AbstractContextManager[object]]
-) -> bool:
+    store: Store, algorithm: str, key: tuple[bytes, int], block: KnownBlock,
+    computing: Callable[[], AbstractContextManager[object]],
+) -> bool:  # fmt: skip
     """Whether a block is as it was written; if not, it is told in the log, and remembered as bad. Raises StoreError.
 
-    cells: the checksums of the cells of the raw block.
+    key: its digest and raw length.
     computing: entered while this works and does not wait for the store.
     """
+    stated = StoredBlock(block.pack, block.position, block.stored, key[1], block.codec, key[0], block.checksum, b"")
 
     def read(copy: Store) -> None:
-        where = f"{copy.url}/{block.pack}, block at byte {block.position},"
-        hasher, good, done = xxhash.xxh3_64(), True, 0
-        # Far away each call takes its time: all at once.
-        at_once = _PIECE if copy.past_cache else -(-block.stored // CELL_BYTES) * CELL_BYTES
-        memory = np.frombuffer(pages(min(at_once, round_up(block.stored))), np.uint8)
         try:
-            with copy.open_once(block.pack) as reader:
-                while done < block.stored and good:
-                    wanted = min(at_once, block.stored - done)
-                    # Whole pages, as packs have them: such can pass the page cache.
-                    count = reader.read_into(block.position + done, memory[: round_up(wanted)].data)
-                    if count < wanted:
-                        raise IntegrityError(f"{where} ends {block.stored - done - count} bytes early")
-                    with computing():
-                        if block.codec is not None:
-                            hasher.update(memory[:wanted].data)
-                        else:
-                            at = done // CELL_BYTES * 8
-                            good = not bad_cells(memory[:wanted].data, cells[at : at + at_once // CELL_BYTES * 8])
-                    done += wanted
+            read_and_check(copy, block.pack, algorithm, stated, computing)
         except StoreError as error:
             if not is_bad_sector(error):
                 raise
+            where = f"{copy.url}/{block.pack}, block at byte {block.position},"
             raise IntegrityError(f"{where} cannot be read: {error}") from error
-        if not good or (block.codec is not None and hasher.intdigest() != block.checksum):
-            raise IntegrityError(f"{where} does not match its checksum")
 
     try:
         from_nearest(store, read, block.pack, block.position)

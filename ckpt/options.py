@@ -17,7 +17,7 @@ class Options:
     """How to save. See `ckpt.save` for what each means to a user."""
 
     codec: codec.CodecWish = "auto"
-    digest: str = "xxh3-128"
+    digest: str = "auto"
     memory: int | None = None
     keep: Keep | None = None
     overwrite: bool = False
@@ -33,7 +33,8 @@ class Options:
 
     def __post_init__(self) -> None:
         codec.parse(self.codec)  # a wrong wish is told before anything is written
-        require(self.digest)
+        if self.digest != "auto":
+            require(self.digest)
         checked_bytes("memory", self.memory)
         checked_seconds("timeout", self.timeout)
         check_switch("overwrite", self.overwrite)

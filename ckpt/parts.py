@@ -9,6 +9,7 @@ word that this try is given up. The same goes through the group as a note, for i
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import re
@@ -27,9 +28,17 @@ from ckpt.digest import digest
 from ckpt.groups.base import Group, ranks_text
 from ckpt.pack import lengths
 from ckpt.records import CommitRecord
-from ckpt.repository import Repository, commit_name, step_folder
+from ckpt.repository import Repository, step_folder
 from ckpt.storage.base import Store
-from ckpt.storage.errors import CkptError, IntegrityError, NotFound, RanksMissing, StepRefused, StoreError
+from ckpt.storage.errors import (
+    CkptError,
+    IntegrityError,
+    NotFound,
+    RanksMissing,
+    SignatureError,
+    StepRefused,
+    StoreError,
+)
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.threads import Threads
 from ckpt.tree import Flat, Node
@@ -50,7 +59,7 @@ T = TypeVar("T")
 _READERS = 8  # parts read at once: a store far away answers each in its own time
 
 _PART = re.compile(
-    r"(?P<rank>\d+)-(?P<generation>\d+)-(?P<serial>\d+)-(?P<number>\d+)-(?:(?P<digest>[0-9a-f]{32})\.arrow|failed\.json)"
+    r"(?P<rank>\d+)-(?P<generation>\d+)-(?P<serial>\d+)-(?P<number>\d+)-(?:(?P<digest>[0-9a-f]{32}|[0-9a-f]{64})\.arrow|failed\.json)"
 )
 
 
@@ -60,7 +69,7 @@ class Listed(NamedTuple):
     name: str
     rank: int
     digest: str | None
-    """None for the word of a rank that failed."""
+    """xxh3-128 of the file, or its HMAC where the rank has a key. None for the word of a rank that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +104,18 @@ def part_metadata(
     }
 
 
-def publish(store: Store, attempt: Attempt, table: bytes) -> None:
+def publish(repo: Repository, attempt: Attempt, table: bytes) -> None:
     """Leave a part, once the packs that it names are durable."""
     failpoint("ranks.part")
-    store.put(f"{_stem(attempt)}-{digest('xxh3-128', table).hex()}.arrow", table)
+    stem = _stem(attempt)
+    signature = repo.keys.sign("part", _signed_part(stem, table))
+    named = digest("xxh3-128", table).hex() if signature is None else signature.hmac_sha256
+    repo.store.put(f"{stem}-{named}.arrow", table)
+
+
+def _signed_part(stem: str, table: bytes) -> bytes:
+    """What the code in the name of a part covers: its rank, try and step too, so that it can't be taken for another part."""
+    return b"\n".join((stem.encode(), table))
 
 
 def publish_failure(store: Store, claim: Claim, group: Group, attempt: Attempt, error: BaseException) -> None:
@@ -276,7 +293,7 @@ def _put_together(repo: Repository, listed: Sequence[Listed]) -> Whole:
     from ckpt.merge import merge
 
     failpoint("ranks.merge")
-    tables = _read_all(repo.store, listed)
+    tables = _read_all(repo, listed)
     told: dict[str, tuple[list[int], Node]] = {}
     packs: dict[str, int] = {}
     written = 0
@@ -316,18 +333,30 @@ def _put_together(repo: Repository, listed: Sequence[Listed]) -> Whole:
     return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
 
 
-def _read_all(store: Store, listed: Sequence[Listed]) -> list[Any]:
+def _read_all(repo: Repository, listed: Sequence[Listed]) -> list[Any]:
     """The tables of the parts, read by several threads."""
     with Threads(min(_READERS, len(listed) or 1), "ckpt-parts") as pool:
-        return list(pool.map(lambda part: _read(store, part), listed))
+        return list(pool.map(lambda part: _read(repo, part), listed))
 
 
-def _read(store: Store, part: Listed) -> Any:
+def _read(repo: Repository, part: Listed) -> Any:
     from ckpt.table import read_part
 
-    where = f"{store.url}/{part.name}"
-    data = store.get(part.name)
-    if digest("xxh3-128", data).hex() != part.digest:
+    where = f"{repo.url}/{part.name}"
+    data = repo.store.get(part.name)
+    stem, _, code = part.name.removesuffix(".arrow").rpartition("-")
+    is_signed = len(code) == 64
+    if is_signed and not repo.keys:
+        raise StepRefused(f"rank {part.rank} signs with a key, and rank 0 has none; give all ranks the same key")
+    if not is_signed and repo.keys:
+        raise SignatureError(f"{where} has no signature: rank {part.rank} has no key; give all ranks the same key")
+    signer = next((key for key in repo.keys if hmac.compare_digest(key.code("part", _signed_part(stem, data)), code)), None)
+    if is_signed and signer is None:
+        raise SignatureError(
+            f"{where} is not signed with a key of rank 0: rank {part.rank} has another key, or the file was changed; give all "
+            "ranks the same key, and save the step again"
+        )
+    if not is_signed and digest("xxh3-128", data).hex() != code:
         raise IntegrityError(f"{where} is damaged: its digest is not that of its name; save the step again")
     return read_part(data, where)
 
@@ -394,9 +423,8 @@ def await_commit(repo: Repository, claim: Claim, group: Group, attempt: Attempt,
 
     def answer() -> CommitRecord | None:
         said = list(_listed(repo.store, attempt))  # before the record: rank 0 gives up only what it has not committed
-        name = commit_name(attempt.step)
         try:
-            commit = records.decode_commit(repo.store.get(name), f"{repo.url}/{name}")
+            commit = repo.record(attempt.step)
             if (commit.generation, commit.attempt) == (attempt.generation, attempt.number):
                 return commit
         except (NotFound, IntegrityError):

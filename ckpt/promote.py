@@ -13,8 +13,8 @@ from contextlib import suppress
 from functools import partial
 
 from ckpt import publication
+from ckpt.block_check import is_good_block
 from ckpt.checkpoint import Checkpoint
-from ckpt.digest import checksum, digest
 from ckpt.manifest import Row
 from ckpt.pack import lengths
 from ckpt.places import bad_packs, forgive, from_nearest
@@ -141,13 +141,6 @@ def _copy_pack(
             progress()
         if writer.commit() != file.nbytes:
             raise StoreError(f"copying {file.name} to {store.url}: it has not {file.nbytes} bytes there")
-
-
-def is_good_block(algorithm: str, row: Row, stored: memoryview) -> bool:
-    """Whether these are the bytes of a block as it was stored."""
-    if row.checksum is not None:
-        return checksum(stored) == row.checksum
-    return digest(algorithm, stored) == row.digest
 
 
 class _Source:

@@ -7,11 +7,12 @@ must be exactly what would be written, so that any changed byte is found.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt.digest import digest
+from ckpt.digest import digest, of_hex
 from ckpt.lines import Left, Line, line_of
+from ckpt.signature import NO_KEYS, Keys, Signature
 from ckpt.storage.decode import Malformed
 from ckpt.storage.decode import decode as from_data
 from ckpt.storage.errors import FormatError, IntegrityError
@@ -31,6 +32,11 @@ class FileRecord:
     name: str
     nbytes: int
     digest: str | None = None
+    """Its length tells the algorithm: 32 hexadecimal digits of xxh3-128, or 64 of blake3."""
+
+    def matches(self, data: bytes) -> bool:
+        """Whether these are the bytes of the file."""
+        return len(data) == self.nbytes and digest(of_hex(self.digest), data).hex() == self.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class CommitRecord:
     """The line of training that the step is on."""
     left: Left = ()
     """Of older lines: the last step that belongs to the history of this one. See lines.py."""
+    signature: Signature | None = None
+    """Of all the rest of the record; None where it was saved without a key."""
 
     @property
     def on(self) -> Line:
@@ -117,20 +125,36 @@ def _damaged(where: str) -> str:
 
 def encode_commit(commit: CommitRecord) -> bytes:
     """The bytes of commit.json."""
-    body = asdict(commit)
-    if not commit.line:  # so that a repository without roll-backs has the same records as before there were lines
-        del body["line"], body["left"]
-    return encode("commit", body)
+    return encode("commit", _commit_body(commit))
 
 
-def decode_commit(data: bytes, where: str) -> CommitRecord:
-    """The commit record in `data`."""
-    commit = read(CommitRecord, decode("commit", data, where), where)
+def signed(commit: CommitRecord, keys: Keys) -> CommitRecord:
+    """The record with the signature of the first key; without keys the record itself."""
+    body = {**_commit_body(replace(commit, signature=None)), "kind": "commit", "format": FORMAT_VERSION}
+    return replace(commit, signature=keys.sign("commit", _canonical(body)))
+
+
+def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord:
+    """The commit record in `data`. Raises SignatureError where keys are given and none of them signed it."""
+    body = decode("commit", data, where)
+    commit = read(CommitRecord, body, where)
     try:
         line_of(commit.line, commit.left)
     except ValueError as error:
         raise IntegrityError(f"{_damaged(where)} ({error})") from error
+    if keys:
+        body.pop("signature", None)
+        keys.check("commit", _canonical(body), commit.signature, where)
     return commit
+
+
+def _commit_body(commit: CommitRecord) -> dict[str, Any]:
+    body = asdict(commit)
+    if not commit.line:  # so that a repository without roll-backs has the same records as before there were lines
+        del body["line"], body["left"]
+    if commit.signature is None:
+        del body["signature"]
+    return body
 
 
 def read(kind: type[T], body: dict[str, Any], where: str) -> T:

@@ -21,6 +21,7 @@ from ckpt import records
 from ckpt.checkpoint import Checkpoint
 from ckpt.lines import Line, Order, by_number, in_order
 from ckpt.records import CommitRecord
+from ckpt.signature import NO_KEYS, Keys, KeyWish, as_keys
 from ckpt.storage.base import Entry, Store
 from ckpt.storage.errors import (
     AlreadyExists,
@@ -72,9 +73,11 @@ class _Marker:
 class Repository:
     """Steps by number, read lazily. `repo[10]`, `repo.steps()`, `repo.latest()`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, keys: Keys = NO_KEYS) -> None:
         self.store = store
         self.url = store.url
+        self.keys = keys
+        """With keys, a step exists only where one of them signed it, and what is saved is signed with the first."""
 
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"
@@ -158,8 +161,15 @@ class Repository:
 
     def record(self, step: int) -> CommitRecord:
         """What lies at the name of a commit record; NotFound where nothing does."""
-        name = commit_name(step)
-        return records.decode_commit(self.store.get(name), f"{self.url}/{name}")
+        return self.decode(step, self.store.get(commit_name(step)))
+
+    def decode(self, step: int, data: bytes) -> CommitRecord:
+        """The commit record in `data`, its signature checked where there are keys."""
+        return records.decode_commit(data, f"{self.url}/{commit_name(step)}", self.keys)
+
+    def checkpoint(self, commit: CommitRecord, rank: int = 0) -> Checkpoint:
+        """The step of a record that `decode` or `record` returned."""
+        return Checkpoint(self.store, commit, rank, self.keys)
 
     def commits(self) -> Iterator[CommitRecord]:
         """The records of all committed steps, ascending; damaged ones are left out with a warning."""
@@ -236,7 +246,7 @@ class Repository:
     def of_rank(self, step: int, rank: int) -> Checkpoint:
         """A step as one rank of a group sees it: values of which each has its own are those of this rank."""
         self.check()
-        return Checkpoint(self.store, self.commit(step), rank)
+        return self.checkpoint(self.commit(step), rank)
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return (self[step] for step in self.steps())
@@ -248,9 +258,9 @@ class Repository:
         return step in self.steps()
 
 
-def open_repository(url: Url) -> Repository:
-    """The repository at a URL (or on a store), unchecked."""
-    return Repository(url if isinstance(url, Store) else _store(url))
+def open_repository(url: Url, key: KeyWish | Keys = None) -> Repository:
+    """The repository at a URL (or on a store), unchecked. Without a key: that of the environment."""
+    return Repository(url if isinstance(url, Store) else _store(url), as_keys(key))
 
 
 def named(url: Url | None) -> Url:

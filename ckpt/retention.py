@@ -19,7 +19,7 @@ from ckpt.complete import is_complete
 from ckpt.lines import in_order
 from ckpt.records import CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
-from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NotFound
+from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NotFound, SignatureError
 from ckpt.storage.failpoints import failpoint
 
 log = logging.getLogger("ckpt")
@@ -97,24 +97,34 @@ def sweep(
     damaged: set[int] = set()
     unreadable: set[int] = set()
     reserved: set[int] = set()  # of publications that were given up; or the step is gone since the listing
+    unsigned: set[int] = set()
     for step in repo.step_numbers():
         if commit_name(step) in sizes:
             try:
-                commits[step] = decode_commit(store.get(commit_name(step)), f"{repo.url}/{commit_name(step)}")
+                data = store.get(commit_name(step))
+                commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}")
+                if repo.keys:
+                    repo.decode(step, data)
             except NotFound:
                 reserved.add(step)
+            except SignatureError:  # no step for those with the key; what it refers to stays as long as it
+                unsigned.add(step)
             except IntegrityError:
                 damaged.add(step)
             except CkptError as error:
                 log.warning("nothing that step %d may need is deleted: %s", step, error)
                 unreadable.add(step)
     if keep is not None:
-        order = in_order({step: commit.on for step, commit in commits.items()}, damaged | unreadable | reserved)
+        order = in_order(
+            {step: commit.on for step, commit in commits.items() if step not in unsigned},
+            damaged | unreadable | reserved | unsigned,
+        )
         # A damaged record does not say its line: where steps are set aside, it may be one of them.
         may_go = (commits.keys() | reserved | (set() if order.aside else damaged)) - set(spare) - order.aside
+        doubtful = {*order.aside, *distrusted, *unsigned}
         good = [
             s for s in order.steps
-            if s in commits and s not in order.aside and s not in distrusted and is_good(commits[s], sizes)
+            if s in commits and s not in doubtful and is_good(commits[s], sizes)
         ]  # fmt: skip
         if expired(may_go, good, keep, order.steps):  # then those that stay must be complete
             good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)

@@ -32,7 +32,7 @@ from ckpt.retention import Keep, sweep
 from ckpt.storage import errors
 from ckpt.storage.base import Store
 from ckpt.storage.decode import decode
-from ckpt.storage.errors import CkptError, SaveFailed, StepNotFound
+from ckpt.storage.errors import CkptError, InvalidArgument, SaveFailed, StepNotFound
 
 if TYPE_CHECKING:
     from ckpt.handle import SaveHandle
@@ -75,6 +75,14 @@ class Session:
         self._in_flight = 1
         self.excused: SaveHandle | None = None
         """A save that failed, and that a later save makes up for: none has followed yet."""
+
+    def require_keys(self, repo: Repository) -> None:
+        """Raise InvalidArgument where who joins would sign with another key, or with none."""
+        if repo.keys != self.repo.keys:
+            raise InvalidArgument(
+                f"this process saves to {repo.url} already, with another key or with none; give each saver of one URL the same "
+                "key="
+            )
 
     def next_step(self) -> int:
         """The number after the newest step, the same on all ranks."""
@@ -336,6 +344,7 @@ def enter(
         with _registry:
             session = _sessions.get(key)
             if session is not None:
+                session.require_keys(repo)
                 session.holders += 1
                 return session
         # Not under the lock: the ranks of a group of threads wait for each other here.
@@ -355,6 +364,7 @@ def enter(
             # What tiers copy here has their own numbers, which are higher than those of a claim without tiers.
             shared = _claim_of_this_process(repo) if series is None else None
             session = _sessions[key] = Session(repo, group, shared, series)
+        session.require_keys(repo)
         session.holders += 1
         return session
 

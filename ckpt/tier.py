@@ -118,7 +118,7 @@ def kept_before(record: Repository) -> list[Repository]:
     found = []
     seconds, awaited = _wait()
     for url in os.environ.get(BEFORE, "").split():
-        repo = open_repository(below(url, name_of(record.url)))
+        repo = open_repository(below(url, name_of(record.url)), record.keys)
         try:
             until = time.monotonic() + (seconds if url == awaited else 0.0)
             if _answers(repo.store, until) and holds_steps_of(repo, record):

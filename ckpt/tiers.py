@@ -35,6 +35,7 @@ from ckpt.promoter import Promoter
 from ckpt.repository import Repository, Url, commit_name, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.session import Session
+from ckpt.signature import NO_KEYS, Keys
 from ckpt.storage.base import Store
 from ckpt.storage.errors import (
     CkptError,
@@ -106,9 +107,11 @@ class _Place:
 class Tiers:
     """The places of a Checkpointer. Opening takes the right to write to all of them; every rank of the group must."""
 
-    def __init__(self, url: Url, every: Every, keep: int | Keep | None, tiers: Sequence[Tier], group: Group) -> None:
-        record = open_repository(url)
-        repos = [*(open_repository(store_of(tier, record.url)) for tier in tiers), record]
+    def __init__(
+        self, url: Url, every: Every, keep: int | Keep | None, tiers: Sequence[Tier], group: Group, keys: Keys = NO_KEYS
+    ) -> None:
+        record = open_repository(url, keys)
+        repos = [*(open_repository(store_of(tier, record.url), keys) for tier in tiers), record]
         if len({repo.url for repo in repos}) < len(repos):
             raise InvalidArgument(f"tiers and {record.url}: a place is named twice; each must be another one")
         self._group = group

@@ -18,7 +18,7 @@ from ckpt.arguments import check_progress, check_rename, check_share_reads, chec
 from ckpt.checkpoint import Checkpoint
 from ckpt.groups.base import Alone, Group, different_steps
 from ckpt.read import Progress
-from ckpt.records import decode_commit, encode_commit
+from ckpt.records import encode_commit
 from ckpt.rename import Rename
 from ckpt.repository import Repository, commit_name, listed
 from ckpt.select import Patterns
@@ -71,16 +71,22 @@ def together(group: Group, work: Callable[[], T]) -> T:
         if error is not None:
             raise error from None
         raise
-    damage = next((a for a in answers if a is not None and a[0] == "IntegrityError"), None)
-    other = next(((rank, a) for rank, a in enumerate(answers) if a is not None and a[0] != "IntegrityError"), None)
+    damage = next((a for a in answers if a is not None and _is_damage(a[0])), None)
+    other = next(((rank, a) for rank, a in enumerate(answers) if a is not None and not _is_damage(a[0])), None)
     if other is not None and (error is None or isinstance(error, IntegrityError)):
         rank, (kind, message) = other
         raise _failed_elsewhere(rank, group, kind, message) from error
     if error is not None:
         raise error
     if damage is not None:
-        raise IntegrityError(damage[1])
+        raise getattr(errors, damage[0])(damage[1])
     return made
+
+
+def _is_damage(kind: str) -> bool:
+    """Whether an error of this name is one after which an older step is tried."""
+    found = getattr(errors, kind, None)
+    return isinstance(found, type) and issubclass(found, IntegrityError)
 
 
 class _StoreFailedElsewhere(GroupError):
@@ -123,7 +129,8 @@ def find_together(repo: Repository, step: int, group: Group) -> Checkpoint:
         return encode_commit(repo.commit(step)).decode()
 
     data = told_by_rank_0(group, read)
-    return Checkpoint(repo.store, decode_commit(data.encode(), f"{repo.url}/{commit_name(step)}"), group.rank)
+    # A rank with another key refuses the record alone: all must learn of that.
+    return together(group, lambda: repo.checkpoint(repo.decode(step, data.encode()), group.rank))
 
 
 def require_one_step(group: Group, step: int | None) -> None:
@@ -212,7 +219,7 @@ def settled(
             log.error("%s", error)
         if not others:
             raise newest
-        raise IntegrityError(f"no step of {repo.url} is whole, of {listed(sorted(damage))}; the newest: {newest}") from newest
+        raise type(newest)(f"no step of {repo.url} is whole, of {listed(sorted(damage))}; the newest: {newest}") from newest
     for passed_over in damage.values():
         assert found is not None
         message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"

@@ -20,6 +20,11 @@ _WORTH = 0.8
 """Cells of several pieces are read instead of all the block where they are less of it than that."""
 
 
+_XXH3_BYTES = 16
+"""A longer digest is blake3. The sums of cells are xxh3, which anybody can forge: such a block is read whole and compared with
+its digest, whatever is wanted of it."""
+
+
 class Target(NamedTuple):
     """Where a leaf, or a box of it, is to go."""
 
@@ -109,7 +114,7 @@ class Wanted:
 
     def _found_runs(self) -> list[Run]:
         row, pieces = self.row, self.pieces
-        if row.codec is not None:
+        if row.codec is not None or len(row.digest) > _XXH3_BYTES:
             return []
         if len(pieces) == 1:
             if pieces[0].box is pieces[0].row.box and pieces[0].row.nbytes * 2 >= row.raw:

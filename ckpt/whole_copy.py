@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from ckpt.block_check import is_good_block
 from ckpt.checkpoint import Checkpoint
-from ckpt.digest import digest
 from ckpt.manifest import Row
-from ckpt.promote import is_good_block
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository
 from ckpt.storage.base import Reader, Store
@@ -52,8 +51,7 @@ def _fits(checkpoint: Checkpoint, copy: Store, name: str) -> bool:
     commit = checkpoint.commit
     for file in (*commit.manifests, *commit.trees):
         if file.name == name:
-            data = copy.get(name)
-            return len(data) == file.nbytes and digest("xxh3-128", data).hex() == file.digest
+            return file.matches(copy.get(name))
     manifest = checkpoint.manifest()
     rows = [row for row in manifest.by_block() if row.pack == name]
     with copy.open_once(name) as reader:

@@ -24,7 +24,7 @@ from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
 from ckpt.commit import Committer
 from ckpt.copies import digests_of
-from ckpt.digest import checksum, digest_and_cells, require
+from ckpt.digest import checksum, chosen, digest_and_cells
 from ckpt.groups.base import Group, different_steps
 from ckpt.handle import SaveHandle
 from ckpt.held import held_by, specs_of
@@ -171,7 +171,7 @@ class _Save:
         self._handle = handle
         self._step = handle.step
         self._options = options
-        self._algorithm = require(options.digest)
+        self._algorithm = chosen(options.digest, bool(session.repo.keys))
         self._flat = flat
         held = held_by(flat, session.group)
         self._leaves = [h.leaf for h in held]
@@ -464,7 +464,7 @@ class _Save:
         key = (summed, block.nbytes)
         at = self._known.get(key)
         if at is not None and not at.seen:
-            at = self._seen(key, at, cells)
+            at = self._seen(key, at)
         if at is None:
             at = self._append(packs, block, region)
         else:
@@ -474,12 +474,12 @@ class _Save:
             cells = b""
         return StoredBlock(at.pack, at.position, at.stored, block.nbytes, at.codec, summed, at.checksum, cells)
 
-    def _seen(self, key: tuple[bytes, int], at: KnownBlock, cells: bytes) -> KnownBlock | None:
+    def _seen(self, key: tuple[bytes, int], at: KnownBlock) -> KnownBlock | None:
         """A block that another process has written, read once; None where it may not be referred to."""
         if key in self._refused or at.pack in self._unreadable:
             return None
         try:
-            if is_whole(self._store, at, cells, self._computing):
+            if is_whole(self._store, self._algorithm, key, at, self._computing):
                 at = self._known[key] = replace(at, seen=True)
                 return at
             self._refused.add(key)

@@ -77,6 +77,10 @@ class IntegrityError(CkptError):
     """Stored bytes are not those that were written: flipped, cut or missing."""
 
 
+class SignatureError(IntegrityError):
+    """A key was given, and a step is not signed with it: saved without a key, or changed by somebody else."""
+
+
 class FormatError(CkptError):
     """Not a repository, or one that a newer version wrote."""
 

@@ -43,6 +43,15 @@ class Number(click.FloatRange):
         return number
 
 
+def key_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The option of commands that read steps."""
+    return click.option(
+        "--key-file", metavar="FILE",
+        help="Require that steps are signed with a key of this file. Default: that of the environment (CKPT_KEY_FILE), else "
+        "no signature is checked.",
+    )(command)  # fmt: skip
+
+
 def run(command: click.Command) -> NoReturn:
     """Run a command and end the process: 0 fine, 1 an error of ours, 2 wrong usage, 130 and 143 interrupted."""
     name = command.name or "ckpt"

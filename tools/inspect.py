@@ -13,7 +13,6 @@ import click
 
 import ckpt
 from ckpt.api import check_step
-from ckpt.checkpoint import Checkpoint
 from ckpt.lines import Order, in_order
 from ckpt.repository import Repository
 from ckpt.storage.errors import CkptError
@@ -78,9 +77,12 @@ Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 
     is_flag=True,
     help="Read everything (of the STEP, or of all steps) and check it against its digests.",
 )
+@common.key_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
-def command(url: str, step: int | None, only: tuple[str, ...], verifying: bool, as_json: bool) -> int:
+def command(
+    url: str, step: int | None, only: tuple[str, ...], verifying: bool, key_file: str | None, as_json: bool
+) -> int:
     """Show the steps of the checkpoint repository at URL, or the arrays of one STEP.
 
     URL is a folder, or any URL that ckpt.save takes (s3://bucket/run …). Nothing is changed there. Without --verify
@@ -88,7 +90,7 @@ def command(url: str, step: int | None, only: tuple[str, ...], verifying: bool, 
     """
     if step is None and only:
         raise click.UsageError("--only picks leaves of one step: name the STEP as well")
-    repo = ckpt.open(url)
+    repo = ckpt.open(url, key=key_file)
     if step is None:
         return _all_steps(repo, verifying, as_json)
     (report,) = survey(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
@@ -112,7 +114,7 @@ def _all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
         reports = [report for report, _ in checked]
     failed = sum(r.failed for r in reports)
     if as_json:
-        common.emit_json({"url": repo.url, "ok": not failed, "steps": [_step_json(r, order, verifying) for r in reports]})
+        common.emit_json({"url": repo.url, "ok": not failed, "steps": [_step_json(repo, r, order, verifying) for r in reports]})
         return int(bool(failed))
     if not verifying and reports:
         _show_steps(reports, order)
@@ -158,7 +160,7 @@ def _show_problems(report: StepReport, most: int = 10) -> None:
         emit(f"step {report.step}: … and {len(report.problems) - most} more files")
 
 
-def _step_json(report: StepReport, order: Order | None, verifying: bool) -> dict[str, Any]:
+def _step_json(repo: Repository, report: StepReport, order: Order | None, verifying: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
     if verifying:
         facts["verified"] = report.state == "ok"
@@ -167,6 +169,8 @@ def _step_json(report: StepReport, order: Order | None, verifying: bool) -> dict
         facts |= {name: getattr(report.commit, name) for name in names}
         if order is not None:
             facts |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.aside}
+        signature = report.commit.signature
+        facts["signature"] = None if signature is None else {"key": signature.key, "checked": bool(repo.keys)}
     return facts
 
 
@@ -177,7 +181,7 @@ def _one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verif
     chosen: Contents | None = None
     leaves: list[LeafReport] = []
     if report.commit is not None:
-        checkpoint = Checkpoint(repo.store, report.commit)
+        checkpoint = repo.checkpoint(report.commit)
         try:
             known = leaf_reports(checkpoint, report.bad_files)
             chosen = contents(checkpoint, only)
@@ -187,7 +191,7 @@ def _one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verif
     if verifying and chosen is not None:
         report, _ = _verified(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
     if as_json:
-        facts = {"url": repo.url, **_step_json(report, None, verifying)}
+        facts = {"url": repo.url, **_step_json(repo, report, None, verifying)}
         if chosen is not None:
             facts["leaves"] = [_leaf_json(leaf) for leaf in leaves]
             facts |= {"plain_values": len(chosen.values), "tied": chosen.tied}
@@ -259,7 +263,7 @@ def _verified(
 ) -> tuple[StepReport, int]:
     """Read and check a step; return its report with what was found, and the bytes read."""
     assert report.commit is not None
-    checkpoint = Checkpoint(repo.store, report.commit)
+    checkpoint = repo.checkpoint(report.commit)
     began = time.monotonic()
     nbytes = 0
     try:
@@ -275,7 +279,7 @@ def _verified(
         if not quiet:
             what = "" if leaves is None else f" of {count(len(leaves), 'leaf')}"
             told = f"{size(nbytes)}{what} read and checked in {time.monotonic() - began:.1f} s"
-            emit(_verdict(report, "; ".join((told, *report.problems))))
+            emit(_verdict(report, "; ".join((told, checkpoint.protection, *report.problems))))
     return report, nbytes
 
 

@@ -86,10 +86,11 @@ Exit status: 0 written, 1 not written (the message says why), 2 wrong usage.""",
     type=click.Choice(list(_WRITERS)),
     help="Default: by DEST's ending (.safetensors .npz .pt .pth .h5 .hdf5 .zarr).",
 )
+@common.key_option
 @click.option("--overwrite", is_flag=True, help="Replace DEST if it is there.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 def command(
-    url: str, dest: Path, step: int | None, only: tuple[str, ...], wish: str | None, overwrite: bool
+    url: str, dest: Path, step: int | None, only: tuple[str, ...], wish: str | None, key_file: str | None, overwrite: bool
 ) -> int:
     """Write a step of the checkpoint repository at URL to the file DEST, in a format that other programs read.
 
@@ -102,7 +103,7 @@ def command(
             + " ".join(_ENDINGS)
         )
     _check_destination(dest, chosen, overwrite)
-    repo = ckpt.open(url)
+    repo = ckpt.open(url, key=key_file)
     checkpoint = repo[step] if step is not None else _newest(repo)
     wanted = contents(checkpoint, only)
     writer = importlib.import_module(f"ckpt.tools.{_WRITERS[chosen]}")
@@ -131,7 +132,7 @@ def _newest(repo: Repository) -> Checkpoint:
     """The newest committed step. A damaged record is an error: an older step in its place would go unnoticed."""
     for number in repo.order().newest_first():
         try:
-            return Checkpoint(repo.store, repo.commit(number))
+            return repo.checkpoint(repo.commit(number))
         except StepNotFound:  # being saved, or cut off
             continue
         except IntegrityError as error:

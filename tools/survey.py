@@ -81,7 +81,7 @@ def _record(repo: Repository, step: int) -> StepReport:
     name = commit_name(step)
     where = f"{repo.url}/{name}"
     try:
-        commit = records.decode_commit(repo.store.get(name), where)
+        commit = repo.record(step)
     except NotFound:
         return StepReport(step, "unfinished", None)
     except CkptError as error:

@@ -112,7 +112,7 @@ class Writer(_ByStep, StorageWriter):  # type: ignore[misc]  # mypy does not loo
     """
 
     def __init__(
-        self, url: Url, *, step: int | None = None, codec: CodecWish = "auto", digest: str = "xxh3-128",
+        self, url: Url, *, step: int | None = None, codec: CodecWish = "auto", digest: str = "auto",
         keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False, timeout: float = TIMEOUT_SECONDS,
     ) -> None:  # fmt: skip
         self._url = url

@@ -1,0 +1,316 @@
+"""Somebody who may write to the repository changes a step, and all digests with it. With a key the change is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support import finish, python, snapshot
+
+import ckpt
+from ckpt import records
+from ckpt.digest import digest, digest_and_cells
+from ckpt.groups.threads import ThreadGroup
+from ckpt.manifest import Row
+from ckpt.table import read_table, write_table
+
+pytest.importorskip("blake3")
+
+KEY = bytes(range(32))
+OTHER_KEY = bytes(range(1, 33))
+
+
+def state() -> dict[str, Any]:
+    """One leaf in one block of its own, of five cells."""
+    return {"weight": np.arange(300_000, dtype=np.float32), "step": 5}
+
+
+save = partial(ckpt.save, codec="none")  # else the choice of a codec depends on the speed of the disk
+
+
+def forge(root: Path, step: int, change: Callable[[bytearray], None], *, block_digests: bool = True) -> None:
+    """Change the bytes of the first block of a step, and every digest that depends on them, as ckpt itself would write it.
+
+    block_digests: False leaves the digest of the block as it was, and changes only the sums of its cells.
+    """
+    commit = records.decode_commit((root / f"steps/{step}/commit.json").read_bytes(), "commit")
+    manifest = root / commit.manifests[0].name
+    table = read_table(manifest.read_bytes(), "manifest")
+    algorithm = pq.read_schema(manifest).metadata[b"digest"].decode()
+    row: Row = ckpt.open(root)[step].manifest().rows[0]
+    assert row.codec is None
+    assert row.pack is not None
+    pack = root / row.pack
+    data = bytearray(pack.read_bytes())
+    block = bytearray(data[row.position : row.position + row.stored])
+    change(block)
+    data[row.position : row.position + row.stored] = block
+    pack.write_bytes(data)
+    summed, cells = digest_and_cells(algorithm, memoryview(block))
+    if not block_digests:
+        summed = row.digest
+    for name, value in (("digest", summed), ("cells", cells)):
+        values = [value, *table.column(name).to_pylist()[1:]]
+        at = table.column_names.index(name)
+        table = table.set_column(at, name, pa.array(values, pa.binary()))
+    metadata = {k.decode(): v.decode() for k, v in pq.read_schema(manifest).metadata.items() if k != b"ARROW:schema"}
+    manifest.write_bytes(write_table(table, metadata))
+    rewrite_commit(root, step)
+
+
+def rewrite_commit(root: Path, step: int, **changes: Any) -> None:
+    """Give the commit record the digests that its files have now."""
+    path = root / f"steps/{step}/commit.json"
+    commit = records.decode_commit(path.read_bytes(), "commit")
+
+    def as_it_is(file: records.FileRecord) -> records.FileRecord:
+        data = (root / file.name).read_bytes()
+        algorithm = "blake3" if file.digest is not None and len(file.digest) == 64 else "xxh3-128"
+        return records.FileRecord(file.name, len(data), digest(algorithm, data).hex())
+
+    manifests, trees = (tuple(map(as_it_is, files)) for files in (commit.manifests, commit.trees))
+    commit = dataclasses.replace(commit, manifests=manifests, trees=trees, **changes)
+    path.write_bytes(records.encode_commit(commit))
+
+
+def spoil(block: bytearray) -> None:
+    """Another first element."""
+    block[:4] = np.float32(1e30).tobytes()
+
+
+def test_a_forged_step_is_refused_with_the_key(tmp_path: Path) -> None:
+    save(state(), tmp_path / "run", 5, key=KEY)
+    forge(tmp_path / "run", 5, spoil)
+    loaded = ckpt.load(tmp_path / "run", step=5, strict=True)
+    assert loaded["weight"][0] == np.float32(1e30), "the forgery is consistent: digests alone do not find it"
+    with pytest.raises(ckpt.SignatureError, match="changed after"):
+        ckpt.load(tmp_path / "run", step=5, strict=True, key=KEY)
+    with pytest.raises(ckpt.IntegrityError, match="step 5|steps/5"):
+        ckpt.load(tmp_path / "run", key=KEY)
+
+
+def test_an_older_signed_step_is_loaded_in_place_of_a_forged_one(tmp_path: Path) -> None:
+    for step in (4, 5):
+        save({"weight": np.full(300_000, step, np.float32)}, tmp_path, step, key=KEY)
+    forge(tmp_path, 5, spoil)
+    with pytest.warns(UserWarning, match="older step 4"):
+        loaded = ckpt.load(tmp_path, key=KEY)
+    assert loaded["weight"][0] == 4
+
+
+def test_the_signature_cannot_be_removed(tmp_path: Path) -> None:
+    save(state(), tmp_path, 5, key=KEY)
+    rewrite_commit(tmp_path, 5, signature=None)
+    ckpt.load(tmp_path, step=5)
+    with pytest.raises(ckpt.SignatureError, match="no signature"):
+        ckpt.load(tmp_path, step=5, key=KEY)
+
+
+def test_a_signature_of_another_step_is_refused(tmp_path: Path) -> None:
+    for step in (4, 5):
+        save({"weight": np.full(300_000, step, np.float32)}, tmp_path, step, key=KEY)
+    four = records.decode_commit((tmp_path / "steps/4/commit.json").read_bytes(), "commit")
+    (tmp_path / "steps/5/commit.json").write_bytes(records.encode_commit(dataclasses.replace(four, step=5)))
+    with pytest.raises(ckpt.SignatureError):
+        ckpt.load(tmp_path, step=5, key=KEY)
+
+
+def test_a_changed_byte_of_any_file_of_a_signed_step_is_found(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save(state(), root, 5, key=KEY)
+    good = snapshot(root)
+    files = sorted(name for name in good if name.startswith("steps/"))
+    assert {Path(name).suffix for name in files} == {".json", ".parquet", ".pack"}
+    for name in files:
+        for at in (0, len(good[name]) // 2):
+            changed = bytearray(good[name])
+            changed[at] ^= 1
+            (root / name).write_bytes(changed)
+            with pytest.raises(ckpt.IntegrityError):
+                ckpt.load(root, step=5, key=KEY)
+        (root / name).write_bytes(good[name])
+    assert np.array_equal(ckpt.load(root, step=5, key=KEY)["weight"], state()["weight"])
+
+
+def test_a_part_of_a_block_is_checked_by_the_digest_of_the_whole_block(tmp_path: Path) -> None:
+    """The sums of cells are xxh3, of which anybody can make two alike: with blake3 they decide nothing."""
+    save(state(), tmp_path, 5, digest="blake3")
+    forge(tmp_path, 5, spoil, block_digests=False)
+    with pytest.raises(ckpt.IntegrityError, match="digest"):
+        ckpt.open(tmp_path)[5]["weight"][:8]
+    with pytest.raises(ckpt.IntegrityError, match="digest"):
+        ckpt.load(tmp_path, {"weight": np.zeros(300_000, np.float32)}, step=5)
+
+
+def test_manifest_and_tree_of_a_step_with_blake3_have_blake3_digests(tmp_path: Path) -> None:
+    commit = save(state(), tmp_path, 5, digest="blake3").commit
+    for file in (*commit.manifests, *commit.trees):
+        assert digest("blake3", (tmp_path / file.name).read_bytes()).hex() == file.digest
+
+
+def test_what_an_attacker_put_there_is_not_referred_to(tmp_path: Path) -> None:
+    """A forged step must not give its blocks to the next one that is signed, in the process that saves and in another one."""
+    program = (
+        "import sys, numpy, ckpt\n"
+        "ckpt.save({'weight': numpy.arange(300_000, dtype=numpy.float32), 'step': int(sys.argv[2])}, sys.argv[1], "
+        "int(sys.argv[2]), key=bytes(range(32)), codec='none')\n"
+    )
+    finish(python(program, tmp_path / "run", 5))
+    forge(tmp_path / "run", 5, spoil)
+    finish(python(program, tmp_path / "run", 6))
+    assert np.array_equal(ckpt.load(tmp_path / "run", step=6, key=KEY)["weight"], state()["weight"])
+    packs = {file.name for file in ckpt.open(tmp_path / "run", key=KEY).commit(6).packs}
+    assert packs
+    assert all(name.startswith("steps/6/") for name in packs)
+
+
+def test_a_step_without_a_signature_is_never_replaced_unasked(tmp_path: Path) -> None:
+    save(state(), tmp_path, 5)
+    before = snapshot(tmp_path / "steps")
+    with pytest.raises(ckpt.SignatureError, match="without a key"):
+        save(state(), tmp_path, 5, key=KEY)
+    assert snapshot(tmp_path / "steps") == before
+    save(state(), tmp_path, 5, key=KEY, overwrite=True)
+    ckpt.load(tmp_path, step=5, key=KEY)
+
+
+def test_steps_without_a_signature_count_as_no_good_ones_for_keep(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save({"weight": np.full(300_000, step, np.float32)}, tmp_path, step)
+    save({"weight": np.full(300_000, 3, np.float32)}, tmp_path, 3, key=KEY, keep=2)
+    assert ckpt.open(tmp_path).steps() == [1, 2, 3]
+    save({"weight": np.full(300_000, 4, np.float32)}, tmp_path, 4, key=KEY, keep=2)
+    assert ckpt.open(tmp_path).steps() == [3, 4]
+
+
+def test_a_key_that_was_replaced_is_still_accepted_for_reading(tmp_path: Path) -> None:
+    (tmp_path / "old.key").write_text(KEY.hex() + "\n")
+    (tmp_path / "new.key").write_text(f"# of today\n{OTHER_KEY.hex()}\n\n{KEY.hex()}\n")
+    save(state(), tmp_path / "run", 5, key=tmp_path / "old.key")
+    save(state(), tmp_path / "run", 6, key=tmp_path / "new.key")
+    ckpt.load(tmp_path / "run", step=5, key=tmp_path / "new.key")
+    with pytest.raises(ckpt.SignatureError, match="signed with key") as refused:
+        ckpt.load(tmp_path / "run", step=6, key=tmp_path / "old.key")
+    assert KEY.hex() not in str(refused.value)
+    assert "steps/6" in str(refused.value)
+
+
+def test_the_environment_names_the_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text(KEY.hex())
+    monkeypatch.setenv("CKPT_KEY_FILE", str(tmp_path / "key"))
+    with ckpt.Checkpointer(tmp_path / "run", every=None, codec="none") as ck:
+        ck.save(5, state())
+    monkeypatch.delenv("CKPT_KEY_FILE")
+    assert ckpt.open(tmp_path / "run").commit(5).signature is not None
+    forge(tmp_path / "run", 5, spoil)
+    monkeypatch.setenv("CKPT_KEY_FILE", str(tmp_path / "key"))
+    with ckpt.Checkpointer(tmp_path / "run", every=None, codec="none") as ck, pytest.raises(ckpt.SignatureError):
+        ck.restore(state())
+
+
+def test_a_signed_step_goes_through_tiers(tmp_path: Path) -> None:
+    near = ckpt.Tier(tmp_path / "near", every=1, keep=2)
+    with ckpt.Checkpointer(tmp_path / "run", every=2, tiers=[near], key=KEY, codec="none") as ck:
+        for step in range(4):
+            ck.step(step, {"weight": np.full(300_000, step, np.float32)})
+    assert ckpt.load(tmp_path / "run", key=KEY)["weight"][0] == 3
+    shutil.rmtree(tmp_path / "run/steps")
+    forge(tmp_path / "near", 3, spoil)
+    with (
+        pytest.warns(UserWarning, match="older step 2"),
+        ckpt.Checkpointer(tmp_path / "run", every=None, tiers=[near], key=KEY, codec="none") as ck,
+    ):
+        loaded, start = ck.restore({"weight": np.zeros(300_000, np.float32)})
+    assert (loaded["weight"][0], start) == (2, 3)
+
+
+@pytest.mark.parametrize("codec", [{"id": "zlib", "level": 1}, None])
+def test_a_copy_to_another_tier_is_checked_by_the_digest(tmp_path: Path, codec: dict[str, Any] | None) -> None:
+    """A stored block whose xxh3 checksum fits, and whose content does not, is not copied."""
+    from ckpt.block_check import is_good_block
+
+    checkpoint = save(state(), tmp_path, 5, digest="blake3", codec=codec or "none")
+    row = checkpoint.manifest().rows[0]
+    stored = (tmp_path / (row.pack or "")).read_bytes()[row.position :][: row.stored]
+    assert is_good_block("blake3", row, memoryview(stored))
+    assert not is_good_block("blake3", row._replace(digest=bytes(32)), memoryview(stored))
+
+
+def test_the_log_and_inspect_say_by_what_the_bytes_were_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "key").write_text(KEY.hex())
+    save(state(), tmp_path / "plain", 5)
+    save(state(), tmp_path / "signed", 5, key=KEY)
+    identity = ckpt.open(tmp_path / "signed").commit(5).signature
+    assert identity is not None
+
+    def said(*command: object) -> str:
+        program = "from ckpt.tools.inspect import main; main()"
+        return finish(python(program, *command))
+
+    caplog.set_level("INFO", "ckpt")
+    ckpt.load(tmp_path / "plain")
+    assert "xxh3-128 digests, which find accidents and no forgery; not signed" in caplog.text
+    ckpt.load(tmp_path / "signed")
+    assert f"blake3 digests; signed with key {identity.key}, signature not checked" in caplog.text
+    ckpt.load(tmp_path / "signed", key=KEY)
+    assert f"blake3 digests; signed with key {identity.key}, signature checked" in caplog.text
+    assert "signature not checked" in said(tmp_path / "signed", "--verify")
+    assert "signature checked" in said(tmp_path / "signed", "--verify", "--key-file", tmp_path / "key")
+    facts = json.loads(said(tmp_path / "signed", "--json", "--key-file", tmp_path / "key"))
+    assert facts["steps"][0]["signature"] == {"key": identity.key, "checked": True}
+
+
+def test_ranks_with_different_keys_save_nothing(tmp_path: Path) -> None:
+    """Parts that ranks hand in through the store are signed too: rank 0 signs nothing that another could have put there."""
+    def ranks(keys: list[bytes | None], step: int) -> list[BaseException | None]:
+        found: list[BaseException | None] = [None] * len(keys)
+
+        def run(group: Any, rank: int) -> None:
+            try:
+                save(state(), tmp_path / "run", step, group=group, key=keys[rank])
+            except BaseException as error:
+                found[rank] = error
+
+        threads = [Thread(target=run, args=(group, rank)) for rank, group in enumerate(ThreadGroup.make(len(keys)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    assert ranks([KEY, KEY], 1) == [None, None]
+    ckpt.load(tmp_path / "run", step=1, key=KEY)
+    for step, keys in enumerate(([KEY, OTHER_KEY], [KEY, None], [None, KEY]), 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            errors = ranks([*keys], step)
+        assert all(isinstance(error, ckpt.CkptError) and "key" in str(error) for error in errors), errors
+        assert step not in ckpt.open(tmp_path / "run").steps()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("", "no key"), ("abcd", "at least 32 bytes"), ("not hexadecimal", "line 1"), (None, "can't be read")],
+)
+def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, text: str | None, match: str) -> None:
+    if text is not None:
+        (tmp_path / "key").write_text(text)
+    with pytest.raises(ckpt.InvalidArgument, match=match):
+        save(state(), tmp_path / "run", 5, key=tmp_path / "key")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_key_and_forgeable_digests_are_refused_together(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.InvalidArgument, match="blake3"):
+        save(state(), tmp_path / "run", 5, key=KEY, digest="xxh3-128")
