@@ -18,7 +18,7 @@ from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt import session as sessions
 from ckpt.api import check_step, load_newest, load_step
-from ckpt.arguments import check_switch, checked_every, positive
+from ckpt.arguments import check_switch, checked_bytes, checked_every, positive
 from ckpt.codec import CodecWish
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
@@ -32,6 +32,7 @@ from ckpt.rename import Rename
 from ckpt.repository import Repository, Url, named, open_repository
 from ckpt.retention import Keep, as_keep
 from ckpt.schedule import Schedule
+from ckpt.scrub import BYTES_PER_SECOND, Scrubber
 from ckpt.sharing import ShareReads
 from ckpt.signature import KeyWish, as_keys
 from ckpt.spikes import asked_for
@@ -73,6 +74,10 @@ class Checkpointer:
     tiers: nearer places that saves land in first, the nearest first; see `ckpt.Tier`. What comes to `url` is copied there in
         the background: the steps that `every` names, those of `save`, and the newest one at the end.
 
+    scrub: bytes per second that are read again in the background, of blocks that earlier steps wrote and newer ones refer to;
+        None reads none. It rests while a save is under way. A bad block is logged, and the next save writes it anew. With tiers
+        those of `url` are read, by rank 0.
+
     Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
     `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
     A child that is forked meanwhile may not save with it (CkptError); one that only inherits it, such as a worker of a
@@ -95,6 +100,7 @@ class Checkpointer:
         verify_replicas: bool | None = None,
         tiers: Sequence[Tier] = (),
         key: KeyWish = None,
+        scrub: int | None = BYTES_PER_SECOND,
     ) -> None:
         every, tiers = checked_every(every), checked_tiers(tiers)
         self._made_by = MakingProcess()
@@ -130,6 +136,13 @@ class Checkpointer:
         self._session: sessions.Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
         )
+        self._scrubber = self._made_scrubber(checked_bytes("scrub", scrub))
+
+    def _made_scrubber(self, bytes_per_second: int | None) -> Scrubber:
+        session = self._open()
+        if self._tiers is not None:
+            return Scrubber(self._tiers.record, None, None if session.group.rank else bytes_per_second)
+        return Scrubber(session.repo, None if session.group.size == 1 else session.group.rank, bytes_per_second)
 
     @property
     def repository(self) -> Repository:
@@ -281,11 +294,17 @@ class Checkpointer:
         self._lazy_memory = self._attached_memory()
         if self._last is not None and step < self._last.step:
             session.lineage.went_back()
-        with pulses.phase("save"):
-            if self._tiers is not None:
-                handle = self._tiers.save(check_step(step), state, self._options, blocking, everywhere)
-            else:
-                handle = run_save(session, state, check_step(step), self._options, blocking)
+        self._scrubber.save_begins()
+        try:
+            with pulses.phase("save"):
+                if self._tiers is not None:
+                    handle = self._tiers.save(check_step(step), state, self._options, blocking, everywhere)
+                else:
+                    handle = run_save(session, state, check_step(step), self._options, blocking)
+        except BaseException:
+            self._scrubber.save_ended(None)
+            raise
+        handle.when_done(lambda: self._scrubber.save_ended(None if handle.failed() else handle.checkpoint().commit))
         if self._pulse is not None:
             handle.when_done(partial(self._committed, self._pulse, handle))
         self._last, self._last_began = handle, began
@@ -403,6 +422,7 @@ class Checkpointer:
             self._pulse.beat(_END)
         for hook in self._hooks:
             hook.remove()
+        self._scrubber.close()
         if self._tiers is not None:
             with pulses.phase("end"):
                 self._tiers.close(promote, self._progress("end"))

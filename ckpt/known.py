@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt.block_check import read_and_check
 from ckpt.manifest import StoredBlock
@@ -34,6 +35,26 @@ class KnownBlock:
 
 KnownBlocks = dict[tuple[bytes, int], KnownBlock]
 """Blocks by digest and raw length."""
+
+
+class StepBlocks(NamedTuple):
+    """What a committed step consists of."""
+
+    blocks: KnownBlocks
+    packs: dict[str, int]
+    """All that the step names, with their lengths."""
+
+
+def referable(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:
+    """What the next step may refer to, given the last `copies` steps: the blocks of the step `copies` before it that none of
+    those in between refers to. Pure."""
+    if len(newest_first) < copies:
+        return StepBlocks({}, {})
+    found = newest_first[copies - 1]
+    if copies == 1:
+        return found
+    taken = {(b.pack, b.position) for step in newest_first[: copies - 1] for b in step.blocks.values()}
+    return StepBlocks({k: b for k, b in found.blocks.items() if (b.pack, b.position) not in taken}, found.packs)
 
 
 def is_whole(

@@ -31,6 +31,11 @@ class Options:
     propose: Callable[[], int] | None = None
     """The step to save next, asked at the commit by rank 0."""
 
+    @property
+    def copies(self) -> int:
+        """See `Keep`."""
+        return 1 if self.keep is None else self.keep.copies
+
     def __post_init__(self) -> None:
         codec.parse(self.codec)  # a wrong wish is told before anything is written
         if self.digest != "auto":

@@ -101,6 +101,24 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
     return done
 
 
+def bad_blocks(
+    store: Store, algorithm: str, rows: Iterable[Row], where: str, progress: Progress | None = None
+) -> list[tuple[Row, IntegrityError]]:
+    """Read the block of each row and check it as stored and as decoded; return those that are bad, and why."""
+    bad: list[tuple[Row, IntegrityError]] = []
+
+    def work(job: Iterable[Wanted]) -> None:
+        worker = Worker(store, algorithm, where, progress)
+        for block in job:
+            try:
+                worker.verify([block])
+            except IntegrityError as error:
+                bad.append((block.row, error))
+
+    _each([Wanted(row, once=True) for row in rows], work)
+    return bad
+
+
 def _each(order: list[Wanted], work: Callable[[Iterable[Wanted]], None], most: int | None = None) -> None:
     """Run `work` on contiguous parts of about equal bytes, one a thread; the first error ends all."""
     total = sum(w.row.stored for w in order)

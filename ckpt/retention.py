@@ -35,15 +35,23 @@ class Keep:
 
     After a roll-back what was saved later is newer, whatever its number: the steps that were abandoned are deleted first, as
     soon as there are `last` good ones without them. Steps of another run that were set aside are never deleted.
+
+    copies: of blocks that do not change, on the disk. A step then refers to no block that one of the `copies - 1` steps before
+        it refers to, so that a block that rots takes one of `copies` steps, and not all of them.
     """
 
     last: int
     every: int | None = None
+    copies: int = 1
 
     def __post_init__(self) -> None:
         numbers = (self.last,) if self.every is None else (self.last, self.every)
         if any((whole(number) or 0) < 1 for number in numbers):
             raise InvalidArgument(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
+        if not 1 <= (whole(self.copies) or 0) <= self.last:
+            raise InvalidArgument(
+                f"{self}: `copies` is a number from 1 up to `last`: each copy belongs to a step that is kept"
+            )
 
 
 def as_keep(keep: int | Keep | None) -> Keep | None:

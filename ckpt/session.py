@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt import parts
 from ckpt.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
 from ckpt.drift import Drift
 from ckpt.exit_status import before_the_threads_end, fail_clean_up
 from ckpt.groups.base import Group
-from ckpt.known import KnownBlock, KnownBlocks
+from ckpt.known import KnownBlock, KnownBlocks, StepBlocks, referable
 from ckpt.lineage import Lineage
 from ckpt.lines import Line
 from ckpt.pack import lengths
@@ -42,6 +42,15 @@ log = logging.getLogger("ckpt")
 
 Asked = tuple[int | None, ...]
 """The step that the first save of a session was given, None for the one after the newest; empty where that is not known."""
+
+
+class _Known(NamedTuple):
+    """The last steps, whose blocks may be referred to."""
+
+    algorithm: str
+    copies: int
+    steps: tuple[StepBlocks, ...]
+    """The newest first."""
 
 
 class Session:
@@ -68,11 +77,11 @@ class Session:
         self.lineage = Lineage(repo, self.claim.generation, distrusted(repo))
         self._noted: set[Line] = set()
         self._lock = threading.Lock()
-        self._known: tuple[str, KnownBlocks, dict[str, int]] | None = None
+        self._known: _Known | None = None
         self._pending: list[SaveHandle] = []
         self._known_of: tuple[int, int] = (-1, -1)
         self._recent: list[tuple[int, Iterable[str]]] = []
-        self._in_flight = 1
+        self._in_use = 1
         self.excused: SaveHandle | None = None
         """A save that failed, and that a later save makes up for: none has followed yet."""
 
@@ -151,31 +160,36 @@ class Session:
         if self.group.size == 1:  # a group has done it before it met
             self.claim.clean()
 
-    def known_blocks(self, algorithm: str, attempt: Attempt) -> tuple[KnownBlocks, dict[str, int]]:
-        """Blocks of the newest committed step whose packs are there, and the lengths of those packs.
+    def known_blocks(self, algorithm: str, attempt: Attempt, copies: int = 1) -> StepBlocks:
+        """Blocks that the attempt may refer to, whose packs are there, and the lengths of those packs: of the newest committed
+        step, or with several copies of one before it (`known.referable`).
 
         Nothing of them is deleted before the attempt, which may refer to them, has ended.
         """
         with self._lock:
-            if self._known is None or self._known[0] != algorithm:
-                self._known = (algorithm, *self._read_known(algorithm))
-            _, blocks, packs = self._known
+            if self._known is None or (self._known.algorithm, self._known.copies) != (algorithm, copies):
+                self._known = _Known(algorithm, copies, self._read_known(algorithm, copies))
+            blocks, packs = referable(self._known.steps, copies)
         with self.claim.sweeping:
             self.claim.refer(attempt, packs)
             sizes = lengths(self.repo.store, packs)
         gone = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes} | bad_packs(self.repo.url)
         if gone:
             blocks = {k: b for k, b in blocks.items() if b.pack not in gone}
-        return blocks, packs
+        return StepBlocks(blocks, packs)
 
-    def remember(self, attempt: Attempt, algorithm: str, blocks: KnownBlocks, packs: dict[str, int]) -> None:
-        """Keep the blocks of a step just committed, for the next one to refer to; not those of an older save that ends late."""
+    def remember(self, attempt: Attempt, algorithm: str, step: StepBlocks, copies: int = 1) -> None:
+        """Keep the blocks of a step just committed, for a later one to refer to; not those of an older save that ends late."""
         with self._lock:
             if attempt.serial > self._known_of:
                 self._known_of = attempt.serial
-                self._known = (algorithm, blocks, packs)
                 self.lineage.base = None
-                _remember(self._place, blocks)
+                known, self._known = self._known, None
+                if copies == 1:
+                    self._known = _Known(algorithm, 1, (step,))
+                elif known is not None and (known.algorithm, known.copies) == (algorithm, copies):
+                    self._known = _Known(algorithm, copies, (step, *known.steps)[:copies])
+                _remember(self._place, step.blocks, copies)
         distrusted(self.repo).discard(attempt.step)
 
     def note_line(self, line: Line) -> None:
@@ -189,38 +203,49 @@ class Session:
         with self.claim.sweeping:
             self.claim.refer(attempt, packs)
 
-    def committed(self, step: int, files: Iterable[str], in_flight: int) -> None:
-        """For rank 0 of a group: a rank that saves beside us has seen one of the last `in_flight` commits at least, and
-        refers to its packs."""
+    def committed(self, step: int, files: Iterable[str], in_use: int) -> None:
+        """For rank 0 of a group: a rank that saves beside us may refer to the packs of the last `in_use` commits. It has seen
+        one of the last that are in flight, and refers to it, or with several copies to one before it."""
         with self.claim.sweeping:
-            self._in_flight = max(self._in_flight, in_flight)
-            self._recent = [*self._recent, (step, files)][-self._in_flight :]
+            self._in_use = max(self._in_use, in_use)
+            self._recent = [*self._recent, (step, files)][-self._in_use :]
 
     def forget(self) -> None:
         """A save failed, or its end was not seen: look again at what is committed before the next one."""
         with self._lock:
             self._known = None
 
-    def _read_known(self, algorithm: str) -> tuple[KnownBlocks, dict[str, int]]:
+    def _read_known(self, algorithm: str, copies: int) -> tuple[StepBlocks, ...]:
+        """The last `copies` whole steps, the newest first; fewer where there are no more."""
+        found: list[StepBlocks] = []
+        recent: list[tuple[int, Iterable[str]]] = []
         try:
             checkpoint = self._before()
-            if checkpoint is None:
-                return {}, {}
-            manifest = checkpoint.manifest()
+            while checkpoint is not None:
+                found.append(self._blocks_of(checkpoint, algorithm))
+                recent.insert(0, (checkpoint.step, checkpoint.commit.files()))
+                if len(found) == copies:
+                    break
+                checkpoint = self.repo.latest({*distrusted(self.repo), *(step for step, _ in recent)})
         except CkptError as error:
             log.warning("nothing is referenced: %s", error)
-            return {}, {}
+            return ()
         if self.group.size > 1 and not self._recent:
-            self._recent = [(checkpoint.step, checkpoint.commit.files())]
+            self._recent = recent
+        return tuple(found)
+
+    def _blocks_of(self, checkpoint: Checkpoint, algorithm: str) -> StepBlocks:
+        """What this rank has written of a step; nothing where its digests are of another algorithm."""
+        manifest = checkpoint.manifest()
         if manifest.digest_algorithm != algorithm:
-            return {}, {}
+            return StepBlocks({}, {})
         mine = None if self.group.size == 1 else self.group.rank
-        before = _remembered.get(self._place, {})
+        before = _remembered.get(self._place, ())
         blocks = {}
         for key, at in manifest.blocks(mine).items():
             seen = KnownBlock(*at, seen=True)
-            blocks[key] = seen if before.get(key) == seen else KnownBlock(*at)
-        return blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}
+            blocks[key] = seen if any(known.get(key) == seen for known in before) else KnownBlock(*at)
+        return StepBlocks(blocks, {f.name: f.nbytes for f in checkpoint.commit.packs})
 
     def _before(self) -> Checkpoint | None:
         """The step that the next save goes on from."""
@@ -304,8 +329,9 @@ _orphans: list[Session] = []  # left with an error that nobody has seen
 _lent: list[Claim] = []  # to groups that meet just now
 _registry = threading.RLock()
 _distrusted: dict[str, set[int]] = {}
-_remembered: dict[tuple[str, int], KnownBlocks] = {}
-"""By URL and rank what the last save of this process wrote or saw to be whole: kept for a next one in a session of its own."""
+_remembered: dict[tuple[str, int], tuple[KnownBlocks, ...]] = {}
+"""By URL and rank what the last saves of this process wrote or saw to be whole, the newest first: kept for a next one in a
+session of its own. As many as there are copies."""
 _MOST_REMEMBERED = 4
 
 
@@ -317,10 +343,10 @@ def distrusted(repo: Repository) -> set[int]:
     return _distrusted.setdefault(repo.url, set())
 
 
-def _remember(place: tuple[str, int], blocks: KnownBlocks) -> None:
+def _remember(place: tuple[str, int], blocks: KnownBlocks, copies: int) -> None:
     with _registry:
-        _remembered.pop(place, None)
-        _remembered[place] = blocks
+        before = _remembered.pop(place, ())
+        _remembered[place] = (blocks, *before)[:copies]
         while len(_remembered) > _MOST_REMEMBERED:
             del _remembered[next(iter(_remembered))]
 

@@ -112,6 +112,11 @@ class Tiers:
     ) -> None:
         record = open_repository(url, keys)
         repos = [*(open_repository(store_of(tier, record.url), keys) for tier in tiers), record]
+        if any(kept is not None and kept.copies > 1 for kept in map(as_keep, (keep, *(tier.keep for tier in tiers)))):
+            raise InvalidArgument(
+                "ckpt.Keep(copies=…) with tiers: which steps come to a tier is not known when they are saved, so that all of "
+                "them may refer to the same copy; leave copies= out, or the tiers"
+            )
         if len({repo.url for repo in repos}) < len(repos):
             raise InvalidArgument(f"tiers and {record.url}: a place is named twice; each must be another one")
         self._group = group
@@ -189,6 +194,11 @@ class Tiers:
     def nearest(self) -> Session:
         """Of the place where saves land."""
         return self._places[0].session
+
+    @property
+    def record(self) -> Repository:
+        """The repository of record."""
+        return self._places[-1].session.repo
 
     @property
     def _promoters(self) -> list[Promoter]:

@@ -28,7 +28,7 @@ from ckpt.digest import checksum, chosen, digest_and_cells
 from ckpt.groups.base import Group, different_steps
 from ckpt.handle import SaveHandle
 from ckpt.held import held_by, specs_of
-from ckpt.known import KnownBlock, KnownBlocks, is_whole
+from ckpt.known import KnownBlock, KnownBlocks, StepBlocks, is_whole
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.manifest import StoredBlock
 from ckpt.options import Options
@@ -389,7 +389,7 @@ class _Save:
 
     def _prepare(self) -> None:
         self._session.prepare()
-        self._known, self._known_packs = self._session.known_blocks(self._algorithm, self._attempt)
+        self._known, self._known_packs = self._session.known_blocks(self._algorithm, self._attempt, self._options.copies)
 
     def _write_and_commit(self, stager: threading.Thread) -> None:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit: let it overlap with writing
@@ -422,9 +422,8 @@ class _Save:
         except BaseException as error:
             self.committer.discard(error)
             raise
-        self._session.remember(
-            self._attempt, self._algorithm, self._written, {f.name: f.nbytes for f in checkpoint.commit.packs}
-        )
+        blocks = StepBlocks(self._written, {f.name: f.nbytes for f in checkpoint.commit.packs})
+        self._session.remember(self._attempt, self._algorithm, blocks, self._options.copies)
         self._checkpoint = checkpoint
         log.info(
             "saved step %d to %s: %.3f GB, %.3f GB written, %.2f s",
@@ -432,7 +431,8 @@ class _Save:
             checkpoint.commit.written_bytes / 1e9, time.monotonic() - self._began,
         )  # fmt: skip
         self._session.claim.moves += 1
-        self._session.committed(self._step, checkpoint.commit.files(), self._options.in_flight)
+        in_use = self._options.in_flight + self._options.copies - 1
+        self._session.committed(self._step, checkpoint.commit.files(), in_use)
         self._session.claim.end(self._attempt)  # its files belong to the step now
         self._session.sweep(self._options.keep, self._step, self.committer.retired)
 

@@ -311,3 +311,41 @@ def test_the_console_scripts() -> None:
         script = Path(sys.executable).with_name(name)
         done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
         assert done.stdout.strip() == f"{name}, version {ckpt.__version__}"
+
+
+# --- a part of all blocks, another one each time -------------------------------------------------------------------
+
+
+def part(root: Path, state: Path, share: str, *step: str) -> tuple[int, dict[str, Any], list[int]]:
+    """Exit status, the facts of the part, and the damaged steps."""
+    done = run(root, *step, "--verify", "--subset", share, "--json", XDG_STATE_HOME=str(state))
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    return done.returncode, found["subset"], [facts["step"] for facts in found["steps"] if facts["state"] == "damaged"]
+
+
+def test_parts_follow_each_other_and_make_the_whole(root: Path, tmp_path: Path) -> None:
+    flip(root / next(row.pack for row in ckpt.open(root)[20].manifest().rows if row.leaf == "frozen" and row.pack))
+    runs = [part(root, tmp_path / "state", "20%") for _ in range(5)]
+    assert all(facts["blocks"] < facts["of_blocks"] for _, facts, _ in runs)
+    assert sum(facts["read_bytes"] for _, facts, _ in runs) >= runs[0][1]["of_bytes"]
+    assert {status for status, _, _ in runs} == {0, 1}, "some parts have the bad block, and others have not"
+    assert all(damaged in ([], [0, 10, 20]) for _, _, damaged in runs), "every step that refers to the block is named"
+
+
+def test_all_of_one_step_is_a_part_too(root: Path, tmp_path: Path) -> None:
+    status, facts, _ = part(root, tmp_path / "state", "100%", "10")
+    assert (status, facts["blocks"], facts["read_bytes"]) == (0, facts["of_blocks"], facts["of_bytes"])
+    assert "of 1 step" in run(root, 10, "--verify", "--subset", "50", XDG_STATE_HOME=str(tmp_path / "state")).stdout
+
+
+def test_where_the_place_cannot_be_remembered_the_blocks_are_read_all_the_same(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("no folder")
+    done = run(root, "--verify", "--subset", "100%", XDG_STATE_HOME=str(tmp_path / "state"))
+    assert done.returncode == 0
+    assert "can't be written" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--subset", "5%"], ["--verify", "--subset", "0%"], ["--verify", "--subset", "x"]])
+def test_a_part_that_makes_no_sense_is_refused(root: Path, arguments: list[str]) -> None:
+    assert run(root, *arguments).returncode == 2

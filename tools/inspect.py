@@ -17,7 +17,7 @@ from ckpt.lines import Order, in_order
 from ckpt.repository import Repository
 from ckpt.storage.errors import CkptError
 from ckpt.storage.words import count
-from ckpt.tools import common
+from ckpt.tools import common, subset
 from ckpt.tools.common import emit, printable, size
 from ckpt.tools.contents import Contents, contents
 from ckpt.tools.survey import (
@@ -46,6 +46,7 @@ Examples:
   ckpt-inspect s3://bucket/run 1000        every array of step 1000
   ckpt-inspect runs/a 1000 --only 'model.*'
   ckpt-inspect runs/a --verify             read every byte of every step and check it
+  ckpt-inspect runs/a --verify --subset 5% read a twentieth, the next one each time
   ckpt-inspect runs/a --json | jq '.steps[-1].step'
 
 \b
@@ -77,11 +78,19 @@ Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 
     is_flag=True,
     help="Read everything (of the STEP, or of all steps) and check it against its digests.",
 )
+@click.option(
+    "--subset",
+    "share",
+    type=subset.Percent(),
+    metavar="N%",
+    help="With --verify: read about so much of the stored bytes, from where the last such run ended. That place is remembered "
+    "in $XDG_STATE_HOME/ckpt (~/.local/state/ckpt).",
+)
 @common.key_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 def command(
-    url: str, step: int | None, only: tuple[str, ...], verifying: bool, key_file: str | None, as_json: bool
+    url: str, step: int | None, only: tuple[str, ...], verifying: bool, share: float | None, key_file: str | None, as_json: bool
 ) -> int:
     """Show the steps of the checkpoint repository at URL, or the arrays of one STEP.
 
@@ -90,7 +99,11 @@ def command(
     """
     if step is None and only:
         raise click.UsageError("--only picks leaves of one step: name the STEP as well")
+    if share is not None and (only or not verifying):
+        raise click.UsageError("--subset goes with --verify, and not with --only")
     repo = ckpt.open(url, key=key_file)
+    if share is not None:
+        return _subset(repo, step, share, as_json)
     if step is None:
         return _all_steps(repo, verifying, as_json)
     (report,) = survey(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
@@ -281,6 +294,42 @@ def _verified(
             told = f"{size(nbytes)}{what} read and checked in {time.monotonic() - began:.1f} s"
             emit(_verdict(report, "; ".join((told, checkpoint.protection, *report.problems))))
     return report, nbytes
+
+
+def _subset(repo: Repository, step: int | None, share: float, as_json: bool) -> int:
+    """Check the next part of all blocks, or of those of one step."""
+    reports = {report.step: report for report in survey(repo, repo.step_numbers() if step is None else [check_step(step)])}
+    if step is not None and (not reports or reports[step].state == "unfinished"):
+        repo.commit(step)  # raises StepNotFound, which names the steps that there are
+    checkpoints = (repo.checkpoint(report.commit) for report in reports.values() if report.commit is not None)
+    blocks, failed = subset.blocks_of(checkpoints)
+    for number, error in failed.items():
+        reports[number] = _failed(reports[number], error)
+    position = subset.Position(repo, step)
+    chosen = subset.part_of(blocks, position.last() or subset.anywhere(blocks), share)
+    nbytes, total = (sum(blocks[place].row.stored for place in places) for places in (chosen, blocks))
+    with common.progress(nbytes, f"{100 * share:g}% of the blocks") as advance:
+        for number, errors in subset.verify(repo, blocks, chosen, advance).items():
+            for bad in errors:
+                reports[number] = _failed(reports[number], bad)
+    if chosen:
+        try:
+            position.remember(chosen[-1])
+        except OSError as error:
+            common.complain("ckpt-inspect", f"the next run begins anywhere, for {position.file} can't be written: {error}")
+    bad_steps = [report for report in reports.values() if report.failed]
+    if as_json:
+        facts = {"read_bytes": nbytes, "of_bytes": total, "blocks": len(chosen), "of_blocks": len(blocks)}
+        steps = [_step_json(repo, report, None, False) for report in reports.values()]
+        common.emit_json({"url": repo.url, "ok": not bad_steps, "subset": facts, "steps": steps})
+        return int(bool(bad_steps))
+    for report in bad_steps:
+        _show_problems(report)
+    emit(
+        f"{size(nbytes)} of {size(total)} read and checked, in {len(chosen):,} of {count(len(blocks), 'block')} of "
+        f"{count(len(reports), 'step')}" + (f", {len(bad_steps)} of them not whole" if bad_steps else "")
+    )
+    return int(bool(bad_steps))
 
 
 def _failed(report: StepReport, error: CkptError) -> StepReport:
