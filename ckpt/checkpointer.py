@@ -222,7 +222,7 @@ class Checkpointer:
                 self._calm = self._calm_after(step, self._pulse)
             return None
         if (why := self._unfit(step, loss)) is not None:
-            log.warning("step %d is not saved: %s", step, why)
+            log.warning("step %d is not saved: %s; %s", step, why, _GO_ON)
             self._leave_out(step, why)
             return None
         return self._save(step, state, False, False)
@@ -256,7 +256,7 @@ class Checkpointer:
         if pulse.should_stop(step):
             if (why := self._unfit(step, loss)) is not None:
                 self._leave_out(step, why)
-                log.warning("step %d is not saved (%s), and the job ends as it was asked to", step, why)
+                log.warning("step %d is not saved (%s), and the job ends as it was asked to; %s", step, why, _GO_ON)
             else:
                 self.save(step, state, blocking=True).result()
                 log.warning("step %d is saved, and the job ends as it was asked to", step)
@@ -360,13 +360,9 @@ class Checkpointer:
         not count (`.data`, a numpy view) is not found on a GPU, nor where it is of few elements: see docs/saving.md.
         """
         for optimizer in optimizers:
-            register: Callable[..., Any] | None = getattr(optimizer, "register_step_pre_hook", None)
-            if register is None:
-                raise CkptError(
-                    f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer"
-                )
-            self._hooks.append(register(self._before_step))
-            self._attached.append(optimizer)
+            inner, hook = _hooked(optimizer, self._before_step)
+            self._hooks.append(hook)
+            self._attached.append(inner)
 
     def _before_step(self, *_: Any) -> None:
         if self._session is not None and self._made_by.is_this:
@@ -454,6 +450,23 @@ class Checkpointer:
             self._close(False)  # a program that fails may be restarted, and the restart waits for this one
         except CkptError as failed:  # the error under way is what the user must see
             log.error("%s", failed)
+
+
+_GO_ON = (
+    "to go on from the last good step call restore(state) with a lower learning rate or other data, to keep this state all the "
+    "same call save(step, state), or give step() no loss="
+)
+
+
+def _hooked(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]:
+    """The optimizer that makes the steps, and the hook before each: of a wrapper, as accelerate's, the one inside of it."""
+    inner = optimizer
+    while inner is not None:
+        try:
+            return inner, inner.register_step_pre_hook(before_step)
+        except AttributeError:  # also of a wrapper that inherits the method and was never initialized as an optimizer
+            inner = getattr(inner, "optimizer", None)
+    raise CkptError(f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer")
 
 
 def _address(tensor: Any) -> int:

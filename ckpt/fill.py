@@ -21,7 +21,7 @@ from ckpt.optimizer_order import OtherParameters, in_order_of, modules_in
 from ckpt.optimizers import is_optimizer, with_moments
 from ckpt.select import entries, select, suggest
 from ckpt.shard import whole
-from ckpt.stateful import Stateful, as_stateful
+from ckpt.stateful import Stateful, as_stateful, attribute, state_of
 from ckpt.storage.errors import CkptError, IntegrityError, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild, scalar_bytes
 from ckpt.wanted import Target
@@ -98,7 +98,7 @@ class Filler:
 
     def fill(self, like: Any, node: Node, path: str = "") -> Finish | None:
         """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
-        if isinstance(node, dict) and "object" in node and as_stateful(like) is None:
+        if isinstance(node, dict) and "object" in node and as_stateful(like, path) is None:
             node = node["object"]
         if self._root is None:
             self._root = like
@@ -108,7 +108,7 @@ class Filler:
             return self._array(leaf, node, path)
         if type(like) is PerRank:
             return self._per_rank(like, node, path)
-        if (stateful := as_stateful(like)) is not None:
+        if (stateful := as_stateful(like, path)) is not None:
             return self._object(like, stateful, node, path)
         if isinstance(like, dict):
             return self._dict(like, node, path)
@@ -272,7 +272,7 @@ class Filler:
             target = shape(self._outline(state, path), self._wanted is None)
             finish = self._dict(target, state, path) or (lambda: target)
         else:
-            current = stateful.get()
+            current = state_of(stateful, like, path)
             if is_module(like):
                 self._check_entries(like, current, state, path)
             if is_optimizer(like):
@@ -342,7 +342,7 @@ class Filler:
                 elif self._wanted is None or self._node_wanted(child, name):
                     parts.append((key, self.rebuild(child)))
             extra = {} if self._wanted is None else dict(current)
-            metadata = getattr(current, "_metadata", None)
+            metadata = attribute(current, "_metadata")
 
             def finish_dict() -> Any:
                 made = empty_dict(node)

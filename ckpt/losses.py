@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.pulse import Bad, Pulse
 from ckpt.spikes import Spikes
+from ckpt.storage.errors import InvalidArgument
 
 _MOST_LATE = 64
 """So many losses may be on their way from a device; then the oldest is waited for."""
@@ -76,12 +77,29 @@ class Losses:
 
 
 def as_number(loss: Any) -> float:
-    """Waits for a device. Not float(): torch warns of that for what has a gradient."""
-    return float(loss.item() if hasattr(loss, "item") else loss)
+    """Waits for a device; raise InvalidArgument for what is no number. Not float(): torch warns where there is a gradient."""
+    try:
+        return float(loss.item() if hasattr(loss, "item") else loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _elements(loss) == 1:
+            raise  # of the device
+        raise _no_number(loss) from error
+
+
+def _no_number(loss: Any) -> InvalidArgument:
+    shape = getattr(loss, "shape", None)
+    kind = type(loss).__name__ if shape is None else f"{type(loss).__name__} of shape {list(shape)}"
+    return InvalidArgument(f"loss= is a {kind}, and must be a number or an array of one element: give its sum or mean")
+
+
+def _elements(loss: Any) -> int:
+    return math.prod(getattr(loss, "shape", ()))
 
 
 def _late(step: int, batch: int, loss: Any) -> _Late | None:
     """How to read a loss that is not on the host; None where it is. `float` of it would wait for all that the device does."""
+    if _elements(loss) != 1:
+        raise _no_number(loss)
     if getattr(loss, "is_cuda", False):
         import torch
 

@@ -12,7 +12,7 @@ from ckpt.leaves import as_leaf
 from ckpt.modules import bare_name, is_module
 from ckpt.optimizer_order import modules_in
 from ckpt.select import children, suggest
-from ckpt.stateful import as_stateful
+from ckpt.stateful import as_stateful, state_of
 from ckpt.storage.errors import InvalidArgument, LeafMismatch, LeafNotFound
 from ckpt.tree import Node, PerRank, encode_key, join
 
@@ -89,9 +89,9 @@ class _Renamer:
         )
 
     def _object(self, like: Any, path: str) -> Node:
-        stateful = as_stateful(like)
+        stateful = as_stateful(like, path)
         assert stateful is not None
-        state = stateful.get()
+        state = state_of(stateful, like, path)
         if not is_module(like) and (home := self._home(state, path)) in self._saved:
             return self._with_names_of_like(self._saved[home])
         if callable(follow := getattr(like, "renamed", None)):
@@ -168,4 +168,4 @@ def _is_leaf(value: Any, path: str) -> bool:
 
 
 def _is_object(value: Any, path: str) -> bool:
-    return type(value) is not dict and as_stateful(value) is not None and not _is_leaf(value, path)
+    return type(value) is not dict and as_stateful(value, path) is not None and not _is_leaf(value, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from ckpt.storage.errors import CkptError, UnsupportedLeaf, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +22,29 @@ class Stateful:
     set: Callable[[Any], Any]
 
 
-def as_stateful(value: Any) -> Stateful | None:
-    """Return how to reach the state of `value`, None where it has none."""
+def attribute(value: Any, name: str) -> Any:
+    """An attribute of an object of any class, None where it has none.
+
+    A dict whose entries are its attributes may raise KeyError for one that is missing. Raises UnsupportedLeaf where the class
+    defines the attribute and reading it fails.
+    """
+    try:
+        return getattr(value, name, None)
+    except Exception as error:
+        if inspect.getattr_static(type(value), name, None) is None:
+            return None
+        raise UnsupportedLeaf(f"the {name} of a {_type_name(value)} cannot be read ({_said(error)}): {_LEAVE_OUT}") from error
+
+
+def as_stateful(value: Any, path: str) -> Stateful | None:
+    """Return how to reach the state of `value`, None where it has none; raise UnsupportedLeaf where its code fails."""
     if isinstance(value, type):
         return None
-    if callable(get := getattr(value, "state_dict", None)) and callable(
-        put := getattr(value, "load_state_dict", None)
-    ):
+    try:
+        get, put = attribute(value, "state_dict"), attribute(value, "load_state_dict")
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error.__cause__
+    if callable(get) and callable(put):
         return Stateful(get, put)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))
@@ -38,6 +57,29 @@ def as_stateful(value: Any) -> Stateful | None:
     if _is_torch_generator(value):
         return Stateful(value.get_state, value.set_state)
     return None
+
+
+def state_of(stateful: Stateful, value: Any, path: str) -> Any:
+    """The state of an object; raise UnsupportedLeaf with its path where the object's own code fails."""
+    try:
+        return stateful.get()
+    except (CkptError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedLeaf(
+            f"leaf {path or '(root)'}: state_dict() of a {_type_name(value)} failed ({_said(error)}): {_LEAVE_OUT}"
+        ) from error
+
+
+_LEAVE_OUT = "mend that, store what it holds under entries of the state, or leave it out"
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def is_random(value: Any) -> bool:

@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 
 from ckpt.alias_notes import add_alias_notes, alias_notes
-from ckpt.dtypes import numpy_dtype
+from ckpt.dtypes import dtype_name, numpy_dtype
 from ckpt.leaves import as_leaf
 from ckpt.leaves.base import ArrayLeaf, Memory
 from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
 from ckpt.modules import is_module, members_of
 from ckpt.optimizers import is_optimizer, names_by_path
-from ckpt.stateful import Stateful, as_stateful, is_random
-from ckpt.storage.errors import FormatError, UnsupportedLeaf
+from ckpt.own_attributes import require_plain_array, require_plain_container
+from ckpt.stateful import Stateful, as_stateful, attribute, is_random, state_of
+from ckpt.storage.errors import MORE_MEMORY, FormatError, StagingFailed, UnsupportedLeaf, first_line
 
 Node = Any
 namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names from a file, so no static type fits
@@ -131,7 +132,11 @@ class _Flattener:
             leaf = as_leaf(value)
         except TypeError as error:
             raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error
+        except MemoryError as error:
+            why = first_line(error)
+            raise StagingFailed(f"leaf {path or '(root)'}: no memory to copy it ({why}): {MORE_MEMORY}") from error
         if leaf is not None:
+            require_plain_array(value, path)
             if self._rank is not None and type(leaf) is NumpyScalarLeaf:
                 return self._scalar(leaf, path)
             return self._array(leaf, path)
@@ -155,7 +160,7 @@ class _Flattener:
             return {kind.__name__: [self.node(item, join(path, "{}")) for item in items]}
         if kind is PerRank:
             return self._of_rank(value.value, path)
-        if (stateful := as_stateful(value)) is not None:
+        if (stateful := as_stateful(value, path)) is not None:
             if self._may_differ() and is_random(value):
                 return self._of_rank(value, path)
             return self._container(value, path, lambda _, p: self._object(stateful, value, p))
@@ -210,17 +215,24 @@ class _Flattener:
             for known in (collections.OrderedDict, collections.Counter, collections.defaultdict):
                 if isinstance(value, known):
                     node["type"] = known.__name__
+            metadata = _metadata(value)
+            stored = value if metadata is None else {**value, "_metadata": metadata}
+            require_plain_container(value, path, stored)
             if isinstance(value, collections.defaultdict) and value.default_factory is not None:
                 node["factory"] = _factory(value.default_factory, path)
-            if isinstance(metadata := getattr(value, "_metadata", None), dict):  # versions kept by torch modules
+            if metadata is not None:
                 node["metadata"] = self.node(metadata, join(path, "_metadata"))
         return node
 
     def _list(self, value: list[Any], path: str) -> Node:
+        if type(value) is not list:
+            require_plain_container(value, path, {})
         return [self.node(item, join(path, i)) for i, item in enumerate(value)]
 
     def _tuple(self, value: tuple[Any, ...], path: str) -> Node:
         fields = getattr(value, "_fields", None)
+        if type(value) is not tuple:
+            require_plain_container(value, path, {})
         names = fields if fields is not None else range(len(value))
         items = [self.node(item, join(path, name)) for name, item in zip(names, value, strict=True)]
         if fields is not None:
@@ -228,18 +240,28 @@ class _Flattener:
         return {"tuple": items}
 
     def _dataclass(self, value: Any, path: str) -> Node:
-        fields = [f.name for f in dataclasses.fields(value)]
+        values = {f.name: self._field(value, f.name, path) for f in dataclasses.fields(value)}
+        require_plain_container(value, path, values)
         return {
-            "dataclass": [self.node(getattr(value, name), join(path, name)) for name in fields],
+            "dataclass": [self.node(item, join(path, name)) for name, item in values.items()],
             "class": _type_name(type(value)),
-            "fields": fields,
+            "fields": list(values),
         }
+
+    def _field(self, value: Any, name: str, path: str) -> Any:
+        try:
+            return getattr(value, name)
+        except Exception as error:
+            raise UnsupportedLeaf(
+                f"leaf {join(path, name)}: this field of a {_type_name(type(value))} cannot be read ({type(error).__name__}: "
+                f"{first_line(error)}): set it before the save"
+            ) from error
 
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
         buffers, frozen = members_of(value)
         self._kinds.update((join(path, name), self._buffers) for name in buffers)
         self._kinds.update((join(path, name), self._frozen) for name in frozen)
-        node = {"object": self.node(stateful.get(), path), "class": _type_name(type(value))}
+        node = {"object": self.node(state_of(stateful, value, path), path), "class": _type_name(type(value))}
         if is_module(value):
             self._modules.append((path, value))
         elif is_optimizer(value):
@@ -293,8 +315,10 @@ def _require_utf8(name: str) -> None:
 
 def encode_key(key: Any, path: str) -> Node:
     """A dict key as JSON: text stands for itself, other plain values in a list of one."""
-    if isinstance(key, str):
-        return str(key)
+    if type(key) is str:
+        return key
+    if type(key) is np.str_:
+        return [{"scalar": base64.b64encode(np.asarray(key).tobytes()).decode(), "dtype": dtype_name(key.dtype)}]
     if key is None or type(key) in (bool, int, float, bytes, tuple):
         _shown(key, path)  # it becomes part of names
         flat = _Flattener()
@@ -302,8 +326,15 @@ def encode_key(key: Any, path: str) -> Node:
         if not flat.leaves:
             return [node]
     raise UnsupportedLeaf(
-        f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use str, int or tuple"
+        f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use str, int or tuple, "
+        "of an enum its value or name"
     )
+
+
+def _metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
+    """The versions that a torch module keeps with its state."""
+    found = attribute(value, "_metadata")
+    return found if isinstance(found, dict) else None
 
 
 def _factory(factory: Callable[[], Any], path: str) -> str:

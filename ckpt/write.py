@@ -39,10 +39,13 @@ from ckpt.repository import step_folder
 from ckpt.sample import Sample, can_be_sampled, differing, sample
 from ckpt.session import Session
 from ckpt.storage.errors import (
+    MORE_MEMORY,
     CkptError,
     SaveFailed,
+    StagingFailed,
     StateChanged,
     StoreError,
+    first_line,
 )
 from ckpt.storage.failpoints import failpoint
 from ckpt.tree import Flat, flatten
@@ -280,7 +283,14 @@ class _Save:
         largest = max((round_up(b.nbytes) for b in self._blocks), default=0)
         if nbytes or largest:
             # Twice the largest block: a ring that a block nearly fills could otherwise never turn.
-            self._arena = arenas.pool.borrow(max(nbytes, min(2 * largest, 2 * BLOCK_BYTES)))
+            wish = max(nbytes, min(2 * largest, 2 * BLOCK_BYTES))
+            try:
+                self._arena = arenas.pool.borrow(wish)
+            except (MemoryError, OSError) as error:
+                raise StagingFailed(
+                    f"saving step {self._step} to {self._store.url}: no {wish >> 20} MiB for staging ({first_line(error)}): "
+                    f"{MORE_MEMORY}"
+                ) from error
             if any(leaf.on_cuda() for leaf in self._flat.leaves.values()):
                 self._arena.pin()
 
@@ -342,7 +352,7 @@ class _Save:
                     region = arena.take(block.nbytes)
                     assert region is not None
                 failpoint("save.stage")
-                stage(block, self._leaves, region.data)
+                self._copy(block, region)
                 if (before := self._samples.get(i)) and (changed := differing(block, before, region.data)) is not None:
                     raise self._changed(self._names[changed])
                 sums = digest_and_cells(self._algorithm, region.data[: block.nbytes].data) if summing else None
@@ -354,6 +364,18 @@ class _Save:
             if end:
                 for _ in range(self._writers):
                     self._staged.put(None)
+
+    def _copy(self, block: Block, region: Region) -> None:
+        try:
+            stage(block, self._leaves, region.data)
+        except CkptError:
+            raise
+        except Exception as error:  # frameworks raise what they like
+            others = " or another one of its block" if len(block.pieces) > 1 else ""
+            raise StagingFailed(
+                f"leaf {self._names[block.pieces[0].leaf]}{others} could not be copied for step {self._step} "
+                f"({type(error).__name__}: {first_line(error)}): {MORE_MEMORY}"
+            ) from error
 
     def _stage_in_parallel(self, indices: list[int]) -> None:
         """Stage with as many threads as copy faster than one, the caller among them."""

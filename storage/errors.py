@@ -101,6 +101,14 @@ class UnsupportedLeaf(CkptError, TypeError):
     """A leaf that cannot be stored without pickle."""
 
 
+class StagingFailed(CkptError):
+    """A leaf could not be copied to staging memory: the host has none left, or the framework failed."""
+
+
+MORE_MEMORY = "give memory= a smaller number of bytes, save with blocking=True, or keep less else in memory"
+"""What to do where there is no memory for staging."""
+
+
 class StateChanged(CkptError):
     """A leaf was modified while an asynchronous save was still reading it; that save was given up."""
 
