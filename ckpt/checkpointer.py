@@ -289,7 +289,7 @@ class Checkpointer:
         return self._save(step, state, blocking, True)
 
     def _save(self, step: int, state: Any, blocking: bool, everywhere: bool) -> SaveHandle:
-        session = self._open()
+        session, step = self._open(), check_step(step)
         began, self._calm = time.monotonic(), None
         self._lazy_memory = self._attached_memory()
         if self._last is not None and step < self._last.step:
@@ -298,9 +298,9 @@ class Checkpointer:
         try:
             with pulses.phase("save"):
                 if self._tiers is not None:
-                    handle = self._tiers.save(check_step(step), state, self._options, blocking, everywhere)
+                    handle = self._tiers.save(step, state, self._options, blocking, everywhere)
                 else:
-                    handle = run_save(session, state, check_step(step), self._options, blocking)
+                    handle = run_save(session, state, step, self._options, blocking)
         except BaseException:
             self._scrubber.save_ended(None)
             raise

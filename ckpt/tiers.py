@@ -356,7 +356,7 @@ class Tiers:
 
     def restored(self, step: int) -> None:
         """A load has ended: with this step, -1 where there was none. Bad copies that it met are put aside."""
-        self._position = (self.repository.record(step).line if step >= 0 and self.repository.line_numbers() else 0), step
+        self._position = self._line_of(step), step
         try:
             for name in put_aside(self.repository.store, partial(is_whole_copy, self.repository)):
                 message = f"{name} was damaged, and is removed: a further tier has a copy, which was read and is whole"
@@ -365,6 +365,13 @@ class Tiers:
         except StoreError as error:
             log.warning("a damaged copy is still there, and is not used: %s", error)
         self.catch_up()
+
+    def _line_of(self, step: int) -> int:
+        try:
+            return self.repository.record(step).line if step >= 0 and self.repository.line_numbers() else 0
+        except CkptError as error:
+            log.warning("the line of training of step %d is not known: %s", step, error)
+            return 0
 
     def catch_up(self) -> None:
         """Once: promote what an earlier job left in near places, and what is due further on; nothing that a load went back

@@ -191,7 +191,10 @@ def _fell_back(course: Course, reports: Sequence[Report]) -> list[Draft]:
     said = course.restored is not None or course.before is not None
     if said or not 0 <= restored < course.committed:
         return []
-    text = f"the ranks go on from step {restored}, as no later one is whole: {course.committed} was saved; their logs say more"
+    text = (
+        f"the ranks go on from step {restored}, as no later one is whole: {course.committed} was saved. Or the program has "
+        "restored that step by name. Their logs say more"
+    )
     return [Draft(course.attempt, "note", text, {"restored": restored})]
 
 

@@ -144,6 +144,14 @@ def test_numbers_that_go_down_in_one_job(url: Path) -> None:
     assert newest(url) == 145
 
 
+def test_a_number_that_is_none_is_refused_as_before(url: Path) -> None:
+    with ckpt.Checkpointer(url, every=None) as ck:
+        ck.restore(state_of(0))
+        ck.save(140, state_of(140), blocking=True)
+        with pytest.raises(ckpt.InvalidArgument, match="whole number"):
+            ck.save("139", state_of(139))  # type: ignore[arg-type]
+
+
 def test_saves_under_way_at_once_are_no_roll_back(url: Path) -> None:
     with ckpt.Checkpointer(url, every=None, in_flight=3) as ck:
         for step in (140, 150, 160):

@@ -1,0 +1,110 @@
+"""A load of the newest step while another process saves a newer one and deletes the one that is being loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import three_nodes
+from support import assert_same, state_of
+
+import ckpt
+from ckpt.aggregator.store import NamespaceStore
+from ckpt.groups.threads import ThreadGroup
+from ckpt.storage.base import Reader, Store
+from ckpt.storage.local import LocalStore
+
+NEWEST, NEWER = 5, 6
+
+
+class _Reader(Reader):
+    def __init__(self, reader: Reader, before: Callable[[], None]) -> None:
+        self._reader = reader
+        self._before = before
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def read_into(self, *given: Any, **options: Any) -> int:
+        self._before()
+        return self._reader.read_into(*given, **options)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def held_back(store: Store, point: str, meanwhile: Callable[[], None]) -> Store:
+    """The store, which holds its first reply about the newest step back until something else has happened.
+
+    point: what is asked for: the commit record, the manifest, or bytes of a pack that is open already.
+    """
+    left = [meanwhile]
+    names = {"record": f"steps/{NEWEST}/commit.json", "manifest": f"steps/{NEWEST}/manifest/", "pack": f"steps/{NEWEST}/pack/"}
+
+    def before(name: str) -> None:
+        if name.startswith(names[point]) and left:
+            left.pop()()
+
+    class Held(type(store)):  # type: ignore[misc]
+        def get(self, name: str) -> bytes:
+            before(name)
+            return bytes(super().get(name))
+
+        def open(self, name: str) -> Reader:
+            return _Reader(super().open(name), lambda: before(name))
+
+        def open_once(self, name: str) -> Reader:
+            return _Reader(super().open_once(name), lambda: before(name))
+
+    store.__class__ = Held
+    return store
+
+
+@pytest.fixture(params=["file", "ckpt"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield str(tmp_path / "run")
+        return
+    with three_nodes(tmp_path) as nodes:
+        yield f"ckpt://{nodes}/run?redundancy=2x"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("point", ["record", "manifest", "pack"])
+def test_the_newest_whole_step_is_loaded(url: str, point: str, ranks: int) -> None:
+    for step in (4, NEWEST):
+        ckpt.save(state_of(100 * step), url, step, group=None)
+
+    def save_and_delete() -> None:
+        ckpt.save(state_of(NEWER), url, NEWER, keep=1, group=None)
+
+    def load(group: Any) -> Any:
+        store = NamespaceStore(url) if url.startswith("ckpt:") else LocalStore(url)
+        return ckpt.load(held_back(store, point, save_and_delete) if group is None or group.rank == 0 else store, group=group)
+
+    groups = [None] if ranks == 1 else ThreadGroup.make(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        for loaded in pool.map(load, groups):
+            # What was open already may still be read from a local disk. Nothing of two steps is ever mixed.
+            assert_same(loaded, state_of(100 * NEWEST if loaded["step"] == 100 * NEWEST else NEWER))
+            assert point == "pack" or loaded["step"] == NEWER
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_older_step_is_loaded_where_the_newest_is_deleted(tmp_path: Path, ranks: int) -> None:
+    for step in (4, NEWEST):
+        ckpt.save(state_of(step), tmp_path, step, group=None)
+
+    def delete() -> None:
+        (tmp_path / f"steps/{NEWEST}/commit.json").unlink()
+
+    def load(group: Any) -> Any:
+        store = LocalStore(tmp_path)
+        return ckpt.load(held_back(store, "record", delete) if group is None or group.rank == 0 else store, group=group)
+
+    groups = [None] if ranks == 1 else ThreadGroup.make(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        assert [loaded["step"] for loaded in pool.map(load, groups)] == [4] * ranks
