@@ -23,7 +23,7 @@ from ckpt.aggregator.membership import Membership
 from ckpt.aggregator.reading import FileReader
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.aggregator.writing import Collected, FileWriter, Forgotten, Gone, new_version
-from ckpt.storage.base import Buffer
+from ckpt.storage.base import Buffer, require_length
 from ckpt.storage.device import Info
 from ckpt.storage.errors import (
     AlreadyExists,
@@ -451,10 +451,11 @@ class Namespace(Membership):
         """A whole file; the new content where it is replaced meanwhile."""
         return self.get_versioned(path)[0]
 
-    def get_versioned(self, path: str) -> tuple[bytes, str]:
-        """A whole file, and its version, for `put`."""
+    def get_versioned(self, path: str, limit: int | None = None) -> tuple[bytes, str]:
+        """A whole file, and its version, for `put`. Raises IntegrityError where it is longer than `limit` bytes."""
         while True:
             with self.open(path) as reader:
+                require_length(f"{self.url}/{path}", reader.file.head.nbytes, limit)
                 data = bytearray(reader.file.head.nbytes)
                 try:
                     reader.read_into(0, memoryview(data))

@@ -28,8 +28,8 @@ class NamespaceStore(ConditionalStore):
         except AlreadyExists:
             raise AlreadyExists(f"publishing {name} in {self.url}: it exists already") from None
 
-    def _read(self, name: str) -> tuple[bytes, Version]:
-        return self._namespace.get_versioned(self._path(name))
+    def _read(self, name: str, limit: int | None = None) -> tuple[bytes, Version]:
+        return self._namespace.get_versioned(self._path(name), limit)
 
     def _swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
         try:

@@ -19,7 +19,7 @@ from ckpt.manifest import Manifest
 from ckpt.places import from_nearest
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, is_bad_sector, read_leaves, verify_blocks
-from ckpt.records import CommitRecord, FileRecord, require_known
+from ckpt.records import MANIFEST_BYTES, TREE_BYTES, CommitRecord, FileRecord, require_known
 from ckpt.select import suggest
 from ckpt.shard import Box
 from ckpt.signature import NO_KEYS, Keys
@@ -111,7 +111,8 @@ class Checkpoint:
 
     def _verified(self, store: Store, file: FileRecord) -> bytes:
         try:
-            data = store.get(file.name)
+            most = TREE_BYTES if file in self.commit.trees else MANIFEST_BYTES
+            data = store.get_up_to(file.name, min(most, file.nbytes))
         except NotFound as error:
             where = f"{store.url}/{file.name} of step {self.step}"
             raise IntegrityError(f"{where} is missing; restore the file from a copy, or load another step") from error

@@ -273,7 +273,7 @@ class Claim:
         """Whether the record of this claim is there, and not that of another which was made after all was removed."""
         name = _name(self.generation)
         try:
-            owner = records.decode("generation", self.repo.store.get(name), name)["owner"]
+            owner = records.load(self.repo.store, "generation", name)["owner"]
         except NotFound:
             return False
         except (CkptError, KeyError):  # damaged, or not to be had just now
@@ -284,7 +284,7 @@ class Claim:
         """What tells a rank that rank 0, which holds the claim, is dead; None where it lives or can't be seen from here."""
         name = _name(self.generation)
         try:
-            body = records.decode("generation", self.repo.store.get(name), name)
+            body = records.load(self.repo.store, "generation", name)
             if body["owner"] is None:
                 return RanksMissing(f"rank 0 of {self.size} has ended its saves: no step can be committed any more")
             owner = decode(Owner, body["owner"])
@@ -321,7 +321,7 @@ class Claim:
         """Say that this rank brings nothing more, where that is not plain. Whether that could be done."""
         store, name = self.repo.store, _name(self.generation)
         try:
-            if records.decode("generation", store.get(name), name)["owner"] is not None:
+            if records.load(store, "generation", name)["owner"] is not None:
                 store.put(_Word(self.generation, self.lane, self.rank).name, records.encode("left", {}))
         except (CkptError, KeyError) as error:
             log.info("%s: that rank %d has ended its saves can't be recorded there: %s", self.repo.url, self.rank, error)
@@ -418,7 +418,7 @@ def old_generations(repo: Repository) -> list[str]:
 def _owner(repo: Repository, generation: int) -> Owner | None:
     """Who holds a generation, None where it was released or its record does not say."""
     try:
-        body = records.decode("generation", repo.store.get(_name(generation)), f"{repo.url}/{_name(generation)}")
+        body = records.load(repo.store, "generation", _name(generation))
         return decode(Owner, body["owner"]) if body["owner"] else None
     except NotFound:
         return None

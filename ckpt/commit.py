@@ -19,7 +19,7 @@ from ckpt.copies import Digests
 from ckpt.digest import digest
 from ckpt.options import Options
 from ckpt.quiet import collector_paused
-from ckpt.records import CommitRecord, FileRecord, signed
+from ckpt.records import MANIFEST_BYTES, TREE_BYTES, CommitRecord, FileRecord, signed
 from ckpt.repository import step_folder
 from ckpt.retention import is_good
 from ckpt.session import Session
@@ -131,6 +131,12 @@ class Committer:
         """Make the step exist: manifest, tree, commit record. algorithm: of digests."""
         line = self._stretch.line()
         folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
+        for what, data, most in (("manifest", table, MANIFEST_BYTES), ("description of the state", tree, TREE_BYTES)):
+            if len(data) > most:  # no load would take it
+                raise StepRefused(
+                    f"step {self._step}: its {what} has {len(data)} bytes, and {most} are the most: put long lists and dicts "
+                    "of plain values into arrays"
+                )
         files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
         for name, data in files.items():

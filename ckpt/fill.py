@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt.alias_notes import AliasNote, alias_note
+from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.modules import is_module, strangers
@@ -42,16 +44,20 @@ Finish = Callable[[], Any]
 class Filler:
     """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
 
-    `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages.
+    `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages. `stored_bytes` tells by
+    name how many bytes of a leaf are stored: no array is made where that is not what its shape takes.
     """
 
-    def __init__(self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str) -> None:
+    def __init__(
+        self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str, stored_bytes: Callable[[str], int]
+    ) -> None:
         self.targets: list[tuple[str, ArrayLeaf]] = []
         self.aliases: dict[str, AliasNote] = {}
         """Of the targets in `like` those that were saved as views of shared memory, by leaf name."""
         self._saved = saved
         self._wanted = wanted
         self._where = where
+        self._stored_bytes = stored_bytes
         self._root: Any = None  # all of `like`
         self._made: dict[tuple[str, str, str | None], Finish] = {}
         self._filled: dict[tuple[str, Hashable], Finish] = {}
@@ -77,6 +83,9 @@ class Filler:
         finish = self._made.get(key)
         if finish is None:  # else tied: one array for all places
             saved = self._lookup(name, name)
+            nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
+            if (stored := self._stored_bytes(name)) != nbytes:
+                raise IntegrityError(f"leaf {name} of {self._where}: the manifest covers {stored} of {nbytes} bytes")
             try:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:

@@ -212,7 +212,7 @@ def _elsewhere(store: Store, attempt: Attempt, ranks: Collection[int]) -> str:
 def _failure(store: Store, name: str) -> StepRefused:
     """What a rank has left instead of its part."""
     try:
-        said = records.decode("failure", store.get(name), f"{store.url}/{name}")
+        said = records.load(store, "failure", name)
         return _refusal(str(said["reason"]), bool(said.get("missing")))
     except (NotFound, IntegrityError, KeyError) as error:
         return StepRefused(str(error))
@@ -343,7 +343,7 @@ def _read(repo: Repository, part: Listed) -> Any:
     from ckpt.table import read_part
 
     where = f"{repo.url}/{part.name}"
-    data = repo.store.get(part.name)
+    data = repo.store.get_up_to(part.name, records.PART_BYTES)
     stem, _, code = part.name.removesuffix(".arrow").rpartition("-")
     is_signed = len(code) == 64
     if is_signed and not repo.keys:

@@ -32,6 +32,9 @@ class Places(Store):
     def get(self, name: str) -> bytes:
         return self._first(lambda store: store.get(name))
 
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._first(lambda store: store.get_up_to(name, limit))
+
     def open(self, name: str) -> Reader:
         return self._first(lambda store: store.open(name))
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ckpt.digest import digest, of_hex
 from ckpt.lines import Left, Line, line_of
 from ckpt.signature import NO_KEYS, Keys, Signature
+from ckpt.storage.base import Store
 from ckpt.storage.decode import Malformed
 from ckpt.storage.decode import decode as from_data
 from ckpt.storage.errors import FormatError, IntegrityError
@@ -23,6 +24,11 @@ FORMAT_VERSION = 1
 
 RECORD_BYTES = 64 << 20
 """The longest record. A step of a million packs has one of this size."""
+
+MANIFEST_BYTES = 2 << 30
+TREE_BYTES = 1 << 30
+PART_BYTES = MANIFEST_BYTES + TREE_BYTES
+"""The longest files of other kinds. A step of ten million arrays stays below. Parsing takes some ten times as much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,11 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     if body.get("kind") != kind:
         raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record")
     return body  # type: ignore[no-any-return]
+
+
+def load(store: Store, kind: str, name: str) -> dict[str, Any]:
+    """The content of a record that lies in a store; raises NotFound, and what `decode` raises."""
+    return decode(kind, store.get_up_to(name, RECORD_BYTES), f"{store.url}/{name}")
 
 
 def require_known(version: Any, where: str) -> None:

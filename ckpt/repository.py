@@ -92,16 +92,15 @@ class Repository:
     def _is_marked(self) -> bool:
         """Whether the marker is there; raise what is wrong with it."""
         try:
-            data = self.store.get(MARKER)
+            records.load(self.store, "repository", MARKER)
         except NotFound:
             return False
-        records.decode("repository", data, f"{self.url}/{MARKER}")
         return True
 
     def identity(self) -> str:
         """What tells this repository from one that was at the same URL before; NotFound where there is none."""
         where = f"{self.url}/{MARKER}"
-        return records.read(_Marker, records.decode("repository", self.store.get(MARKER), where), where).id
+        return records.read(_Marker, records.load(self.store, "repository", MARKER), where).id
 
     def check(self) -> None:
         """Raise StepNotFound where nothing is at the URL yet, FormatError where this version can read no repository there."""
@@ -161,7 +160,7 @@ class Repository:
 
     def record(self, step: int) -> CommitRecord:
         """What lies at the name of a commit record; NotFound where nothing does."""
-        return self.decode(step, self.store.get(commit_name(step)))
+        return self.decode(step, self.store.get_up_to(commit_name(step), records.RECORD_BYTES))
 
     def decode(self, step: int, data: bytes) -> CommitRecord:
         """The commit record in `data`, its signature checked where there are keys."""

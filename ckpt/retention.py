@@ -17,7 +17,7 @@ from ckpt.arguments import whole
 from ckpt.claim import Claim, old_generations
 from ckpt.complete import is_complete
 from ckpt.lines import in_order
-from ckpt.records import CommitRecord, decode_commit
+from ckpt.records import RECORD_BYTES, CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NotFound, SignatureError
 from ckpt.storage.failpoints import failpoint
@@ -109,7 +109,7 @@ def sweep(
     for step in repo.step_numbers():
         if commit_name(step) in sizes:
             try:
-                data = store.get(commit_name(step))
+                data = store.get_up_to(commit_name(step), RECORD_BYTES)
                 commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}")
                 if repo.keys:
                     repo.decode(step, data)

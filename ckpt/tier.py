@@ -273,7 +273,7 @@ def note_of(repo: Repository) -> dict[str, Any] | None:
     """The note of a near place, None where it has none. Raises IntegrityError where the note is damaged."""
     where = f"{repo.url}/{NOTE}"
     try:
-        note = records.decode("tier", repo.store.get(NOTE), where)
+        note = records.load(repo.store, "tier", NOTE)
     except NotFound:
         return None
     records.read(_Note, note, where)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound
+from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound
 
 ALIGNMENT = 4096
 """Blocks start at multiples of this many bytes in a pack: the page, and the largest logical sector in use, so that
@@ -41,6 +41,15 @@ def check_name(name: str) -> str:
             "not starting with a dot, joined by '/'"
         )
     return name
+
+
+def require_length(where: str, nbytes: int, limit: int | None) -> None:
+    """Raise IntegrityError where an object is longer than a reader expects; limit: None expects any length."""
+    if limit is not None and nbytes > limit:
+        raise IntegrityError(
+            f"{where} has {nbytes} bytes, and at most {limit} are expected: it is not what was written; restore it from a "
+            "copy, or load another step"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,14 @@ class Store(ABC):
         """Return the whole object, and by what `publish` knows it; raise NotFound."""
         data = self.get(name)
         return data, data
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        """Like `get`, but raise IntegrityError where the object is longer than `limit` bytes: what lies under a name may have
+        any length, and no memory is taken for it. Here it is read whole first: for a store that can't tell the length before.
+        """
+        data = self.get(name)
+        require_length(f"{self.url}/{name}", len(data), limit)
+        return data
 
     @abstractmethod
     def open(self, name: str) -> Reader:

@@ -13,7 +13,7 @@ import pyarrow.flight as flight
 
 from ckpt.storage import wire
 from ckpt.storage.access import Access, require_private
-from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name
+from ckpt.storage.base import Buffer, Entry, Reader, Store, Writer, check_name, require_length
 from ckpt.storage.decode import Malformed, decode
 from ckpt.storage.descriptors import DescriptorReader, told
 from ckpt.storage.device import Info
@@ -91,9 +91,16 @@ class NodeStore(Store):
             writer.commit()
 
     def get(self, name: str) -> bytes:
+        return self._get(name, None)
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._get(name, limit)
+
+    def _get(self, name: str, limit: int | None) -> bytes:
         fd = self.descriptor(name)
         if fd is not None:
             with os.fdopen(fd, "rb") as file, told("reading", f"{self.url}/{name}"):
+                require_length(f"{self.url}/{name}", os.fstat(fd).st_size, limit)
                 return file.read()
         parts = []
         position = 0
@@ -101,6 +108,7 @@ class NodeStore(Store):
             part = b"".join(bytes(c) for c in self.read(check_name(name), position, _READ_BYTES))
             parts.append(part)
             position += len(part)
+            require_length(f"{self.url}/{name}", position, limit)
             if len(part) < _READ_BYTES:
                 return b"".join(parts)
 
@@ -220,6 +228,7 @@ class NodeStore(Store):
         # gRPC joins channels of equal options into one connection; another number keeps them apart.
         options = [("ckpt.connection", turn), ("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100),
                    ("grpc.max_reconnect_backoff_ms", 1000)]  # fmt: skip
+        options.append(("grpc.max_receive_message_length", wire.MESSAGE_BYTES + wire.FRAME_BYTES))
         if access.ca is None:  # gRPC obeys http_proxy, also for loopback: a proxy would get token and data in clear text
             options.append(("grpc.enable_http_proxy", 0))
         scheme = "grpc+tls" if access.ca is not None else "grpc+tcp"

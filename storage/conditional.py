@@ -44,8 +44,8 @@ class ConditionalStore(Store):
     """A version that no object has."""
 
     @abstractmethod
-    def _read(self, name: str) -> tuple[bytes, Version]:
-        """What lies at `name`, also a reservation; raises NotFound."""
+    def _read(self, name: str, limit: int | None = None) -> tuple[bytes, Version]:
+        """What lies at `name`, also a reservation; raises NotFound, IntegrityError where it is longer than `limit`."""
 
     @abstractmethod
     def _swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
@@ -55,13 +55,19 @@ class ConditionalStore(Store):
         """
 
     def get_versioned(self, name: str) -> tuple[bytes, Version]:
-        data, version = self._read(name)
+        return self._read_object(name, None)
+
+    def _read_object(self, name: str, limit: int | None) -> tuple[bytes, Version]:
+        data, version = self._read(name, limit)
         if is_reservation(data):
             raise NotFound(f"reading {self.url}/{name}: no such object")
         return data, version
 
     def get(self, name: str) -> bytes:
         return self.get_versioned(name)[0]
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._read_object(name, limit)[0]
 
     def publish(
         self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None

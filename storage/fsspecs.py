@@ -19,7 +19,18 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Version, Writer, check_name, is_name
+from ckpt.storage.base import (
+    ALIGNMENT,
+    Buffer,
+    Entry,
+    Reader,
+    Store,
+    Version,
+    Writer,
+    check_name,
+    is_name,
+    require_length,
+)
 from ckpt.storage.errors import AlreadyExists, Changed, NotFound, StoreError, UnknownScheme, first_line
 
 _SUFFIX = ".ckpt-tmp"
@@ -137,8 +148,14 @@ class FsspecStore(Store):
     # --- reading -----------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> bytes:
+        return self._get(name, None)
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._get(name, limit)
+
+    def _get(self, name: str, limit: int | None) -> bytes:
         path = self._path(name)
-        self._size(path)
+        require_length(f"{self.url}/{name}", self._size(path), limit)
         with self._told("reading", path):
             return bytes(self._fs.cat_file(path))
 

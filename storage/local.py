@@ -21,7 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt.storage.base import ALIGNMENT, Buffer, Entry, Reader, Store, Version, Writer, check_name, is_name
+from ckpt.storage.base import (
+    ALIGNMENT,
+    Buffer,
+    Entry,
+    Reader,
+    Store,
+    Version,
+    Writer,
+    check_name,
+    is_name,
+    require_length,
+)
 from ckpt.storage.descriptors import DescriptorReader, GrowingFile, in_page_cache, told, write_all
 from ckpt.storage.errors import Changed, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
@@ -226,11 +237,18 @@ class LocalStore(Store):
 
     # --- reading -----------------------------------------------------------------------------------------------
 
-    @interruptible
     def get(self, name: str) -> bytes:
+        return self._get(name, None)
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._get(name, limit)
+
+    @interruptible
+    def _get(self, name: str, limit: int | None) -> bytes:
         path = self._path(name)
         fd = _open_to_read(path)
         with os.fdopen(fd, "rb") as file, told("reading", path):
+            require_length(f"{self.url}/{name}", os.fstat(fd).st_size, limit)
             return file.read()
 
     @interruptible

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckpt.storage.base import Buffer, Entry, Reader, Version, Writer, check_name, is_name
+from ckpt.storage.base import Buffer, Entry, Reader, Version, Writer, check_name, is_name, require_length
 from ckpt.storage.conditional import RESERVATION_BYTES, ConditionalStore
 from ckpt.storage.errors import AlreadyExists, NotFound, Refused, StoreError, UnknownScheme
 from ckpt.storage.upload import CONCURRENCY, PART_BYTES, UploadWriter
@@ -109,14 +109,15 @@ class ObjectStore(ConditionalStore):
 
     # --- reading -----------------------------------------------------------------------------------------------
 
-    def _read(self, name: str) -> tuple[bytes, Version]:
-        return self.get_tagged(name)
+    def _read(self, name: str, limit: int | None = None) -> tuple[bytes, Version]:
+        return self.get_tagged(name, limit)
 
-    def get_tagged(self, name: str) -> tuple[bytes, Any]:
-        """A whole object, and what `put_if` knows it by."""
+    def get_tagged(self, name: str, limit: int | None = None) -> tuple[bytes, Any]:
+        """A whole object, and what `put_if` knows it by. Raises IntegrityError where it is longer than `limit` bytes."""
         check_name(name)
         with self._told("reading", name, reads=True):
             found = self._store.get(name)
+            require_length(f"{self.url}/{name}", found.meta["size"], limit)
             return bytes(found.bytes()), _tag(found.meta)
 
     def modified(self, name: str) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from ckpt.storage.base import ALIGNMENT, Store
-from ckpt.storage.errors import AlreadyExists, Changed, InvalidName, NotFound, StoreError
+from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound, StoreError
 from ckpt.storage.pages import pages
 
 INVALID_NAMES = [
@@ -104,6 +104,14 @@ class StoreContract(ABC):
         """A new, empty store."""
 
     # --- put and get ---------------------------------------------------------------------------------------------
+
+    def test_an_object_that_is_too_long_is_refused(self, store: Store) -> None:
+        store.put("a/b", pattern(1000))
+        assert store.get_up_to("a/b", 1000) == pattern(1000)
+        with pytest.raises(IntegrityError, match="a/b has 1000 bytes, and at most 999"):
+            store.get_up_to("a/b", 999)
+        with pytest.raises(NotFound):
+            store.get_up_to("a/c", 1000)
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_001])
     def test_put_then_get(self, store: Store, nbytes: int) -> None:

@@ -28,6 +28,9 @@ PUT_BYTES = 1 << 20
 MESSAGE_BYTES = 64 << 20
 """The longest append, and the longest arguments of an action. Anything longer is refused unread."""
 
+FRAME_BYTES = 1 << 20
+"""What Flight adds to a message, at most."""
+
 _LIST = 200_000  # the longest list in a message: more than any call has use for
 
 _LONG = 1 << 20

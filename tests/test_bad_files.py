@@ -174,14 +174,14 @@ def test_a_step_that_can_not_be_read_now_is_not_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StoreError]
 ) -> None:
     """It may be whole: only what is known to be damaged gives way without overwrite=True."""
-    get = LocalStore.get
+    get_up_to = LocalStore.get_up_to
 
-    def failing(store: LocalStore, name: str) -> bytes:
+    def failing(store: LocalStore, name: str, limit: int) -> bytes:
         if name.startswith("steps/4/manifest/"):
             raise kind(f"opening {name} failed")
-        return get(store, name)
+        return get_up_to(store, name, limit)
 
-    monkeypatch.setattr(LocalStore, "get", failing)
+    monkeypatch.setattr(LocalStore, "get_up_to", failing)
     with pytest.raises(kind, match="steps/4/manifest"):
         ckpt.save(state_of(9), root, 4)
     monkeypatch.undo()

@@ -1,0 +1,30 @@
+"""A node that answers with a message longer than any of the protocol: the client takes no memory for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+from ckpt.storage import wire
+from ckpt.storage.access import Access
+from ckpt.storage.client import NodeStore
+from ckpt.storage.errors import StoreError
+
+
+class LongAnswers(flight.FlightServerBase):  # type: ignore[misc]
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
+        if action.type == "exists":
+            yield flight.Result(pa.py_buffer(bytes(wire.MESSAGE_BYTES + wire.FRAME_BYTES + 1)))
+        else:
+            yield flight.Result(wire.pack(bytes(wire.MESSAGE_BYTES - 100)))
+
+
+def test_a_longer_answer_than_any_of_the_protocol_is_refused() -> None:
+    with LongAnswers("grpc+tcp://127.0.0.1:0") as server:
+        store = NodeStore(f"127.0.0.1:{server.port}", Access())
+        with pytest.raises(StoreError, match="failed in exists"):
+            store.exists("a")
+        store.close()
