@@ -99,7 +99,7 @@ def survey(
     calls = {name: place.inventory for name, place in namespace.places.items()}
     ages, found.missing = namespace.fan_out.ask(calls, namespace.commit_seconds)
     held = {member: {name: nbytes for name, (nbytes, _) in names.items()} for member, names in ages.items()}
-    records, named = _records(namespace, found, verify)
+    records, named, all_read = _records(namespace, found, verify)
     rotten = _verify(namespace, records, held, found, progress) if verify else {}
     for path, file in records.items():
         if file.head.kind != "file":
@@ -120,7 +120,7 @@ def survey(
         looked = [_health(f.path, f.file, held | later, rotten.get(f.path, {})) for f in found.damaged]
         found.damaged = [health for health in looked if health.gone]
     found.damaged.sort(key=lambda f: (f.spare, -f.file.head.nbytes))
-    if not found.missing and not found.unreadable:  # else there may be records that name them
+    if all_read and not found.missing and not found.unreadable:  # else there may be records that name them
         for member, names in ages.items():
             orphans = [name for name, (_, age) in names.items() if name not in named and age > found.grace_seconds]
             if orphans:
@@ -134,9 +134,9 @@ def require_made(namespace: Namespace) -> None:
         raise NotFound(f"{namespace.url} holds nothing: nobody ever wrote there; is it the right URL, with all its members?")
 
 
-def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[str, File], set[str]]:
+def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[str, File], set[str], bool]:
     """The file of each path, and all objects that any record of any member names, be it the newest or not: a change that was
-    left half-done may yet become the newest. Notes which records lag."""
+    left half-done may yet become the newest. Notes which records lag. Last: whether all could be read."""
     answers, errors = namespace.scan("/")
     ballots: dict[str, dict[str, object]] = defaultdict(dict)
     for member, given in answers.items():
@@ -145,12 +145,14 @@ def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[st
     paths = sorted(ballots)
     records: dict[str, File] = {}
     named: set[str] = set()
+    all_read = True
     for member in answers:
         for start in range(0, len(paths), _BATCH):
             batch = [name for name in paths[start : start + _BATCH] if member in ballots[name]]
             for name, record in zip(batch, namespace.places[member].registers.read(batch), strict=True):
                 if isinstance(record, Damaged):
                     ballots[name][member] = None
+                    all_read = False
                 elif record.value is not None:
                     try:
                         layout = files.decode(name[1:], record.value).layout
@@ -179,7 +181,7 @@ def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[st
             if file.exists:
                 records[name[1:]] = file
     found.missing |= errors
-    return records, named
+    return records, named, all_read
 
 
 def _health(path: str, file: File, held: Mapping[str, Mapping[str, int]], rotten: Mapping[str, set[int]]) -> FileHealth:

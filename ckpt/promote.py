@@ -42,17 +42,27 @@ def promote(
 
     left_over: the caller's memory of the files that were copied for steps whose copying has failed.
     progress: called for each piece that was copied.
-    False where the target has this save of the step, or a later one. Raises StepNotFound where the source has it no longer,
-    IntegrityError where no tier of the source has good bytes, Fenced, StoreError.
+    False where the target has this save of the step, or a later one, with all its packs. Raises StepNotFound where the source
+    has it no longer, IntegrityError where no tier of the source has good bytes, or where the later save lacks packs, Fenced,
+    StoreError.
     """
     began = time.monotonic()
     commit = source.commit(step)
     retired = set() if left_over is None else left_over
+    missing: list[FileRecord] = []
     with suppress(NotFound, IntegrityError):
         there = target.repo.record(step)
-        if there.order > commit.order or (there == commit and not _missing(target.repo, commit)):
+        later = there.order > commit.order
+        missing = missing_packs(target.repo, there) if later or there == commit else []
+        if (later or there == commit) and not missing:
             return False
-        retired.update(there.files())
+        if not later:
+            missing = []
+            retired.update(there.files())
+    if missing:
+        raise IntegrityError(
+            f"{target.repo.url} has a later save of step {step} without {missing[0].name}; the copy in {source.url} is kept"
+        )
     retired.update(commit.files())
     target.prepare()
     attempt = target.claim.begin(step)
@@ -80,7 +90,7 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
     """Bring what the step needs; return the bytes of packs that were copied."""
     commit, store = checkpoint.commit, target.repo.store
     small = {file.name: checkpoint.verified(file) for file in (*commit.manifests, *commit.trees)}
-    missing = _missing(target.repo, commit)
+    missing = missing_packs(target.repo, commit)
     if missing:
         blocks: dict[str | None, list[Row]] = {}
         for row in checkpoint.manifest().by_block():
@@ -96,7 +106,8 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
     return sum(file.nbytes for file in missing)
 
 
-def _missing(repo: Repository, commit: CommitRecord) -> list[FileRecord]:
+def missing_packs(repo: Repository, commit: CommitRecord) -> list[FileRecord]:
+    """The packs of a step that a repository lacks, has at another length, or has damaged as far as this process has seen."""
     have, bad = lengths(repo.store, [file.name for file in commit.packs]), bad_packs(repo.url)
     return [file for file in commit.packs if have.get(file.name) != file.nbytes or file.name in bad]
 

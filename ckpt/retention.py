@@ -19,6 +19,7 @@ from ckpt.complete import is_complete
 from ckpt.lines import in_order
 from ckpt.records import RECORD_BYTES, CommitRecord, decode_commit
 from ckpt.repository import Repository, commit_name
+from ckpt.storage.conditional import RESERVATION_BYTES
 from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NotFound, SignatureError
 from ckpt.storage.failpoints import failpoint
 
@@ -104,7 +105,7 @@ def sweep(
     commits: dict[int, CommitRecord] = {}
     damaged: set[int] = set()
     unreadable: set[int] = set()
-    reserved: set[int] = set()  # of publications that were given up; or the step is gone since the listing
+    reserved: set[int] = set()  # of publications that were given up
     unsigned: set[int] = set()
     for step in repo.step_numbers():
         if commit_name(step) in sizes:
@@ -113,8 +114,12 @@ def sweep(
                 commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}")
                 if repo.keys:
                     repo.decode(step, data)
-            except NotFound:
-                reserved.add(step)
+            except NotFound as error:
+                if sizes[commit_name(step)] <= RESERVATION_BYTES:
+                    reserved.add(step)
+                else:  # it was listed a moment ago, and nobody else deletes here
+                    log.warning("nothing that step %d may need is deleted: %s", step, error)
+                    unreadable.add(step)
             except SignatureError:  # no step for those with the key; what it refers to stays as long as it
                 unsigned.add(step)
             except IntegrityError:

@@ -30,7 +30,7 @@ from ckpt.interval import Every, interval_seconds
 from ckpt.lineage import Lineage
 from ckpt.options import Options
 from ckpt.places import put_aside
-from ckpt.promote import promote
+from ckpt.promote import missing_packs, promote
 from ckpt.promoter import Promoter
 from ckpt.repository import Repository, Url, commit_name, open_repository
 from ckpt.retention import Keep, as_keep
@@ -492,11 +492,17 @@ class Tiers:
 
 
 def _forget_freed(repo: Repository, record: Repository) -> None:
-    """Remove the commits that `_free` has left for ranks which waited for them: of their steps nothing else is there."""
+    """Remove the commits that `_free` has left for ranks which waited for them: of their steps nothing else is there.
+
+    Only where the repository of record has a readable record of the same save or a later one: else this may be the only one.
+    """
     for step in repo.step_numbers():
         name = commit_name(step)
-        if [entry.name for entry in repo.store.list(f"steps/{step}")] == [name] and record.store.exists(name):
-            repo.store.delete([name])
+        if [entry.name for entry in repo.store.list(f"steps/{step}")] != [name]:
+            continue
+        with suppress(NotFound, IntegrityError):
+            if record.record(step).order >= repo.record(step).order:
+                repo.store.delete([name])
 
 
 def _report_durable(place: _Place, step: int) -> None:
@@ -577,7 +583,8 @@ def _drained(repo: Repository) -> str:
     if step < 0:
         return ""
     with suppress(NotFound, IntegrityError):
-        if there > newest and record.record(there[1]).order > source.commit(step).order:
+        newer = there > newest and record.record(there[1]).order > source.commit(step).order
+        if newer and not missing_packs(record, record.record(there[1])):
             return f"{record.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
     series = Series(repos)
     opened: list[Session] = []

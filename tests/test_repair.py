@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -267,6 +268,25 @@ def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
     found = surveys.survey(namespace)
     assert sum(map(len, found.orphans.values())) == 2
+    assert repairs.repair(namespace, found).orphans == 2
+    whole(namespace, "2x")
+    namespace.close()
+
+
+def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the one that names the object. Once it is whole again, the object goes."""
+    namespace = filled(tmp_path, "2x", 4)
+    writer = namespace.create("torn")
+    writer.append(memoryview(pattern(1 << 20)))
+    writer._commit_objects()
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    member = namespace.ring.keepers("/d/f4").members[0]
+    with sqlite3.connect(tmp_path / member / "registers.sqlite") as db:
+        db.execute("UPDATE registers SET body = 'rot' WHERE name = '/d/f4'")
+    db.close()
+    found = surveys.survey(namespace)
+    assert found.lagging == ["d/f4"]
+    assert found.orphans == {}
     assert repairs.repair(namespace, found).orphans == 2
     whole(namespace, "2x")
     namespace.close()

@@ -162,18 +162,24 @@ def _published(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
     """A temporary name beside `dest`, renamed to it at the end, or removed if anything goes wrong."""
     temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{_TEMPORARY}")
     replaced = temporary.with_name(temporary.name + "-old")
+    done = False
     try:
         yield temporary
         _check_destination(dest, form, overwrite)  # it may have come into being meanwhile
         if dest.is_dir():  # a folder with content cannot be replaced in one step
             os.rename(dest, replaced)
+        failpoint("restore.replace")
         os.rename(temporary, dest)
+        done = True
         _fsync(dest.parent)
     except OSError as error:
         raise CkptError(f"{dest} could not be written: {explained(error)}") from error
     finally:
         _remove(temporary)
-        _remove(replaced)
+        if done:
+            _remove(replaced)
+        elif replaced.exists() and not dest.exists():  # the new one never took its place
+            os.rename(replaced, dest)
 
 
 def _passing(name: str, advance: Advance) -> Advance:

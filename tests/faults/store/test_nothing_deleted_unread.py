@@ -14,15 +14,19 @@ from support import FailingStore, assert_same, state_of
 from test_tiers import Places, flip, leave, places, train
 
 import ckpt
+from ckpt.claim import claim
 from ckpt.groups.hello import hello
 from ckpt.groups.meeting import PLACE, Meeting
 from ckpt.places import bad_packs
 from ckpt.recovery import memory
-from ckpt.storage.errors import StoreError
+from ckpt.retention import sweep
+from ckpt.storage.errors import NotFound, StoreError
+from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.fsspecs import FsspecStore
 from ckpt.storage.local import LocalStore
 from ckpt.tiered import TieredRepository
-from ckpt.tiers import NOT_DRAINED, drain
+from ckpt.tiers import NOT_DRAINED, _forget_freed, drain
+from ckpt.tools.restore import _published
 
 __all__ = ["places"]
 
@@ -103,6 +107,78 @@ def test_memory_stays_where_the_repository_of_record_lost_the_newest_step(places
     ck._tiers._free(2)  # type: ignore[union-attr]
     assert ckpt.open(places.memory).steps()[-1] == 2
     leave(ck)
+
+
+def test_memory_stays_where_the_newer_step_of_record_lacks_a_pack(places: Places) -> None:
+    """Its record alone does not prove that it can be loaded."""
+    saved_in_memory(places)
+    ckpt.save(state_of(7), places.run, step=7)
+    next(iter(places.run.glob("steps/7/pack/*.pack"))).unlink()
+    memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    assert_same(ckpt.load(places.run, step=2), state_of(2))
+
+
+def test_a_later_save_without_its_packs_does_not_count_as_a_copy(places: Places) -> None:
+    saved_in_memory(places)
+    ckpt.save(state_of(5), places.run, step=2, overwrite=True)
+    next(iter(places.run.glob("steps/2/pack/*.pack"))).unlink()
+    said = memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    assert NOT_DRAINED in said
+    assert "without" in said
+    assert_same(ckpt.load(places.memory, step=2), state_of(2))
+
+
+def test_the_only_readable_record_of_a_step_stays_in_memory(places: Places) -> None:
+    """Its packs are in the repository of record, whose own record is damaged."""
+    ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(1))
+    ck.wait()
+    leave(ck)
+    flip(places.run / "steps/0/commit.json", 20)
+    for name in ("pack", "manifest"):
+        shutil.rmtree(places.memory / "steps/0" / name)
+    _forget_freed(ckpt.open(places.memory), ckpt.open(places.run))
+    assert (places.memory / "steps/0/commit.json").exists()
+
+
+# --- what is listed and then not found ---------------------------------------------------------------------------
+
+
+class _Forgetful(LocalStore):
+    """A store that lists a record and then does not find it, as behind a cached listing or a file handle that is stale."""
+
+    def get(self, name: str) -> bytes:
+        if name == "steps/0/commit.json":
+            raise NotFound(f"{self.url}/{name} does not exist")
+        return super().get(name)
+
+
+def test_a_step_whose_record_is_listed_and_not_found_keeps_its_files(tmp_path: Path) -> None:
+    ckpt.save(state_of(0), tmp_path, step=0)
+    ckpt.save(state_of(1), tmp_path, step=1)
+    repo = ckpt.Repository(_Forgetful(tmp_path))
+    mine = claim(repo)
+    sweep(repo, mine)
+    mine.release()
+    assert_same(ckpt.load(tmp_path, step=0), state_of(0))
+
+
+# --- a folder that is to be replaced -----------------------------------------------------------------------------
+
+
+def test_the_folder_that_a_restore_replaces_comes_back_where_it_fails(tmp_path: Path) -> None:
+    dest = tmp_path / "out"
+    dest.mkdir()
+    (dest / ".zgroup").write_text("{}")
+    (dest / "precious").write_text("old")
+    set_failpoints("restore.replace=error")
+    try:
+        with pytest.raises(ckpt.CkptError), _published(dest, "zarr", True) as temporary:
+            temporary.mkdir()
+    finally:
+        set_failpoints("")
+    assert (dest / "precious").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # --- a copy that was not read ------------------------------------------------------------------------------------
