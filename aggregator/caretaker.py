@@ -1,82 +1,24 @@
 """Repairs that go on by themselves, in one of the processes that offer to make them.
 
-Whoever holds the office keeps it while it renews it in time; it is a register like any other. No clock is compared with that
-of another host: a holder counts its terms, and who has seen the count stand still for long enough, by its own clock, takes
-over. That two hold the office for a moment costs some reading twice: a repair changes a record only if it still is what it
-read.
+That two hold the office (`election.py`) for a moment costs some reading twice: a repair changes a record only if it still is
+what it read.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from dataclasses import dataclass
-
-import msgpack
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.collection import collect
+from ckpt.aggregator.election import OFFICE, Election
 from ckpt.aggregator.namespace import Namespace
-from ckpt.storage.decode import Malformed, decode
 from ckpt.storage.errors import CkptError
-from ckpt.storage.registers import Value
 
 log = logging.getLogger("ckpt.node")
 
-OFFICE = "caretaker"
-"""The register's name, which no path has. Its value: who holds the office, and the number of the term."""
-
-
-class Election:
-    """Who looks after a namespace, as one process sees it. seconds: a term that is so old, and not renewed, is over."""
-
-    def __init__(self, namespace: Namespace, me: str, seconds: float) -> None:
-        self._namespace = namespace
-        self._me = me
-        self._seconds = seconds
-        self._seen = b""
-        self._seen_at = 0.0
-
-    def won(self) -> bool:
-        """Whether this process looks after the namespace now. It is to ask again within the term."""
-        over = self._seen if time.monotonic() - self._seen_at >= self._seconds else None
-
-        def decide(_: str, value: Value | None) -> Value | None:
-            if value is None:
-                return Value(msgpack.packb([self._me, 1]))
-            holder = _holder(value.head)
-            if holder.name != self._me and value.head != over:
-                return None
-            return Value(msgpack.packb([self._me, holder.term + 1]))
-
-        value = self._namespace.office(OFFICE, decide)
-        if value is None:
-            return False
-        if value.head != self._seen:  # what was agreed: decide is shown what a single member knows, too
-            self._seen, self._seen_at = value.head, time.monotonic()
-        return _holder(value.head).name == self._me
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """Who holds the office, and the number of the term."""
-
-    name: str = ""
-    term: int = 0
-
-
-def _holder(head: bytes) -> _Holder:
-    """Of an agreed value; nobody where it can't be read, so that its term ends as any other that is not renewed."""
-    try:
-        row = msgpack.unpackb(head)
-        if not isinstance(row, list) or len(row) < 2:  # a newer version may add some
-            raise Malformed("is no list of two")
-        return decode(_Holder, {"name": row[0], "term": row[1]})
-    except ValueError as error:
-        log.warning("who looks after the namespace can't be read (%s); somebody else is elected when this term is over", error)
-        return _Holder()
-
+__all__ = ["OFFICE", "Caretaker", "Election"]
 
 class Caretaker:
     """Looks after a namespace in the background, whenever it is elected, until `close`."""
@@ -108,6 +50,7 @@ class Caretaker:
         found = surveys.survey(self._namespace, verify)
         if found.whole:
             log.info("%s is whole: %d files", self._namespace.url, found.files)
+            collect(self._namespace)
             return
         done = repairs.repair(self._namespace, found, self._rate)
         log.info(

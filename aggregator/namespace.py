@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,12 +39,17 @@ from ckpt.storage.failpoints import failpoint
 from ckpt.storage.pages import pages
 from ckpt.storage.registers import ABSENT, NONE, Answer, Ballot, Damaged, Record, Registers, Value
 
+if TYPE_CHECKING:
+    from ckpt.aggregator.collection import Collector
+
 log = logging.getLogger("ckpt")
 
 Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
 """Names and records, by member."""
 
 PATH_BYTES = 1024
+TOMBSTONES = 500
+"""So many records of deleted files a listing may meet, or as many as there are files, before they are collected."""
 _PIECE_BYTES = 8 << 20
 _DISCARD_SECONDS = 3.0
 _TOLD_SECONDS = 60.0
@@ -83,6 +89,7 @@ class Namespace(Membership):
         self._scratch_lock = threading.Lock()
         self._ledger = Ledger(self._registers, self._keepers, self.fan_out, seconds, self.renew)
         self._told_few = False
+        self._collector: Collector | None = None
         self._told_short = -math.inf
         self._checked: Mapping[str, Info] | None = None
 
@@ -147,6 +154,7 @@ class Namespace(Membership):
                 elif ballot == record.accepted:
                     newest[name] = ballot, record.value.head, count + 1
         found = {name[1:]: files.decode_head(name[1:], head) for name, (_, head, _) in newest.items()}
+        self._collect_later(found)
         # What too few have is half-done, or old: it is settled, so that a listing shows what the file says when it is opened.
         needed = self.ring.quorum.write
         for path, file in self.stat_all([name[1:] for name, (_, _, count) in newest.items() if count < needed]).items():
@@ -154,6 +162,16 @@ class Namespace(Membership):
             if file is not None:
                 found[path] = file.head
         return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
+
+    def _collect_later(self, found: Mapping[str, Head]) -> None:
+        """Let tombstones be collected in the background where a listing meets too many."""
+        deleted = sum(head.kind == "deleted" for head in found.values())
+        if deleted > max(TOMBSTONES, len(found) - deleted):
+            from ckpt.aggregator.collection import Collector
+
+            if self._collector is None:
+                self._collector = Collector(self)
+            self._collector.begin()
 
     def scan(self, prefix: str, everyone: bool = True) -> tuple[Scanned, dict[str, StoreError]]:
         """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
@@ -311,8 +329,16 @@ class Namespace(Membership):
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
         """Remove files and folder marks; the paths that were there. What is not there is no error."""
         every = [check_path(path) for path in paths]
+        if not every:
+            return []
         old: dict[str, File] = {}
+        tried: set[str] = set()
+        unsettled = False
         now, version = time.time(), new_version()
+
+        def outdated(may_be_there: bool) -> None:
+            nonlocal unsettled
+            unsettled = unsettled or may_be_there
 
         def decide(name: str, value: Value | None) -> Value | None:
             current = None if value is None else files.decode(name[1:], value)
@@ -322,9 +348,12 @@ class Namespace(Membership):
             if current is None or not current.exists:
                 return None
             old[name[1:]] = current
+            tried.add(name[1:])
             return files.encode(File(files.following(Head("deleted", 0, now, now, version), current)))
 
-        after = self._ledger.update([f"/{path}" for path in every], decide)
+        after = self._by(self.ring.number, [f"/{path}" for path in every], decide, outdated)
+        # Its tombstone may have been collected by now. Its objects are left to a repair: another client may have deleted it.
+        gone = {path for path in tried if unsettled and path not in old and after[f"/{path}"] is None}
         for path in list(old):
             value = after[f"/{path}"]
             if not files.had(None if value is None else files.decode(path, value), version):
@@ -335,7 +364,7 @@ class Namespace(Membership):
                 for holder in file.layout.holders:
                     doomed[holder.member].append(holder.name)
         self.discard(doomed)
-        return [path for path in every if path in old]
+        return [path for path in every if path in old or path in gone]
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name, in place of what was there. Raises NotFound.
@@ -509,13 +538,18 @@ class Namespace(Membership):
     ) -> Value | None:
         """Change a record by a fence number; what it is after that. outdated: called where another number counts by now, with
         whether a member may have taken the change already; what the change refers to must exist after that, or it raises."""
+        return self._by(number, [f"/{path}"], decide, outdated, fresh)[f"/{path}"]
+
+    def _by(
+        self, number: int, names: Sequence[str], decide: Decide, outdated: Callable[[bool], None], fresh: bool = False
+    ) -> dict[str, Value | None]:
         until = time.monotonic() + 2 * self.commit_seconds
         while True:
             try:
-                return self._ledger.update_by(number, [f"/{path}"], decide, fresh)[f"/{path}"]
+                return self._ledger.update_by(number, names, decide, fresh)
             except Outdated as error:
                 if time.monotonic() > until:
-                    raise Unavailable(f"{path} in {self.url}: {error}; members still change, try again") from error
+                    raise Unavailable(f"{self.url}: {error}; members still change, try again") from error
                 self.renew()
                 number = self.ring.number
                 outdated(error.unsettled)

@@ -15,6 +15,7 @@ from functools import partial
 
 from ckpt.aggregator import files
 from ckpt.aggregator import ring as rings
+from ckpt.aggregator.collection import collect
 from ckpt.aggregator.eras import begin_era, relinked
 from ckpt.aggregator.fanout import in_order
 from ckpt.aggregator.files import File, Holder, Layout, compact, fewest
@@ -39,6 +40,8 @@ class Repaired:
     nbytes: int = 0
     records: int = 0
     orphans: int = 0
+    collected: int = 0
+    """Records of deleted files that were forgotten."""
     failed: dict[str, str] = field(default_factory=dict)
     """Why a path could not be made whole."""
 
@@ -91,6 +94,7 @@ def repair(
         done.orphans = _delete_orphans(namespace, found.grace_seconds)
     if not found.missing:
         _admit(namespace)
+        done.collected = collect(namespace)
     for place in namespace.places.values():
         place.sweep(found.grace_seconds)
     return done

@@ -36,7 +36,6 @@ from ckpt.storage.failpoints import failpoint
 
 if TYPE_CHECKING:
     from ckpt.storage.device import Device
-    from ckpt.storage.registers import Registers
     from ckpt.storage.server import NodeOptions, NodeServer
 
 log = logging.getLogger("ckpt.run")
@@ -45,7 +44,6 @@ _AGAIN_SECONDS = 1.0
 """After it has ended by itself."""
 _COMES_SECONDS = 20.0
 """Who is not ready after so long is not waited for."""
-_FORGET_SECONDS = 30.0
 _LOCKED_SECONDS = 2.0
 """The process before may take so long to end."""
 
@@ -223,17 +221,6 @@ class _Nodes:
                 return self._serve(path)
         raise StoreError(f"no port of {self._address} is free")
 
-    def forget(self) -> None:
-        """Again and again: what was deleted a while ago."""
-        known: dict[str, set[tuple[str, str]]] = {}
-        while True:
-            time.sleep(_FORGET_SECONDS)
-            for at, (_, device) in list(self._servers.items()):
-                try:
-                    known[at] = forget_deleted(device.registers, known.get(at, set()))
-                except (CkptError, ValueError) as error:
-                    log.warning("the records of %s get more and more: %s", at, error)
-
     def drop(self, at: str) -> None:
         """Without waiting for its callers."""
         server, device = self._servers.pop(at)
@@ -276,24 +263,6 @@ def nodes_with_objects(folder: Path) -> list[Path]:
     return []
 
 
-def forget_deleted(registers: Registers, before: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Drop the records of files that were deleted when this was called the last time, for a run that saves each step would list
-    more of them from step to step. What is deleted now.
-
-    A member that was away for so long has them still, and others may take them from it: then they are deleted once more.
-    """
-    from ckpt.aggregator.files import decode_head
-    from ckpt.storage.registers import Record
-
-    now = set()
-    for name, record in registers.scan_all("/"):
-        if isinstance(record, Record) and record.value and decode_head(name, record.value.head).kind == "deleted":
-            now.add((name, repr(record.accepted)))
-    if old := now & before:
-        registers.drop([name for name, _ in old], 0)
-    return now - before
-
-
 def _end(server: NodeServer, path: Path) -> None:
     server.drain(0.0)
     server.shutdown()
@@ -322,7 +291,6 @@ def keep() -> None:
     nodes = _Nodes(Path(folder), address, options)
     nodes.serve_what_is_there()
     print("ready", flush=True)
-    threading.Thread(target=nodes.forget, daemon=True).start()
     for line in sys.stdin:
         kind, _, what = line.strip().partition(" ")
         try:

@@ -29,14 +29,12 @@ from test_run import none_left
 from test_run_hosts import RUN, Job, OnHosts, answers, leader_of, starts
 
 import ckpt
-from ckpt.aggregator.members import from_table, parse_url
-from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.members import parse_url
 from ckpt.recovery import host, memories, memory
 from ckpt.recovery.agents import Report, Wrong
-from ckpt.recovery.keeper import Guard, Keeper, forget_deleted
+from ckpt.recovery.keeper import Guard, Keeper
 from ckpt.recovery.memories import Memory, at_start
 from ckpt.recovery.state import Entry, open_state
-from ckpt.storage.device import Device
 from ckpt.storage.errors import InvalidArgument
 
 COLUMNS = 2000
@@ -603,35 +601,6 @@ def test_a_node_comes_back_where_it_was(tmp_path: Path) -> None:
     until(lambda: not (tmp_path / used.rpartition(":")[2]).exists())
     second.close(free=True)
     assert not tmp_path.exists()
-
-
-def test_records_of_deleted_files_are_forgotten(tmp_path: Path) -> None:
-    """In the second round: of who deletes now, each member must have heard. What is there stays."""
-    folders = [Device(tmp_path / name) for name in "abc"]
-    known: list[set[tuple[str, str]]] = [set(), set(), set()]
-
-    def forget() -> list[int]:
-        known[:] = [forget_deleted(device.registers, seen) for device, seen in zip(folders, known, strict=True)]
-        return [len(list(device.registers.scan_all("/"))) for device in folders]
-
-    config = from_table("lab", {"members": [str(tmp_path / name) for name in "abc"], "redundancy": "2x"}, "here")
-    namespace = Namespace(config)
-    try:
-        for number in range(20):
-            namespace.put(f"run/steps/{number}", b"x")
-        namespace.delete([f"run/steps/{number}" for number in range(18)])
-        before = forget()
-        namespace.delete(["run/steps/18"])
-        after = forget()
-        assert sum(before) - sum(after) >= 2 * 18
-        assert list(namespace.list("run")) == ["run/steps/19"]
-        namespace.put("run/steps/3", b"again", new=True)
-        forget()
-        forget()
-        assert list(namespace.list("run")) == ["run/steps/19", "run/steps/3"]
-        assert namespace.get("run/steps/3") == b"again"
-    finally:
-        namespace.close()
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

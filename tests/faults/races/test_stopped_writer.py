@@ -12,6 +12,7 @@ import pytest
 from cluster import Process
 
 from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.collection import collect
 from ckpt.aggregator.eras import begin_era
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.storage.errors import NotFound
@@ -177,6 +178,22 @@ def test_a_writer_that_no_repair_meets_loses_nothing(url: str, namespace: Namesp
     assert content(namespace, "a") == NEW
     whole(namespace)
     assert not surveys.survey(namespace, grace_seconds=0.0).orphans, "the names from before are gone"
+
+
+def test_what_was_deleted_and_collected_does_not_come_back(url: str, namespace: Namespace) -> None:
+    """A writer stops while members may have its record. Nothing is left that says whether the file was deleted since."""
+    collect(namespace, 0.0)
+    writer = Stopped(url, "namespace.put('b', b'small')", "ledger.accept")
+    try:
+        namespace.put("b", b"other")
+        namespace.delete(["b"])
+        assert collect(namespace, 0.0) >= 1
+        said = writer.goes_on()
+    finally:
+        writer.close()
+    assert said.startswith("refused"), said
+    assert "whether it was there, and was deleted since, can't be known" in said
+    assert namespace.stat("b") is None
 
 
 def test_a_renaming_that_stops(url: str, namespace: Namespace) -> None:
