@@ -22,7 +22,7 @@ import pytest
 
 import ckpt
 from ckpt import claim, records, tier
-from ckpt.aggregator import caretaker, etcd, files, ring
+from ckpt.aggregator import election, etcd, files, ring
 from ckpt.aggregator.etcd_client import Item
 from ckpt.aggregator.files import File, Head
 from ckpt.aggregator.placement import Spot
@@ -258,14 +258,14 @@ def test_records_of_a_namespace_may_be_malformed(rng: random.Random) -> None:
     stored = files.encode(File(Head("file", 3, 1.0, 1.0, "v", ()), data=b"abc"))
     head, body = msgpack.unpackb(stored.head), msgpack.unpackb(stored.body)
     for _ in range(TIMES):
-        caretaker._holder(_packed(_mutated(["me", 3], rng), rng))
+        election._holder(_packed(_mutated(["me", 3], rng), rng))
         for read in (
             partial(ring.decode, Value(_packed(_mutated(members, rng), rng))),
             partial(files.decode, "/a", Value(_packed(_mutated(head, rng), rng), stored.body)),
             partial(files.decode, "/a", Value(stored.head, _packed(_mutated(body, rng), rng))),
         ):
             _reads_or_refuses(read)
-    assert caretaker._holder(msgpack.packb(["me", 3, "added later"])) == caretaker._Holder("me", 3)
+    assert election._holder(msgpack.packb(["me", 3, "added later"])) == election._Holder("me", 3)
 
 
 def _reads_or_refuses(read: Callable[[], object]) -> None:
