@@ -219,6 +219,28 @@ def test_the_environment_names_the_key_file(tmp_path: Path, monkeypatch: pytest.
         ck.restore(state())
 
 
+def test_a_signed_run_that_goes_back_to_an_older_step_stays_signed(tmp_path: Path) -> None:
+    """The line of training is a part of what is signed. A forged record can't make signed steps count as abandoned."""
+    for begin, steps in ((None, range(4)), (1, range(2, 5))):
+        with ckpt.Checkpointer(tmp_path, every=None, codec="none", key=KEY) as ck:
+            if begin is not None:
+                ck.restore({"weight": np.zeros(300_000, np.float32)}, step=begin)
+            for step in steps:
+                ck.save(step, {"weight": np.full(300_000, step, np.float32)}, blocking=True)
+    assert ckpt.load(tmp_path, key=KEY, strict=True)["weight"][0] == 4
+    line = ckpt.open(tmp_path, key=KEY).commit(4).line
+    assert line > 0
+    forged = tmp_path / "steps/3/commit.json"
+    commit = records.decode_commit(forged.read_bytes(), "commit")
+    left = ((0, -1), (line, -1))
+    forged.write_bytes(records.encode_commit(dataclasses.replace(commit, line=line + 1, left=left, signature=None)))
+    assert ckpt.open(tmp_path).order().abandoned >= {4}
+    with ckpt.Checkpointer(tmp_path, every=None, codec="none", key=KEY, keep=1) as ck:
+        assert ck.restore({"weight": np.zeros(300_000, np.float32)})[1] == 5
+        ck.save(5, {"weight": np.full(300_000, 5, np.float32)}, blocking=True)
+    assert ckpt.load(tmp_path, key=KEY, strict=True)["weight"][0] == 5
+
+
 def test_a_signed_step_goes_through_tiers(tmp_path: Path) -> None:
     near = ckpt.Tier(tmp_path / "near", every=1, keep=2)
     with ckpt.Checkpointer(tmp_path / "run", every=2, tiers=[near], key=KEY, codec="none") as ck:
