@@ -16,6 +16,7 @@ from ckpt.codec import CodecWish
 from ckpt.fill import Filler, Finish
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
+from ckpt.nan_check import NanWish
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
@@ -40,17 +41,20 @@ def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
+    nan: NanWish = "warn",
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
+    nan: NanWish = "warn",
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
+    nan: NanWish = "warn",
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, which is made if it is not there.
 
@@ -78,12 +82,15 @@ def save(
     key: a key file (a key of 32 bytes or more in hexadecimal digits on each line; the first signs, each is accepted), or a key
         as bytes; else the file that the environment names (CKPT_KEY_FILE). The step is signed with it, and a step that is not
         signed with it counts as damaged. All ranks have the same key. See docs/integrity.md.
+    nan: "warn" logs one warning with the name of a leaf that has a NaN, "refuse" saves no such step (NotFinite), "allow" does
+        not look. Looked at are all elements of pieces of up to 64 KiB, and samples of larger ones: see docs/saving.md.
 
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
     changed then.
     """
     check_switch("blocking", blocking)
-    options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout, verify_replicas=verify_replicas)
+    kept = as_keep(keep)
+    options = Options(codec, digest, memory, kept, overwrite, timeout=timeout, verify_replicas=verify_replicas, nan=nan)
     number = None if step is None else check_step(step)
     repo = open_repository(named(url), key)
     ranks = as_group(group)

@@ -26,6 +26,7 @@ from ckpt.interval import Every, interval_seconds, told_mean_time
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.losses import Losses, as_number
 from ckpt.making_process import MakingProcess
+from ckpt.nan_check import NanWish
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.rename import Rename
@@ -71,6 +72,7 @@ class Checkpointer:
     keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
     memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
     codec, digest, group, timeout, verify_replicas, key: as for `ckpt.save`.
+    nan: as for `ckpt.save`; of a step with a finite loss nobody is warned.
     tiers: nearer places that saves land in first, the nearest first; see `ckpt.Tier`. What comes to `url` is copied there in
         the background: the steps that `every` names, those of `save`, and the newest one at the end.
 
@@ -98,6 +100,7 @@ class Checkpointer:
         group: Any = "auto",
         timeout: float = TIMEOUT_SECONDS,
         verify_replicas: bool | None = None,
+        nan: NanWish = "warn",
         tiers: Sequence[Tier] = (),
         key: KeyWish = None,
         scrub: int | None = BYTES_PER_SECOND,
@@ -111,7 +114,7 @@ class Checkpointer:
         self._hooks: list[Any] = []
         url, ranks = named(url), as_group(group)
         self._options = Options(
-            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas
+            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas, nan
         )
         self._lazy_memory: frozenset[int] = frozenset()
         self._last: SaveHandle | None = None
@@ -225,7 +228,7 @@ class Checkpointer:
             log.warning("step %d is not saved: %s; %s", step, why, _GO_ON)
             self._leave_out(step, why)
             return None
-        return self._save(step, state, False, False)
+        return self._save(step, state, False, False, fit=loss is not None)
 
     def _calm_after(self, step: int, pulse: pulses.Pulse) -> tuple[pulses.Pulse, int, int, int] | None:
         """Until when steps need no more than a beat: no save is under way, and none is due. None where that is not known."""
@@ -288,7 +291,9 @@ class Checkpointer:
         check_switch("blocking", blocking)
         return self._save(step, state, blocking, True)
 
-    def _save(self, step: int, state: Any, blocking: bool, everywhere: bool) -> SaveHandle:
+    def _save(self, step: int, state: Any, blocking: bool, everywhere: bool, fit: bool = False) -> SaveHandle:
+        """fit: its loss is finite, so that nobody needs a warning of a NaN in it."""
+        options = replace(self._options, nan="allow") if fit and self._options.nan == "warn" else self._options
         session, step = self._open(), check_step(step)
         began, self._calm = time.monotonic(), None
         self._lazy_memory = self._attached_memory()
@@ -298,9 +303,9 @@ class Checkpointer:
         try:
             with pulses.phase("save"):
                 if self._tiers is not None:
-                    handle = self._tiers.save(step, state, self._options, blocking, everywhere)
+                    handle = self._tiers.save(step, state, options, blocking, everywhere)
                 else:
-                    handle = run_save(session, state, step, self._options, blocking)
+                    handle = run_save(session, state, step, options, blocking)
         except BaseException:
             self._scrubber.save_ended(None)
             raise

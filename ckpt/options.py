@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from ckpt import codec, parts
 from ckpt.arguments import check_switch, checked_bytes, checked_seconds, positive
 from ckpt.digest import require
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.nan_check import NanWish
 from ckpt.retention import Keep
+from ckpt.storage.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Options:
     """Seconds to wait for the other ranks of a group."""
     verify_replicas: bool | None = None
     """Digest the copies of a shard that other ranks hold, so that the committer can compare them; None: a sample of them."""
+    nan: NanWish = "warn"
+    """What to do about a NaN in a leaf."""
     propose: Callable[[], int] | None = None
     """The step to save next, asked at the commit by rank 0."""
 
@@ -45,4 +50,6 @@ class Options:
         check_switch("overwrite", self.overwrite)
         if self.verify_replicas is not None:
             check_switch("verify_replicas", self.verify_replicas)
+        if self.nan not in get_args(NanWish):
+            raise InvalidArgument(f"nan={self.nan!r}: use 'warn', 'refuse' or 'allow'")
         positive("in_flight", self.in_flight, "a positive number of saves")

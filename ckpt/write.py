@@ -29,8 +29,9 @@ from ckpt.groups.base import Group, different_steps
 from ckpt.handle import SaveHandle
 from ckpt.held import held_by, specs_of
 from ckpt.known import KnownBlock, KnownBlocks, StepBlocks, is_whole
-from ckpt.leaves.base import ArrayLeaf
+from ckpt.leaves.base import ArrayLeaf, Bytes
 from ckpt.manifest import StoredBlock
+from ckpt.nan_check import extents, first_nan, looked_at_in
 from ckpt.options import Options
 from ckpt.pack import PackFile, PackWriter
 from ckpt.plan import BLOCK_BYTES, Block, plan, stage
@@ -41,6 +42,7 @@ from ckpt.session import Session
 from ckpt.storage.errors import (
     MORE_MEMORY,
     CkptError,
+    NotFinite,
     SaveFailed,
     StagingFailed,
     StateChanged,
@@ -62,6 +64,9 @@ _LET_OTHERS_SECONDS = 0.05
 """For so long, and no longer than half of what its own copying took, a rank lets the others of its host end theirs before it
 takes processors and memory from them: their training waits for it, and niceness may not count between processes (autogroup,
 sched(7)). Of four ranks on two processors the slowest then takes 1.2 times as long as a plain copy, without it 1.35."""
+
+_warned_of_nan: set[str] = set()
+"""Repositories of which this process has warned of a NaN."""
 
 _WORTH = 0.98  # a block that a codec shrinks by less is stored as it is, and can then be read in parts
 
@@ -185,6 +190,8 @@ class _Save:
         digests = digests_of(flat, specs, self._leaves, verify)
         self.committer = Committer(session, attempt, handle.step, options, flat, digests)
         self._blocks, self._layout = plan(specs)
+        self._looks_for_nan = options.nan != "allow"
+        self._extents = looked_at_in(self._blocks)
         self._tuner = codec.tuner(self._store.url)
         self._began = time.monotonic()
         self._error: BaseException | None = None
@@ -483,6 +490,8 @@ class _Save:
         else:
             with self._computing():
                 summed, cells = digest_and_cells(self._algorithm, region.data[: block.nbytes].data)
+        if self._looks_for_nan:
+            self._check_nan(staged.number, block, region.data)
         key = (summed, block.nbytes)
         at = self._known.get(key)
         if at is not None and not at.seen:
@@ -495,6 +504,29 @@ class _Save:
         if at.codec is not None:
             cells = b""
         return StoredBlock(at.pack, at.position, at.stored, block.nbytes, at.codec, summed, at.checksum, cells)
+
+    def _check_nan(self, number: int, block: Block, data: Bytes) -> None:
+        known = self._extents.get(number)
+        if known is None:
+            pieces = [(self._leaves[p.leaf].dtype, p.start, p.start + p.nbytes) for p in block.pieces]
+            known = self._extents[number] = pieces, extents(pieces)
+        with self._computing():
+            found = first_nan(data, *known)
+        if found is None:
+            return
+        name, url = self._names[block.pieces[found].leaf], self._store.url
+        if self._options.nan == "refuse":
+            raise NotFinite(
+                f"leaf {name} has a NaN, and step {self._step} is not saved to {url} (nan='refuse'): go on from an earlier "
+                "step with restore(), or save with nan='allow' where it belongs there"
+            )
+        self._looks_for_nan = False
+        if url not in _warned_of_nan:
+            _warned_of_nan.add(url)
+            log.warning(
+                "leaf %s has a NaN in step %d, which is saved to %s all the same; there is no further warning. nan='refuse' "
+                "keeps such steps from being saved, nan='allow' is for a NaN that belongs there", name, self._step, url,
+            )  # fmt: skip
 
     def _seen(self, key: tuple[bytes, int], at: KnownBlock) -> KnownBlock | None:
         """A block that another process has written, read once; None where it may not be referred to."""

@@ -101,6 +101,10 @@ class UnsupportedLeaf(CkptError, TypeError):
     """A leaf that cannot be stored without pickle."""
 
 
+class NotFinite(CkptError):
+    """A leaf has a NaN, and the save was asked to refuse that."""
+
+
 class StagingFailed(CkptError):
     """A leaf could not be copied to staging memory: the host has none left, or the framework failed."""
 
