@@ -19,6 +19,13 @@ from ckpt.storage.errors import FormatError
 _FOREIGN = {
     "complex32": np.dtype(getattr(ml_dtypes, "complex32", [("real", "<f2"), ("imag", "<f2")])),
     "float4_e2m1fn_x2": np.dtype("uint8"),
+    **dict.fromkeys(("bits8", "bits1x8", "bits2x4", "bits4x2"), np.dtype("uint8")),
+    "bits16": np.dtype("uint16"),
+    **{
+        name: np.dtype("uint8")
+        for name in (f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8))
+        if not hasattr(ml_dtypes, name)
+    },
 }
 
 
