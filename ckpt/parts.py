@@ -38,6 +38,7 @@ from ckpt.storage.errors import (
     SignatureError,
     StepRefused,
     StoreError,
+    UnsupportedLeaf,
 )
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.threads import Threads
@@ -124,7 +125,8 @@ def publish_failure(store: Store, claim: Claim, group: Group, attempt: Attempt, 
     unreachable = isinstance(error, (StoreError, OSError))
     if unreachable and store.url not in reason:
         reason = f"{store.url}: {reason}"
-    if attempt.rank == 0 and (unreachable or not isinstance(error, CkptError)):  # of another rank the committer says it
+    # Of another rank the committer says it. Other errors of ours are what rank 0 found out about all ranks.
+    if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
         reason = _given_up(attempt, 0, reason)
     said = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank}
     data = records.encode("failure", said)

@@ -726,7 +726,8 @@ def test_the_others_hear_which_rank_failed_at_which_step(tmp_path: Path, broken:
     for rank, heard in enumerate(found):
         if rank != broken:
             assert isinstance(heard, ckpt.StepRefused)
-            assert str(heard) == f"step 7 is given up because rank {broken} failed: {str(error) or 'KeyboardInterrupt'}"
+            assert str(heard).startswith(f"step 7 is given up because rank {broken} failed: ")
+            assert (str(error) or "KeyboardInterrupt") in str(heard)
 
 
 def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
