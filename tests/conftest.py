@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import signal
 
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("any machine")
+
 
 def pytest_configure() -> None:
     """Signals as in a terminal. A shell starts its background jobs with SIGINT ignored, nohup does so with SIGHUP, and programs
