@@ -132,6 +132,9 @@ class SaveFailed(CkptError):
 class GroupError(CkptError):
     """The ranks of a group could not meet, or do not agree."""
 
+    noted: bool = False
+    """Another rank has left a note with the reason, so that this rank leaves none."""
+
 
 class StepRefused(CkptError):
     """What the ranks wrote does not make a whole step: a gap, an overlap, or ranks that contradict each other."""

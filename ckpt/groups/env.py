@@ -114,8 +114,8 @@ class EnvGroup(Group):
         try:
             yield
         except GroupError as error:
-            if isinstance(error.__cause__, StoreError):
-                notes.leave(str(error.__cause__))
+            if isinstance(error.__cause__, StoreError) and not error.noted:
+                notes.leave(error.__cause__)
             raise
 
     def close(self) -> None:

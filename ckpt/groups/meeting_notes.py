@@ -11,7 +11,8 @@ import time
 from ckpt.claim import started
 from ckpt.groups import host_notes
 from ckpt.groups.base import Group
-from ckpt.storage.errors import GroupError
+from ckpt.storage import errors
+from ckpt.storage.errors import GroupError, StoreError
 
 _raised: set[str] = set()
 """Tokens of the notes that this process has raised. Each counts once, for the ranks may meet again after that."""
@@ -25,9 +26,10 @@ class MeetingNotes:
         self._key = f"meeting/{job}/{group.size}/{url}"
         self._url = url
 
-    def leave(self, reason: str) -> None:
+    def leave(self, error: StoreError) -> None:
         """Note why this rank can't take part."""
-        said = {"rank": self._group.rank, "reason": reason, "at": _now(), "token": secrets.token_hex(8)}
+        said = {"rank": self._group.rank, "reason": str(error), "at": _now(), "token": secrets.token_hex(8)}
+        said |= {"kind": type(error).__name__, "errno": getattr(error.__cause__, "errno", None)}
         self._group.leave_note(self._key, json.dumps(said).encode())
 
     def withdraw(self) -> None:
@@ -38,23 +40,34 @@ class MeetingNotes:
                 host_notes.remove(self._key)
 
     def raise_failure(self) -> None:
-        """Raise GroupError where another rank has left a note since this process began: an older one is of an earlier job."""
+        """Raise GroupError where another rank has left a note since this process began: an older one is of an earlier job.
+
+        Its cause is of the kind that the other rank met: by it ckpt-run sees whether another start would help.
+        """
         said = self._read()
         if said is None:
             return
-        rank, reason, at, token = said
+        rank, cause, at, token = said
         began = _began()
         if rank == self._group.rank or token in _raised or began is None or at < began:
             return
         _raised.add(token)
-        where = "" if self._url in reason else f" at {self._url}"
-        raise GroupError(f"{self._group!r}: rank {rank} can't meet the others{where}: {reason}")
+        where = "" if self._url in str(cause) else f" at {self._url}"
+        error = GroupError(f"{self._group!r}: rank {rank} can't meet the others{where}: {cause}")
+        error.noted = True
+        raise error from cause
 
-    def _read(self) -> tuple[int, str, float, str] | None:
+    def _read(self) -> tuple[int, StoreError, float, str] | None:
         data = self._group.note(self._key)
         try:
             said = json.loads(data or b"null")
-            return None if said is None else (int(said["rank"]), str(said["reason"]), float(said["at"]), str(said["token"]))
+            if said is None:
+                return None
+            kind = getattr(errors, str(said.get("kind")), StoreError)
+            cause = kind(str(said["reason"])) if issubclass(kind, StoreError) else StoreError(str(said["reason"]))
+            if isinstance(said.get("errno"), int):
+                cause.__cause__ = OSError(said["errno"], os.strerror(said["errno"]))
+            return int(said["rank"]), cause, float(said["at"]), str(said["token"])
         except (ValueError, KeyError, TypeError):
             return None
 
