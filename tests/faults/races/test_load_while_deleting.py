@@ -53,6 +53,10 @@ def held_back(store: Store, point: str, meanwhile: Callable[[], None]) -> Store:
             before(name)
             return bytes(super().get(name))
 
+        def get_up_to(self, name: str, *limit: Any) -> bytes:
+            before(name)
+            return bytes(super().get_up_to(name, *limit))
+
         def open(self, name: str) -> Reader:
             return _Reader(super().open(name), lambda: before(name))
 
