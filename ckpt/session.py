@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -465,12 +465,27 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+_THREADS_OF_A_SAVE = ("ckpt-save", "ckpt-stage", "ckpt-write", "ckpt-import", "ckpt-notes")
+_END_SECONDS = 20.0
+"""For a thread of a save that has ended, at most: it has only to return."""
+
+
 @before_the_threads_end
 def _wait_at_exit() -> None:
-    """Wait for the saves under way, as long as they make progress: what they need must not end before."""
+    """Wait for the saves under way, as long as they make progress: what they need must not end before.
+
+    Their threads must have ended, too: Python ends a daemon thread where it next takes the interpreter's lock, and one that is
+    in the code of a C++ library then (an import of pyarrow, a call of torch) takes the process down.
+    """
+    stuck = False
     for session in [*_sessions.values(), *_orphans]:
-        with suppress(SaveFailed):
+        try:
             session.wait()
+        except SaveFailed:
+            stuck = True
+    for thread in threading.enumerate():
+        if thread.name.startswith(_THREADS_OF_A_SAVE):
+            thread.join(0.1 if stuck else _END_SECONDS)
 
 
 @atexit.register
