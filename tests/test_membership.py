@@ -203,12 +203,14 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
     thread.start()
     try:
         while len(acknowledged) < 20:
+            assert thread.is_alive()
             time.sleep(0.01)
         admin = Namespace(nodes_config(nodes, redundancy=redundancy))
         done = moving.forget(admin, nodes[2].address)
         assert not done.failed
         there = len(acknowledged)
         while len(acknowledged) < there + 20:
+            assert thread.is_alive(), "a write failed"
             time.sleep(0.01)
     finally:
         over.set()
