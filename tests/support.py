@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -334,3 +335,16 @@ def is_cached(file: Path, position: int) -> bool:
             return os.preadv(opened.fileno(), [bytearray(1)], position, os.RWF_NOWAIT) == 1
         except BlockingIOError:
             return False
+
+
+def no_fuse() -> str | None:
+    """Why nothing can be mounted here, if so."""
+    if not os.path.exists("/dev/fuse") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "no /dev/fuse that this user may open"
+    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
+        return "no fusermount: install fuse3"
+    try:
+        import fuse  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"no libfuse: {error}"
+    return None

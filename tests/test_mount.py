@@ -15,25 +15,12 @@ from tempfile import NamedTemporaryFile
 
 import pytest
 from cluster import Process
+from support import no_fuse
 
 from ckpt.aggregator.namespace import open_namespace
 from ckpt.storage.testing import pattern
 
-
-def _fuse() -> str | None:
-    """Why nothing can be mounted here, if so."""
-    if not os.path.exists("/dev/fuse") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "no /dev/fuse that this user may open"
-    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
-        return "no fusermount: install fuse3"
-    try:
-        import fuse  # noqa: F401
-    except (ImportError, OSError) as error:
-        return f"no libfuse: {error}"
-    return None
-
-
-pytestmark = pytest.mark.skipif(_fuse() is not None, reason=_fuse() or "")
+pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
 
 
 class Mounted:

@@ -12,23 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import TESTS
+from support import TESTS, no_fuse
 
-
-def _fuse() -> str | None:
-    """Why nothing can be mounted here, if so."""
-    if not os.path.exists("/dev/fuse") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "no /dev/fuse that this user may open"
-    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
-        return "no fusermount: install fuse3"
-    try:
-        import fuse  # noqa: F401
-    except (ImportError, OSError) as error:
-        return f"no libfuse: {error}"
-    return None
-
-
-pytestmark = pytest.mark.skipif(_fuse() is not None, reason=_fuse() or "")
+pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
 
 PROGRAM = """
 import os, signal, sys, threading
