@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support import TESTS
+from support import check_on_torch_ranks
 
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts processes as Linux has them")
 
 
-def check(size: int, root: Path, *checks: str) -> None:
-    """Run checks of copies_program.py, all in one launch; each rank must come to the end of each."""
-    kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    process = subprocess.Popen(
-        [*launcher, str(TESTS / "copies_program.py"), str(root), *checks],
-        env=kept | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, out + err[-6000:]
-    assert len([json.loads(line) for line in re.findall(r"\{.*?\}", out)]) == size * len(checks), out
-
-
 def test_copies_that_differ_on_four_ranks(tmp_path: Path) -> None:
-    check(4, tmp_path, "experts", "batch_norm", "pipeline")
+    check_on_torch_ranks("copies_program.py", 4, tmp_path, "experts", "batch_norm", "pipeline")
