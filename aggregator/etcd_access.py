@@ -83,6 +83,6 @@ class EtcdAccess:
 
 def from_environment(more: Mapping[str, str] | None = None) -> EtcdAccess:
     """What the environment says, with `more` in place of it, by field."""
-    told = {name: os.environ.get(variable, "") for name, variable in VARIABLES.items()}
-    access = EtcdAccess(**told, password=os.environ.get(_PASSWORD, ""), insecure=insecure_allowed())
+    settings = {name: os.environ.get(variable, "") for name, variable in VARIABLES.items()}
+    access = EtcdAccess(**settings, password=os.environ.get(_PASSWORD, ""), insecure=insecure_allowed())
     return replace(access, **(more or {}))  # type: ignore[arg-type]

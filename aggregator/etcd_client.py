@@ -74,7 +74,7 @@ class Etcd:
         """The keys that begin with a prefix, from `first` on, all as of one moment."""
         after = prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
         answer = self._call("kv/range", {"key": _text(first or prefix), "range_end": _text(after)})
-        return [_item(told) for told in answer.get("kvs", ())]
+        return [_item(found) for found in answer.get("kvs", ())]
 
     def get(self, key: str) -> Item:
         """One key."""
@@ -148,8 +148,8 @@ class Etcd:
             return self._ask(endpoint, what, body, seconds, self._authenticate(endpoint, seconds))
 
     def _authenticate(self, endpoint: str, seconds: float) -> str:
-        told = {"name": self._access.user, "password": self._access.secret()}
-        answer = self._ask(endpoint, "auth/authenticate", json.dumps(told).encode(), seconds)
+        login = {"name": self._access.user, "password": self._access.secret()}
+        answer = self._ask(endpoint, "auth/authenticate", json.dumps(login).encode(), seconds)
         token = answer.get("token")
         if not isinstance(token, str) or not token.isascii() or not token.isprintable():
             raise StoreError(f"{endpoint}: etcd gives no token to {self._access.user}")
@@ -166,8 +166,8 @@ class Etcd:
             raise _refusal(endpoint, error) from error
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, URLError) else error
-            told = (reason.strerror if isinstance(reason, OSError) else None) or str(reason) or type(reason).__name__
-            raise Unavailable(f"{endpoint}: {told}{_hint(endpoint, reason)}") from error
+            why = (reason.strerror if isinstance(reason, OSError) else None) or str(reason) or type(reason).__name__
+            raise Unavailable(f"{endpoint}: {why}{_hint(endpoint, reason)}") from error
         message = _message(endpoint, text)
         if isinstance(refused := message.get("error"), dict) and refused.get("grpc_code") == _UNAUTHENTICATED:  # of a stream
             raise _BadToken(f"{endpoint}: {refused.get('message')}")
@@ -190,9 +190,9 @@ def _refusal(endpoint: str, error: HTTPError) -> StoreError:
     # Late, overloaded, without a leader: another may do. Without a majority some calls end as an "unknown" error, 500.
     kind = Unavailable if error.code >= 500 or error.code == 429 else StoreError
     try:
-        told = json.loads(error.read(4096))
-        told = told["error"] if isinstance(told["error"], dict) else told  # as streams say it
-        code, message = int(told["code"] if "code" in told else told["grpc_code"]), str(told["message"])
+        answer = json.loads(error.read(4096))
+        answer = answer["error"] if isinstance(answer["error"], dict) else answer  # as streams say it
+        code, message = int(answer["code"] if "code" in answer else answer["grpc_code"]), str(answer["message"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError, HTTPException):
         return kind(f"{endpoint}: HTTP {error.code}, which is no answer of etcd; name the port that it serves clients on")
     if code == _UNAUTHENTICATED or _OLD_TOKEN in message:
@@ -221,16 +221,16 @@ def _text(value: str | bytes) -> str:
     return b64encode(value.encode() if isinstance(value, str) else value).decode()
 
 
-def _item(told: Mapping[str, Any]) -> Item:
+def _item(found: Mapping[str, Any]) -> Item:
     try:
-        key = b64decode(told["key"]).decode()
-        return Item(key, b64decode(told.get("value", "")), int(told["mod_revision"]))
+        key = b64decode(found["key"]).decode()
+        return Item(key, b64decode(found.get("value", "")), int(found["mod_revision"]))
     except (KeyError, ValueError, TypeError) as error:
         raise StoreError(f"etcd answers what can't be read: {error!r}") from error
 
 
-def _number(told: Mapping[str, Any], key: str) -> int:
+def _number(found: Mapping[str, Any], key: str) -> int:
     try:
-        return int(told[key])
+        return int(found[key])
     except (KeyError, ValueError, TypeError) as error:
         raise StoreError(f"etcd answers without {key}: {error!r}") from error
