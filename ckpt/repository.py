@@ -275,7 +275,8 @@ def _store(url: str | os.PathLike[str]) -> Store:
     """The store of a URL, the namespace of many nodes among them."""
     text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     if not text or not isinstance(text, str) or "\0" in text:  # an empty one would mean the folder that one is in
-        raise InvalidArgument(f"{url!r} names no repository: give a path or a URL")
+        shown = repr(url) if isinstance(url, (str, os.PathLike)) else f"an object of type {type(url).__name__}"
+        raise InvalidArgument(f"{shown} names no repository: give a path or a URL")
     if text.startswith("ckpt://"):
         from ckpt.aggregator.store import NamespaceStore  # with Arrow Flight: only where it is used
 

@@ -101,6 +101,13 @@ def test_what_names_no_repository(root: Path, url: Any, monkeypatch: pytest.Monk
             call()
 
 
+def test_a_state_in_the_place_of_a_url_is_not_printed(root: Path) -> None:
+    state = state_of(5)
+    with pytest.raises(ckpt.InvalidArgument, match="an object of type dict names no repository") as caught:
+        ckpt.save(str(root), state, 5)
+    assert len(str(caught.value)) < 200
+
+
 def test_options_of_a_checkpointer(root: Path) -> None:
     for options in (
         {"every": 0}, {"every": -5}, {"every": "10m"}, {"every": 2.5}, {"every": True}, {"every": -timedelta(1)},
