@@ -6,8 +6,8 @@ in all that they shared, and so a load may write both to memory that they share 
 
 from __future__ import annotations
 
+import itertools
 import operator
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,19 +57,20 @@ class _Place(NamedTuple):
 
 
 def alias_notes(
-    leaves: Mapping[str, ArrayLeaf], memories: Sequence[Memory | None], rank: int | None
+    leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None], rank: int | None
 ) -> dict[str, AliasNote]:
     """The notes of those arrays that share memory with another one, or with themselves, by name.
 
-    memories: of each leaf, None for one that is sharded or never changes.
+    addresses: `ArrayLeaf.address` of each leaf.
     rank: of this process in its group. What ranks say of one array need not be the same, so that each has its own groups.
     Raises UnsupportedLeaf where a shard shares memory with what is not the same shard: on other ranks it may be otherwise.
     """
-    if _all_disjoint(leaves, memories):  # as in most states
+    if None not in addresses and _are_disjoint(addresses, [leaf.nbytes for leaf in leaves.values()]):  # as in most states
         return {}
     ranges: dict[str, list[tuple[int, int, tuple[_Place, Memory]]]] = {}
     alone: list[Span[_Place]] = []
-    for (name, leaf), memory in zip(leaves.items(), memories, strict=True):
+    for name, leaf in leaves.items():
+        memory = leaf.memory()
         if memory is not None and leaf.flat is not None and not memory.view:  # contiguous
             if leaf.nbytes:
                 at = ranges.setdefault(memory.device, [])
@@ -97,20 +98,15 @@ def alias_notes(
     return found
 
 
-def _all_disjoint(leaves: Mapping[str, ArrayLeaf], memories: Sequence[Memory | None]) -> bool:
-    """Whether all leaves are contiguous and no two share memory: found in a fraction of a microsecond a leaf."""
-    begin, end = array("q"), array("q")
-    for leaf, memory in zip(leaves.values(), memories, strict=True):
-        if memory is None or leaf.flat is None or memory.view:
-            return False
-        start = memory.start
-        begin.append(start)
-        end.append(start + leaf.nbytes)
-    if not begin:
-        return True
-    first, last = np.frombuffer(begin, np.int64), np.frombuffer(end, np.int64)
+def _are_disjoint(addresses: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Whether no two of these ranges meet."""
+    if len(addresses) < 100:  # numpy would take longer
+        ranges = sorted(zip(addresses, lengths, strict=True))
+        return all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ranges))
+    first = np.array(addresses, np.int64)
     order = np.argsort(first)
-    return bool(np.all(first[order][1:] >= last[order][:-1]))
+    last = (first + np.array(lengths, np.int64))[order]
+    return bool(np.all(first[order][1:] >= last[:-1]))
 
 
 def _refuse_shards(pairs: Sequence[tuple[Span[_Place], Span[_Place]]]) -> None:

@@ -34,8 +34,7 @@ def check_apart(
         leaf = target.leaf
         if not leaf.nbytes:
             continue
-        if leaf.flat is not None:  # the most by far, and there may be many
-            begin = leaf.flat.__array_interface__["data"][0]
+        if (begin := leaf.address()) is not None:  # the most by far, and there may be many
             places.setdefault("cpu", []).append((begin, begin + leaf.nbytes, target))
         elif (span := _span(target)) is not None:
             if span.overlaps_itself() and not _as_saved(span, noted):

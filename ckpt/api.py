@@ -201,7 +201,7 @@ def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wante
     if only is not None:
         require_match((name for name, _ in entries(tree)), only, where)
     with collector_paused():
-        filler = Filler(checkpoint.saved(), wanted, checkpoint.where, checkpoint.manifest().stored_bytes_of)
+        filler = Filler(checkpoint.saved(), wanted, checkpoint.where, checkpoint.manifest().bytes_of_leaves)
         if like is None:
             finish = filler.rebuild(tree if wanted is None else select(tree, wanted))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,8 @@ import numpy as np
 from ckpt import manifest as manifests
 from ckpt.digest import is_cryptographic
 from ckpt.dtypes import numpy_dtype
-from ckpt.fill import Saved
 from ckpt.leaves.host import NumpyLeaf
-from ckpt.manifest import Manifest
+from ckpt.manifest import Manifest, Saved
 from ckpt.places import from_nearest
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, is_bad_sector, read_leaves, verify_blocks
@@ -31,6 +31,9 @@ from ckpt.wanted import Target
 
 PREFETCH_BYTES = 512 << 20
 """About what a disk reads while the rows of a hundred thousand leaves are parsed."""
+_SMALL_BYTES = 1 << 20
+_FEW = 4
+"""To ask for so few bytes of so few packs takes less time than to start a thread for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +143,8 @@ class Checkpoint:
     # --- leaves ------------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Saved]:
-        """Type and shape of each array."""
-        return {name: Saved(*leaf) for name, leaf in self.manifest().leaves().items()}
+        """Type and shape of each array. Not to be changed."""
+        return self.manifest().leaves()
 
     def leaves(self) -> list[LeafInfo]:
         """Every array, in the order in which it was saved."""
@@ -161,7 +164,7 @@ class Checkpoint:
         saved = self.manifest().leaves().get(name)
         if saved is None:
             raise LeafNotFound(f"no leaf {name!r} in {self.where}{suggest(str(name), self)}")
-        return LazyArray(self, name, Saved(*saved))
+        return LazyArray(self, name, saved)
 
     def read(self, targets: Sequence[Target], progress: Progress | None = None) -> None:
         """Fill arrays with leaves or boxes of them, verified. Leaves and shapes must be known to fit."""
@@ -176,7 +179,9 @@ class Checkpoint:
             room -= pack.nbytes
             if room <= 0:
                 break
-        if jobs:
+        if sum(nbytes for _, nbytes in jobs) <= _SMALL_BYTES and len(jobs) <= _FEW:
+            _prefetch(self.store, jobs)
+        else:
             threading.Thread(target=_prefetch, args=(self.store, jobs), name="ckpt-prefetch", daemon=True).start()
 
     def verify(self, progress: Progress | None = None) -> int:
@@ -189,8 +194,9 @@ class Checkpoint:
 
 
 def _prefetch(store: Store, jobs: list[tuple[str, int]]) -> None:
-    for name, nbytes in jobs:
-        store.prefetch(name, nbytes)
+    with suppress(StoreError):  # the read that follows says what is wrong
+        for name, nbytes in jobs:
+            store.prefetch(name, nbytes)
 
 
 class LazyArray:

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ckpt.alias_notes import AliasNote, alias_note
 from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.manifest import Saved
 from ckpt.modules import is_module, strangers
 from ckpt.optimizer_order import OtherParameters, in_order_of, modules_in
 from ckpt.optimizers import is_optimizer, with_moments
@@ -31,13 +32,6 @@ from ckpt.wanted import Target
 log = logging.getLogger("ckpt")
 
 
-class Saved(NamedTuple):
-    """What a checkpoint says of one array."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
 Finish = Callable[[], Any]
 
 
@@ -45,11 +39,12 @@ class Filler:
     """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
 
     `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages. `stored_bytes` tells by
-    name how many bytes of a leaf are stored: no array is made where that is not what its shape takes.
+    name how many bytes of each leaf are stored: no array is made where that is not what its shape takes.
     """
 
     def __init__(
-        self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str, stored_bytes: Callable[[str], int]
+        self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str,
+        stored_bytes: Callable[[], Mapping[str, float]],
     ) -> None:
         self.targets: list[tuple[str, ArrayLeaf]] = []
         self.aliases: dict[str, AliasNote] = {}
@@ -84,8 +79,8 @@ class Filler:
         if finish is None:  # else tied: one array for all places
             saved = self._lookup(name, name)
             nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
-            if (stored := self._stored_bytes(name)) != nbytes:
-                raise IntegrityError(f"leaf {name} of {self._where}: the manifest covers {stored} of {nbytes} bytes")
+            if (stored := self._stored_bytes().get(name, 0)) != nbytes:
+                raise IntegrityError(f"leaf {name} of {self._where}: the manifest covers {stored:.0f} of {nbytes} bytes")
             try:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:
@@ -256,7 +251,7 @@ class Filler:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
             return _inline(target, node)
-        if (note := alias_note(node)) is not None:
+        if "alias" in node and (note := alias_note(node)) is not None:
             self.aliases[node["array"]] = note
         if target is leaf:
             self.targets.append((node["array"], target))

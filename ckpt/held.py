@@ -70,6 +70,6 @@ def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> lis
             at = (0,) * len(shape)
             spec = make(LeafSpec, (name, x.dtype, shape, x.itemsize, x.nbytes, codec, None, at, copies, kind))
         else:
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec, kind=kind)
+            spec = make(LeafSpec, (name, x.dtype, shape, x.itemsize, x.nbytes, codec, None, (), None, kind))
         found.append(spec)
     return found

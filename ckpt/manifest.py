@@ -235,17 +235,16 @@ class Manifest:
         first = _rows(self._take(index.first_rows(), tables.NAMES))
         return list(map(LeafTotal._make, zip(index.numbers, first, *sums, strict=True)))
 
-    def stored_bytes_of(self, name: str) -> int:
-        """Bytes of all pieces of a leaf."""
+    def bytes_of_leaves(self) -> dict[str, float]:
+        """By leaf the bytes of all of its pieces. As floats: numbers that were made up must not wrap around."""
         if self._leaf_bytes is None:
             index = self._index()
-            # As floats: numbers that were made up must not wrap around.
             nbytes = arrow.array_of(self._take(index.order, ("nbytes",)).column("nbytes")).astype(np.float64)
             sums = np.add.reduceat(nbytes, index.starts[:-1]).tolist() if len(nbytes) else []
-            self._leaf_bytes = dict(zip(index.numbers, map(int, sums), strict=True))
-        return self._leaf_bytes.get(name, 0)
+            self._leaf_bytes = dict(zip(index.numbers, sums, strict=True))
+        return self._leaf_bytes
 
-    _leaf_bytes: dict[str, int] | None = None
+    _leaf_bytes: dict[str, float] | None = None
 
     # --- rows --------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def footer(data: bytes) -> Footer:
     if begin < 4:
         raise ValueError("its footer is longer than the file")
     try:
-        groups = _Reader(data, begin, end).struct()[4]
+        groups = _struct(data, begin, end)[0][4]
         columns = [_column(chunk[3]) for group in groups for chunk in group[1]]
         return Footer(sum(group[3] for group in groups), columns)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -73,8 +73,10 @@ def page_headers(data: bytes, begin: int, end: int) -> Iterator[PageHeader]:
     if not 0 <= begin <= end <= len(data):
         raise ValueError("a column lies beyond the end of the file")
     while begin < end:
-        reader = _Reader(data, begin, end)
-        fields = reader.struct()
+        try:
+            fields, at = _struct(data, begin, end)
+        except IndexError:
+            raise ValueError("a page header ends beyond the file") from None
         uncompressed, compressed = fields.get(2), fields.get(3)
         if not isinstance(uncompressed, int) or not isinstance(compressed, int) or uncompressed < 0 or compressed < 0:
             raise ValueError("a page states no sizes")
@@ -84,73 +86,84 @@ def page_headers(data: bytes, begin: int, end: int) -> Iterator[PageHeader]:
             if isinstance(header, dict) and isinstance(count := header.get(1), int):
                 values += max(0, count)
         yield PageHeader(uncompressed, compressed, values)
-        begin = reader.at + compressed
+        begin = at + compressed
     if begin > end:
         raise ValueError("a page ends beyond its column")
 
 
-class _Reader:
-    """Reads Thrift's compact protocol."""
+def _struct(data: bytes, at: int, end: int, depth: int = 0) -> tuple[Fields, int]:
+    """The fields of a struct by number, and where it ends.
 
-    def __init__(self, data: bytes, at: int, end: int) -> None:
-        self._data = data
-        self._end = end
-        self.at = at
-
-    def struct(self, depth: int = 0) -> Fields:
-        """The fields of a struct, by number."""
-        if depth > _DEPTH:
-            raise ValueError("nested too deeply")
-        found: Fields = {}
-        number = 0
-        while head := self._byte():
-            kind = head & 15
-            number = number + (head >> 4) if head >> 4 else self._signed()
-            found[number] = None if kind in (_BOOL_TRUE, _BOOL_FALSE) else self._value(kind, depth)
-        return found
-
-    def _value(self, kind: int, depth: int) -> Value:
+    Each load parses hundreds of small values, so that the frequent cases stand here in full. A read beyond `data` raises
+    IndexError; one beyond `end` only is found at the end of the struct.
+    """
+    if depth > _DEPTH:
+        raise ValueError("nested too deeply")
+    found: Fields = {}
+    number = 0
+    while head := data[at]:
+        at += 1
+        kind = head & 15
+        if head >> 4:
+            number += head >> 4
+        else:
+            number, at = _signed(data, at)
         if kind in _INTEGERS:
-            return self._signed()
-        if kind == _BINARY:
-            length = self._unsigned()
-            begin = self.at
-            self._skip(length)
-            return self._data[begin : self.at]
-        if kind == _STRUCT:
-            return self.struct(depth + 1)
-        if kind in (_LIST, _SET):
-            head = self._byte()
-            count = self._unsigned() if head >> 4 == 15 else head >> 4
-            if count > self._end - self.at:
-                raise ValueError("a list claims more than there is")
-            return [self._value(head & 15, depth + 1) for _ in range(count)]
-        if kind in (_BOOL_TRUE, _BOOL_FALSE, _BYTE):  # as elements of a list, a byte each
-            return self._byte()
-        if kind == _DOUBLE:
-            return self._skip(8)
-        raise ValueError(f"unexpected type {kind}")  # a map too: no part of these structs is one
+            value = data[at]
+            at += 1
+            if value > 127:
+                value, at = _unsigned(data, at - 1)
+            found[number] = value >> 1 ^ -(value & 1)
+        elif kind in (_BOOL_TRUE, _BOOL_FALSE):
+            found[number] = None
+        elif kind == _STRUCT:
+            found[number], at = _struct(data, at, end, depth + 1)
+        else:
+            found[number], at = _value(data, at, end, kind, depth)
+    if at >= end:
+        raise ValueError("it ends early")
+    return found, at + 1
 
-    def _byte(self) -> int:
-        self._skip(1)
-        return self._data[self.at - 1]
 
-    def _skip(self, count: int) -> None:
-        self.at += count
-        if self.at > self._end:
+def _value(data: bytes, at: int, end: int, kind: int, depth: int) -> tuple[Value, int]:
+    """A value of a type that is not handled above, or an element of a list, and where it ends."""
+    if kind == _BINARY:
+        length, at = _unsigned(data, at)
+        if length > end - at:
             raise ValueError("it ends early")
+        return data[at : at + length], at + length
+    if kind in (_LIST, _SET):
+        head = data[at]
+        count, at = _unsigned(data, at + 1) if head >> 4 == 15 else (head >> 4, at + 1)
+        if count > end - at:
+            raise ValueError("a list claims more than there is")
+        values = []
+        for _ in range(count):
+            value, at = _value(data, at, end, head & 15, depth + 1)
+            values.append(value)
+        return values, at
+    if kind == _STRUCT:
+        return _struct(data, at, end, depth + 1)
+    if kind in _INTEGERS:
+        return _signed(data, at)
+    if kind in (_BOOL_TRUE, _BOOL_FALSE, _BYTE):  # as elements of a list, a byte each
+        return data[at], at + 1
+    if kind == _DOUBLE:
+        return None, at + 8
+    raise ValueError(f"unexpected type {kind}")  # a map too: no part of these structs is one
 
-    def _unsigned(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-            if shift > 63:
-                raise ValueError("not a number of the compact protocol")
 
-    def _signed(self) -> int:
-        value = self._unsigned()
-        return value >> 1 ^ -(value & 1)
+def _unsigned(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while (byte := data[at]) > 127:
+        value |= (byte & 127) << shift
+        shift += 7
+        at += 1
+        if shift > 63:
+            raise ValueError("not a number of the compact protocol")
+    return value | byte << shift, at + 1
+
+
+def _signed(data: bytes, at: int) -> tuple[int, int]:
+    value, at = _unsigned(data, at)
+    return value >> 1 ^ -(value & 1), at

@@ -31,7 +31,7 @@ from ckpt.shard import Box, contiguous_start
 from ckpt.storage.base import Reader, Store
 from ckpt.storage.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.pages import pages
-from ckpt.wanted import Cells, Piece, Place, Run, Target, Wanted, wanted_blocks
+from ckpt.wanted import Cells, Piece, Place, Run, Target, Wanted, places_of, wanted_blocks
 
 READ_THREADS = 3
 """At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
@@ -233,7 +233,7 @@ class Worker:
                 self._report(run.end - run.begin)
             return
         row = block.row
-        places = _places(block.pieces) if row.codec is None else None
+        places = block.places() if row.codec is None else None
         if places and self._past_cache(block):
             self._flow_all(row, places, self._past(row))
         elif places and len(places) == 1 and len(places[0][2]) == row.raw:
@@ -244,7 +244,7 @@ class Worker:
 
     def _run(self, block: Wanted, run: Run) -> None:
         pieces = [piece for _, _, piece in run.pieces]
-        if self._past_cache(block) and (places := _places(pieces)):
+        if self._past_cache(block) and (places := places_of(pieces)):
             self._flow(run, run.begin, run.end, places, self._past(block.row))
         else:
             self._place(pieces, self._cells(block, run.begin, run.end), run.begin)
@@ -277,7 +277,7 @@ class Worker:
             return data[first - begin : last - begin]
 
         if len(data) == row.raw:
-            if places := _places(block.pieces):
+            if places := block.places():
                 self._flow_all(row, places, handed)
             elif digest(self._algorithm, data) != row.digest:
                 raise self._damaged(row, "digest")
@@ -286,7 +286,7 @@ class Worker:
             return
         run = block.run_at(begin)
         pieces = [piece for _, _, piece in run.pieces]
-        if places := _places(pieces):
+        if places := places_of(pieces):
             self._flow(run, begin, end, places, handed)
         else:
             self._check_run(run.pieces, data, begin)
@@ -471,17 +471,6 @@ def _chunk_by_chunk(
             low, high = max(first, begin), min(last, upto)
             memory[low - first : high - first] = data[low - begin : high - begin]
         begin = upto
-
-
-def _places(pieces: Iterable[Piece]) -> list[Place] | None:
-    """Where pieces go; None where one of them has no place."""
-    found: list[Place] = []
-    for piece in pieces:
-        place = piece.place()
-        if place is None:
-            return None
-        found.append(place)
-    return found
 
 
 def is_bad_sector(error: StoreError) -> bool:

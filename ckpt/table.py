@@ -63,6 +63,7 @@ def write_table(table: Any, metadata: dict[str, str]) -> bytes:
         compression="zstd",
         compression_level=1,
         use_dictionary=list(TEXT),
+        write_statistics=False,  # no reader of ours asks for them, and each load parses them
     )
     return sink.getvalue()
 

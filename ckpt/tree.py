@@ -23,7 +23,7 @@ import numpy as np
 from ckpt.alias_notes import add_alias_notes, alias_notes
 from ckpt.dtypes import dtype_name, numpy_dtype
 from ckpt.leaves import as_leaf
-from ckpt.leaves.base import ArrayLeaf, Memory
+from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
 from ckpt.modules import is_module, members_of
 from ckpt.optimizers import is_optimizer, names_by_path
@@ -106,12 +106,13 @@ class _Flattener:
         self._modules: list[tuple[str, Any]] = []
         self._optimizers: list[tuple[Any, Node]] = []
         self._tied: dict[Hashable, str] = {}
-        self._memories: list[Memory | None] = []  # of each of the leaves
+        self._at: dict[int, str] = {}  # the first leaf at each address
+        self._addresses: list[int | None] = []  # of each of the leaves
         self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
 
     def run(self, state: Any) -> Flat:
         node = self.node(state, "")
-        if notes := alias_notes(self.leaves, self._memories, self._rank):
+        if notes := alias_notes(self.leaves, self._addresses, self._rank):
             add_alias_notes(node, notes)
         for optimizer, described in self._optimizers:
             if self._modules and (names := names_by_path(optimizer, self._modules)) is not None:
@@ -186,12 +187,12 @@ class _Flattener:
         if self._own is not None:
             return self.node(value, path)
         self._own = self._all_own
-        tied, self._tied = self._tied, {}  # else an array that other ranks know by another name could be meant
+        known, self._tied, self._at = (self._tied, self._at), {}, {}  # an array of these may have another name on other ranks
         try:
             return {"ranks": {str(self._rank or 0): self.node(value, path)}}
         finally:
             self._own = None
-            self._tied = tied
+            self._tied, self._at = known
 
     def _container(self, value: Any, path: str, encode: Callable[[Any, str], Node]) -> Node:
         if id(value) in self._open:
@@ -275,11 +276,10 @@ class _Flattener:
         return self._of_rank(leaf.value, path) if self._may_differ() else self._array(leaf, path)
 
     def _array(self, leaf: ArrayLeaf, path: str) -> Node:
-        memory = leaf.memory()
-        identity = None
-        if leaf.nbytes:
-            identity = leaf.identity() if memory is None else (leaf.kind, memory)
-        name = self._tied.get(identity) if identity is not None else None
+        address, identity, name = leaf.address(), None, None
+        if leaf.nbytes and (address is None or address in self._at):
+            identity = self._identity(leaf, address)
+            name = self._tied.get(identity) if identity is not None else None
         if name is None:
             name = path or "(root)"
             if self._own is not None:
@@ -291,11 +291,13 @@ class _Flattener:
             while name in self.leaves:  # {"a.b": x, "a": {"b": y}}: two entries of one name
                 name += "~"
             self.leaves[name] = leaf
-            self._memories.append(memory)
+            self._addresses.append(address)
             if self._own is not None:
                 self._own.add(name)
             if identity is not None:
                 self._tied[identity] = name
+            elif address is not None:
+                self._at[address] = name
             if path in self._kinds:
                 self._kinds[path].add(name)
         node: dict[str, Any] = {"array": name, "kind": leaf.kind}
@@ -304,6 +306,14 @@ class _Flattener:
             if "parameter" in attributes and "requires_grad" not in attributes:
                 self._frozen.add(name)
         return node
+
+
+    def _identity(self, leaf: ArrayLeaf, address: int | None) -> Hashable | None:
+        """That of a leaf which may be the same array as an earlier one. The first leaf at an address has needed none so far."""
+        if address is not None:
+            first = self._at[address]
+            self._tied.setdefault(self.leaves[first].identity(), first)
+        return leaf.identity()
 
 
 def _require_utf8(name: str) -> None:
@@ -372,6 +382,8 @@ MakeArray = Callable[[Node], Callable[[], Any]]
 
 def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     """Return a function that makes the state of `node`; call it when every array has been filled."""
+    if type(node) is dict and "array" in node:  # the most by far
+        return make_array(node)
     if node is None or isinstance(node, (bool, str, int, float)):
         return lambda: node
     if isinstance(node, list):
@@ -495,7 +507,6 @@ def _rebuild_scalar(node: Node, _: MakeArray) -> Callable[[], Any]:
 
 
 _BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {
-    "array": lambda node, make_array: make_array(node),
     "dict": _rebuild_dict,
     "tuple": lambda node, make_array: _sequence(node["tuple"], make_array, tuple),
     "namedtuple": _rebuild_namedtuple,

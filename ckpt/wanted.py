@@ -5,7 +5,7 @@ Where only parts of an uncompressed block are wanted, only their cells are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,6 +83,17 @@ class Piece(NamedTuple):
         return first // CELL_BYTES * CELL_BYTES, min(row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
 
 
+def places_of(pieces: Iterable[Piece]) -> list[Place] | None:
+    """Where pieces go; None where one of them has no place."""
+    found: list[Place] = []
+    for piece in pieces:
+        place = piece.place()
+        if place is None:
+            return None
+        found.append(place)
+    return found
+
+
 Cells = tuple[int, int, Piece]
 """A piece and the cells that it touches, from and to."""
 
@@ -105,6 +116,7 @@ class Wanted:
     once: bool = False
     """To be read past the page cache: no other process of this host is known to read it, nor this one again."""
     _runs: list[Run] | None = None
+    _places: list[Place] | None = None
 
     def runs(self) -> list[Run]:
         """The cells that are read instead of all of the block; none where that is not worth it."""
@@ -141,9 +153,15 @@ class Wanted:
         """The one in which a byte of the block lies."""
         return next(run for run in self.runs() if run.begin <= begin < run.end)
 
+    def places(self) -> list[Place] | None:
+        """Where its pieces go; None where one of them has no place."""
+        if self._places is None:
+            self._places = places_of(self.pieces)
+        return self._places
+
     def is_streamed(self) -> bool:
         """Whether it can go to its places chunk by chunk: where nothing needs all of it at once."""
-        return self.once and self.row.codec is None and all(piece.place() is not None for piece in self.pieces)
+        return self.once and self.row.codec is None and self.places() is not None
 
     def stretches(self) -> list[tuple[int, int]]:
         """What of the raw block is read, each from and to."""

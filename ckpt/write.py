@@ -298,7 +298,7 @@ class _Save:
                     f"saving step {self._step} to {self._store.url}: no {wish >> 20} MiB for staging ({first_line(error)}): "
                     f"{MORE_MEMORY}"
                 ) from error
-            if any(leaf.on_cuda() for leaf in self._flat.leaves.values()):
+            if any(leaf.flat is None and leaf.on_cuda() for leaf in self._flat.leaves.values()):
                 self._arena.pin()
 
     def _is_deferred(self, block: Block) -> bool:

@@ -267,6 +267,7 @@ class LocalStore(Store):
         """An object, open for reading. The caller closes it."""
         return _open_to_read(self._path(name))
 
+    @interruptible
     def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):

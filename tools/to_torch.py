@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf
+from ckpt.manifest import Saved
 from ckpt.select import matcher, select
 from ckpt.tools.common import Advance, optional
 from ckpt.tools.contents import PIECE_BYTES, Array, Contents, as_raw

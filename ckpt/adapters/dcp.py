@@ -329,7 +329,7 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
         assert self._checkpoint is not None
         step = self._checkpoint.step if plan.storage_data is None else plan.storage_data
         checkpoint = self._checkpoint if step == self._checkpoint.step else self._open(step)
-        filler = Filler(checkpoint.saved(), None, checkpoint.where, checkpoint.manifest().stored_bytes_of)
+        filler = Filler(checkpoint.saved(), None, checkpoint.where, checkpoint.manifest().bytes_of_leaves)
         targets: list[Target] = []
         tensors, values = [], []
         for item in plan.items:

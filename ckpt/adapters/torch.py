@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt.fill import Saved
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.sharded import Shard
+from ckpt.manifest import Saved
 from ckpt.modules import Members
 from ckpt.optimizers import moment_like
 from ckpt.select import children
@@ -74,7 +74,7 @@ class ModelState:
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """What a load is to fill: this model's entries, and of the optimizer what was saved of its parameters.
 
-        saved: the saved state with a `ckpt.fill.Saved` for each array, only what is to be loaded. everything: whether that
+        saved: the saved state with a `ckpt.manifest.Saved` for each array, only what is to be loaded. everything: whether that
         is all; else what is not in it keeps its value.
         """
         state = self.state_dict()

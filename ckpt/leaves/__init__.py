@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,11 @@ def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[s
     """Return a new leaf of unset bytes, to be filled by a load and then taken by `.value`."""
     if kind in ("numpy", "scalar", "bytes"):
         return host.empty_leaf(kind, dtype, shape, attributes)
+    return _empty_maker(kind)(dtype, shape, attributes)
+
+
+@lru_cache(maxsize=8)
+def _empty_maker(kind: str) -> Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf]:
     if kind not in ("torch", "jax"):
         raise FormatError(f"a {kind!r} array: a newer ckpt may know it, or give `like` with arrays of another kind")
     try:
@@ -70,5 +76,5 @@ def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[s
         raise LeafMismatch(
             f"a {kind} array, and {kind} is not installed: install it, or give `like` with numpy arrays ({error})"
         ) from error
-    leaf: ArrayLeaf = made.empty_leaf(dtype, shape, attributes)
-    return leaf
+    maker: Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf] = made.empty_leaf
+    return maker

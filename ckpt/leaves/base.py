@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -37,10 +36,6 @@ class Memory(NamedTuple):
     """Its stored name, with the byte order."""
     view: str = ""
     """What turns the bytes into the elements: "conj" and "neg" of a lazy view of torch."""
-
-
-new_memory: Callable[[tuple[Any, ...]], Memory] = partial(tuple.__new__, Memory)
-"""Memory of all its fields, in half the time: every leaf of a state has one."""
 
 
 class Elements(NamedTuple):
@@ -96,6 +91,13 @@ class ArrayLeaf(ABC):
         """Equal for two leaves that are the same array: tied weights. None where no other leaf can be the same."""
         memory = self.memory()
         return None if memory is None else (self.kind, memory)
+
+    def address(self) -> int | None:
+        """That of the user's array where `flat` is its memory and something may change it, else None.
+
+        It spares `memory` in most states, where no two of these ranges meet.
+        """
+        return None
 
     def memory(self) -> Memory | None:
         """Where the elements of the user's array lie, to which `write` of a target puts them; None where no other array can

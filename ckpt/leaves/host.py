@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ckpt.dtypes import dtype_name, numpy_dtype
-from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory, new_memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory
 from ckpt.shard import Box
 
 
@@ -19,6 +19,8 @@ class HostLeaf(ArrayLeaf):
     __slots__ = ("array",)
 
     array: np.ndarray[Any, Any]
+    may_alias: ClassVar[bool] = True
+    """Whether another array can lie in the same memory and change it."""
 
     def read(self, box: Box, out: Bytes) -> None:
         np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[_index(box)])
@@ -30,10 +32,15 @@ class HostLeaf(ArrayLeaf):
     def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
         return [leaf.array.flat[elements.numbers()].tobytes() for leaf, elements in leaves]
 
+    def address(self) -> int | None:
+        return None if self.flat is None or not self.may_alias else int(self.array.__array_interface__["data"][0])
+
     def memory(self) -> Memory | None:
+        if not self.may_alias:
+            return None
         array = self.array
         start = array.__array_interface__["data"][0]
-        return new_memory(("cpu", start, array.shape, array.strides, self.itemsize, self.dtype, ""))
+        return Memory("cpu", start, array.shape, array.strides, self.itemsize, self.dtype)
 
 
 def _index(box: Box) -> Any:
@@ -97,6 +104,7 @@ class NumpyScalarLeaf(NumpyLeaf):
     """One numpy scalar: immutable, so that a load hands out a new one."""
 
     kind = "scalar"
+    may_alias = False
 
     __slots__ = ()
 
@@ -109,14 +117,12 @@ class NumpyScalarLeaf(NumpyLeaf):
     def attributes(self) -> dict[str, Any]:
         return {}
 
-    def memory(self) -> None:
-        return None
-
 
 class BytesLeaf(NumpyLeaf):
     """A long Python bytes or bytearray, kept in the packs rather than in the tree file."""
 
     kind = "bytes"
+    may_alias = False
 
     __slots__ = ("_type",)
 
@@ -129,9 +135,6 @@ class BytesLeaf(NumpyLeaf):
 
     def attributes(self) -> dict[str, Any]:
         return {"type": "bytearray"} if self._type is bytearray else {}
-
-    def memory(self) -> None:
-        return None
 
 
 def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:

@@ -36,6 +36,7 @@ class JaxLeaf(HostLeaf):
     """A jax array to be saved. The bytes of a key array are its key data."""
 
     kind = "jax"
+    may_alias = False
 
     __slots__ = ("_data", "_key")
 
@@ -60,9 +61,6 @@ class JaxLeaf(HostLeaf):
         # The host array keeps the buffer alive, also when jit donates it; a device array would be deleted instead,
         # but np.asarray has already copied that one.
         return True
-
-    def memory(self) -> None:
-        return None  # it never changes, and a load makes a new one
 
     def target(self) -> ArrayLeaf:
         return _JaxTarget(self.dtype, self.shape, self.value.sharding, self._key)
@@ -121,11 +119,9 @@ class _HostShard(NumpyLeaf):
     """One shard, seen on the host. Nothing changes it, and the host array keeps its buffer alive."""
 
     kind = "jax"
+    may_alias = False
 
     __slots__ = ()
-
-    def memory(self) -> None:
-        return None
 
     def frozen(self) -> bool:
         return True

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory, new_memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory
 from ckpt.leaves.host import HostLeaf, flat_bytes
 from ckpt.shard import Box, contiguous_start
 
@@ -35,8 +35,6 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
         raise TypeError("a nested tensor is several: store what its unbind() gives")
     if value.layout is not torch.strided:
         raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
-    if value.dtype in _QUANTIZED:
-        raise TypeError(f"a quantized tensor ({value.dtype}) carries scales: store .int_repr() and the scales")
     if value.is_cpu:
         return TorchLeaf(value)
     if value.is_meta:
@@ -86,15 +84,16 @@ def _torch_dtype(name: str) -> torch.dtype:
 class _Type(NamedTuple):
     name: str
     itemsize: int
-    is_complex: bool
     shown: torch.dtype | None
     """As what numpy is shown it, None for what it knows itself."""
 
 
 @lru_cache(maxsize=64)
 def _type(dtype: torch.dtype) -> _Type:
+    if dtype in _QUANTIZED:
+        raise TypeError(f"a quantized tensor ({dtype}) carries scales: store .int_repr() and the scales")
     shown = None if dtype in _NUMPY else _INTEGERS[dtype.itemsize]
-    return _Type(str(dtype).removeprefix("torch."), dtype.itemsize, dtype.is_complex, shown)
+    return _Type(str(dtype).removeprefix("torch."), dtype.itemsize, shown)
 
 
 def _require_storage(value: torch.Tensor) -> None:
@@ -113,6 +112,16 @@ def _require_storage(value: torch.Tensor) -> None:
     )
 
 
+def _lazy_view(value: torch.Tensor) -> str:
+    """`Memory.view` of a tensor."""
+    return " ".join(["conj"] * value.is_conj() + ["neg"] * value.is_neg())
+
+
+def _applied(value: torch.Tensor) -> torch.Tensor:
+    """A copy of a lazy view, with its elements as the user sees them."""
+    return value.resolve_conj().resolve_neg()
+
+
 class _Tensor(ArrayLeaf):
     kind = "torch"
 
@@ -123,23 +132,15 @@ class _Tensor(ArrayLeaf):
     _lazy: str
     """`Memory.view`: what a lazy view has not applied to its bytes yet."""
 
-    def _describe(self, value: torch.Tensor) -> tuple[torch.Tensor, int, str]:
-        """Set what describes the tensor. Return its elements under a type that numpy knows, `_start` and `_lazy`.
-
-        Those of a lazy view are a copy.
-        """
+    def _describe(self, value: torch.Tensor) -> tuple[torch.dtype | None, int]:
+        """Set what describes the tensor. Return the type under which numpy knows it, None for its own, and `_start`."""
         self.value = value
-        self.dtype, self.itemsize, is_complex, shown = _type(value.dtype)
+        self.dtype, self.itemsize, shown = _type(value.dtype)
         self.nbytes = value.nbytes
         start = value.data_ptr()
         if self.nbytes and (not start or value.untyped_storage().nbytes() != self.nbytes):
             _require_storage(value)
-        plain = value.detach() if value.requires_grad else value
-        lazy = ""
-        if plain.is_neg() or (is_complex and plain.is_conj()):
-            lazy = " ".join(["conj"] * plain.is_conj() + ["neg"] * plain.is_neg())
-            plain = plain.resolve_conj().resolve_neg()
-        return plain if shown is None else plain.view(shown), start, lazy
+        return shown, start
 
     def memory(self) -> Memory | None:
         value, size = self.value, self.itemsize
@@ -183,15 +184,22 @@ class TorchLeaf(_Tensor, HostLeaf):
     __slots__ = ("_lazy", "_start")
 
     def __init__(self, value: torch.Tensor) -> None:
-        plain, self._start, self._lazy = self._describe(value)
-        self.array = plain.numpy()
+        shown, self._start = self._describe(value)
+        plain = value.detach() if value.requires_grad else value
+        self._lazy = ""
+        try:
+            self.array = (plain if shown is None else plain.view(shown)).numpy()
+        except RuntimeError:  # both refuse a lazy view; to ask each tensor first would take as long as all else here
+            self._lazy = _lazy_view(plain)
+            if not self._lazy:
+                raise
+            plain = _applied(plain)
+            self.array = (plain if shown is None else plain.view(shown)).numpy()
         self.shape = self.array.shape
         self.flat = flat_bytes(self.array)
 
-    def memory(self) -> Memory | None:
-        if self._lazy:  # `array` is a copy then
-            return super().memory()
-        return new_memory(("cpu", self._start, self.shape, self.array.strides, self.itemsize, self.dtype, ""))
+    def address(self) -> int | None:
+        return None if self.flat is None or self._lazy else self._start  # `array` is a copy of a lazy view
 
 
 class DeviceLeaf(_Tensor):
@@ -201,8 +209,12 @@ class DeviceLeaf(_Tensor):
 
     def __init__(self, value: torch.Tensor) -> None:
         self.shape = tuple(value.shape)
-        plain, self._start, self._lazy = self._describe(value)
-        self._plain = plain.detach()  # it is read later, when it may want a gradient
+        shown, self._start = self._describe(value)
+        plain = value.detach()  # it is read later, when it may want a gradient
+        if lazy := _lazy_view(plain):
+            plain = _applied(plain)
+        self._lazy = lazy
+        self._plain = plain if shown is None else plain.view(shown)
         self.flat = None
         self._ready = None
         if value.device.type == "cuda":

@@ -1,0 +1,34 @@
+"""Arrays that begin at one address are one array only where shape, strides and type are equal, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.tree import PerRank, flatten
+
+
+def stored_as(state: dict[str, Any], rank: int | None = None) -> dict[str, str]:
+    """By key of the state the name of the leaf that it is stored as."""
+    entries = flatten(state, rank).node["dict"]
+    return {key: (node["ranks"]["0"] if "ranks" in node else node)["array"] for key, node in entries}
+
+
+def test_arrays_at_one_address() -> None:
+    x = torch.arange(8, dtype=torch.float32)
+    complex_x = torch.randn(4, dtype=torch.complex64)
+    state = {
+        "empty": x[:0], "x": x, "head": x[:5], "bits": x.view(torch.int32), "same x": x, "same head": x[:5], "numpy": x.numpy(),
+        "same numpy": x.numpy(), "every other": x[::2], "same every other": x[::2], "also empty": x[:0],
+        "complex": complex_x, "conjugate": complex_x.conj(), "same conjugate": complex_x.conj(),
+    }  # fmt: skip
+    first_of = ("x", "head", "numpy", "every other", "conjugate")
+    ties = {f"same {name}": name for name in first_of}
+    assert stored_as(state) == {key: ties.get(key, key) for key in state}
+
+
+def test_what_is_stored_of_each_rank_is_tied_to_nothing_else() -> None:
+    x = np.arange(8)
+    assert stored_as({"a": x, "b": PerRank(x), "c": x, "d": PerRank(x)}, 0) == {"a": "a", "b": "b@0", "c": "a", "d": "d@0"}
