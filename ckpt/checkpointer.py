@@ -135,6 +135,7 @@ class Checkpointer:
             self._options = replace(self._options, propose=self._schedule.propose)
         self._to_tell = 2
         self._calm: tuple[pulses.Pulse, int, int, int] | None = None
+        self._went_on = False  # from a step that it has restored or saved
         """Nothing is to be done but to beat: after which step, until which step, until which moment."""
         self._session: sessions.Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
@@ -190,7 +191,8 @@ class Checkpointer:
         if self._pulse is not None:
             if self._tiers is None:
                 self._pulse.durable(start - 1)
-            self._pulse.restored(start - 1)
+            self._pulse.restored(start - 1, again=self._went_on)
+            self._went_on = True
             self._pulse.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
         return loaded, start
 
@@ -311,6 +313,7 @@ class Checkpointer:
             raise
         handle.when_done(lambda: self._scrubber.save_ended(None if handle.failed() else handle.checkpoint().commit))
         if self._pulse is not None:
+            self._went_on = True
             handle.when_done(partial(self._committed, self._pulse, handle))
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began
@@ -322,7 +325,7 @@ class Checkpointer:
         if not handle.failed():
             if self._tiers is None:
                 pulse.durable(handle.step)
-            pulse.committed(handle.step)
+            pulse.committed(handle.step, handle.checkpoint().commit.line)
 
     def _prepare(self, state: Any) -> None:
         """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""

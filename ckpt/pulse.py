@@ -6,7 +6,7 @@ in one piece; a beat costs a microsecond and no system call.
     0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
     8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
     16 computed (ns, sum)   17 trouble   18 restored step   19 ended   20 asked to end (ns, CLOCK_MONOTONIC)
-    21 durable step
+    21 durable step   22 line of training of the committed step
 
 All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
 into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
@@ -51,7 +51,7 @@ _KINDS: tuple[BadKind, ...] = ("not finite", "spike")
 
 _BEATS, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP = range(8)
 _HEARD, _AGREED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
-_COMPUTED, _TROUBLE, _RESTORED, _ENDED, _ASKED, _DURABLE = range(16, 22)
+_COMPUTED, _TROUBLE, _RESTORED, _ENDED, _ASKED, _DURABLE, _LINE = range(16, 23)
 _BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -104,6 +104,8 @@ class Beat:
     """When it was sent SIGTERM last, by CLOCK_MONOTONIC; 0 never."""
     durable: int = -1
     """Newest step that it knows to be committed in another place than the memory of hosts; -1 none."""
+    line: int = 0
+    """The line of training of the step that it has committed last; 0 before that."""
 
 
 class Pulse:
@@ -160,9 +162,12 @@ class Pulse:
         fields[_BEATS] += 1
         return True
 
-    def committed(self, step: int) -> None:
-        """Say that a step is committed."""
-        if step > self._fields[_COMMITTED]:
+    def committed(self, step: int, line: int = 0) -> None:
+        """Publish that a step is committed. On a new line of training it is the newest, whatever its number."""
+        if line > self._fields[_LINE]:
+            self._fields[_COMMITTED] = step
+            self._fields[_LINE] = line
+        elif step > self._fields[_COMMITTED]:
             self._fields[_COMMITTED] = step
 
     def durable(self, step: int) -> None:
@@ -170,9 +175,12 @@ class Pulse:
         if step > self._fields[_DURABLE]:
             self._fields[_DURABLE] = step
 
-    def restored(self, step: int) -> None:
-        """Say that this rank goes on from a step; -1 where there is none yet. Of several the newest counts."""
-        self._fields[_RESTORED] = max(step, self._fields[_RESTORED])
+    def restored(self, step: int, again: bool = False) -> None:
+        """Publish that this rank goes on from a step; -1 where there is none yet. Of several Checkpointers the newest counts.
+
+        again: this Checkpointer has restored a step before, or saved one.
+        """
+        self._fields[_RESTORED] = step if again else max(step, self._fields[_RESTORED])
         self._fields[_TROUBLE] = _TROUBLES.index("")  # what it met before it could get around
         self.committed(step)
 
@@ -266,7 +274,7 @@ class Pulse:
             fields[_BEATS], fields[_STEP], PHASES[phase] if 0 <= phase < len(PHASES) else "start", fields[_SINCE] / 1e9,
             fields[_COMMITTED], floats[_LOSS], fields[_PID], None if fields[_HEARD] == _NEVER else fields[_HEARD], bad,
             fields[_COMPUTED] / 1e9, _TROUBLES[fields[_TROUBLE]], fields[_RESTORED], bool(fields[_ENDED]),
-            fields[_ASKED] / 1e9, fields[_DURABLE],
+            fields[_ASKED] / 1e9, fields[_DURABLE], fields[_LINE],
         )  # fmt: skip
 
     def ended(self) -> None:

@@ -333,12 +333,13 @@ def _failure(
     there = [report for report in reports if report.name == host] or reports
     step = min((r.step for r in there), default=-1)
     all_known = [r for r in (*view.silent.values(), *reports) if r.attempt == view.course.attempt]
-    committed = max((r.committed for r in all_known), default=-1)  # what a silent host reported before stays true
+    # What a silent host reported before stays true.
+    line, committed = max(((r.line, r.committed) for r in all_known), default=(0, -1))
     return Failure(
         cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,
         host or (reports[0].name if reports else ""), restored=max((r.restored for r in all_known), default=-1),
         durable=max((r.durable for r in all_known), default=-1),
-        step_seconds=max((r.step_seconds for r in there), default=0.0),
+        step_seconds=max((r.step_seconds for r in there), default=0.0), line=line,
     )  # fmt: skip
 
 

@@ -460,9 +460,10 @@ class Agent:
             said = replace(said, memory=keeper.state, nodes=keeper.nodes, fresh=keeper.fresh)
         if watch is None:
             return said
+        line, committed = watch.newest_committed
         return replace(
             said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
-            newest=watch.newest, committed=watch.committed, durable=watch.durable, saved=watch.saved,
+            newest=watch.newest, committed=committed, line=line, durable=watch.durable, saved=watch.saved,
             restored=watch.restored, stop=watch.stops, stop_step=watch.stop_step, step_seconds=watch.step_seconds,
             spent=watch.spent, slowest=watch.slowest(time.monotonic()), paces=watch.paces,
         )  # fmt: skip

@@ -114,6 +114,8 @@ class Report:
     """The newest step that was committed in this attempt; -1 none."""
     restored: int = -1
     """The step that this attempt went on from; -1 none."""
+    line: int = 0
+    """The line of training of the step that its ranks have committed last; 0 before that."""
     beat: int = 0
     """Counts what it has said."""
 

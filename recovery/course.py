@@ -188,7 +188,7 @@ def _after(course: Course, entry: Entry) -> Course:
         told = {name: facts[name] for name in ("before", "limit") if facts.get(name) is not None}
         if facts.get("skip") is not None:
             told["skip"] = tuple((first, last) for first, last in facts["skip"])
-        return replace(course, budget=course.budget.after(course.failures[-1]), **told)
+        return replace(course, budget=course.budget.after(course.failures[-1], course.before is not None), **told)
     return course
 
 
@@ -228,8 +228,10 @@ def run(attempt: int, name: str, spec: Spec, reports: Sequence[Report] = ()) -> 
     """A new run begins; its first attempt has this number. reports: of the attempt before, where the log has no end of it."""
     cut_off = None
     if reports:
+        line, committed = max((report.line, report.committed) for report in reports)
         cut_off = {
-            "committed": max(report.committed for report in reports),
+            "committed": committed,
+            "line": line,
             "restored": max(report.restored for report in reports),
             "durable": max(report.durable for report in reports),
             "step_seconds": max(report.step_seconds for report in reports),

@@ -46,6 +46,13 @@ class Failure:
     """The newest step that is committed in another place than the memory of hosts; -1 none."""
     step_seconds: float = 0.0
     """What a step took."""
+    line: int = 0
+    """The line of training of the newest committed step; 0 where this attempt committed none."""
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The newest committed step in the order of steps: a step of a later line is newer, whatever its number."""
+        return self.line, self.committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +64,27 @@ class Budget:
     useless: int = 0
     """Failures in a row after which no newer step was committed."""
     best: int = -1
-    """The newest step that was ever committed."""
+    """The newest step that was ever committed. Of another line of training than before, once the program has gone back to a
+    step by itself."""
+    line: int = 0
+    """The newest line of training of a committed step."""
+    restored: int = -1
+    """The step that the last attempt went on from; -1 none."""
 
-    def after(self, failure: Failure) -> Budget:
-        """With one attempt more."""
+    def after(self, failure: Failure, sent_back: bool = False) -> Budget:
+        """With one attempt more. sent_back: `ckpt-run` had let it restore an older step than the newest.
+
+        What a program saves after a roll-back of its own is newer than what it has left behind. That counts once: a program
+        that goes back to the same step at each start, and fails, gets no further.
+        """
         if failure.cause in WANTED:
             return self
-        if failure.committed > self.best or _ran_long(failure):
-            return replace(self, left=self.most - 1, useless=0, best=max(self.best, failure.committed))
-        return replace(self, left=self.left - 1, useless=self.useless + 1)
+        went_back = failure.line > self.line and failure.restored != self.restored and not sent_back
+        now = replace(self, line=max(self.line, failure.line), restored=failure.restored)
+        if went_back or failure.committed > self.best or _ran_long(failure):
+            best = failure.committed if went_back else max(self.best, failure.committed)
+            return replace(now, left=self.most - 1, useless=0, best=best)
+        return replace(now, left=self.left - 1, useless=self.useless + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +137,7 @@ def still_before(before: int | None, failure: Failure, budget: Budget) -> int | 
 def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), before: int | None = None) -> Decision:
     """What to do after the last of these failures. budget: before it. skip: batches that are passed over already. before: the
     step below which the last attempt had to restore, if any."""
-    now = budget.after(failures[-1])
+    now = budget.after(failures[-1], before is not None)
     return replace(_decide(failures, now, skip, still_before(before, failures[-1], budget)), budget=now)
 
 
@@ -220,7 +239,7 @@ def suspects(failures: Sequence[Failure]) -> frozenset[str]:
     ranks had begun, for where each step is saved there always is a newer one. And stragglers."""
     found = {failure.host for failure in failures if failure.cause == "straggler"}
     for one, other in pairwise(failures):
-        alike = other.committed <= one.committed or (one.cause not in WANTED and _soon(one) and _soon(other))
+        alike = other.newest <= one.newest or (one.cause not in WANTED and _soon(one) and _soon(other))
         if one.host == other.host and alike and other.cause not in WANTED:
             found.add(other.host)
     return frozenset(found)

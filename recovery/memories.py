@@ -39,21 +39,29 @@ class Newest:
 
     step: int = -1
     durable: int = -1
-    """The newest step that is committed in another place than the memory of hosts."""
+    """The newest step of its line of training that is committed in another place than the memory of hosts."""
     memory: Memory = Memory()
     """Of the attempt that saved the newest step that may be restored."""
     at_stake: int = 0
     """How many steps are to be done again if that memory can't be read."""
     step_seconds: float = 0.0
+    line: int = 0
+    """Its line of training, as far as an attempt has committed a step on it."""
 
     def after(self, failure: Failure, memory: Memory, rolled_back: bool) -> Newest:
         """With an attempt more, which saved to this memory. rolled_back: it had to restore an older step than the newest."""
         step, durable = max(self.step, failure.committed), max(self.durable, failure.durable)
+        went_back = failure.line > self.line and failure.restored < self.step and not rolled_back
+        if went_back:  # the program itself: what it has left behind is of no use any more
+            step = failure.committed
+            durable = min(step, max(failure.durable, min(self.durable, failure.restored)))
         saved = failure.committed > failure.restored
-        found = Newest(step, durable, self.memory, step - durable, failure.step_seconds or self.step_seconds)
+        line = max(self.line, failure.line)
+        found = Newest(step, durable, self.memory, step - durable, failure.step_seconds or self.step_seconds, line)
         if rolled_back:
             found = replace(found, at_stake=failure.committed - failure.restored if saved else self.at_stake)
-        return replace(found, memory=memory) if saved and (rolled_back or failure.committed > self.step) else found
+        newer = rolled_back or went_back or failure.committed > self.step
+        return replace(found, memory=memory) if saved and newer else found
 
 
 def at_start(

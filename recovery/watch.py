@@ -108,8 +108,9 @@ class Watch:
         return (ended - began) / (last - first)
 
     @property
-    def committed(self) -> int:
-        return max(beat.committed for beat in self._beats.values())
+    def newest_committed(self) -> tuple[int, int]:
+        """Line of training and number of the newest step that is committed; (0, -1) where there is none."""
+        return max((beat.line, beat.committed) for beat in self._beats.values())
 
     @property
     def durable(self) -> int:
@@ -119,7 +120,8 @@ class Watch:
     @property
     def saved(self) -> int:
         """The newest that was committed in this attempt; -1 none."""
-        return self.committed if self.committed > self.restored else -1
+        _, committed = self.newest_committed
+        return committed if committed > self.restored else -1
 
     @property
     def restored(self) -> int:
