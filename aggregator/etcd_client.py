@@ -66,6 +66,12 @@ class Etcd:
         self._opener = urllib.request.build_opener(*handlers)
 
     @property
+    def places(self) -> list[tuple[str, int]]:
+        """Host and port of all endpoints."""
+        parts = map(urlsplit, self._endpoints)
+        return [(part.hostname or "", part.port or (443 if part.scheme == "https" else 80)) for part in parts]
+
+    @property
     def is_loopback(self) -> bool:
         """Whether all endpoints are on this host."""
         return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in self._endpoints)

@@ -29,6 +29,7 @@ from ckpt.recovery.decide import in_words
 from ckpt.recovery.guardian import Guardian
 from ckpt.recovery.keeper import Guard, Keeper, nodes_with_objects
 from ckpt.recovery.launch import Share
+from ckpt.recovery.lease import Lease
 from ckpt.recovery.ledger import Name, totals
 from ckpt.recovery.limits import Limits
 from ckpt.recovery.rank_environment import allowed_environment
@@ -133,14 +134,15 @@ class Agent:
             alone = self._spec.hosts == 1
             self._coordinator = Coordinator(self._state, alone)
             self._accounts = Accounts(self._here.folder, self._here.name, alone, self._log, self._coordinator)
-            self._voice = Voice(self._state, self._report(), self._guardian)
-            try:
-                return self._until_over()
-            finally:
-                self._stop_ranks()
-                if self._status is not None:
-                    self._bring_home()
-                self._voice.close()
+            with contextlib.closing(Lease(self._state, self._guardian, self._here.name, self._spec.least)) as self._lease:
+                self._voice = Voice(self._state, self._report(), self._lease)
+                try:
+                    return self._until_over()
+                finally:
+                    self._stop_ranks()
+                    if self._status is not None:
+                        self._bring_home()
+                    self._voice.close()
         finally:
             if self._keeper is not None:
                 self._keeper.close(free := self._frees_memory())
@@ -162,6 +164,7 @@ class Agent:
     def _until_over(self) -> int:
         while True:
             self._look()
+            self._follow_lease()
             try:
                 while self._status is None and (self._follow() or self._lead()):
                     pass
@@ -299,6 +302,7 @@ class Agent:
 
     def _start(self, member: Member, number: int, entry: Entry) -> None:
         self._attempt, self._wrong = entry.attempt, None
+        self._lease.begin()
         facts, logs = entry.facts, self._here.folder / "logs" / str(entry.attempt)
         share = Share(
             self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
@@ -317,6 +321,7 @@ class Agent:
         for rank in ranks:
             self._guardian.add(rank.process.pid)
             self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
+        self._lease.protect([rank.process.pid for rank in ranks])
         best = max(self._best, *(failure.step for failure in self._course.failures), -1)  # a spare has seen none of it
         self._watch = Watch(ranks, self._here.limits, best, self._spec.straggler_seconds)
         self._console.follow(ranks)
@@ -421,6 +426,7 @@ class Agent:
         if watch is None:
             return
         self._best = max(self._best, watch.newest)
+        self._lease.protect(())
         failpoint("agent.stop")
         for rank in watch.ranks:
             with contextlib.suppress(KeyError):
@@ -430,6 +436,17 @@ class Agent:
             self._guardian.remove(rank.process.pid)
         self._port = launch.free_port(self._here.address)
         self._account("stop")
+
+    def _follow_lease(self) -> None:
+        """Where contact with the others was lost the ranks have been ended: what is left of them is ended, and reported."""
+        self._lease.others(self._coordinator.reports())
+        loss, watch = self._lease.take_loss(), self._watch
+        if loss is None or watch is None or (watch.over and watch.wrong is None):  # all had ended well before
+            return
+        self._say(loss.text)
+        self._stop_ranks()
+        self._wrong = Wrong("lost", (), loss.detail, loss.seconds)
+        self._voice.say(self._report())
 
     # --- what the ranks do -------------------------------------------------------------------------------------
 

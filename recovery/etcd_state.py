@@ -104,6 +104,9 @@ class EtcdState(State):
     def withdraw(self, name: str) -> None:
         self._etcd.delete(f"{self._folder}agents/{name}")
 
+    def endpoints(self) -> list[tuple[str, int]]:
+        return self._etcd.places
+
     def close(self) -> None:
         pass  # it holds no connection
 

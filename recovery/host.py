@@ -66,9 +66,7 @@ def _has(pid: int, mark: bytes) -> bool:
 def end(sessions: Iterable[int], mark: str = "") -> None:
     """Kill all processes of some sessions, and those that bear a mark, stopped ones too."""
     wanted = list(sessions)
-    for leader in wanted:  # at once; then those that have left its group
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
+    kill(wanted)  # at once; then those that have left its group
     for _ in range(200):  # a process that is just being started is found in the next round
         left = members(wanted, mark)
         if not left:
@@ -77,6 +75,13 @@ def end(sessions: Iterable[int], mark: str = "") -> None:
             _signal(pid, signal.SIGKILL)
         reap()
         time.sleep(0.005)
+
+
+def kill(sessions: Iterable[int]) -> None:
+    """Kill the leaders of some sessions and their process groups, without waiting for anything."""
+    for leader in sessions:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
 
 
 def reap() -> None:

@@ -68,6 +68,10 @@ class State(ABC):
     def withdraw(self, name: str) -> None:
         """The agent is no more."""
 
+    def endpoints(self) -> list[tuple[str, int]]:
+        """Host and port of all servers that keep it; none where it is a file."""
+        return []
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from dataclasses import replace
 
 from ckpt.recovery.agents import SAY_SECONDS, Report
-from ckpt.recovery.guardian import Guardian
+from ckpt.recovery.lease import Lease
 from ckpt.recovery.state import State
 from ckpt.storage.errors import StoreError
 
@@ -16,10 +17,10 @@ log = logging.getLogger("ckpt.run")
 
 
 class Voice:
-    """Repeats the newest report until it is closed, and says to the guardian of this host that its agent lives."""
+    """Repeats the newest report until it is closed. Each that the state acknowledges renews the lease of this host."""
 
-    def __init__(self, state: State, report: Report, guardian: Guardian) -> None:
-        self._guardian = guardian
+    def __init__(self, state: State, report: Report, lease: Lease) -> None:
+        self._lease = lease
         self._state = state
         self._report = report
         self._beat = 0
@@ -46,10 +47,12 @@ class Voice:
 
     def _tell(self) -> None:
         self._beat += 1
-        self._guardian.beat()
+        sent_at = time.monotonic()
         try:
             self._state.report(self._report.name, replace(self._report, beat=self._beat).facts())
             self._trouble = False
+            self._lease.acknowledged(sent_at)
+            self._lease.learn()
         except StoreError as error:
             if not self._trouble:
                 log.warning("what this agent does can't be told, and is tried again: %s", error)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +46,30 @@ class Hosts:
         self._running.append(subprocess.Popen(every, text=True, **options))
         return self._running[-1]
 
+    def run_etcd(self, host: int, folder: Path) -> subprocess.Popen[str]:
+        """An etcd there, which serves clients on `etcd_at(host)` once it answers."""
+        client, peer = f"http://{self.etcd_at(host)}", f"http://{self.address(host)}:2380"
+        return self.run(
+            host, "etcd", "--name", "e", "--data-dir", str(folder), "--listen-client-urls", client,
+            "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+            "--initial-cluster", f"e={peer}", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def etcd_at(self, host: int) -> str:
+        """HOST:PORT."""
+        return f"{self.address(host)}:2379"
+
+    def unplug(self, host: int) -> None:
+        """Nothing gets from there to any other, nor back."""
+        ip("link", "set", f"{BRIDGE}v{host}", "down")
+
+    def plug(self, host: int) -> None:
+        ip("link", "set", f"{BRIDGE}v{host}", "up")
+
+    def processes(self, host: int) -> list[int]:
+        """All that run there."""
+        return [int(pid) for pid in ip("netns", "pids", self.names[host], check=False).stdout.split()]
+
     def cut(self, one: int, other: int) -> None:
         """What the two send each other is lost without a word."""
         ip("-n", self.names[one], "route", "add", "blackhole", f"{self.address(other)}/32")
@@ -57,9 +84,26 @@ class Hosts:
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
-        for name in self.names:
-            ip("netns", "del", name, check=False)
-        ip("link", "del", BRIDGE, check=False)
+        for host in range(len(self.names)):
+            self._end_all(host)
+        remove(len(self.names))
+
+    def _end_all(self, host: int) -> None:
+        """What the processes have started keeps a namespace and its wire."""
+        until = time.monotonic() + 10
+        while (left := self.processes(host)) and time.monotonic() < until:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def remove(count: int) -> None:
+    """All that so many hosts have left. The kernel removes a wire at its leisure where only its namespace goes."""
+    for i in range(count):
+        ip("link", "del", f"{BRIDGE}v{i}", check=False)
+        ip("netns", "del", f"{BRIDGE}-{i}", check=False)
+    ip("link", "del", BRIDGE, check=False)
 
 
 @contextmanager
@@ -72,7 +116,7 @@ def hosts_on_a_wire(count: int) -> Iterator[Hosts]:
     try:
         made = Hosts(count)
     except subprocess.CalledProcessError as error:
-        ip("link", "del", BRIDGE, check=False)
+        remove(count)
         pytest.skip(f"no bridges between network namespaces here: {error.stderr}")
     try:
         yield made

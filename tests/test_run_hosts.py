@@ -605,15 +605,9 @@ def test_etcd_goes_away_for_good(tmp_path: Path) -> None:
 def test_a_host_is_cut_off(tmp_path: Path) -> None:
     """The others notice and go on without it. What its ranks still save counts for nothing; when it is back it is a spare."""
     with hosts_on_a_wire(4) as hosts:
-        state = f"etcd://{hosts.address(3)}:2379/lab"
-        client, peer = f"http://{hosts.address(3)}:2379", f"http://{hosts.address(3)}:2380"
-        hosts.run(
-            3, "etcd", "--name", "e", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", client,
-            "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-            "--initial-cluster", f"e={peer}", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        until(lambda: answers(client))
-        run = OnHosts(tmp_path / "job", state, "--min", "2", steps=900)
+        hosts.run_etcd(3, tmp_path / "etcd")
+        until(lambda: answers(f"http://{hosts.etcd_at(3)}"))
+        run = OnHosts(tmp_path / "job", f"etcd://{hosts.etcd_at(3)}/lab", "--min", "2", steps=900)
         run.hosts = hosts
         for name in "abc":
             run.start(name)

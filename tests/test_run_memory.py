@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from netns import BRIDGE, hosts_on_a_wire, ip
+from netns import hosts_on_a_wire
 from support import SOAK
 from test_advance import agent, world
 from test_etcd import needs_etcd
@@ -266,15 +266,10 @@ def test_a_host_that_is_silent(job: Callable[..., InMemory]) -> None:
 def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) -> None:
     """What is sent to it is lost without a word."""
     with hosts_on_a_wire(4) as hosts:
-        client, peer = f"http://{hosts.address(3)}:2379", f"http://{hosts.address(3)}:2380"
-        hosts.run(
-            3, "etcd", "--name", "e", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", client,
-            "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-            "--initial-cluster", f"e={peer}", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        until(lambda: answers(client))
+        hosts.run_etcd(3, tmp_path / "etcd")
+        until(lambda: answers(f"http://{hosts.etcd_at(3)}"))
         job()
-        state = f"etcd://{hosts.address(3)}:2379/lab"
+        state = f"etcd://{hosts.etcd_at(3)}/lab"
         run = OnHosts(tmp_path / "job", state, "-n", "1", "--memory", "--insecure", "--min", "2", steps=90)
         run.hosts = hosts
         for name in "abc":
@@ -283,13 +278,13 @@ def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) 
         log = run.log()
         victim = starts(log)[0][1]
         assert all(at.startswith("10.97.0.") for _, at in memories_of(log)[0][0])
-        ip("link", "set", f"{BRIDGE}v{'abc'.index(victim)}", "down")
+        hosts.unplug("abc".index(victim))
         run.until(lambda log: len(starts(log)) == 2, "gone on")
         run.until_step(30, attempt=1)
         failure = failures(run.log())[0]
         assert (failure.facts["cause"], failure.facts["host"]) == ("lost", victim)
         assert int((run.folder / "from-1-0").read_text()) >= failure.facts["step"] - 1
-        ip("link", "set", f"{BRIDGE}v{'abc'.index(victim)}", "up")
+        hosts.plug("abc".index(victim))
         assert set(run.ends(*"abc").values()) == {0}
         InMemory.is_right(run, 2)  # type: ignore[arg-type]
         assert not keepers(run)

@@ -1,0 +1,252 @@
+"""A host that has lost contact ends its own ranks, and no other does: hosts are network namespaces, one has etcd."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from netns import Hosts, hosts_on_a_wire
+from test_etcd import needs_etcd, until
+from test_run import none_left
+from test_run_hosts import OnHosts, answers, is_right, starts
+
+from ckpt.recovery import host
+from ckpt.recovery.agents import LOST_SECONDS
+from ckpt.recovery.reach import Address, Addresses, out_of_reach
+from ckpt.recovery.state import Entry
+
+pytestmark = needs_etcd
+
+ETCD = 3
+"""The host that it runs on."""
+LOST = "The ranks here are ended"
+NAME = "etcd0.example"
+
+
+class Lab:
+    """Three hosts with two ranks each, which save nothing: only their ends show what they did."""
+
+    def __init__(self, hosts: Hosts, folder: Path, *options: str, at: str = "", steps: int = 900) -> None:
+        self.hosts = hosts
+        self.etcd = hosts.run_etcd(ETCD, folder / "etcd")
+        until(lambda: answers(f"http://{hosts.etcd_at(ETCD)}"))
+        self.run = OnHosts(folder / "job", f"etcd://{at or hosts.etcd_at(ETCD)}/lab", *options, steps=steps)
+        self.run.state = ["--state", f"etcd://{hosts.etcd_at(ETCD)}/lab"]  # as this process names it
+        self.run.hosts = hosts
+        self._state = ["--state", f"etcd://{at or hosts.etcd_at(ETCD)}/lab"]
+
+    def start(self, step: int = 12) -> None:
+        named, self.run.state = self.run.state, self._state
+        for name in "abc":
+            self.run.start(name)
+        self.run.state = named
+        self.run.until_step(step)
+
+    def host_of(self, place: int) -> int:
+        return "abc".index(starts(self.run.log())[0][place])
+
+    def step(self, rank: int, attempt: int = 0) -> int:
+        """The last one that it has done. For this etcd need not answer."""
+        return self.run._step(self.run.folder / f"at-{attempt}-{rank}")
+
+    def goes_on(self, steps: int, ranks: int = 6) -> None:
+        """Until all ranks have done as many steps more."""
+        begun = [self.step(rank) for rank in range(ranks)]
+        until(lambda: all(self.step(rank) >= begun[rank] + steps for rank in range(ranks)))
+
+    def ends_well(self, ranks: int) -> list[Entry]:
+        assert set(self.run.ends(*"abc").values()) == {0}
+        is_right(self.run, ranks)
+        return self.run.log()
+
+    def lost(self) -> list[str]:
+        """Who has said that it lost contact."""
+        return [name for name in "abc" if LOST in self.run.said(name)]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Lab]]:
+    monkeypatch.setenv("CKPT_TEST_EVERY", "1000000")
+    with hosts_on_a_wire(4) as hosts:
+        yield lambda *options, **more: Lab(hosts, tmp_path, *options, **more)
+
+
+def failures(log: list[Entry]) -> list[Entry]:
+    return [entry for entry in log if entry.kind == "failure"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_host_that_is_cut_off_ends_its_ranks(lab: Callable[..., Lab], place: int) -> None:
+    """By itself, while the others go on without it. When the wire is back it is a spare, and nothing is lost."""
+    one = lab("--min", "2")
+    one.start()
+    victim = one.host_of(place)
+    name, ranks = "abc"[victim], [2 * place, 2 * place + 1]
+    pids = [one.run.pid(rank) for rank in ranks]
+    one.hosts.unplug(victim)
+    assert none_left(pids)
+    assert max(one.step(rank) for rank in ranks) < one.run.steps - 1, "they have not come to their own end"
+    until(lambda: one.lost() == [name])
+    one.run.until(lambda log: len(starts(log)) == 2, "gone on")
+    one.run.until_step(12, attempt=1)
+    one.hosts.plug(victim)
+    log = one.ends_well(4)
+    assert [(e.facts["cause"], e.facts["host"]) for e in failures(log)] == [("lost", name)]
+    assert name not in starts(log)[-1]
+    assert one.lost() == [name]
+
+
+def test_a_host_that_the_others_wait_for_takes_part_again(lab: Callable[..., Lab]) -> None:
+    one = lab("--min", "3")
+    one.start()
+    victim = one.host_of(1)
+    one.hosts.unplug(victim)
+    until(lambda: one.lost() == ["abc"[victim]])
+    one.run.until(lambda log: bool(failures(log)), "noticed")
+    one.hosts.plug(victim)
+    log = one.ends_well(6)
+    assert starts(log)[0] == starts(log)[1]
+    assert len(starts(log)) == 2
+
+
+def test_all_hosts_are_cut_off(lab: Callable[..., Lab]) -> None:
+    """The attempt is still the newest one when the wires are back, and each host reports what it did: all start again."""
+    one = lab("--min", "2")
+    one.start()
+    pids = [one.run.pid(rank) for rank in range(6)]
+    for each in range(3):
+        one.hosts.unplug(each)
+    assert none_left(pids)
+    until(lambda: one.lost() == list("abc"))
+    for each in range(3):
+        one.hosts.plug(each)
+    log = one.ends_well(6)
+    assert {e.facts["cause"] for e in failures(log)} == {"lost"}
+    assert any("had no contact with the state or 2 other hosts" in e.text for e in failures(log))
+
+
+def test_etcd_stands_still(lab: Callable[..., Lab]) -> None:
+    """Its machine takes connections, and nobody answers them."""
+    one = lab()
+    one.start()
+    os.kill(one.etcd.pid, signal.SIGSTOP)
+    time.sleep(3 * LOST_SECONDS)
+    one.goes_on(20)
+    os.kill(one.etcd.pid, signal.SIGCONT)
+    assert not failures(one.ends_well(6))
+    assert not one.lost()
+
+
+def test_the_machine_of_etcd_is_cut_off(lab: Callable[..., Lab]) -> None:
+    """All hosts reach each other: it is the state that is away."""
+    one = lab()
+    one.start()
+    one.hosts.unplug(ETCD)
+    time.sleep(3 * LOST_SECONDS)
+    one.goes_on(20)
+    one.hosts.plug(ETCD)
+    assert not failures(one.ends_well(6))
+    assert not one.lost()
+
+
+def test_a_whole_host_stands_still(lab: Callable[..., Lab]) -> None:
+    """For longer than the lease, with etcd and the network as ever. The others have gone on; it has contact once it wakes."""
+    one = lab("--min", "2")
+    one.start()
+    victim = one.host_of(1)
+    pids = one.hosts.processes(victim)
+    assert len(pids) >= 4, "the agent, its guardian and two ranks"
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    one.run.until(lambda log: len(starts(log)) == 2, "gone on")
+    one.run.until_step(5, attempt=1)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    log = one.ends_well(4)
+    assert [(e.facts["cause"], e.facts["host"]) for e in failures(log)] == [("lost", "abc"[victim])]
+    assert not one.lost()
+
+
+# --- names that nobody can look up -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def named(lab: Callable[..., Lab]) -> Iterator[Callable[..., tuple[Lab, Callable[[], None]]]]:
+    """Hosts that reach etcd by a name, and what takes the name away: the server of names does not answer then, for a while."""
+    made: list[Path] = []
+
+    def begin(*options: str) -> tuple[Lab, Callable[[], None]]:
+        one = lab(*options, at=f"{NAME}:2379")
+        for name in one.hosts.names[:3]:
+            folder = Path("/etc/netns") / name
+            folder.mkdir(parents=True)
+            made.append(folder)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{one.hosts.address(ETCD)} {NAME}\n")
+            (folder / "resolv.conf").write_text("nameserver 10.97.0.253\noptions timeout:30 attempts:1\n")
+            (folder / "nsswitch.conf").write_text("hosts: files dns\n")
+        return one, lambda: [(folder / "hosts").write_text("127.0.0.1 localhost\n") for folder in made] and None
+
+    yield begin
+    for folder in made:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+def test_no_server_of_names_answers(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
+    """Calls to the state take as long as the look-up, which is longer than the lease. The state is in reach all the same."""
+    one, forget = named()
+    one.start()
+    forget()
+    pids = [one.run.pid(rank) for rank in range(6)]
+    time.sleep(3 * LOST_SECONDS)
+    one.goes_on(20)
+    assert all(host.state(pid) for pid in pids)
+    assert not one.lost()
+
+
+def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
+    """All calls of its agent are in a look-up, which takes 30 s: its ranks do not wait for that."""
+    one, forget = named("--min", "2")
+    one.start()
+    victim = one.host_of(1)
+    pids = [one.run.pid(rank) for rank in (2, 3)]
+    forget()
+    one.hosts.unplug(victim)
+    until(lambda: not any(host.state(pid) not in ("", "Z") for pid in pids))
+    assert not one.lost(), "its main thread is still in a look-up"
+    one.hosts.plug(victim)
+    until(lambda: one.lost() == ["abc"[victim]], 90)
+
+
+# --- what is in reach --------------------------------------------------------------------------------------------
+
+
+def test_machines_in_reach() -> None:
+    """A machine whose port is closed, or whose server never accepts, answers; one without a wire does not."""
+    with hosts_on_a_wire(3) as hosts:
+        addresses = Addresses()
+        found = {i: addresses.find(hosts.address(i), 4000) for i in range(3)}
+        assert all(len(each) == 1 for each in found.values())
+        both = [address for each in found.values() for address in each]
+        assert out_of_reach(both, 2.0) == frozenset()
+        hosts.unplug(1)
+        assert out_of_reach(both, 0.75) == frozenset(found[1])
+        hosts.plug(1)
+        until(lambda: out_of_reach(both, 0.75) == frozenset())
+        assert addresses.find("10.97.0.254", 4000) == (), "this machine itself"
+        assert addresses.find("127.0.0.1", 4000) == ()
+        assert addresses.find("localhost", 4000) == ()
+        assert addresses.find("no such name", 4000) == ()
+
+
+def test_a_server_that_never_accepts_is_in_reach() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
+        address = Address(socket.AF_INET, server.getsockname())
+        assert out_of_reach([address] * 3, 0.5) == frozenset()
+    assert out_of_reach([address], 0.5) == frozenset(), "refused"
