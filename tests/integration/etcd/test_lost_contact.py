@@ -83,7 +83,7 @@ def failures(log: list[Entry]) -> list[Entry]:
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_host_that_is_cut_off_ends_its_ranks(lab: Callable[..., Lab], place: int) -> None:
     """By itself, while the others go on without it. When the wire is back it is a spare, and nothing is lost."""
-    one = lab("--min", "2")
+    one = lab("--min", "2", steps=600)
     one.start()
     victim = one.host_of(place)
     name, ranks = "abc"[victim], [2 * place, 2 * place + 1]
@@ -102,7 +102,7 @@ def test_a_host_that_is_cut_off_ends_its_ranks(lab: Callable[..., Lab], place: i
 
 
 def test_a_host_that_the_others_wait_for_takes_part_again(lab: Callable[..., Lab]) -> None:
-    one = lab("--min", "3")
+    one = lab("--min", "3", steps=600)
     one.start()
     victim = one.host_of(1)
     one.hosts.unplug(victim)
@@ -116,7 +116,7 @@ def test_a_host_that_the_others_wait_for_takes_part_again(lab: Callable[..., Lab
 
 def test_all_hosts_are_cut_off(lab: Callable[..., Lab]) -> None:
     """The attempt is still the newest one when the wires are back, and each host reports what it did: all start again."""
-    one = lab("--min", "2")
+    one = lab("--min", "2", steps=600)
     one.start()
     pids = [one.run.pid(rank) for rank in range(6)]
     for each in range(3):
@@ -156,7 +156,7 @@ def test_the_machine_of_etcd_is_cut_off(lab: Callable[..., Lab]) -> None:
 
 def test_a_whole_host_stands_still(lab: Callable[..., Lab]) -> None:
     """For longer than the lease, with etcd and the network as ever. The others have gone on; it has contact once it wakes."""
-    one = lab("--min", "2")
+    one = lab("--min", "2", steps=600)
     one.start()
     victim = one.host_of(1)
     pids = one.hosts.processes(victim)
