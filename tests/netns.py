@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +24,13 @@ def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 class Hosts:
-    """Hosts on one wire, 10.97.0.1 and so on; this process is 10.97.0.254."""
+    """Hosts on one wire: with 10.97.5 as the network, 10.97.5.1 and so on; this process is 10.97.5.254."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, network: str) -> None:
+        self.network = network
+        self.here = f"{network}.254"
         ip("link", "add", BRIDGE, "type", "bridge")
-        ip("addr", "add", "10.97.0.254/24", "dev", BRIDGE)
+        ip("addr", "add", f"{self.here}/24", "dev", BRIDGE)
         ip("link", "set", BRIDGE, "up")
         self.names = [f"{BRIDGE}-{i}" for i in range(count)]
         self._running: list[subprocess.Popen[str]] = []
@@ -39,7 +43,7 @@ class Hosts:
             ip("-n", name, "link", "set", "lo", "up")
 
     def address(self, host: int) -> str:
-        return f"10.97.0.{host + 1}"
+        return f"{self.network}.{host + 1}"
 
     def run(self, host: int, *command: str, **options: Any) -> subprocess.Popen[str]:
         every = ["ip", "netns", "exec", self.names[host], *command]
@@ -107,18 +111,32 @@ def remove(count: int) -> None:
 
 
 @contextmanager
+def free_network() -> Iterator[str]:
+    """One that no other process of tests uses meanwhile: packets would take the bridge of either."""
+    for number in range(1, 255):
+        with (Path(tempfile.gettempdir()) / f"ckpt-network-{number}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield f"10.97.{number}"
+            return
+    pytest.skip("all networks for tests are in use")
+
+
+@contextmanager
 def hosts_on_a_wire(count: int) -> Iterator[Hosts]:
     """Skips the test where there are none."""
     if shutil.which("ip") is None or ip("netns", "add", f"{BRIDGE}-try", check=False).returncode:
         pytest.skip("no network namespaces here: they need iproute2 and root")
     ip("netns", "del", f"{BRIDGE}-try")
-    made: Hosts | None = None
-    try:
-        made = Hosts(count)
-    except subprocess.CalledProcessError as error:
-        remove(count)
-        pytest.skip(f"no bridges between network namespaces here: {error.stderr}")
-    try:
-        yield made
-    finally:
-        made.close()
+    with free_network() as network:
+        try:
+            made = Hosts(count, network)
+        except subprocess.CalledProcessError as error:
+            remove(count)
+            pytest.skip(f"no bridges between network namespaces here: {error.stderr}")
+        try:
+            yield made
+        finally:
+            made.close()

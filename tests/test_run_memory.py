@@ -277,7 +277,7 @@ def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) 
         run.until_step(6)
         log = run.log()
         victim = starts(log)[0][1]
-        assert all(at.startswith("10.97.0.") for _, at in memories_of(log)[0][0])
+        assert all(at.startswith(f"{hosts.network}.") for _, at in memories_of(log)[0][0])
         hosts.unplug("abc".index(victim))
         run.until(lambda log: len(starts(log)) == 2, "gone on")
         run.until_step(30, attempt=1)

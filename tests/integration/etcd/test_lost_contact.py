@@ -187,7 +187,7 @@ def named(lab: Callable[..., Lab]) -> Iterator[Callable[..., tuple[Lab, Callable
             folder.mkdir(parents=True)
             made.append(folder)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{one.hosts.address(ETCD)} {NAME}\n")
-            (folder / "resolv.conf").write_text("nameserver 10.97.0.253\noptions timeout:30 attempts:1\n")
+            (folder / "resolv.conf").write_text(f"nameserver {one.hosts.network}.253\noptions timeout:30 attempts:1\n")
             (folder / "nsswitch.conf").write_text("hosts: files dns\n")
         return one, lambda: [(folder / "hosts").write_text("127.0.0.1 localhost\n") for folder in made] and None
 
@@ -239,7 +239,7 @@ def test_machines_in_reach() -> None:
         assert out_of_reach(both, 0.75) == frozenset(found[1])
         hosts.plug(1)
         until(lambda: out_of_reach(both, 0.75) == frozenset())
-        assert addresses.find("10.97.0.254", 4000) == (), "this machine itself"
+        assert addresses.find(hosts.here, 4000) == (), "this machine itself"
         assert addresses.find("127.0.0.1", 4000) == ()
         assert addresses.find("localhost", 4000) == ()
         assert addresses.find("no such name", 4000) == ()
