@@ -6,9 +6,11 @@ go once no member can: in this order, which `aggregator/eras.py` and `storage/fe
 1. All members that keep records are listed. Where a member still has something older than the tombstone, it gets the tombstone.
 2. A new era begins, whose floor is above every ballot of these registers. All members are fenced, so that no call of before
    arrives late.
-3. All members are read by the new number. A tombstone is collected only where each member that keeps its register has it with
+3. The names are agreed (`aggregator/collected.py`), so that a client that finds no record knows that it may have been
+   collected.
+4. All members are read by the new number. A tombstone is collected only where each member that keeps its register has it with
    the same ballot, or has no value, and no other member has anything left of it.
-4. Each member forgets its registers, if they still have that ballot.
+5. Each member forgets its registers, if they still have that ballot.
 
 A member that has forgotten a register takes no ballot for it that is not above the floor, and the others still have the
 tombstone's ballot. So whatever is agreed from then on has a higher ballot than all that was there before, also if the client
@@ -26,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from ckpt.aggregator import files
+from ckpt.aggregator.collected import note_collection
 from ckpt.aggregator.election import Election
 from ckpt.aggregator.eras import begin_era
 from ckpt.aggregator.namespace import Namespace
@@ -58,6 +61,8 @@ def collect(namespace: Namespace, age_seconds: float | None = None) -> int:
     number = begin_era(namespace, above)
     if number is None or namespace.ring.number != number:
         return 0
+    if names := [name for name, each in found.items() if any(r.accepted != NONE for r in each.values())]:
+        note_collection(namespace, number, names)
     gone = 0
     for batch in _batches(sorted(found)):
         gone += _forget(namespace, _confirmed(namespace, batch, found, number), number)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.aggregator import files
+from ckpt.aggregator.collected import collected_since
 from ckpt.aggregator.fanout import FanOut
 from ckpt.aggregator.files import INLINE_BYTES, File, Head, Layout
 from ckpt.aggregator.ledger import Decide, Keepers, Ledger
@@ -29,6 +30,7 @@ from ckpt.storage.device import Info
 from ckpt.storage.errors import (
     AlreadyExists,
     Changed,
+    CkptError,
     InvalidName,
     NotFound,
     Outdated,
@@ -46,6 +48,9 @@ log = logging.getLogger("ckpt")
 
 Scanned = Mapping[str, Sequence[tuple[str, Answer]]]
 """Names and records, by member."""
+
+Outdate = Callable[[bool, int], None]
+"""Called with whether a member may have taken a change already, and the fence number that counts by now."""
 
 PATH_BYTES = 1024
 TOMBSTONES = 500
@@ -242,7 +247,7 @@ class Namespace(Membership):
 
     def publish(
         self, path: str, file: File, new: bool = False, base: File | None = None, number: int | None = None,
-        renewed: Callable[[File], File] = lambda file: file, replaces: str | None = None,
+        renewed: Callable[[File], File] = lambda file: file, replaces: str | None = None, unsettled: int | None = None,
     ) -> File:  # fmt: skip
         """Make a record what a path is; what it says then. Raises AlreadyExists if `new` and something is there, Changed if it
         was written on `base`, or is to come in place of version `replaces`, and that is not there any more: for certain. Else
@@ -250,30 +255,32 @@ class Namespace(Membership):
 
         number: the fence number that this client knew before it made, or read of, the objects of the file. renewed: called
         where another number counts by now; it returns the file with objects that exist (`aggregator/eras.py`), or raises.
+        unsettled: the fence number by which a member may have taken this version in an earlier try.
         """
         check_path(path)
         old: File | None = None
-        given, tried, unsettled = file, False, False
+        given, tried, absent = file, False, False
+        number = self.ring.number if number is None else number
+        never: int | None = None  # by this number it is known that the path had not this version before
 
-        def outdated(may_be_there: bool) -> None:
-            nonlocal given, unsettled
-            unsettled = unsettled or may_be_there
+        def outdated(may_be_there: bool, now: int) -> None:
+            nonlocal given, number, unsettled
+            if may_be_there and unsettled is None:
+                unsettled = number
+            number = now
             try:
                 given = renewed(given)
             except Collected:
-                value = self.read_records([f"/{path}"])[f"/{path}"] if unsettled else None
+                value = self.read_records([f"/{path}"])[f"/{path}"] if unsettled is not None else None
                 if not files.had(None if value is None else files.decode(path, value), given.head.version):
                     raise
 
         def decide(name: str, value: Value | None) -> Value | None:
-            nonlocal old, file, tried
+            nonlocal old, file, tried, absent
             current = None if value is None else files.decode(path, value)
-            if files.had(current, given.head.version):
-                return None  # done already, in a try that seemed to fail
-            if unsettled and current is None:
-                raise Unavailable(
-                    f"{path} in {self.url}: whether it was there, and was deleted since, can't be known; write it anew"
-                )
+            absent = unsettled is not None and current is None and never != number
+            if absent or files.had(current, given.head.version):
+                return None  # a quorum is to say what is there; or it is done already, in a try that seemed to fail
             old = current if current is not None and current.exists else None
             if old is not None and (new or old.head.kind != given.head.kind):
                 return None
@@ -285,12 +292,19 @@ class Namespace(Membership):
             if base is not None and base.layout and old and old.layout and old.layout != base.layout and given.layout:
                 file = replace(given, layout=files.written_on(given.layout, base.layout, old.layout))
             if left := self._forgotten(file):
-                raise Forgotten(left, file, base if base is None else old)
+                raise Forgotten(left, file, base if base is None else old, unsettled)
             shared = file.shared if base is None or current is None else current.shared  # what it is written on
             tried = True
             return files.encode(replace(file, head=files.following(file.head, current), shared=shared))
 
-        value = self.update_by(self.ring.number if number is None else number, path, decide, outdated, fresh=new)
+        value = self.update_by(number, path, decide, outdated, fresh=new)
+        while absent and value is None and unsettled is not None:
+            if collected_since(self, path, unsettled):
+                raise Unavailable(
+                    f"{path} in {self.url}: whether it was there, and was deleted since, can't be known; write it anew"
+                )
+            never = number
+            value = self.update_by(number, path, decide, outdated, fresh=new)
         there = None if value is None else files.decode(path, value)
         done = files.had(there, file.head.version) or (tried and files.shares_objects(there, file, base))
         if not done and tried and base is not None and files.forgets(there, base):
@@ -318,13 +332,25 @@ class Namespace(Membership):
         return {h.member for h in file.layout.holders if h.member in gone} if file.layout is not None else set()
 
     def _leave(self, path: str, file: File, members: Collection[str]) -> None:
-        """Move what lies on these members to others."""
-        from ckpt.aggregator.repair import replace_layout
+        """Move what lies on these members to others, unless somebody else does so, or the path is something else by now."""
+        from ckpt.aggregator.repair import newest, replace_layout
 
-        assert file.layout is not None
-        number = self.ring.number
-        gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in members))
-        replace_layout(self, path, file, self.restore(path, file.head.version, file.layout, gone), number)
+        version = file.head.version
+        while members:
+            assert file.layout is not None
+            number = self.ring.number
+            gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in members))
+            try:
+                replace_layout(self, path, file, self.restore(path, version, file.layout, gone), number)
+            except CkptError:
+                now = newest(self, path, file)
+                if now is file:
+                    raise
+            else:
+                return
+            if now is None or now.head.version != version:
+                return
+            file, members = now, self._forgotten(now)
 
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
         """Remove files and folder marks; the paths that were there. What is not there is no error."""
@@ -336,7 +362,7 @@ class Namespace(Membership):
         unsettled = False
         now, version = time.time(), new_version()
 
-        def outdated(may_be_there: bool) -> None:
+        def outdated(may_be_there: bool, _: int) -> None:
             nonlocal unsettled
             unsettled = unsettled or may_be_there
 
@@ -534,14 +560,14 @@ class Namespace(Membership):
         return self._ledger.update([f"/{path}"], decide)[f"/{path}"]
 
     def update_by(
-        self, number: int, path: str, decide: Decide, outdated: Callable[[bool], None], fresh: bool = False
+        self, number: int, path: str, decide: Decide, outdated: Outdate, fresh: bool = False
     ) -> Value | None:
-        """Change a record by a fence number; what it is after that. outdated: called where another number counts by now, with
-        whether a member may have taken the change already; what the change refers to must exist after that, or it raises."""
+        """Change a record by a fence number; what it is after that. outdated: called where another number counts by now; what
+        the change refers to must exist after that, or it raises."""
         return self._by(number, [f"/{path}"], decide, outdated, fresh)[f"/{path}"]
 
     def _by(
-        self, number: int, names: Sequence[str], decide: Decide, outdated: Callable[[bool], None], fresh: bool = False
+        self, number: int, names: Sequence[str], decide: Decide, outdated: Outdate, fresh: bool = False
     ) -> dict[str, Value | None]:
         until = time.monotonic() + 2 * self.commit_seconds
         while True:
@@ -552,7 +578,7 @@ class Namespace(Membership):
                     raise Unavailable(f"{self.url}: {error}; members still change, try again") from error
                 self.renew()
                 number = self.ring.number
-                outdated(error.unsettled)
+                outdated(error.unsettled, number)
 
     def office(self, name: str, decide: Decide) -> Value | None:
         """Change a register of the namespace itself, whose name no path has; what it is after that."""

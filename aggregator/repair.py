@@ -191,7 +191,7 @@ def replace_layout(
     def decide(_: str, value: Value | None) -> Value | None:
         return files.encode(replace(old, layout=tried[-1])) if value is not None and value.body == same else None
 
-    def outdated(_: bool) -> None:
+    def outdated(_: bool, __: int) -> None:
         now, gone = relinked(namespace, tried[-1], {h.name for h in tried[-1].holders} - before)
         if gone:
             raise StoreError(f"{path}: a repair that stood still has lost what it made; the file stays where it is")

@@ -44,12 +44,14 @@ def object_name(version: str) -> str:
 class Forgotten(StoreError):
     """Members were taken out of the namespace while a file was written to them."""
 
-    def __init__(self, members: Collection[str], file: File, base: File | None) -> None:
+    def __init__(self, members: Collection[str], file: File, base: File | None, unsettled: int | None) -> None:
         super().__init__(f"{', '.join(sorted(members))} were taken out of the namespace meanwhile; write it anew")
         self.members = members
         self.file = file
         self.base = base
         """What was to be published, and on what, as that is now."""
+        self.unsettled = unsettled
+        """The fence number by which a member may have taken it."""
 
 
 class Collected(StoreError):
@@ -285,15 +287,16 @@ class FileWriter(Writer):
 
     def _publish(self, file: File) -> File:
         """Publish, elsewhere where a member was taken out meanwhile."""
+        unsettled = None
         for _ in range(3):
             number = None if file.layout is None else self._number
             try:
                 there = self._namespace.publish(
-                    self._path, file, self._new, self._base, number, self._renewed, self._replaces
+                    self._path, file, self._new, self._base, number, self._renewed, self._replaces, unsettled
                 )
             except Forgotten as error:
                 last = error
-                file, self._base = error.file, error.base
+                file, self._base, unsettled = error.file, error.base, error.unsettled
                 assert file.layout is not None
                 gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in error.members))
                 file = replace(file, layout=self._completed(file.layout, gone))

@@ -188,7 +188,8 @@ def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
 def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: str) -> None:
     """Whose configuration still names it: nothing that is acknowledged lies there alone, and it can be thrown away."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
-    writer = Namespace(nodes_config(nodes, redundancy=redundancy))
+    table = {"redundancy": redundancy, "deadline_seconds": 60.0}  # whether a busy machine is slow is not the question here
+    writer = Namespace(nodes_config(nodes, **table))
     acknowledged: list[int] = []
     over = threading.Event()
 
@@ -205,7 +206,7 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
         while len(acknowledged) < 20:
             assert thread.is_alive()
             time.sleep(0.01)
-        admin = Namespace(nodes_config(nodes, redundancy=redundancy))
+        admin = Namespace(nodes_config(nodes, **table))
         done = moving.forget(admin, nodes[2].address)
         assert not done.failed
         there = len(acknowledged)
@@ -217,7 +218,7 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
         thread.join()
     nodes[2].close()
     shutil.rmtree(tmp_path / "n2")
-    rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], redundancy=redundancy))
+    rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], **table))
     for number in acknowledged:
         assert rest.get(f"f{number}") == pattern(50_000, number)
     assert surveys.survey(rest, verify=True).whole

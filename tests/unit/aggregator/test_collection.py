@@ -15,14 +15,14 @@ import pytest
 from cluster import directories
 from test_registers import Flaky
 
-from ckpt.aggregator import collection, moving
+from ckpt.aggregator import collected, collection, moving
 from ckpt.aggregator import namespace as namespaces
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.collection import collect
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import StoreError
-from ckpt.storage.registers import ABSENT, Answer, Ballot, floor
+from ckpt.storage.registers import ABSENT, Answer, Ballot, Value, floor
 from ckpt.storage.sqlite import SqliteRegisters
 
 
@@ -374,3 +374,24 @@ def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object]
         assert (path in listed) == (clients[0].stat(path) is not None)
     for client in clients:
         client.close()
+
+
+def test_names_that_were_collected_are_known_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many the oldest are forgotten, and nobody relies on what is not known any more."""
+    monkeypatch.setattr(collected, "_NAMES", 3)
+    namespace = Namespace(directories(tmp_path, 3))
+    namespace.put("a", b"1")
+    assert not collected.collected_since(namespace, "a", 1)
+    for number, names in ((3, ["/a", "/b"]), (4, ["/c"])):
+        collected.note_collection(namespace, number, names)
+    for path, number, expected in (("a", 2, True), ("a", 3, False), ("c", 3, True), ("d", 2, False)):
+        assert collected.collected_since(namespace, path, number) == expected, (path, number)
+    collected.note_collection(namespace, 5, ["/e"])
+    assert collected.collected_since(namespace, "d", 2), "what was collected by 3 is not known any more"
+    assert not collected.collected_since(namespace, "d", 3)
+    namespace.office(collected.REGISTER, lambda _, value: Value(b"what no version writes"))
+    assert collected.collected_since(namespace, "d", 9)
+    collected.note_collection(namespace, 10, ["/f"])
+    assert not collected.collected_since(namespace, "d", 10)
+    assert collected.collected_since(namespace, "d", 9)
+    namespace.close()

@@ -1,0 +1,104 @@
+"""A node dies and is forgotten while a client publishes a file: the client goes on, wherever the change met it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Here, Process, nodes_config
+from stopped_client import Stopped
+
+from ckpt.aggregator import moving
+from ckpt.aggregator import survey as surveys
+from ckpt.aggregator.collection import collect
+from ckpt.aggregator.eras import begin_era
+from ckpt.aggregator.namespace import Namespace, open_namespace
+from ckpt.storage.testing import pattern
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Process]]:
+    found = [Process(tmp_path / f"n{i}") for i in range(4)]
+    try:
+        yield found
+    finally:
+        for node in found:
+            node.close()
+
+
+def url_of(nodes: list[Process]) -> str:
+    return "ckpt://" + ",".join(node.address for node in nodes)
+
+
+def kept_first_by(namespace: Namespace, node: Process) -> str:
+    """A path whose record this node orders."""
+    names = (f"f{i}" for i in range(1000))
+    return next(name for name in names if namespace.ring.keepers(f"/{name}").members[0] == node.address)
+
+
+@pytest.mark.parametrize("nbytes", [1_000, 1 << 20])
+@pytest.mark.parametrize(
+    ("collected", "point"),
+    [
+        pytest.param(False, "ledger.changed", id="nothing was ever collected"),
+        pytest.param(True, "ledger.accept", id="records were collected before"),
+    ],
+)
+def test_the_only_member_that_took_the_record_is_forgotten(
+    nodes: list[Process], nbytes: int, collected: bool, point: str
+) -> None:
+    """The first member of the path may have the record, and dies. The others refuse it, and nobody knows it any more."""
+    namespace, _ = open_namespace(url_of(nodes))
+    namespace.put("a", b"1")
+    if collected:
+        namespace.delete(["a"])
+        assert collect(namespace, 0.0) == 1
+    path = kept_first_by(namespace, nodes[2])
+    writer = Stopped(url_of(nodes), f"namespace.put({path!r}, pattern({nbytes}, 2))", point)
+    try:
+        nodes[2].kill()
+        rest, _ = open_namespace(url_of(nodes))
+        assert not moving.forget(rest, nodes[2].address).failed
+        ended = writer.goes_on()
+    finally:
+        writer.close()
+    assert ended.startswith("acknowledged"), ended
+    left, _ = open_namespace(url_of([nodes[0], nodes[1], nodes[3]]))
+    assert left.get(path) == pattern(nbytes, 2)
+    assert surveys.survey(left, verify=True).whole
+
+
+@pytest.mark.parametrize("collects", [False, True], ids=["nothing", "another file"])
+def test_an_era_begins_under_a_writer(nodes: list[Process], collects: bool) -> None:
+    """The members refuse the record by the old number, and none has it: it was not there, and is put there now."""
+    namespace, _ = open_namespace(url_of(nodes))
+    namespace.put("a", b"1")
+    assert begin_era(namespace) is not None
+    if collects:
+        namespace.delete(["a"])
+    writer = Stopped(url_of(nodes), "namespace.put('b', pattern(1 << 20, 2))", "ledger.accept")
+    try:
+        assert collect(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
+        ended = writer.goes_on()
+    finally:
+        writer.close()
+    assert ended.startswith("acknowledged"), ended
+    assert namespace.get("b") == pattern(1 << 20, 2)
+
+
+def test_the_file_is_moved_while_its_writer_moves_it(tmp_path: Path) -> None:
+    """A record comes through half-done, on a forgotten node. Whoever forgets it, and the writer, move it at the same time."""
+    here = [Here(tmp_path / f"n{i}") for i in range(4)]
+    writer, admin = (Namespace(nodes_config(here, redundancy="1x")) for _ in range(2))
+    try:
+        file = writer.put("f", pattern(1 << 20, 2))
+        assert file.layout is not None
+        member = file.layout.holders[0].member
+        assert not moving.forget(admin, member).failed  # the only copy that the writer knows is gone
+        writer.renew()
+        writer._leave("f", file, {member})
+        assert writer.get("f") == pattern(1 << 20, 2)
+    finally:
+        for each in (writer, admin, *here):
+            each.close()
