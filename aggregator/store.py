@@ -40,11 +40,9 @@ class NamespaceStore(ConditionalStore):
     def exists(self, name: str) -> bool:
         try:
             with self._namespace.open(self._path(name)) as reader:
-                if reader.file.head.nbytes == RESERVATION_BYTES:
-                    self.get(name)
+                return reader.file.head.nbytes != RESERVATION_BYTES or not self._is_reserved(name)
         except NotFound:
             return False
-        return True
 
     def open(self, name: str) -> Reader:
         return self._namespace.open(self._path(name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckpt.claim import Claim
-from ckpt.records import CommitRecord, decode_commit, encode_commit
+from ckpt.records import RECORD_BYTES, CommitRecord, decode_commit, encode_commit
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.base import Version
 from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, NotFound, Unavailable
@@ -38,7 +38,7 @@ def publish(
             except (AlreadyExists, Changed):
                 claim.check()
                 try:
-                    there, replaces = store.get_versioned(name)
+                    there, replaces = store.get_versioned(name, RECORD_BYTES)
                 except NotFound:
                     replaces = None
                     continue

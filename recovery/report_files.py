@@ -19,6 +19,8 @@ from ckpt.storage.decode import Malformed, read_json
 from ckpt.storage.errors import Unavailable
 
 FOLDER = "agents"
+_REPORT_BYTES = 16 << 20
+"""The longest report. A longer one is left out."""
 
 
 class ReportFiles:
@@ -35,7 +37,7 @@ class ReportFiles:
             paths = sorted(self._folder.glob("*.json"))
             for path in paths:
                 with contextlib.suppress(FileNotFoundError, Malformed):
-                    said = read_json(path.read_bytes())
+                    said = read_json(_read(path))
                     if isinstance(said, dict):
                         found[path.name.removesuffix(".json")] = said
         except OSError as error:
@@ -68,3 +70,12 @@ class ReportFiles:
             f"the reports in {self._folder} can't be {what} now: {error.strerror}; free space on this disk, check it and its "
             "permissions, or give another --run-dir"
         )
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a report. Raises Malformed where it is too long."""
+    with path.open("rb") as file:
+        data = file.read(_REPORT_BYTES + 1)
+    if len(data) > _REPORT_BYTES:
+        raise Malformed(f"{path} is longer than {_REPORT_BYTES} bytes")
+    return data

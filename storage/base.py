@@ -43,6 +43,10 @@ def check_name(name: str) -> str:
     return name
 
 
+PROBE_BYTES = 1 << 20
+"""The longest object by which a store is probed (`Store.honours_conditions`)."""
+
+
 def require_length(where: str, nbytes: int, limit: int | None) -> None:
     """Raise IntegrityError where an object is longer than a reader expects; limit: None expects any length."""
     if limit is not None and nbytes > limit:
@@ -142,9 +146,17 @@ class Store(ABC):
         if replaces is None:
             self.put_new(name, data)
             return
-        if self.get_versioned(name)[1] != replaces:
-            raise Changed(f"publishing {self.url}/{name}: another writer has changed it meanwhile")
+        self._require(name, replaces)
         self.put(name, data)
+
+    def _require(self, name: str, expected: bytes) -> None:
+        """Raise Changed where an object has another content, of whatever length."""
+        try:
+            if self.get_up_to(name, len(expected)) == expected:
+                return
+        except (NotFound, IntegrityError):
+            pass
+        raise Changed(f"publishing {self.url}/{name}: another writer has changed it meanwhile")
 
     def revoke(self, name: str) -> bool:
         """Let every `publish` of this name fail that another writer has prepared; False where one that replaces the object
@@ -154,7 +166,7 @@ class Store(ABC):
     def honours_conditions(self, name: str) -> bool:
         """Whether a put whose condition does not hold is refused. name: an object that is there; it keeps its bytes."""
         try:
-            self.put_new(name, self.get(name))
+            self.put_new(name, self.get_up_to(name, PROBE_BYTES))
         except AlreadyExists:
             return True
         return False
@@ -163,9 +175,9 @@ class Store(ABC):
     def get(self, name: str) -> bytes:
         """Return the whole object; raise NotFound."""
 
-    def get_versioned(self, name: str) -> tuple[bytes, Version]:
-        """Return the whole object, and by what `publish` knows it; raise NotFound."""
-        data = self.get(name)
+    def get_versioned(self, name: str, limit: int) -> tuple[bytes, Version]:
+        """Return the whole object, and by what `publish` knows it; raise NotFound, IntegrityError as `get_up_to`."""
+        data = self.get_up_to(name, limit)
         return data, data
 
     def get_up_to(self, name: str, limit: int) -> bytes:

@@ -21,7 +21,7 @@ import msgpack
 import xxhash
 
 from ckpt.storage.device import OBJECTS, QUARANTINE, Info, damaged
-from ckpt.storage.errors import AlreadyExists, NotFound, Outdated, StoreError, Unavailable
+from ckpt.storage.errors import AlreadyExists, IntegrityError, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.fence_numbers import in_order, outdated, raised
 from ckpt.storage.objects import ObjectStore
 from ckpt.storage.registers import (
@@ -54,6 +54,9 @@ _TRIES = 20
 _SPECIAL = re.compile(r"[^A-Za-z0-9.\-]")
 _FOLDER = "registers"
 _FACTS = "registers.json"
+_FACTS_BYTES = 64 << 10
+_RECORD_BYTES = BODY_BYTES + (1 << 20)
+"""The longest objects of both kinds."""
 _COMPLETE = {"complete": 1, "epoch": 0}
 """For reading a register as it is stored, whatever the bucket's own facts say."""
 
@@ -257,9 +260,11 @@ class BucketRegisters(Registers):
 
     def _get(self, name: str, facts: dict[str, int]) -> tuple[Answer, Any]:
         try:
-            data, tag = self._store.get_tagged(_key(name))
+            data, tag = self._store.get_tagged(_key(name), _RECORD_BYTES)
         except NotFound:
             return shown(Record(), facts["epoch"]) if facts["complete"] else UNKNOWN, None
+        except IntegrityError as error:
+            return Damaged(str(error)), self._store.tag(_key(name))
         told, answer = _decode(data)
         if told != name:
             return Damaged(f"it is that of {told!r}"), tag
@@ -267,9 +272,11 @@ class BucketRegisters(Registers):
 
     def _listed(self, key: str) -> tuple[str, Answer] | None:
         try:
-            name, answer = _decode(self._store.get(key))
+            name, answer = _decode(self._store.get_up_to(key, _RECORD_BYTES))
         except NotFound:  # dropped meanwhile
             return None
+        except IntegrityError:
+            name, answer = "", Damaged("it is too long")
         if isinstance(answer, Record) and answer.value is not None:
             answer = Record(answer.promised, answer.accepted, Value(answer.value.head))
         if name == "" or _key(name) != key:  # its bytes do not even say whose it is
@@ -287,12 +294,12 @@ class BucketRegisters(Registers):
 
     def _tagged_facts(self) -> tuple[dict[str, int], Any]:
         try:
-            data, tag = self._store.get_tagged(_FACTS)
+            data, tag = self._store.get_tagged(_FACTS, _FACTS_BYTES)
             found = json.loads(data)
             return {"complete": int(found["complete"]), "epoch": int(found["epoch"])}, tag
         except NotFound:
             return {"complete": 0, "epoch": 0}, None
-        except (ValueError, KeyError, TypeError) as error:
+        except (IntegrityError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self._store.url}/{_FACTS} is damaged ({error}); delete it, and run a repair") from error
 
     def _note(self, change: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, int]:

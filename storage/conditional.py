@@ -16,8 +16,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 
-from ckpt.storage.base import Buffer, Store, Version
-from ckpt.storage.errors import AlreadyExists, Changed, NotFound, StoreError, Unavailable
+from ckpt.storage.base import PROBE_BYTES, Buffer, Store, Version
+from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, NotFound, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 
 _MARK = b"ckpt reservation "
@@ -54,8 +54,8 @@ class ConditionalStore(Store):
         None may hide a put that came through, was not answered and was tried again: read it to know.
         """
 
-    def get_versioned(self, name: str) -> tuple[bytes, Version]:
-        return self._read_object(name, None)
+    def get_versioned(self, name: str, limit: int) -> tuple[bytes, Version]:
+        return self._read_object(name, limit)
 
     def _read_object(self, name: str, limit: int | None) -> tuple[bytes, Version]:
         data, version = self._read(name, limit)
@@ -64,7 +64,7 @@ class ConditionalStore(Store):
         return data, version
 
     def get(self, name: str) -> bytes:
-        return self.get_versioned(name)[0]
+        return self._read_object(name, None)[0]
 
     def get_up_to(self, name: str, limit: int) -> bytes:
         return self._read_object(name, limit)[0]
@@ -88,9 +88,11 @@ class ConditionalStore(Store):
         mark = new_reservation()
         for _ in range(_TRIES):
             try:
-                there, version = self._read(name)
+                there, version = self._read(name, RESERVATION_BYTES)
             except NotFound:
                 return True
+            except IntegrityError:  # longer than any reservation
+                return False
             if not is_reservation(there):
                 return False
             if there == mark or self._swap(name, mark, version) is not None:
@@ -98,7 +100,9 @@ class ConditionalStore(Store):
         raise Unavailable(f"{self.url}/{name} changes all the time; try again")
 
     def honours_conditions(self, name: str) -> bool:
-        return super().honours_conditions(name) and self._swap(name, self.get(name), self._outdated) is None
+        return super().honours_conditions(name) and self._swap(
+            name, self.get_up_to(name, PROBE_BYTES), self._outdated
+        ) is None
 
     def _reserve(self, name: str) -> Version:
         mark = new_reservation()
@@ -107,10 +111,12 @@ class ConditionalStore(Store):
             if (version := self._swap(name, mark, expected)) is not None:
                 return version
             try:
-                there, expected = self._read(name)
+                there, expected = self._read(name, RESERVATION_BYTES)
             except NotFound:
                 expected = None
                 continue
+            except IntegrityError:
+                there = b""  # longer than any reservation
             if there == mark:
                 return expected
             if not is_reservation(there):
@@ -119,6 +125,13 @@ class ConditionalStore(Store):
 
     def _holds(self, name: str, data: Buffer) -> bool:
         try:
-            return self._read(name)[0] == bytes(data)
-        except NotFound:
+            return self._read(name, len(bytes(data)))[0] == bytes(data)
+        except (NotFound, IntegrityError):
+            return False
+
+    def _is_reserved(self, name: str) -> bool:
+        """Whether there is nothing but a reservation. Raises NotFound."""
+        try:
+            return is_reservation(self._read(name, RESERVATION_BYTES)[0])
+        except IntegrityError:  # replaced meanwhile by something longer
             return False

@@ -179,14 +179,6 @@ class LocalStore(Store):
         with suppress(NotFound):
             sync_folder(os.path.dirname(path))
 
-    def _require(self, name: str, expected: bytes) -> None:
-        try:
-            if self.get(name) == expected:
-                return
-        except NotFound:
-            pass
-        raise Changed(f"publishing {self._path(name)}: another writer has changed it meanwhile")
-
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))

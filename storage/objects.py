@@ -120,6 +120,11 @@ class ObjectStore(ConditionalStore):
             require_length(f"{self.url}/{name}", found.meta["size"], limit)
             return bytes(found.bytes()), _tag(found.meta)
 
+    def tag(self, name: str) -> Any:
+        """What `put_if` knows an object by; raises NotFound."""
+        with self._told("looking up", name, reads=True):
+            return _tag(self._store.head(check_name(name)))
+
     def modified(self, name: str) -> float:
         """When an object was written, by the bucket's clock, in seconds since 1970."""
         with self._told("looking up", name, reads=True):
@@ -140,11 +145,9 @@ class ObjectStore(ConditionalStore):
 
     def exists(self, name: str) -> bool:
         try:
-            if self._head(check_name(name)) == RESERVATION_BYTES:
-                self.get(name)
+            return self._head(check_name(name)) != RESERVATION_BYTES or not self._is_reserved(name)
         except NotFound:
             return False
-        return True
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         folder = check_name(prefix) if prefix else None

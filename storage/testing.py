@@ -193,7 +193,7 @@ class StoreContract(ABC):
         assert store.get("a/b") == b"one"
         with pytest.raises(AlreadyExists):
             store.publish("a/b", b"two", confirm)
-        data, version = store.get_versioned("a/b")
+        data, version = store.get_versioned("a/b", 1 << 20)
         assert data == b"one"
         store.publish("a/b", b"two", confirm, version)
         with pytest.raises((Changed, AlreadyExists)):
@@ -210,7 +210,7 @@ class StoreContract(ABC):
         with pytest.raises(StoreError, match="the lease is another's"):
             store.publish("a/new", b"new", refuse)
         with pytest.raises(StoreError, match="the lease is another's"):
-            store.publish("a/old", b"new", refuse, store.get_versioned("a/old")[1])
+            store.publish("a/old", b"new", refuse, store.get_versioned("a/old", 1 << 20)[1])
         assert not store.exists("a/new")
         with pytest.raises(NotFound):
             store.get("a/new")
@@ -231,7 +231,7 @@ class StoreContract(ABC):
             store.publish("a/b", b"old", succeeded)
         assert not store.exists("a/b")
         store.publish("a/b", b"new", lambda: None)
-        version = store.get_versioned("a/b")[1]
+        version = store.get_versioned("a/b", 1 << 20)[1]
 
         def replaced() -> None:
             store.sweep_temporaries("")
@@ -243,7 +243,7 @@ class StoreContract(ABC):
 
     def test_of_many_publications_one_wins(self, store: Store) -> None:
         store.put("a", b"before")
-        version = store.get_versioned("a")[1]
+        version = store.get_versioned("a", 1 << 20)[1]
         told = in_threads([partial(store.publish, "b", b"%d" % n, lambda: None) for n in range(4)])
         assert sum(each is None for each in told) == 1, told
         assert store.get("b") == b"%d" % told.index(None)

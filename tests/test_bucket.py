@@ -112,6 +112,19 @@ def test_rot_does_not_vote(registers: Registers, bucket: str, s3_client: Any) ->
     assert registers.read(["/x"]) == [Record(Ballot(9, ""), Ballot(9, ""), Value(b"1"))]
 
 
+def test_a_record_that_grew_does_not_vote_and_is_healed(registers: Registers, bucket: str, s3_client: Any) -> None:
+    """It is longer than any record, and is not read."""
+    ballot = Ballot(5, "x")
+    assert registers.accept([("/x", Value(b"head", b"body"))], ballot) == [True]
+    s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=f"a/{_key('/x')}", Body=bytes(34 << 20))
+    (answer,) = registers.read(["/x"])
+    assert isinstance(answer, Damaged)
+    assert "at most" in answer.reason
+    assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", Damaged)]
+    assert registers.accept([("/x", Value(b"head", b"new"))], Ballot(6, "x"), heal=True) == [True]
+    assert registers.read(["/x"]) == [Record(Ballot(6, "x"), Ballot(6, "x"), Value(b"head", b"new"))]
+
+
 def test_a_fence(registers: Registers) -> None:
     registers.learn("ring", Value(b"agreed"))
     registers.fence(5)

@@ -23,18 +23,24 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.claim import alive
 from ckpt.groups.base import Group, late, ranks_text
 from ckpt.groups.hello import Hello, decoded, hello
 from ckpt.groups.meeting_notes import MeetingNotes
 from ckpt.storage.base import Store
-from ckpt.storage.errors import CkptError, GroupError, NotFound
+from ckpt.storage.decode import Malformed, read_json
+from ckpt.storage.errors import CkptError, GroupError, IntegrityError, NotFound
 from ckpt.storage.threads import Threads
 
 log = logging.getLogger("ckpt")
 
 PLACE = "meet"
+_WORD_BYTES = 4 << 20
+"""The longest object of a meeting that no gather brings: the tokens of two hundred thousand ranks."""
+_GATHER_BYTES = 1 << 30
+"""The longest that a rank brings to a gather: where each of ten million arrays lies that it needs."""
 _FAREWELL_SECONDS = 2.0
 """How long rank 0 waits at the end to clean up. Short, for it may be leaving because another rank has died."""
 _STALE_SECONDS = 86400.0
@@ -130,7 +136,7 @@ class Meeting:
                 self._try(token)
             folders = {f"{PLACE}/{name}" for name in self._store.list_folders(PLACE) if name.startswith(mine)}
             for folder in folders - begun:
-                members = _get(self._store, f"{folder}/members.json")
+                members = _tokens(_get(self._store, f"{folder}/members.json"), self._group.size)
                 if folder not in greeted:
                     if members is not None:
                         begun.add(folder)
@@ -138,7 +144,7 @@ class Meeting:
                     with suppress(NotFound):  # swept, as in _put, or the meeting is over: then not made anew by a hello
                         self._store.put(f"{folder}/hello-{rank}-{token}", self._me.encoded())
                         greeted.add(folder)
-                elif members is not None and json.loads(members)[rank] == token:
+                elif members is not None and members[rank] == token:
                     self._withdraw(greeted - {folder}, token)
                     if (opener := decoded(_get(self._store, f"{folder}/open"))) is not None:
                         self._others[0] = opener
@@ -183,7 +189,7 @@ class Meeting:
         """
         me, doubt = self._me, 0.0
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
-        said = iter(_get_all(self._store, names))
+        said = iter(_get_all(self._store, names, _WORD_BYTES))
         living: dict[int, str] = {}
         for rank, tokens in hellos.items():
             came = [(token, decoded(next(said))) for token in tokens]
@@ -235,7 +241,7 @@ class Meeting:
         for _ in self._looks():
             here = {entry.name for entry in self._store.list(self._folder)}
             if here.issuperset(names):
-                brought = [data for data in _get_all(self._store, names) if data is not None]
+                brought = [data for data in _get_all(self._store, names, _GATHER_BYTES) if data is not None]
                 if len(brought) == self._group.size:  # else the store lists what it can't yet read
                     return _join(brought)
             elif dead is not None:
@@ -247,7 +253,7 @@ class Meeting:
         """Another rank: the same, from rank 0."""
         dead: GroupError | None = None
         for _ in self._looks():
-            together = _get(self._store, f"{self._folder}/{number}-all")
+            together = _get(self._store, f"{self._folder}/{number}-all", self._group.size * _GATHER_BYTES)
             if together is not None:
                 return together
             if dead is not None:
@@ -343,17 +349,34 @@ def _split(together: bytes) -> list[bytes]:
     return parts
 
 
-def _get_all(store: Store, names: Sequence[str]) -> list[bytes | None]:
+def _get_all(store: Store, names: Sequence[str], limit: int) -> list[bytes | None]:
     """Many small objects, by several threads: of a thousand ranks in a bucket they take seconds each otherwise."""
     with Threads(min(16, len(names) or 1), "ckpt-meeting") as pool:
-        return list(pool.map(lambda name: _get(store, name), names))
+        return list(pool.map(lambda name: _get(store, name, limit), names))
 
 
-def _get(store: Store, name: str) -> bytes | None:
+def _get(store: Store, name: str, limit: int = _WORD_BYTES) -> bytes | None:
+    """An object; None where there is none. A word that is too long says nothing; what a rank brings must not be too long."""
     try:
-        return store.get(name)
+        return store.get_up_to(name, limit)
     except NotFound:
         return None
+    except IntegrityError as error:
+        if limit > _WORD_BYTES:
+            raise GroupError(f"what the ranks have brought can't be read: {error}") from error
+        log.warning("%s", error)
+        return b""
+
+
+def _tokens(data: bytes | None, size: int) -> list[Any] | None:
+    """Those of the members of a meeting, by rank; None where there are none yet."""
+    if data is None:
+        return None
+    try:
+        found = read_json(data)
+    except Malformed:
+        found = None
+    return found if isinstance(found, list) and len(found) == size else [None] * size
 
 
 def _put(store: Store, name: str, data: bytes) -> None:

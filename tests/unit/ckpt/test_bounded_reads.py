@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -61,6 +63,95 @@ def test_a_giant_array_that_no_bytes_cover_is_refused_before_it_is_made(tmp_path
     record.write_bytes(records.encode("commit", {k: v for k, v in body.items() if k not in ("kind", "format")}))
     with pytest.raises(ckpt.IntegrityError, match="weight .* covers 800 of"):
         ckpt.load(tmp_path, step=5)
+
+
+_MEASURED = """
+import resource, sys
+import ckpt, numpy, pyarrow.parquet
+from ckpt.aggregator.namespace import open_namespace
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    exec(sys.argv[1])
+except (ckpt.IntegrityError, ckpt.GroupError) as error:
+    print(type(error).__name__, error)
+else:
+    print("done")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+
+
+def measured(code: str, *args: object, **options: Any) -> str:
+    """How a child ends that runs `code`, having taken little memory."""
+    ended, nbytes = finish(python(_MEASURED, code, *args, **options)).splitlines()
+    assert int(nbytes) < _ALLOWED
+    return ended
+
+
+def test_a_commit_record_that_grew_is_not_read_for_its_successor(tmp_path: Path) -> None:
+    ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
+    os.truncate(tmp_path / "steps/5/commit.json", _LONG)
+    ended = measured("ckpt.save({'weight': numpy.arange(10)}, sys.argv[2], 5, overwrite=True)", tmp_path)
+    assert ended.startswith("IntegrityError")
+    assert f"has {_LONG} bytes" in ended
+
+
+def test_a_commit_record_that_grew_in_a_namespace(tmp_path: Path) -> None:
+    """Its record says how long the file is, and a hole of any length costs nothing."""
+    config = tmp_path / "config.toml"
+    members = ", ".join(f"'{tmp_path}/disk{i}'" for i in range(2))
+    config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
+    grow = """
+ckpt.save({"weight": numpy.arange(100)}, "ckpt://lab/run", 5)
+namespace, _ = open_namespace("ckpt://lab")
+namespace.delete(["run/steps/5/commit.json"])
+with namespace.create("run/steps/5/commit.json", aligned=False) as writer:
+    writer.write_at(1 << 40, memoryview(b"x"))
+    writer.publish()
+"""
+    env = {"CKPT_CONFIG": str(config)}
+    assert measured(grow, env=env) == "done"
+    save = "ckpt.save({'w': numpy.arange(9)}, 'ckpt://lab/run', 5, overwrite=True)"
+    for code in ("ckpt.load('ckpt://lab/run', step=5)", save):
+        ended = measured(code, env=env)
+        assert ended.startswith("IntegrityError"), ended
+        assert f"has {(1 << 40) + 1} bytes" in ended
+
+
+def test_a_long_object_of_another_meeting_is_passed_over(tmp_path: Path) -> None:
+    """Two ranks meet at a store where a meeting of before has grown, and one of the same job with members of any length."""
+    job = {"CKPT_RUN_ID": "a", "WORLD_SIZE": "2"}
+    code = """
+from ckpt.groups import EnvGroup
+from ckpt.storage.local import LocalStore
+group = EnvGroup(60)
+group.meet_at(LocalStore(sys.argv[2]))
+assert group.all_gather(b"%d" % group.rank) == [b"0", b"1"]
+group.close()
+"""
+    digest = hashlib.sha256(b"a").hexdigest()[:12]
+    for folder in (f"meet/{digest}-2-abc", "meet/other-2-abc"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("open", "members.json"):
+            (tmp_path / folder / name).touch()
+            os.truncate(tmp_path / folder / name, _LONG)
+    ranks = [python(_MEASURED, code, tmp_path, env={**job, "RANK": str(rank)}) for rank in range(2)]
+    for rank in ranks:
+        ended, nbytes = finish(rank, 120).splitlines()
+        assert ended == "done"
+        assert int(nbytes) < _ALLOWED
+
+
+def test_a_report_that_grew_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "good.json").write_text("{}")
+    (tmp_path / "agents" / "long.json").touch()
+    os.truncate(tmp_path / "agents" / "long.json", _LONG)
+    code = """
+from pathlib import Path
+from ckpt.recovery.report_files import ReportFiles
+assert list(ReportFiles(Path(sys.argv[2])).read()) == ["good"]
+"""
+    assert measured(code, tmp_path) == "done"
 
 
 @pytest.mark.parametrize("limit", ["MANIFEST_BYTES", "TREE_BYTES"])
