@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ckpt.codec import CodecWish, parse
@@ -44,8 +45,10 @@ def held_by(flat: Flat, group: Group) -> list[Held]:
     return found
 
 
-def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> list[LeafSpec]:
-    """What a plan needs to know of each, this rank being one of a group."""
+def specs_of(
+    flat: Flat, held: list[Held], wish: CodecWish, group: Group, changing: Collection[str] = frozenset()
+) -> list[LeafSpec]:
+    """What a plan needs to know of each, this rank being one of a group. changing: names of leaves that are known to change."""
     codec_of = parse(wish)
     # Of arrays that do not say otherwise every rank has an equal copy, as data parallelism keeps them.
     everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
@@ -56,6 +59,8 @@ def specs_of(flat: Flat, held: list[Held], wish: CodecWish, group: Group) -> lis
     found = []
     for name, x, part, shape in held:
         kind: Kind = "buffer" if name in buffers else "frozen" if name in frozen else ""
+        if name in changing:
+            kind = "changes"
         codec = codec_of(name)
         if part is not None:
             if part.replica.of > group.size > 1:  # the shares of the others would be missing

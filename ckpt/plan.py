@@ -25,8 +25,9 @@ PIECE_ALIGNMENT = 64
 """Where a leaf starts within a shared block: a cache line, so that it can be used in place by any vector code."""
 
 
-Kind = Literal["", "frozen", "buffer"]
-"""What tells whether training changes a leaf: frozen parameters stay, most buffers are constants or change by themselves."""
+Kind = Literal["", "frozen", "buffer", "changes"]
+"""What tells whether training changes a leaf: frozen parameters stay, most buffers are constants or change by themselves. Of
+some leaves earlier saves have found that they change where others of their block stay (`changes.py`)."""
 
 
 class LeafSpec(NamedTuple):

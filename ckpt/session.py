@@ -62,7 +62,7 @@ class Session:
     ) -> None:  # fmt: skip
         self.repo = repo
         self.group = group
-        self._place = repo.url, group.rank
+        self.place = repo.url, group.rank
         self.spared: Callable[[], Collection[int]] = tuple
         """Steps that no sweep deletes, for they are still to be copied from here."""
         self.holders = 0
@@ -189,7 +189,7 @@ class Session:
                     self._known = _Known(algorithm, 1, (step,))
                 elif known is not None and (known.algorithm, known.copies) == (algorithm, copies):
                     self._known = _Known(algorithm, copies, (step, *known.steps)[:copies])
-                _remember(self._place, step.blocks, copies)
+                _remember(self.place, step.blocks, copies)
         distrusted(self.repo).discard(attempt.step)
 
     def note_line(self, line: Line) -> None:
@@ -240,7 +240,7 @@ class Session:
         if manifest.digest_algorithm != algorithm:
             return StepBlocks({}, {})
         mine = None if self.group.size == 1 else self.group.rank
-        before = _remembered.get(self._place, ())
+        before = _remembered.get(self.place, ())
         blocks = {}
         for key, at in manifest.blocks(mine).items():
             seen = KnownBlock(*at, seen=True)

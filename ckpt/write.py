@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ckpt import arena as arenas
 from ckpt import codec, manifest, parts
 from ckpt.arena import Arena, ArenaClosed, Region, round_up
+from ckpt.changes import changes_of
 from ckpt.checkpoint import Checkpoint
 from ckpt.claim import Attempt
 from ckpt.commit import Committer
@@ -185,7 +186,8 @@ class _Save:
         self._leaves = [h.leaf for h in held]
         self._names = [h.name for h in held]
         self._sharded = any(h.part is not None for h in held)
-        specs = specs_of(flat, held, options.codec, session.group)
+        self._changes = changes_of(session.place)
+        specs = self._specs = specs_of(flat, held, options.codec, session.group, self._changes.changing)
         verify = options.verify_replicas if session.group.size > 1 else False
         digests = digests_of(flat, specs, self._leaves, verify)
         self.committer = Committer(session, attempt, handle.step, options, flat, digests)
@@ -497,6 +499,8 @@ class _Save:
         if at is not None and not at.seen:
             at = self._seen(key, at)
         if at is None:
+            with self._computing():
+                self._changes.look(block, self._specs, region.data)
             at = self._append(packs, block, region)
         else:
             self._referenced.add(at.pack)

@@ -103,3 +103,95 @@ def test_thawed_parameters_are_written(tmp_path: Path) -> None:
     fresh, _ = make()
     ckpt.load(tmp_path, like={"model": fresh})
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+STATES: dict[str, Callable[[Any, Any], Any]] = {
+    "state_dict": lambda m, o: {"model": m.state_dict(), "optimizer": o.state_dict()},
+    "numpy": lambda m, o: {name: value.numpy().copy() for name, value in m.state_dict().items()},
+    "of this rank": lambda m, o: ckpt.PerRank(m.state_dict()),
+}
+
+
+def saved_often(model: Any, optimizer: Any, url: Path, form: str, how: str, steps: int) -> list[int]:
+    """The bytes that each of the first steps has written."""
+    ck = ckpt.Checkpointer(url, every=1, keep=steps, codec="none") if how == "Checkpointer" else None
+    for number in range(1, steps + 1):
+        step(model, optimizer)
+        state = STATES[form](model, optimizer)
+        if how == "save":
+            ckpt.save(state, url, number, codec="none")
+        elif ck is None:
+            ckpt.save(state, url, number, codec="none", blocking=False).result()
+        else:
+            ck.save(number, state)
+    if ck is not None:
+        ck.close()
+    repository = ckpt.open(url)
+    return [int(repository[number].commit.written_bytes) for number in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("how", ["save", "in the background", "Checkpointer"])
+@pytest.mark.parametrize("form", STATES)
+def test_what_nothing_says_to_be_frozen_is_found_to_stay(tmp_path: Path, form: str, how: str) -> None:
+    """The first saves find out which leaves change; the third one, or where saves overlap one after it, puts these in blocks of
+    their own."""
+    model, optimizer = make()
+    steps = 8 if how == "Checkpointer" else 4
+    first, *_, last = saved_often(model, optimizer, tmp_path, form, how, steps)
+    assert first > LAYERS * WIDTH * WIDTH * 4
+    assert last <= trained_bytes(model) + 64 * sum(3 for _ in model.parameters()) + 16384
+    fresh, _ = make()
+    found = ckpt.load(tmp_path, step=steps)
+    values = found["model"] if form == "state_dict" else found
+    fresh.load_state_dict({name: torch.as_tensor(value) for name, value in values.items()})
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+def test_what_is_trained_later_leaves_the_blocks_of_what_stays(tmp_path: Path) -> None:
+    model, optimizer = make()
+    steady = saved_often(model, optimizer, tmp_path / "a", "numpy", "save", 5)[-1]
+    late = next(p for p in model.parameters() if not p.requires_grad)
+    make_state = lambda: STATES["numpy"](model, optimizer)  # noqa: E731
+    before = make_state()
+    sizes = []
+    for number in range(6, 10):
+        with torch.no_grad():
+            late.add_(1)
+        ckpt.save(make_state(), tmp_path / "a", number, codec="none")
+        sizes.append(int(ckpt.open(tmp_path / "a")[number].commit.written_bytes))
+    assert sizes[-1] <= steady + late.nbytes + 4096 < LAYERS * WIDTH * WIDTH * 2
+    loaded = ckpt.load(tmp_path / "a", step=9)
+    assert sum(not (loaded[name] == value).all() for name, value in before.items()) == 1
+
+
+def test_ranks_find_out_each_for_itself(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, optimizer = make()
+    groups = ThreadGroup.make(2)
+    for number in range(1, 6):
+        step(model, optimizer)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda g, s=state, n=number: ckpt.save(s, tmp_path, n, codec="none", group=g), groups))
+    assert int(ckpt.open(tmp_path)[5].commit.written_bytes) < trained_bytes(model) + 64 * LAYERS * 20 + 32768
+    loaded = ckpt.load(tmp_path)
+    assert all(torch.equal(torch.as_tensor(loaded[name]), value) for name, value in model.state_dict().items())
+
+
+def test_where_all_changes_blocks_stay_as_they_are(tmp_path: Path) -> None:
+    """Nothing is planned anew, and what joins later and stays is found."""
+    state = {f"a{i}": torch.zeros(1000) for i in range(50)}
+
+    def save(number: int) -> Any:
+        for name, value in state.items():
+            if name.startswith("a"):
+                value.add_(1)
+        ckpt.save(state, tmp_path, number, codec="none")
+        return ckpt.open(tmp_path)[number]
+
+    plans = [[(row.leaf, row.start, row.raw) for row in save(number).manifest().rows] for number in range(1, 5)]
+    assert all(plan == plans[0] for plan in plans)
+    state |= {f"b{i}": torch.zeros(1000) for i in range(50)}
+    written = [save(number).commit.written_bytes for number in range(5, 10)]
+    assert written[0] > 90 * 4000
+    assert written[-1] < 60 * 4096
