@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.making_process import MakingProcess
 from ckpt.storage.errors import SaveFailed
-from ckpt.storage.patience import VARIABLE, patience_seconds
+from ckpt.storage.patience import VARIABLE, Standstill, patience_seconds
 
 if TYPE_CHECKING:
     from ckpt.checkpoint import Checkpoint
@@ -22,8 +22,7 @@ class SaveHandle:
         self.step = step
         self._made_by = MakingProcess()
         self._moves = moves
-        self._seen_moves = 0
-        self._still_seconds = 0.0
+        self._standstill = Standstill()
         self.staged = threading.Event()
         """Set when the state has been copied and may be changed."""
         self._done = threading.Event()
@@ -69,26 +68,20 @@ class SaveHandle:
 
     def is_stuck(self) -> bool:
         """Whether somebody has waited in vain for the save to make progress."""
-        return self._still_seconds >= patience_seconds() and not self._done.is_set()
+        return self._standstill.seconds >= patience_seconds() and not self._done.is_set()
 
     def stuck(self) -> SaveFailed:
         """What to raise where the save makes no progress."""
         return SaveFailed(
-            f"saving step {self.step} has made no progress for {self._still_seconds:g} s: the store does not answer. The step "
-            f"is committed if it answers again while this program runs. {VARIABLE} sets the seconds"
+            f"saving step {self.step} has made no progress for {self._standstill.seconds:g} s: the store does not answer. The "
+            f"step is committed if it answers again while this program runs. {VARIABLE} sets the seconds"
         )
 
     def _wait_for(self, event: threading.Event) -> bool:
-        """Whether it came, before there was no progress for too long. Seconds are counted, not read from a clock: a process
-        that was stopped for an hour has not waited for an hour."""
-        limit = patience_seconds()
-        while not event.wait(min(1.0, max(0.0, limit - self._still_seconds))):
-            if (moves := self._moves()) != self._seen_moves:
-                self._seen_moves, self._still_seconds = moves, 0.0
-            elif self._still_seconds >= limit:
-                return False
-            else:
-                self._still_seconds += min(1.0, limit - self._still_seconds)
+        """Whether it came, before there was no progress for too long."""
+        while not event.wait(tick := self._standstill.tick()):
+            if self._standstill.is_too_long(tick, self._moves()):
+                return event.is_set()
         return True
 
     def result(self, timeout: float | None = None) -> Checkpoint:

@@ -13,7 +13,7 @@ from ckpt.repository import Repository
 from ckpt.retention import Keep
 from ckpt.session import Session, distrust
 from ckpt.storage.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
-from ckpt.storage.patience import VARIABLE, patience_seconds
+from ckpt.storage.patience import VARIABLE, Standstill, patience_seconds
 
 log = logging.getLogger("ckpt")
 
@@ -126,17 +126,15 @@ class Promoter:
                 log.error("%s", self._stuck())
 
     def _wait_while_it_moves(self, ended: Callable[[], bool]) -> bool:
-        """With the lock. Whether it ended, before a copy made no progress for CKPT_STORE_TIMEOUT seconds. Those are counted,
-        not read from a clock: a process that was stopped has not waited."""
-        limit, still, seen = patience_seconds(), 0.0, self._moves
+        """With the lock. Whether it ended, before a copy made no progress for too long."""
+        standstill = Standstill(self._moves)
         while not ended():
-            tick = min(1.0, limit - still)
-            if self._changed.wait(tick):
+            if self._changed.wait(tick := standstill.tick()):
                 continue
-            if self._current is None or self._moves != seen:
-                still, seen = 0.0, self._moves
-            elif (still := still + tick) >= limit and not ended():
-                return False
+            if self._current is None:
+                standstill = Standstill(self._moves)
+            elif standstill.is_too_long(tick, self._moves):
+                return ended()
         return True
 
     def _stuck(self) -> str:

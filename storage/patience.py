@@ -38,6 +38,28 @@ def patience_seconds() -> float:
     return seconds
 
 
+class Standstill:
+    """For how many seconds a piece of work has made no progress. They are counted, not read from a clock: a process that was
+    stopped for an hour has not waited for an hour."""
+
+    def __init__(self, moves: int = 0) -> None:
+        """moves: a number that grows as long as there is progress."""
+        self.seconds = 0.0
+        self._moves = moves
+
+    def tick(self) -> float:
+        """How many seconds to wait before `is_too_long` is asked."""
+        return min(1.0, max(0.0, patience_seconds() - self.seconds))
+
+    def is_too_long(self, waited: float, moves: int) -> bool:
+        """Count seconds that were waited in vain; whether there was no progress for CKPT_STORE_TIMEOUT seconds."""
+        if moves != self._moves:
+            self._moves, self.seconds = moves, 0.0
+            return False
+        self.seconds += waited
+        return self.seconds >= patience_seconds()
+
+
 def call_in_a_thread(call: Callable[[], T], what: str) -> T:
     """Let a thread of its own make a call, and wait for it at most `patience_seconds`. Raises Unavailable after that.
 
