@@ -19,77 +19,15 @@ from pathlib import Path
 
 import pytest
 from cluster import Process
+from etcd_server import EtcdProcess, free_port, needs_etcd, running_etcd, until  # noqa: F401  a fixture
 
 from ckpt.aggregator import etcd, members
 from ckpt.aggregator.etcd import Announcement, Facts, announce
 from ckpt.aggregator.etcd_client import Etcd
 from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.errors import InvalidArgument, Refused, StoreError, Unavailable
+from ckpt.storage.errors import InvalidArgument, StoreError, Unavailable
 
-needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the program etcd is missing (Debian: etcd-server)")
 FACTS = Facts("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
-
-
-def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"not so within {seconds} s"
-        time.sleep(0.1)
-
-
-class EtcdProcess:
-    """One etcd on loopback."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.name = folder.name
-        self.endpoint, self.peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-        self.endpoints = (self.endpoint,)
-        self.peers = f"{self.name}={self.peer}"
-        self.options: tuple[str, ...] = ()
-
-    def start(self, wait: bool = True) -> None:
-        command = [
-            "etcd", "--name", self.name, "--data-dir", str(self.folder), "--initial-cluster", self.peers,
-            "--listen-client-urls", self.endpoint, "--advertise-client-urls", self.endpoint,
-            "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer, *self.options,
-        ]  # fmt: skip
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if wait:
-            until(self.answers)
-
-    def answers(self) -> bool:
-        try:
-            Etcd(self.endpoints, 1.0).range("/")
-        except Refused:
-            return True
-        except StoreError:
-            return False
-        return True
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def up(self, cluster: str = "lab") -> dict[str, bool]:
-        """Who is known, and whether it is up."""
-        return {m.name: m.up for m in etcd.members(self.endpoints, cluster)}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdProcess]:
-    made = EtcdProcess(tmp_path / "etcd")
-    try:
-        made.start()
-        yield made
-    finally:
-        made.kill()
 
 
 @pytest.fixture

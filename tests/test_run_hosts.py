@@ -16,9 +16,9 @@ from typing import IO
 
 import numpy as np
 import pytest
+from etcd_server import EtcdProcess, needs_etcd, until
 from netns import Hosts, hosts_on_a_wire
 from support import SOAK
-from test_etcd import EtcdProcess, needs_etcd, until
 from test_run import none_left
 
 from ckpt.aggregator.etcd_client import Etcd

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from etcd_server import needs_etcd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from netns import hosts_on_a_wire
 from support import SOAK
 from test_advance import agent, world
-from test_etcd import needs_etcd
 from test_nodes import certificates
 from test_run import none_left
 from test_run_hosts import RUN, Job, OnHosts, answers, leader_of, starts

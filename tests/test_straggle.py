@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from etcd_server import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_advance import World, world
-from test_etcd import free_port
 from test_run_hosts import Job, is_right, starts
 from test_run_hosts import job as job
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_etcd import EtcdProcess, needs_etcd, until
+from etcd_server import EtcdProcess, needs_etcd, running_etcd, until  # noqa: F401  a fixture
 from test_run_hosts import Job, starts
 
 from ckpt.aggregator.etcd_client import Etcd
@@ -22,16 +21,6 @@ from ckpt.storage.errors import Refused
 TOKEN = "the token of the job, which is long enough"
 LOG = "/ckpt-run/lab/log/"
 AGENTS = "/ckpt-run/lab/agents/"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdProcess]:
-    made = EtcdProcess(tmp_path / "etcd")
-    try:
-        made.start()
-        yield made
-    finally:
-        made.kill()
 
 
 def _state(server: EtcdProcess, token: str | None = TOKEN, read_only: bool = False) -> EtcdState:

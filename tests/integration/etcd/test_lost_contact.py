@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from etcd_server import needs_etcd, until
 from netns import Hosts, hosts_on_a_wire
-from test_etcd import needs_etcd, until
 from test_run import none_left
 from test_run_hosts import OnHosts, answers, is_right, starts
 

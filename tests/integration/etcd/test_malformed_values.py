@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from test_etcd import EtcdProcess, needs_etcd, until
+from etcd_server import EtcdProcess, needs_etcd, until
 from test_run_hosts import Job, starts
 
 from ckpt.aggregator.etcd_client import Etcd

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Process
-from test_etcd import FACTS, EtcdProcess, configured, needs_etcd, until
+from etcd_server import EtcdProcess, needs_etcd, until
+from test_etcd import FACTS, configured
 
 from ckpt.aggregator import etcd, members
 from ckpt.aggregator.etcd_access import EtcdAccess, from_environment
