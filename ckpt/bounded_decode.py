@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.leaves.base import Bytes
-from ckpt.storage.errors import CkptError
+from ckpt.storage.errors import IntegrityError
 
 LZMA_BYTES = 256 << 20
 """The most memory that an LZMA decoder may claim. The strongest preset of the format takes 65 MiB."""
@@ -30,7 +30,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 def decode(codec: Any, config: dict[str, Any], stored: memoryview, out: Bytes) -> None:
     """Decode `stored` by `codec`, whose configuration is `config`, so that it fills `out`.
 
-    Raises CkptError where the result has another length than `out`, and what the codec raises where the bytes are damaged.
+    Raises IntegrityError where the result has another length than `out`, and what the codec raises where the bytes are damaged.
     """
     decoder = _DECODERS.get(config["id"])
     if decoder is not None:
@@ -66,9 +66,9 @@ def _fill(out: Bytes, decoded: bytes | memoryview) -> None:
         out[:] = got
 
 
-def _other_length(found: int | None, stated: int) -> CkptError:
+def _other_length(found: int | None, stated: int) -> IntegrityError:
     what = "an unknown number of" if found is None else f"{found}"
-    return CkptError(f"the block decodes to {what} bytes, or to more, and the manifest states {stated}")
+    return IntegrityError(f"the block decodes to {what} bytes, or to more, and the manifest states {stated}")
 
 
 # --- codecs that stop at a length: one byte more than stated shows that the result is too long -------------------------
@@ -91,7 +91,7 @@ def _lzma(config: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
     if form != lzma.FORMAT_RAW:
         return lzma.LZMADecompressor(form, LZMA_BYTES).decompress(stored, nbytes + 1)
     if sum(int(f.get("dict_size", 0)) for f in filters or ()) > LZMA_BYTES:
-        raise CkptError(f"LZMA filters with a dictionary of more than {LZMA_BYTES} bytes are not decoded")
+        raise IntegrityError(f"LZMA filters with a dictionary of more than {LZMA_BYTES} bytes are not decoded")
     return lzma.LZMADecompressor(form, None, filters).decompress(stored, nbytes + 1)
 
 

@@ -118,7 +118,7 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
 
 
 def decode(config: str, stored: memoryview, out: Bytes) -> None:
-    """Decode into `out`; raise CkptError where the result has another length. No memory is taken for more than `out`."""
+    """Decode into `out`; raise IntegrityError where the result has another length. No memory is taken for more than `out`."""
     bounded_decode.decode(codec(config), json.loads(config), stored, out)
 
 

@@ -17,13 +17,19 @@ import numpy as np
 from ckpt import arrow
 from ckpt import table as tables
 from ckpt.digest import CELL_BYTES
+from ckpt.dtypes import LARGEST_ELEMENT
 from ckpt.index import Index, indexed
 from ckpt.records import require_known
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
 from ckpt.table import RowGroup, read_table, write_table
 
-__all__ = ["Layout", "Manifest", "Row", "Saved", "StoredBlock", "decode", "encode", "read_table", "write_table"]
+__all__ = [
+    "LARGEST_BLOCK", "Layout", "Manifest", "Row", "Saved", "StoredBlock", "decode", "encode", "read_table", "write_table",
+]  # fmt: skip
+
+LARGEST_BLOCK = 8 * LARGEST_ELEMENT
+"""Bytes of a block, raw or stored, at most; ckpt writes blocks of up to 8 MiB."""
 
 
 class Row(NamedTuple):
@@ -236,10 +242,15 @@ class Manifest:
         return list(map(LeafTotal._make, zip(index.numbers, first, *sums, strict=True)))
 
     def bytes_of_leaves(self) -> dict[str, float]:
-        """By leaf the bytes of all of its pieces. As floats: numbers that were made up must not wrap around."""
+        """By leaf the bytes of all of its pieces. As floats: numbers that were made up must not wrap around.
+
+        Raises IntegrityError where a piece states more bytes than its block has, or a block more than blocks can have.
+        """
         if self._leaf_bytes is None:
             index = self._index()
-            nbytes = arrow.array_of(self._take(index.order, ("nbytes",)).column("nbytes")).astype(np.float64)
+            table = self._take(index.order, ("position", "stored", "raw", "start", "nbytes", "codec"))
+            self._check_lengths(table)
+            nbytes = arrow.array_of(table.column("nbytes")).astype(np.float64)
             sums = np.add.reduceat(nbytes, index.starts[:-1]).tolist() if len(nbytes) else []
             self._leaf_bytes = dict(zip(index.numbers, sums, strict=True))
         return self._leaf_bytes
@@ -388,6 +399,26 @@ class Manifest:
             begin, length = offset[begins[at][:, None] + axis], shape[begins_shape[at][:, None] + axis]
             keep[at] = np.all(np.minimum(begin + length, low + extent) > np.maximum(begin, low), axis=1)
         return which[keep], rows[keep]
+
+    def _check_lengths(self, table: Any) -> None:
+        """Raise IntegrityError where a row states lengths that no block has."""
+        names = ("position", "stored", "raw", "start", "nbytes")
+        position, stored, raw, start, nbytes = (arrow.array_of(table.column(name)) for name in names)
+        plain = np.ones(len(raw), bool)
+        plain[arrow.valid_rows(arrow.one_chunk(table.column("codec")))] = False
+        longest = np.maximum(stored, raw)
+        if np.any(longest > LARGEST_BLOCK):
+            raise IntegrityError(
+                f"{self.where}: a block of {longest.max()} bytes is stated, and blocks have at most {LARGEST_BLOCK}; "
+                "restore the manifest or load another step"
+            )
+        if np.any(np.minimum.reduce([position, stored, raw, start, nbytes]) < 0) or np.any(nbytes > raw - start):
+            raise IntegrityError(f"{self.where}: a piece lies outside of its block; restore the manifest or load another step")
+        if np.any(plain & (stored != raw)):
+            raise IntegrityError(
+                f"{self.where}: a block without a codec has other lengths stored and raw; restore the manifest or load "
+                "another step"
+            )
 
     def _check(self, table: Any) -> None:
         """Raise IntegrityError where a row is not a box of its array."""

@@ -23,7 +23,7 @@ from ckpt.arena import round_up
 from ckpt.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.dtypes import numpy_dtype
 from ckpt.leaves.base import ArrayLeaf, Bytes
-from ckpt.manifest import Manifest, Row
+from ckpt.manifest import LARGEST_BLOCK, Manifest, Row
 from ckpt.places import copies_of, from_nearest
 from ckpt.plan import BLOCK_BYTES
 from ckpt.quiet import collector_paused, processors
@@ -39,9 +39,6 @@ READ_THREADS = 3
 STREAMS = 16
 """Threads that read past the page cache chunk by chunk, at most, of all ranks of a host together where they read for each
 other: each waits for one small read, and holds little memory."""
-
-LARGEST_BLOCK = 8 * BLOCK_BYTES
-"""Bytes of a block that is read into memory as a whole, at most; ckpt writes blocks of up to 8 MiB."""
 
 _CHUNK = 1 << 20
 
@@ -351,6 +348,8 @@ class Worker:
             raw = self._raw[: row.raw]
             try:
                 codec.decode(row.codec, stored.data, raw)
+            except IntegrityError as error:
+                raise self._damaged(row, f"codec ({error})") from error
             except (CkptError, MemoryError, ImportError):
                 raise
             except Exception as error:  # codecs raise what they like

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ckpt.block_check import is_good_block
 from ckpt.checkpoint import Checkpoint
-from ckpt.manifest import Row
+from ckpt.manifest import LARGEST_BLOCK, Row
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository
 from ckpt.storage.base import Reader, Store
@@ -59,5 +59,7 @@ def _fits(checkpoint: Checkpoint, copy: Store, name: str) -> bool:
 
 
 def _is_good(reader: Reader, algorithm: str, row: Row) -> bool:
+    if row.stored > LARGEST_BLOCK:
+        return False
     stored = memoryview(bytearray(row.stored))
     return reader.read_into(row.position, stored) == row.stored and is_good_block(algorithm, row, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from support import finish, python
 
 import ckpt
 from ckpt import records
-from ckpt.digest import digest
+from ckpt.digest import checksum, digest
 from ckpt.table import read_table, write_table
 
 _LONG = 1 << 30
@@ -48,21 +49,66 @@ def test_a_file_that_grew_is_refused_unread(tmp_path: Path, pattern: str) -> Non
     assert str(_LONG) in message
 
 
-def test_a_giant_array_that_no_bytes_cover_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
-    (manifest,) = tmp_path.glob("steps/5/manifest/*.parquet")
+def _change_manifest(root: Path, step: int, **columns: Any) -> None:
+    """Other values in the only row of the manifest of a step, and a commit record that fits."""
+    (manifest,) = root.glob(f"steps/{step}/manifest/*.parquet")
     table = read_table(manifest.read_bytes(), "manifest")
-    column = table.column_names.index("global_shape")
-    table = table.set_column(column, "global_shape", pa.array([[1 << 45]], pa.list_(pa.int64())))
+    for name, value in columns.items():
+        column = table.schema.get_field_index(name)
+        table = table.set_column(column, name, pa.array([value], table.schema.field(column).type))
     metadata = {k.decode(): v.decode() for k, v in pq.read_schema(manifest).metadata.items() if k != b"ARROW:schema"}
     data = write_table(table, metadata)
     manifest.write_bytes(data)
-    record = tmp_path / "steps/5/commit.json"
+    record = root / f"steps/{step}/commit.json"
     body = records.decode("commit", record.read_bytes(), "commit")
     body["manifests"][0] |= {"nbytes": len(data), "digest": digest("xxh3-128", data).hex()}
     record.write_bytes(records.encode("commit", {k: v for k, v in body.items() if k not in ("kind", "format")}))
+
+
+def test_a_giant_array_that_no_bytes_cover_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
+    _change_manifest(tmp_path, 5, global_shape=[1 << 45])
     with pytest.raises(ckpt.IntegrityError, match="weight .* covers 800 of"):
         ckpt.load(tmp_path, step=5)
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "message"),
+    [
+        ("none", {"raw": 1 << 50, "nbytes": 1 << 50}, "a block of"),
+        ("none", {"raw": 1 << 50, "stored": 1 << 50, "nbytes": 1 << 50}, "a block of"),
+        ("none", {"nbytes": 1 << 50}, "outside of its block"),
+        ("none", {"raw": 1 << 25, "nbytes": 1 << 25}, "without a codec"),
+        ({"id": "zlib"}, {"raw": 1 << 50, "nbytes": 1 << 50}, "a block of"),
+    ],
+)
+def test_a_giant_array_whose_blocks_claim_its_bytes_is_damage(
+    tmp_path: Path, codec: Any, changes: dict[str, int], message: str
+) -> None:
+    """Without a step named the one before is loaded: no memory of the claimed size is asked for."""
+    for step in (4, 5):
+        ckpt.save({"weight": np.full(100, step, np.uint8)}, tmp_path, step, codec=codec)
+    shape = [changes["nbytes"]]
+    _change_manifest(tmp_path, 5, global_shape=shape, shape=shape, **changes)
+    with pytest.raises(ckpt.IntegrityError, match=message):
+        ckpt.load(tmp_path, step=5)
+    assert ckpt.load(tmp_path)["weight"][0] == 4
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 99])
+def test_a_block_that_decodes_to_another_length_is_damage(tmp_path: Path, nbytes: int) -> None:
+    """The error names the leaf, the step before is loaded, and a verification calls the step damaged."""
+    for step in (4, 5):
+        ckpt.save({"weight": np.full(100, step, np.uint8)}, tmp_path, step, codec={"id": "zlib"})
+    bomb = zlib.compress(bytes(nbytes), 9)
+    (pack,) = tmp_path.glob("steps/5/pack/*")
+    pack.write_bytes(bomb.ljust(pack.stat().st_size, b"\0"))
+    _change_manifest(tmp_path, 5, stored=len(bomb), checksum=checksum(np.frombuffer(bomb, np.uint8)))
+    with pytest.raises(ckpt.IntegrityError, match=r"leaf weight .*decodes to"):
+        ckpt.load(tmp_path, step=5)
+    with pytest.raises(ckpt.IntegrityError, match=r"leaf weight .*decodes to"):
+        ckpt.open(tmp_path)[5].verify()
+    assert ckpt.load(tmp_path)["weight"][0] == 4
 
 
 _MEASURED = """
