@@ -31,7 +31,16 @@ from ckpt.making_process import MakingProcess
 from ckpt.repository import Repository
 from ckpt.storage.decode import decode
 from ckpt.storage.descriptors import explained
-from ckpt.storage.errors import AlreadyExists, CkptError, Fenced, NotFound, RanksMissing, RepositoryBusy, StoreError
+from ckpt.storage.errors import (
+    AlreadyExists,
+    CkptError,
+    Fenced,
+    NotFound,
+    RanksMissing,
+    RepositoryBusy,
+    StoreError,
+    Unavailable,
+)
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.fencing_probe import require_conditional_puts
 
@@ -246,6 +255,19 @@ class Claim:
         self._made_by.require(
             f"the right to write to {self.repo.url}", "save from one of them, or to another URL from the child"
         )
+
+    def why_failed(self, error: BaseException | None) -> BaseException | None:
+        """The error of a save; Fenced in its place where files were missing because a newer writer has removed them."""
+        if not isinstance(error, StoreError) or isinstance(error, (Fenced, Unavailable)):
+            return error
+        try:
+            over = self.over()
+        except StoreError:
+            return error
+        if not isinstance(over, Fenced):
+            return error
+        over.__cause__ = error
+        return over
 
     def over(self) -> Fenced | StoreError | None:
         """What `check` raises, None where this is the newest generation."""

@@ -340,7 +340,7 @@ class _Save:
             told = StoreError(f"saving step {self._step} to {self._store.url} failed: {error}")
             told.__cause__ = error
             error = told
-        self._handle.end(self._checkpoint, error)
+        self._handle.end(self._checkpoint, self._session.claim.why_failed(error))
 
     # --- staging -----------------------------------------------------------------------------------------------
 

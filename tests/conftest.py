@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
@@ -17,3 +20,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Another one each time; CKPT_SEED=… repeats what the test has printed."""
+    seed = int(os.environ.get("CKPT_SEED") or random.randrange(1 << 32))
+    print(f"CKPT_SEED={seed}")
+    return random.Random(seed)

@@ -1,7 +1,8 @@
 """Forks a process for each job: a writer that stands still in the middle of its commit, or one that takes the repository over.
 
-A job is a line of JSON: url, role ("old" or "new"), saves ([step, variant] …), and for the old one stop_after: so many looks at
-its lease into the last save it stops itself. The answer has its process id; `Server.result` waits for what became of it.
+A job is a line of JSON: url, role ("old" or "new"), saves ([step, variant] …). The old one stops itself in the last save: after
+so many looks at its lease (stop_after), or before so many calls to the file system (stop_at_call). The answer has its process
+id; `Server.result` waits for what became of it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,28 @@ def _stop_after(looks: int) -> None:
     Claim.check = counted  # type: ignore[method-assign]
 
 
+_CALLS = (
+    "open", "link", "rename", "replace", "unlink", "fsync", "fdatasync", "listdir", "scandir", "mkdir", "remove", "rmdir",
+    "stat", "lstat",
+)  # fmt: skip
+
+
+def _stop_at_call(number: int) -> None:
+    seen = [0]
+
+    def counting(call: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            seen[0] += 1
+            if seen[0] == number:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in _CALLS:
+        setattr(os, name, counting(getattr(os, name)))
+
+
 def _work(job: dict[str, Any]) -> str:
     import ckpt
     import ckpt.claim as claims
@@ -55,6 +78,8 @@ def _work(job: dict[str, Any]) -> str:
                 saver.save(step, state(step, variant), blocking=True)
             if "stop_after" in job:
                 _stop_after(job["stop_after"])
+            if "stop_at_call" in job:
+                _stop_at_call(job["stop_at_call"])
             if last is not None:
                 saver.save(last[0], state(*last), blocking=True)
         return "saved"

@@ -6,6 +6,7 @@ Whatever the order: every step is whole, what the successor committed stays, and
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cluster import three_nodes
-from support import assert_clean, assert_same
+from support import SOAK, assert_clean, assert_same
 from takeover_program import Server, state, variant_of
 
 import ckpt
@@ -98,6 +99,31 @@ def test_an_old_writer_wakes_after_it_was_succeeded(
     assert found(url) == variants | {10: NEW}
     if "://" not in url:
         assert_clean(url, folders=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_old_writer_stops_before_any_call_to_the_file_system(
+    writers: tuple[Server, Server], tmp_path: Path, rng: random.Random, replaces: bool
+) -> None:
+    """Its files may be gone when it wakes. It is told that it was succeeded, and not which file is missing."""
+    old, new = writers
+    calls = range(1, 75) if SOAK else sorted(rng.sample(range(1, 75), 10))
+    for call in calls:
+        url = str(tmp_path / f"run-{call}")
+        saves = [[0, 0], [1, 0], [1, OLD]] if replaces else [[0, 0], [1, OLD]]
+        old.begin(url=url, role="old", saves=saves, stop_at_call=call)
+        if not old.stands_still():
+            assert old.result() == "saved"
+            continue
+        committed = found(url).get(1) == OLD
+        assert new.run(url=url, role="new", saves=SAME) == "saved"
+        old.wake()
+        if (said := old.result()) == "saved":
+            assert committed, f"call {call}"
+        else:
+            assert said.startswith(("Fenced: ", "AlreadyExists: ")), f"call {call}: {said}"
+        assert found(url)[1] == NEW
 
 
 def test_an_old_writer_that_is_killed_in_its_commit_leaves_nothing_visible(writers: tuple[Server, Server], url: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -47,13 +46,6 @@ STRANGE: Sequence[Any] = (
     None, True, False, 0, -1, 1 << 62, 1 << 63, 10**30, 1.5, float("nan"), float("inf"), "", "x", "\0", "9" * 5000, [], [[]],
     [None], {}, {"": None}, [1, 2, 3], ["a", "b"],
 )  # fmt: skip
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("CKPT_SEED") or random.randrange(1 << 32))
-    print(f"CKPT_SEED={seed}")
-    return random.Random(seed)
 
 
 def _places(data: Any) -> Iterator[tuple[Any, Any]]:
