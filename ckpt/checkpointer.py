@@ -192,8 +192,8 @@ class Checkpointer:
             if self._tiers is None:
                 self._pulse.durable(start - 1)
             self._pulse.restored(start - 1, again=self._went_on)
-            self._went_on = True
             self._pulse.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
+        self._went_on = True
         return loaded, start
 
     # --- saving ------------------------------------------------------------------------------------------------
@@ -299,7 +299,10 @@ class Checkpointer:
         session, step = self._open(), check_step(step)
         began, self._calm = time.monotonic(), None
         self._lazy_memory = self._attached_memory()
-        if self._last is not None and step < self._last.step:
+        if not self._went_on:
+            session.lineage.joined(step)
+            self._went_on = True
+        elif self._last is not None and step < self._last.step:
             session.lineage.went_back()
         self._scrubber.save_begins()
         try:
@@ -313,7 +316,6 @@ class Checkpointer:
             raise
         handle.when_done(lambda: self._scrubber.save_ended(None if handle.failed() else handle.checkpoint().commit))
         if self._pulse is not None:
-            self._went_on = True
             handle.when_done(partial(self._committed, self._pulse, handle))
         self._last, self._last_began = handle, began
         self._cost_seconds = time.monotonic() - began

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ckpt.lines import Line, in_order
 from ckpt.repository import Repository, commit_name
+from ckpt.storage.errors import CkptError
 
 log = logging.getLogger("ckpt")
 
@@ -28,6 +29,8 @@ class _Start:
     """The step that it goes on from, where it was restored in this process."""
     after: Stretch | None = None
     """The saves before in this process, behind which it goes back without a restore."""
+    anew: bool = False
+    """What this process has saved before counts as saved by another run."""
 
 
 class Stretch:
@@ -37,7 +40,7 @@ class Stretch:
         self._repo = repo
         self._generation = generation
         self._distrusted = distrusted
-        self._first, self._restored, self._after = start.first, start.restored, start.after
+        self._first, self._restored, self._after, self._anew = start.first, start.restored, start.after, start.anew
         self._lock = threading.Lock()
         self._line: Line | None = None
 
@@ -71,7 +74,7 @@ class Stretch:
                 self._restored,
             )  # fmt: skip
             return opened
-        later = {step for step in order.live() if step > self._first and step in known}
+        later = {step for step in order.live() if step > self._first and step in known and not self._is_of_this_writer(step)}
         if not later:
             return order.newest
         if later <= set(self._distrusted):  # a load of this process has passed them over
@@ -85,6 +88,15 @@ class Stretch:
         if any(number > last for number in self._repo.step_numbers() if number != self._first) or self._repo.line_numbers():
             return False
         return self._restored is None or not self._repo.store.exists(commit_name(self._first))
+
+    def _is_of_this_writer(self, step: int) -> bool:
+        """Whether this process, or its group, has saved the step: through another group it may do so at the same time."""
+        if self._anew:
+            return False
+        try:
+            return self._repo.record(step).generation == self._generation
+        except CkptError:
+            return False
 
     def _next_number(self, line: Line) -> int:
         """Above all that are known, and not below the generation of the writer: jobs that can't see each other's tiers open
@@ -106,9 +118,10 @@ class Lineage:
     """Of a session. May be used by several threads.
 
     generation: of the writer. distrusted: the steps that loads of this process have found damaged, as they are at any time.
+    newest: the last step of a lineage that this one takes the place of.
     """
 
-    def __init__(self, repo: Repository, generation: int, distrusted: Collection[int]) -> None:
+    def __init__(self, repo: Repository, generation: int, distrusted: Collection[int], newest: int = -1) -> None:
         self.repo = repo
         self.base: int | None = None
         """The step that was restored, as long as none was committed after that."""
@@ -118,12 +131,16 @@ class Lineage:
         self._restored: int | None = None
         self._before: Stretch | None = None
         self._stretch: Stretch | None = None
+        self.newest = newest
+        """Of the saves that have begun since the last restore."""
+        self._anew = False
 
     def restored(self, step: int) -> None:
         """What is saved from now on goes on from this step, -1 for none."""
         with self._lock:
             self._restored = self.base = None if step < 0 else step
             self._before = self._stretch = None
+            self.newest, self._anew = step, False
 
     def went_back(self) -> None:
         """A loop goes back behind steps that it has saved, without a restore."""
@@ -131,11 +148,20 @@ class Lineage:
             if self._stretch is not None:
                 self._before, self._stretch = self._stretch, None
 
+    def joined(self, step: int) -> None:
+        """Another loop of this process begins to save here with this step, and has restored nothing: a new run, where there
+        are later ones, as when a cell of a notebook is run again."""
+        with self._lock:
+            if step < self.newest:
+                self._restored = self.base = self._before = self._stretch = None
+                self.newest, self._anew = step, True
+
     def begin(self, step: int) -> Stretch:
         """A save of this step begins."""
         with self._lock:
+            self.newest = max(self.newest, step)
             if self._stretch is None:
                 restored = None if self._before else self._restored
-                start = _Start(step, restored, self._before)
+                start = _Start(step, restored, self._before, self._anew)
                 self._stretch = Stretch(self.repo, self._generation, self._distrusted, start)
             return self._stretch

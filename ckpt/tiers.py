@@ -149,7 +149,8 @@ class Tiers:
             self.repository = TieredRepository([*near, *self._before, record])
             # One for all: a save in the nearest place may go on from a step that was restored from another one.
             writer = self.nearest
-            lineage = Lineage(self.repository, writer.claim.generation, sessions.distrusted(writer.repo))
+            newest = max(place.session.lineage.newest for place in self._places)
+            lineage = Lineage(self.repository, writer.claim.generation, sessions.distrusted(writer.repo), newest)
             for place in self._places:
                 place.session.lineage = lineage
             if group.rank == 0:

@@ -1351,6 +1351,17 @@ def test_a_group_saves_beside_what_its_rank_0_saves_alone(tmp_path: Path, writte
     assert_clean(tmp_path)
 
 
+def test_what_this_process_saves_through_a_group_is_no_older_run(tmp_path: Path) -> None:
+    """Which of the two comes first is chance where both save in the background."""
+    groups = ThreadGroup.make(2)
+    with ckpt.Checkpointer(tmp_path, every=None, group=None) as alone:
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 2, group=g, timeout=20), groups))
+        alone.save(1, one_array(1))
+        alone.save(3, one_array(3))
+    assert ckpt.open(tmp_path).steps() == [1, 2, 3]
+    assert {c.commit.line for c in ckpt.open(tmp_path)} == {0}
+
+
 def test_a_group_that_comes_before_anything_is_saved_alone(tmp_path: Path) -> None:
     groups = ThreadGroup.make(2)
     (tmp_path / "steps").mkdir()

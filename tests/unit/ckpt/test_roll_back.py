@@ -175,6 +175,36 @@ def test_a_run_that_begins_anew_sets_the_old_steps_aside(tmp_path: Path) -> None
         ckpt.save(state_of(900), tmp_path, 900)
 
 
+@pytest.mark.parametrize("tiers", [0, 1])
+def test_a_loop_that_is_run_again_in_one_process_sets_the_old_steps_aside(tmp_path: Path, tiers: int) -> None:
+    """As in a notebook: the Checkpointer of the loop before was not closed."""
+    url = tmp_path / "run"
+    options: dict[str, Any] = {"every": None, "keep": 3, "group": None}
+    if tiers:
+        options["tiers"] = [ckpt.Tier(tmp_path / "near")]
+    before = ckpt.Checkpointer(url, **options)
+    for step in (998, 999, 1000):
+        before.save(step, state_of(step), blocking=True)
+    before.wait()
+    with ckpt.Checkpointer(url, **options) as ck:
+        with pytest.warns(UserWarning, match="step 0 is saved without a restore"):
+            ck.save(0, state_of(0), blocking=True)
+        for step in range(1, 6):
+            ck.save(step, state_of(step), blocking=True)
+            ck.wait()
+    assert ckpt.open(url).steps() == [998, 999, 1000, 3, 4, 5]
+    before.close()
+    assert newest(url) == 5
+
+
+def test_two_loops_of_one_process_that_both_go_on_share_a_line(tmp_path: Path) -> None:
+    url = tmp_path / "run"
+    with ckpt.Checkpointer(url, every=None, group=None) as one, ckpt.Checkpointer(url, every=None, group=None) as other:
+        for step, ck in enumerate((one, other, one, other)):
+            ck.save(step, state_of(step), blocking=True)
+    assert [found.commit.line for found in ckpt.open(url)] == [0, 0, 0, 0]
+
+
 def test_once_the_old_run_is_restored_the_new_one_is_abandoned(tmp_path: Path) -> None:
     save_steps(tmp_path, (900, 1000))
     with pytest.warns(UserWarning, match="set aside"):
