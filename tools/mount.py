@@ -11,7 +11,11 @@ import codecs
 import errno
 import os
 import re
+import signal
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +33,7 @@ from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.reading import FileReader
 from ckpt.storage.errors import CkptError, error_number
 from ckpt.tools import common
+from ckpt.tools.unmount import unmount_on_signals
 from ckpt.tools.writes import Writing
 
 _ENCODING = "ckpt_names"
@@ -281,7 +286,7 @@ def _names(encoding: str) -> codecs.CodecInfo | None:
 
 @contextmanager
 def mounted(url: str, folder: Path, options: dict[str, Any], ownership: Ownership | None = None) -> Iterator[None]:
-    """Serve until the folder is unmounted."""
+    """Serve until the folder is unmounted, as a signal that ends a process does."""
     try:
         import fuse
     except (ImportError, OSError) as error:
@@ -289,6 +294,8 @@ def mounted(url: str, folder: Path, options: dict[str, Any], ownership: Ownershi
             f'mounting needs FUSE ({error}): pip install "ckpt-store[mount]", and libfuse2 and fuse3 of the system'
         ) from error
     codecs.register(_names)
+    unmount_on_signals(folder.absolute())
+    fuse.signal = lambda number, _: signal.getsignal(number)  # it would take our handler of SIGINT away
     namespace, root = open_namespace(url)
     _ = namespace.ring  # whether the nodes are there is told now
     try:
@@ -318,7 +325,7 @@ class _Octal(click.ParamType):  # type: ignore[type-arg]
     epilog="""\b
 Examples:
   ckpt-mount ckpt://host1:7070,host2:7070/ /mnt/ckpt
-  fusermount3 -u /mnt/ckpt                      to end it""",
+  fusermount3 -u /mnt/ckpt                      to end it, as SIGTERM and Ctrl-C do""",
 )
 @click.argument("url")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -340,9 +347,11 @@ def command(
     renamed, removed and written on at their end; what would change what they have, or had when fsync returned, is refused
     (EOPNOTSUPP). A rename keeps what was written until then.
     """
+    if background:
+        return _in_background(folder)
     # default_permissions: the kernel checks owner and mode. Without it every user who reaches the mount could write and delete.
     options = {
-        "foreground": not background, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
+        "foreground": True, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
     }  # fmt: skip
     if allow_other:
         options["allow_other"] = True
@@ -350,6 +359,23 @@ def command(
     with mounted(url, folder, options, ownership):
         pass
     return 0
+
+
+def _in_background(folder: Path) -> int:
+    """Start this command once more, without --background, and return when the folder is mounted."""
+    again = [sys.executable, "-m", "ckpt.tools.mount", *(word for word in sys.argv[1:] if word != "--background")]
+    before = os.stat(folder).st_dev
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            again, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+        )
+        while process.poll() is None:
+            if os.stat(folder).st_dev != before:
+                return 0
+            time.sleep(0.05)
+        said.seek(0)
+        sys.stderr.write(said.read().decode(errors="replace"))
+        return process.returncode
 
 
 def main() -> None:

@@ -1,0 +1,104 @@
+"""A mount ends when its process gets a signal, and what is open there is kept until it is closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cluster import Process
+from support import no_fuse
+
+from ckpt.aggregator.namespace import open_namespace
+
+pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
+
+COMMAND = [sys.executable, "-m", "ckpt.tools.mount"]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path / "node")
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    made = tmp_path / "mnt"
+    made.mkdir()
+    yield made
+    subprocess.run(["fusermount3", "-uz", str(made)], capture_output=True, check=False)
+
+
+def begin(node: Process, folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([*COMMAND, f"ckpt://{node.address}/", str(folder)], stderr=subprocess.PIPE, text=True)
+    until(lambda: os.path.ismount(folder) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def until(condition: object) -> None:
+    end = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_unmounts(node: Process, folder: Path, number: signal.Signals) -> None:
+    process = begin(node, folder)
+    (folder / "file").write_text("here")
+    process.send_signal(number)
+    assert process.wait(60) == 0
+    assert not os.path.ismount(folder)
+    assert open_namespace(f"ckpt://{node.address}/")[0].get("file") == b"here"
+
+
+def test_a_file_that_is_open_is_written_to_its_end(node: Process, folder: Path) -> None:
+    process = begin(node, folder)
+    with (folder / "file").open("w") as file:
+        file.write("begun, ")
+        file.flush()
+        process.send_signal(signal.SIGTERM)
+        until(lambda: not os.path.ismount(folder))
+        assert process.poll() is None
+        file.write("ended")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "is still in use" in said
+    assert open_namespace(f"ckpt://{node.address}/")[0].get("file") == b"begun, ended"
+
+
+def test_a_second_signal_ends_it_at_once(node: Process, folder: Path) -> None:
+    process = begin(node, folder)
+    file = os.open(folder / "file", os.O_WRONLY | os.O_CREAT)
+    process.send_signal(signal.SIGTERM)
+    until(lambda: not os.path.ismount(folder))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with suppress(OSError):  # nobody serves it any more
+        os.close(file)
+
+
+def test_in_the_background(node: Process, folder: Path) -> None:
+    """It returns when the folder can be used, and what it has started serves it."""
+    command = [*COMMAND, "--background", f"ckpt://{node.address}/", str(folder)]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.path.ismount(folder)
+    (folder / "file").write_text("here")
+    assert (folder / "file").read_text() == "here"
+
+
+def test_in_the_background_without_a_node(folder: Path) -> None:
+    command = [*COMMAND, "--background", "ckpt://127.0.0.1:1/", str(folder)]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "127.0.0.1:1" in done.stderr
