@@ -514,7 +514,7 @@ def test_the_newest_wins(places: Places) -> None:
         for step in range(1, 9):
             ck.step(step, state_of(step)).result()
         assert {0, 7, 8} <= set(places.steps()[0]), "step 0 is being copied, step 8 waits"
-        assert not {1, 2, 3, 4, 5} & set(places.steps()[0])
+        assert not {1, 3, 5} & set(places.steps()[0]), "those between, but for an even one that still comes to the disk"
         store.gate.set()
         ck.wait()
         assert places.steps()[2] == [0, 8]
