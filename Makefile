@@ -2,6 +2,7 @@
 # make test    all tests            make lint   ruff, and mypy on the installed package
 # make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length
+# make map     which folder imports which, and what has grown too large
 # make clean   remove all that these made
 #
 # Each installs what it needs into .venv, with the python3 on the path: PYTHON=/path/to/python3.12 takes another.
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo cluster test bench soak lint clean
+.PHONY: help demo cluster test bench soak lint map clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
@@ -40,6 +41,9 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	@$(PIP) install -q --no-deps --target build/site .
 	cd build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p ckpt
+
+map:
+	@$(PYTHON) .ci/map.py
 
 clean:
 	rm -rf $(VENV) build dist demo-run comeback-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
