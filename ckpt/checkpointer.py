@@ -135,8 +135,9 @@ class Checkpointer:
             self._options = replace(self._options, propose=self._schedule.propose)
         self._to_tell = 2
         self._calm: tuple[pulses.Pulse, int, int, int] | None = None
-        self._went_on = False  # from a step that it has restored or saved
         """Nothing is to be done but to beat: after which step, until which step, until which moment."""
+        self._went_on = False
+        """Whether it has restored or saved a step."""
         self._session: sessions.Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
         )

@@ -74,13 +74,14 @@ class Stretch:
                 self._restored,
             )  # fmt: skip
             return opened
-        later = {step for step in order.live() if step > self._first and step in known and not self._is_of_this_writer(step)}
-        if not later:
-            return order.newest
-        if later <= set(self._distrusted):  # a load of this process has passed them over
+        later = {step for step in order.live() if step > self._first and step in known}
+        passed_over = later.intersection(self._distrusted)  # by a load of this process
+        if not all(map(self._is_of_this_writer, later - passed_over)):
+            self._warn(newest)
+            return Line(self._next_number(order.newest))
+        if not all(map(self._is_of_this_writer, passed_over)):
             return order.newest.going_down(self._next_number(order.newest), self._first)
-        self._warn(newest)
-        return Line(self._next_number(order.newest))
+        return order.newest
 
     def _is_plain(self) -> bool:
         """Whether all is on one line and goes on there. At nearly every start, and no record is read for that."""
