@@ -74,7 +74,7 @@ class Etcd:
     @property
     def is_loopback(self) -> bool:
         """Whether all endpoints are on this host."""
-        return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in self._endpoints)
+        return all(is_loopback(host) for host, _ in self.places)
 
     def range(self, prefix: str, first: str = "") -> list[Item]:
         """The keys that begin with a prefix, from `first` on, all as of one moment."""
