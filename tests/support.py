@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,14 @@ def is_cached(file: Path, position: int) -> bool:
             return os.preadv(opened.fileno(), [bytearray(1)], position, os.RWF_NOWAIT) == 1
         except BlockingIOError:
             return False
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for something that another process does."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def no_fuse() -> str | None:

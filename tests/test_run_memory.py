@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from etcd_server import needs_etcd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from netns import hosts_on_a_wire
-from support import SOAK
+from support import SOAK, until
 from test_advance import agent, world
 from test_nodes import certificates
 from test_run import none_left
@@ -564,13 +563,6 @@ def test_what_keeps_strangers_out() -> None:
 
 
 # --- the process that serves them --------------------------------------------------------------------------------
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_node_comes_back_where_it_was(tmp_path: Path) -> None:

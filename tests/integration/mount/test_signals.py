@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from cluster import Process
-from support import no_fuse
+from support import no_fuse, until
 
 from ckpt.aggregator.namespace import open_namespace
 
@@ -42,13 +41,6 @@ def begin(node: Process, folder: Path) -> subprocess.Popen[str]:
     until(lambda: os.path.ismount(folder) or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     return process
-
-
-def until(condition: object) -> None:
-    end = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
