@@ -72,7 +72,8 @@ has both)."""
 def in_page_cache(fd: int, position: int) -> bool:
     """Whether the byte at `position` is in the page cache; False where this system or file system can't tell.
 
-    To ask for a byte that is not there makes Linux bring it, with what it would read ahead of `fd`.
+    To ask for a byte that is not there makes Linux bring it, with what it would read ahead of `fd`. About once in a thousand
+    times it is there before the answer, which is then True.
     """
     if not hasattr(os, "RWF_NOWAIT"):
         return False

@@ -658,13 +658,17 @@ def test_a_restore_passes_the_page_cache_by(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, codec="none") as saver:
         saver.save(0, {"w": values}).result()
     (pack,) = tmp_path.rglob("*.pack")
-    drop_cache(pack)
-    if is_cached(pack, 1 << 20):
-        pytest.skip("a file system that is all in memory")
-    with ckpt.Checkpointer(tmp_path) as saver:
-        restored, start = saver.restore({"w": np.zeros(1 << 20)})
-    assert start == 1
-    assert np.array_equal(restored["w"], values)
-    assert not is_cached(pack, 5 << 20)
+    for _ in range(3):  # a look at the page cache brings a page, and finds it about once in a thousand times
+        drop_cache(pack)
+        if is_cached(pack, 1 << 20):
+            pytest.skip("a file system that is all in memory")
+        with ckpt.Checkpointer(tmp_path) as saver:
+            restored, start = saver.restore({"w": np.zeros(1 << 20)})
+        assert start == 1
+        assert np.array_equal(restored["w"], values)
+        if not is_cached(pack, 5 << 20):
+            break
+    else:
+        pytest.fail("three restores left their pages in the page cache")
     assert np.array_equal(ckpt.load(tmp_path)["w"], values)
     assert is_cached(pack, 6 << 20)

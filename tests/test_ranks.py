@@ -1598,14 +1598,17 @@ def test_what_one_rank_reads_for_all_passes_the_page_cache_by(tmp_path: Path, sh
         return {"own": ckpt.Shard(own[rank : rank + 1] * factor, own.shape, (rank, 0)), "copied": copied * factor}
 
     all_well(on_ranks(2, lambda g: ckpt.save(state(g.rank, 1), tmp_path, 0, group=g, codec="none")))
-    drop_cache(*tmp_path.rglob("*.pack"))
-
     def load(group: Group) -> None:
         loaded = ckpt.load(tmp_path, state(group.rank, 0), group=group, share_reads=share)
         assert np.array_equal(loaded["own"].local, own[group.rank : group.rank + 1])
         assert np.array_equal(loaded["copied"], copied)
 
-    all_well(on_ranks(2, load))
     rows = ckpt.open(tmp_path)[0].manifest().rows
-    cached = {row.leaf: is_cached(tmp_path / row.pack, row.position + row.stored // 2) for row in rows}
-    assert cached == {"own": share is False, "copied": share is False}
+    expected = {"own": share is False, "copied": share is False}
+    for _ in range(3):  # a look at the page cache brings a page, and finds it about once in a thousand times
+        drop_cache(*tmp_path.rglob("*.pack"))
+        all_well(on_ranks(2, load))
+        cached = {row.leaf: is_cached(tmp_path / row.pack, row.position + row.stored // 2) for row in rows}
+        if cached == expected:
+            break
+    assert cached == expected

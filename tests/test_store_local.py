@@ -52,18 +52,26 @@ def files_below(store: LocalStore) -> set[str]:
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
 def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None:
-    """And what is in there comes from there."""
+    """And what is in there comes from there.
+
+    To ask whether a page is in the page cache makes Linux read it. About once in a thousand times that ends before the
+    answer, which then is yes, and the read goes through the page cache: so there are three tries.
+    """
     data = pattern(9 << 20)
     file = Path(store.root) / "b"
     file.write_bytes(data)
-    drop_cache(file)
-    if is_cached(file, 8 << 20):
-        pytest.skip("a file system that is all in memory")
     memory = memoryview(pages(8 << 20))
-    with store.open_once("b") as reader:
-        assert reader.read_into(1 << 20, memory) == len(memory)
-        assert memory == data[1 << 20 :]
-        assert not is_cached(file, 4 << 20)
+    for _ in range(3):
+        drop_cache(file)
+        if is_cached(file, 8 << 20):
+            pytest.skip("a file system that is all in memory")
+        with store.open_once("b") as reader:
+            assert reader.read_into(1 << 20, memory) == len(memory)
+            assert memory == data[1 << 20 :]
+        if not is_cached(file, 4 << 20):
+            break
+    else:
+        pytest.fail("three reads left their pages in the page cache")
     with store.open("b") as reader:
         assert reader.read_into(0, memory) == len(memory)
         assert is_cached(file, 6 << 20)
@@ -470,5 +478,5 @@ def test_a_page_that_is_there_brings_no_others(tmp_path: Path) -> None:
         for position in range(0, len(data), chunk):
             assert reader.read_into(position, buffer.data) == chunk
             assert np.array_equal(buffer, data[position : position + chunk])
-    # A page that another processor had just touched is not dropped by drop_cache: on a busy machine one or two stay.
+    # To ask for a page makes Linux read it: where that ends before the answer, one chunk comes through the page cache.
     assert len([p for p in range(chunk, len(data), chunk) if is_cached(file, p + chunk // 2)]) <= 2
