@@ -1,6 +1,6 @@
 """Four processes save one sharded state and other numbers of processes load it: this project beside torch DCP, in one run.
 
-    python benchmarks/ranks.py                 2 GiB over 4 ranks: table, benchmarks/out/ranks.json, docs/ranks.png
+    python benchmarks/ranks.py                 2 GiB over 4 ranks: table, benchmarks/out/ranks.json, docs/design/ranks.png
     python benchmarks/ranks.py --draw FILE     the table and the picture of an earlier run
 
 Every leaf is a DTensor cut by rows; "replicated" keeps all of it on every rank, as data parallelism does. The processes have
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--data", type=Path, help="a folder on the disk to measure")
     parser.add_argument("--out", type=Path, default=HERE / "out")
-    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "ranks.png")
+    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "design" / "ranks.png")
     parser.add_argument("--draw", type=Path, metavar="JSON")
     for name in ("--task", "--peer", "--kind"):
         parser.add_argument(name, help=argparse.SUPPRESS)

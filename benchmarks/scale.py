@@ -3,7 +3,7 @@
 GPTs with the shapes of Narayanan et al. 2021 (arXiv:2104.04473, table 1) under tensor, pipeline and data parallelism, the
 optimizer sharded over the data-parallel ranks: the model grows with the ranks, so that each stores about 100 rows.
 
-    python benchmarks/scale.py             all sizes, the table, docs/scale.png
+    python benchmarks/scale.py             all sizes, the table, docs/design/scale.png
     python benchmarks/scale.py --ranks 100     one size
 """
 
@@ -400,7 +400,7 @@ def draw(results: list[Figures], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=SIZES, action="append")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "scale.png")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "design" / "scale.png")
     parser.add_argument("--task", choices=TASKS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

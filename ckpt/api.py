@@ -81,9 +81,10 @@ def save(
         state once more. False: nothing; of copies that differ the step then has a mixture.
     key: a key file (a key of 32 bytes or more in hexadecimal digits on each line; the first signs, each is accepted), or a key
         as bytes; else the file that the environment names (CKPT_KEY_FILE). The step is signed with it, and a step that is not
-        signed with it counts as damaged. All ranks have the same key. See docs/integrity.md.
+        signed with it counts as damaged. All ranks have the same key. See docs/reference/integrity.md.
     nan: "warn" logs one warning with the name of a leaf that has a NaN, "refuse" saves no such step (NotFinite), "allow" does
-        not look. Looked at are all elements of pieces of up to 64 KiB, and samples of larger ones: see docs/saving.md.
+        not look. Looked at are all elements of pieces of up to 64 KiB, and samples of larger ones:
+        see docs/reference/saving.md.
 
     Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
     changed then.

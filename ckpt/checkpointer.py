@@ -368,7 +368,7 @@ class Checkpointer:
         Each optimizer's step() then waits, if it must, until its memory has been copied. Everything else in the state
         is still copied before `save` returns. A parameter that is changed in place by other means meanwhile makes that
         save fail with StateChanged, if torch counts the change, or if it is one of a whole tensor on the host. What torch does
-        not count (`.data`, a numpy view) is not found on a GPU, nor where it is of few elements: see docs/saving.md.
+        not count (`.data`, a numpy view) is not found on a GPU, nor where it is of few elements: see docs/reference/saving.md.
         """
         for optimizer in optimizers:
             inner, hook = _hooked(optimizer, self._before_step)

@@ -1,4 +1,4 @@
-"""The manifest: one row for each piece of each leaf, an Arrow table in Parquet. docs/format.md specifies the columns.
+"""The manifest: one row for each piece of each leaf, an Arrow table in Parquet. docs/reference/format.md specifies the columns.
 
 A step of ten thousand ranks has a million rows, of which a rank needs some hundred: Python objects are made of those
 that were found, and of nothing else.

@@ -1,4 +1,7 @@
-"""The manifest as a file: an Arrow table in Parquet, written whole and read by row groups. docs/format.md has its columns."""
+"""The manifest as a file: an Arrow table in Parquet, written whole and read by row groups.
+
+docs/reference/format.md has its columns.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A state and its description: containers and plain values as JSON, arrays as named leaves.
 
 The description is a *node*: JSON null, booleans, strings, small integers and finite floats stand for themselves, a JSON
-list is a list, and an object has one tag that says what it is (docs/format.md lists them). Nothing is unpickled and no
-code named by a file is run: a class is used only if this process has imported it and its fields are those that were
+list is a list, and an object has one tag that says what it is (docs/reference/format.md lists them). Nothing is unpickled and
+no code named by a file is run: a class is used only if this process has imported it and its fields are those that were
 saved; otherwise a plain one of the same name takes its place.
 """
 

@@ -31,8 +31,8 @@ def require_conditional_puts(store: Store, name: str) -> None:
         )
         if not _is_stated(store.url):
             raise Refused(
-                f"{what}. Use a store with conditional puts (docs/stores.md says which have them); where it is certain that "
-                f"one job at a time writes there, set {VARIABLE}={store.url}"
+                f"{what}. Use a store with conditional puts (docs/reference/stores.md says which have them); where it is "
+                f"certain that one job at a time writes there, set {VARIABLE}={store.url}"
             )
         log.warning("%s; %s allows it", what, VARIABLE)
     _probed.add(store.url)

@@ -293,7 +293,7 @@ def test_importing_it_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-DOCS = [file.read_text() for file in [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "README.md"]]
+DOCS = [file.read_text() for file in [*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md"]]
 
 
 def test_the_loop_of_the_docs_as_it_is_written(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def train_step(model, batch):
     optimizer.step()
     return loss
 """
-    (loop,) = re.findall(r"```python\n(data = ckpt.*?)```", (REPOSITORY / "docs/loop.md").read_text(), re.DOTALL)
+    (loop,) = re.findall(r"```python\n(data = ckpt.*?)```", (REPOSITORY / "docs/reference/loop.md").read_text(), re.DOTALL)
     after = "assert (step, data.batch, len(batch)) == (5, 5, 256)"
     subprocess.run([sys.executable, "-c", before + loop + after], check=True, timeout=120)
 

@@ -99,7 +99,7 @@ class Contents:
     tied: dict[str, str]
     """Further names of arrays: second name → `Array.name`."""
     values: dict[str, Any]
-    """Plain values by path, as JSON; what JSON lacks is a node of docs/format.md, such as {"bytes": …}."""
+    """Plain values by path, as JSON; what JSON lacks is a node of docs/reference/format.md, such as {"bytes": …}."""
 
     @property
     def nbytes(self) -> int:

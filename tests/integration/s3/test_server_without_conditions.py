@@ -35,7 +35,7 @@ def test_it_is_refused(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (lambda: ckpt.Checkpointer(careless), lambda: ckpt.save(state_of(0), careless, 0)):
         with pytest.raises(ckpt.StoreError) as told:
             call()
-        one_line(told, careless, "If-None-Match", "docs/stores.md", f"{fencing_probe.VARIABLE}={careless}")
+        one_line(told, careless, "If-None-Match", "docs/reference/stores.md", f"{fencing_probe.VARIABLE}={careless}")
     monkeypatch.setenv(fencing_probe.VARIABLE, f"s3://other {careless}")
     ckpt.save(state_of(0), careless, 0)
     assert ckpt.load(careless)["step"] == 0
