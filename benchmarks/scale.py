@@ -33,8 +33,9 @@ from rich.table import Table
 from ckpt import manifest
 from ckpt.arrow import list_column
 from ckpt.digest import CELL_BYTES, digest
+from ckpt.limits import BLOCK_BYTES
 from ckpt.merge import merge
-from ckpt.plan import BLOCK_BYTES, LeafSpec, plan
+from ckpt.plan import LeafSpec, plan
 from ckpt.shard import Box, Replica
 from ckpt.table import NAMES, read_part, write_part
 

@@ -12,7 +12,7 @@ import xxhash
 from ckpt import codec
 from ckpt.arena import round_up
 from ckpt.digest import checksum, digest, hasher, is_cryptographic
-from ckpt.manifest import LARGEST_BLOCK
+from ckpt.limits import LARGEST_BLOCK
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError
 from ckpt.storage.pages import pages

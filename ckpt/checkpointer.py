@@ -20,6 +20,7 @@ from ckpt import session as sessions
 from ckpt.api import check_step, load_newest, load_step
 from ckpt.arguments import check_switch, checked_bytes, checked_every, positive
 from ckpt.codec import CodecWish
+from ckpt.damage_registry import mark_damaged
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds, told_mean_time
@@ -185,7 +186,7 @@ class Checkpointer:
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
                 if before is not None and start <= before:  # nothing may refer to the later ones, or keep them as good
                     later = [n for n in repo.step_numbers() if n >= before]
-                    sessions.distrusted(session.repo).update(later)
+                    mark_damaged(session.repo, later)
             session.lineage.restored(start - 1)  # shared by all tiers
             if self._tiers is not None:
                 self._tiers.restored(start - 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt.lines import Line, in_order
@@ -36,10 +36,10 @@ class _Start:
 class Stretch:
     """Saves in a row, all on one line."""
 
-    def __init__(self, repo: Repository, generation: int, distrusted: Collection[int], start: _Start) -> None:
+    def __init__(self, repo: Repository, generation: int, damaged: Callable[[], Collection[int]], start: _Start) -> None:
         self._repo = repo
         self._generation = generation
-        self._distrusted = distrusted
+        self._damaged = damaged
         self._first, self._restored, self._after, self._anew = start.first, start.restored, start.after, start.anew
         self._lock = threading.Lock()
         self._line: Line | None = None
@@ -75,7 +75,7 @@ class Stretch:
             )  # fmt: skip
             return opened
         later = {step for step in order.live() if step > self._first and step in known}
-        passed_over = later.intersection(self._distrusted)  # by a load of this process
+        passed_over = later.intersection(self._damaged())  # by a load of this process
         if not all(map(self._is_of_this_writer, later - passed_over)):
             self._warn(newest)
             return Line(self._next_number(order.newest))
@@ -118,16 +118,16 @@ class Stretch:
 class Lineage:
     """Of a session. May be used by several threads.
 
-    generation: of the writer. distrusted: the steps that loads of this process have found damaged, as they are at any time.
+    generation: of the writer. damaged: returns the steps that loads of this process have found damaged so far.
     newest: the last step of a lineage that this one takes the place of.
     """
 
-    def __init__(self, repo: Repository, generation: int, distrusted: Collection[int], newest: int = -1) -> None:
+    def __init__(self, repo: Repository, generation: int, damaged: Callable[[], Collection[int]], newest: int = -1) -> None:
         self.repo = repo
         self.base: int | None = None
         """The step that was restored, as long as none was committed after that."""
         self._generation = generation
-        self._distrusted = distrusted
+        self._damaged = damaged
         self._lock = threading.Lock()
         self._restored: int | None = None
         self._before: Stretch | None = None
@@ -164,5 +164,5 @@ class Lineage:
             if self._stretch is None:
                 restored = None if self._before else self._restored
                 start = _Start(step, restored, self._before, self._anew)
-                self._stretch = Stretch(self.repo, self._generation, self._distrusted, start)
+                self._stretch = Stretch(self.repo, self._generation, self._damaged, start)
             return self._stretch

@@ -17,19 +17,16 @@ import numpy as np
 from ckpt import arrow
 from ckpt import table as tables
 from ckpt.digest import CELL_BYTES
-from ckpt.dtypes import LARGEST_ELEMENT
 from ckpt.index import Index, indexed
+from ckpt.limits import LARGEST_BLOCK
 from ckpt.records import require_known
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
 from ckpt.table import RowGroup, read_table, write_table
 
 __all__ = [
-    "LARGEST_BLOCK", "Layout", "Manifest", "Row", "Saved", "StoredBlock", "decode", "encode", "read_table", "write_table",
+    "Layout", "Manifest", "Row", "Saved", "StoredBlock", "decode", "encode", "read_table", "write_table",
 ]  # fmt: skip
-
-LARGEST_BLOCK = 8 * LARGEST_ELEMENT
-"""Bytes of a block, raw or stored, at most; ckpt writes blocks of up to 8 MiB."""
 
 
 class Row(NamedTuple):

@@ -11,15 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from ckpt.dtypes import LARGEST_ELEMENT
 from ckpt.leaves.base import ArrayLeaf
+from ckpt.limits import BLOCK_BYTES, SMALL_BYTES
 from ckpt.manifest import Layout
 from ckpt.shard import Box, Replica, contiguous_start, split, whole
 from ckpt.share import Held, Range, shares
-
-BLOCK_BYTES = LARGEST_ELEMENT
-SMALL_BYTES = 4 << 20
-"""Leaves below this size share blocks."""
 
 PIECE_ALIGNMENT = 64
 """Where a leaf starts within a shared block: a cache line, so that it can be used in place by any vector code."""

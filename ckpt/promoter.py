@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from ckpt.damage_registry import mark_damaged_in_all_tiers
 from ckpt.promote import promote
 from ckpt.quiet import be_nice
 from ckpt.repository import Repository
 from ckpt.retention import Keep
-from ckpt.session import Session, distrust
+from ckpt.session import Session
 from ckpt.storage.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
 from ckpt.storage.patience import VARIABLE, Standstill, patience_seconds
 
@@ -184,7 +185,7 @@ class Promoter:
 
     def _ended(self, step: int, error: Exception | None) -> None:
         if isinstance(error, IntegrityError):
-            distrust(self._source, [step])  # nothing refers to it, so that the next save is whole
+            mark_damaged_in_all_tiers(self._source, [step])  # nothing refers to it, so that the next save is whole
         with self._changed:
             self._current = None
             self._tries += 1

@@ -23,9 +23,9 @@ from ckpt.arena import round_up
 from ckpt.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.dtypes import numpy_dtype
 from ckpt.leaves.base import ArrayLeaf, Bytes
-from ckpt.manifest import LARGEST_BLOCK, Manifest, Row
+from ckpt.limits import BLOCK_BYTES, LARGEST_BLOCK
+from ckpt.manifest import Manifest, Row
 from ckpt.places import copies_of, from_nearest
-from ckpt.plan import BLOCK_BYTES
 from ckpt.quiet import collector_paused, processors
 from ckpt.shard import Box, contiguous_start
 from ckpt.storage.base import Reader, Store

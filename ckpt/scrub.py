@@ -12,11 +12,11 @@ import threading
 import time
 from contextlib import nullcontext
 
+from ckpt.damage_registry import damaged_steps, mark_damaged_in_all_tiers
 from ckpt.known import KnownBlock, is_whole
 from ckpt.quiet import be_nice
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, listed
-from ckpt.session import distrust, distrusted
 from ckpt.storage.errors import CkptError, NotFound
 
 log = logging.getLogger("ckpt")
@@ -107,7 +107,7 @@ class Scrubber:
     def _shared_blocks(self) -> list[Found]:
         """In the order in which they lie."""
         self._free.wait()
-        checkpoint = self._repo.latest(distrusted(self._repo))
+        checkpoint = self._repo.latest(damaged_steps(self._repo))
         if checkpoint is None:
             return []
         own = f"steps/{checkpoint.step}/"
@@ -125,7 +125,7 @@ class Scrubber:
         except NotFound:  # no step refers to it any more, or the next save finds that the pack is missing
             return True
         if not whole and (steps := steps_that_refer(self._repo, block)):
-            distrust(self._repo, steps)
+            mark_damaged_in_all_tiers(self._repo, steps)
             log.error(
                 "%s of %s refer to that block and count as damaged; the next save writes it anew", listed(steps), self._repo.url
             )

@@ -14,11 +14,13 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt import parts
 from ckpt.checkpoint import Checkpoint
-from ckpt.claim import Attempt, Claim, Owner, Series, claim, this_process
+from ckpt.claim import Attempt, Claim, Series, claim
+from ckpt.damage_registry import clear_damaged, damaged_steps
 from ckpt.drift import Drift
 from ckpt.exit_status import before_the_threads_end, fail_clean_up
 from ckpt.groups.base import Group
@@ -27,6 +29,7 @@ from ckpt.lineage import Lineage
 from ckpt.lines import Line
 from ckpt.pack import lengths
 from ckpt.places import bad_packs
+from ckpt.process_identity import Owner, this_process
 from ckpt.repository import Repository
 from ckpt.retention import Keep, sweep
 from ckpt.storage import errors
@@ -74,7 +77,7 @@ class Session:
         else:
             self.claim, self._next_step, self._asked_of_rank_0 = _meet(repo, group, series, where or repo.store, shared, asked)
         self.drift = Drift()
-        self.lineage = Lineage(repo, self.claim.generation, distrusted(repo))
+        self.lineage = Lineage(repo, self.claim.generation, partial(damaged_steps, repo))
         self._noted: set[Line] = set()
         self._lock = threading.Lock()
         self._known: _Known | None = None
@@ -190,7 +193,7 @@ class Session:
                 elif known is not None and (known.algorithm, known.copies) == (algorithm, copies):
                     self._known = _Known(algorithm, copies, (step, *known.steps)[:copies])
                 _remember(self.place, step.blocks, copies)
-        distrusted(self.repo).discard(attempt.step)
+        clear_damaged(self.repo, attempt.step)
 
     def note_line(self, line: Line) -> None:
         """Before the first commit here on a line that is not the first one."""
@@ -226,7 +229,7 @@ class Session:
                 recent.insert(0, (checkpoint.step, checkpoint.commit.files()))
                 if len(found) == copies:
                     break
-                checkpoint = self.repo.latest({*distrusted(self.repo), *(step for step, _ in recent)})
+                checkpoint = self.repo.latest({*damaged_steps(self.repo), *(step for step, _ in recent)})
         except CkptError as error:
             log.warning("nothing is referenced: %s", error)
             return ()
@@ -249,8 +252,8 @@ class Session:
 
     def _before(self) -> Checkpoint | None:
         """The step that the next save goes on from."""
-        if (base := self.lineage.base) is None or base in distrusted(self.repo):
-            return self.repo.latest(distrusted(self.repo))
+        if (base := self.lineage.base) is None or base in damaged_steps(self.repo):
+            return self.repo.latest(damaged_steps(self.repo))
         try:
             return self.repo[base]
         except StepNotFound:  # this tier does not have it
@@ -265,7 +268,7 @@ class Session:
                 recent = self._recent if self.group.size > 1 else []
                 protected = set[str]().union(*(names for _, names in recent))
                 spare = {saved, *(step for step, _ in recent), *self.spared()}
-                sweep(self.repo, self.claim, keep, spare, distrusted(self.repo), protected, retired)
+                sweep(self.repo, self.claim, keep, spare, damaged_steps(self.repo), protected, retired)
         except (CkptError, OSError) as error:
             log.warning("cleaning %s failed, the next save tries again: %s", self.repo.url, error)
 
@@ -328,19 +331,10 @@ _sessions: dict[tuple[str, Group | None], Session] = {}
 _orphans: list[Session] = []  # left with an error that nobody has seen
 _lent: list[Claim] = []  # to groups that meet just now
 _registry = threading.RLock()
-_distrusted: dict[str, set[int]] = {}
 _remembered: dict[tuple[str, int], tuple[KnownBlocks, ...]] = {}
 """By URL and rank what the last saves of this process wrote or saw to be whole, the newest first: kept for a next one in a
 session of its own. As many as there are copies."""
 _MOST_REMEMBERED = 4
-
-
-def distrusted(repo: Repository) -> set[int]:
-    """Steps that a load of this process found damaged: nothing refers to them, and they count as no good ones.
-
-    A run that falls back comes by them again and makes, bit for bit, the same blocks: those must be written anew.
-    """
-    return _distrusted.setdefault(repo.url, set())
 
 
 def _remember(place: tuple[str, int], blocks: KnownBlocks, copies: int) -> None:
@@ -349,12 +343,6 @@ def _remember(place: tuple[str, int], blocks: KnownBlocks, copies: int) -> None:
         _remembered[place] = (blocks, *before)[:copies]
         while len(_remembered) > _MOST_REMEMBERED:
             del _remembered[next(iter(_remembered))]
-
-
-def distrust(repo: Repository, steps: Iterable[int]) -> None:
-    """These steps were found damaged, in every tier that has them."""
-    for place in repo.places:
-        distrusted(place).update(steps)
 
 
 def enter(

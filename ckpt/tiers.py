@@ -24,6 +24,7 @@ from typing import Any
 from ckpt import pulse
 from ckpt import session as sessions
 from ckpt.claim import Series
+from ckpt.damage_registry import damaged_steps
 from ckpt.groups.base import Alone, Group
 from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds
@@ -150,7 +151,7 @@ class Tiers:
             # One for all: a save in the nearest place may go on from a step that was restored from another one.
             writer = self.nearest
             newest = max(place.session.lineage.newest for place in self._places)
-            lineage = Lineage(self.repository, writer.claim.generation, sessions.distrusted(writer.repo), newest)
+            lineage = Lineage(self.repository, writer.claim.generation, partial(damaged_steps, writer.repo), newest)
             for place in self._places:
                 place.session.lineage = lineage
             if group.rank == 0:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckpt import session as sessions
 from ckpt.arguments import check_progress, check_rename, check_share_reads, checked_patterns
 from ckpt.checkpoint import Checkpoint
+from ckpt.damage_registry import mark_damaged_in_all_tiers
 from ckpt.groups.base import Alone, Group, different_steps
 from ckpt.read import Progress
 from ckpt.records import encode_commit
@@ -212,7 +212,7 @@ def settled(
 
     depth: frames from here up to the user's call, which the warning names.
     """
-    sessions.distrust(repo, damage)
+    mark_damaged_in_all_tiers(repo, damage)
     if found is None and damage:
         newest, *others = damage.values()
         for error in others:

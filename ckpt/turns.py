@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.digest import CELL_BYTES
-from ckpt.plan import BLOCK_BYTES
+from ckpt.limits import BLOCK_BYTES
 
 ROUND_BYTES = 96 << 20
 """Blocks that a rank reads, sends and receives in one round."""

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from ckpt.block_check import is_good_block
 from ckpt.checkpoint import Checkpoint
-from ckpt.manifest import LARGEST_BLOCK, Row
+from ckpt.limits import LARGEST_BLOCK
+from ckpt.manifest import Row
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository
 from ckpt.storage.base import Reader, Store

@@ -23,9 +23,9 @@ from dataclasses import asdict
 import numpy as np
 
 from ckpt.arena import round_up
-from ckpt.claim import Owner, is_dead, this_process
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.leaves.base import Bytes
+from ckpt.process_identity import Owner, is_dead, this_process
 from ckpt.storage.decode import decode
 from ckpt.storage.errors import GroupError
 from ckpt.storage.failpoints import failpoint

@@ -31,11 +31,12 @@ from ckpt.handle import SaveHandle
 from ckpt.held import held_by, specs_of
 from ckpt.known import KnownBlock, KnownBlocks, StepBlocks, is_whole
 from ckpt.leaves.base import ArrayLeaf, Bytes
+from ckpt.limits import BLOCK_BYTES
 from ckpt.manifest import StoredBlock
 from ckpt.nan_check import extents, first_nan, looked_at_in
 from ckpt.options import Options
 from ckpt.pack import PackFile, PackWriter
-from ckpt.plan import BLOCK_BYTES, Block, plan, stage
+from ckpt.plan import Block, plan, stage
 from ckpt.quiet import be_nice, collector_paused, processors
 from ckpt.repository import step_folder
 from ckpt.sample import Sample, can_be_sampled, differing, sample

@@ -20,12 +20,12 @@ import pytest
 import ranks_meet
 from support import FailingStore, Injected, fast_folder, files, finish, one_line
 
-from ckpt.claim import this_process
 from ckpt.groups import Alone, EnvGroup, Group, as_group, detect
 from ckpt.groups import meeting as by_meeting
 from ckpt.groups.env import place
 from ckpt.groups.hello import hello
 from ckpt.groups.threads import ThreadGroup
+from ckpt.process_identity import this_process
 from ckpt.storage.base import Store
 from ckpt.storage.errors import GroupError, InvalidArgument, NotFound
 from ckpt.storage.local import LocalStore

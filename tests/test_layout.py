@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ckpt import manifest
 from ckpt.arena import Arena, ArenaClosed, ArenaPool, round_up
 from ckpt.leaves.host import NumpyLeaf
-from ckpt.plan import BLOCK_BYTES, PIECE_ALIGNMENT, LeafSpec, plan, stage
+from ckpt.limits import BLOCK_BYTES
+from ckpt.plan import PIECE_ALIGNMENT, LeafSpec, plan, stage
 from ckpt.shard import Box, contiguous_start, intersect, split, whole
 
 shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)

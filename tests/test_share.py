@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.plan import BLOCK_BYTES, LeafSpec, plan
+from ckpt.limits import BLOCK_BYTES
+from ckpt.plan import LeafSpec, plan
 from ckpt.shard import Replica
 from ckpt.share import UNIT
 

@@ -20,7 +20,8 @@ from support import SOAK, assert_all_load, assert_clean, assert_same, failing, f
 
 import ckpt
 from ckpt import records
-from ckpt.claim import Claim, Owner, alive, claim, is_dead, this_process
+from ckpt.claim import Claim, claim
+from ckpt.process_identity import Owner, alive, is_dead, this_process
 from ckpt.repository import Repository
 from ckpt.storage.errors import StoreError
 from ckpt.storage.local import LocalStore

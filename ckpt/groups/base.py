@@ -193,7 +193,7 @@ def different_steps(doing: str, rank: int, size: int, step: int | None, step_of_
 
 
 def _host() -> bytes:
-    from ckpt.claim import this_process
+    from ckpt.process_identity import this_process
 
     me = this_process()
     # Containers of one host share the boot, not the name, and most often not the memory either.

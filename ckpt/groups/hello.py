@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from ckpt.claim import Owner, alive, is_dead, started, this_process
+from ckpt.process_identity import Owner, alive, is_dead, started, this_process
 from ckpt.storage.decode import decode, read_json
 
 

@@ -25,10 +25,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.claim import alive
 from ckpt.groups.base import Group, late, ranks_text
 from ckpt.groups.hello import Hello, decoded, hello
 from ckpt.groups.meeting_notes import MeetingNotes
+from ckpt.process_identity import alive
 from ckpt.storage.base import Store
 from ckpt.storage.decode import Malformed, read_json
 from ckpt.storage.errors import CkptError, GroupError, IntegrityError, NotFound

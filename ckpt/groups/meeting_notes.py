@@ -8,9 +8,9 @@ import os
 import secrets
 import time
 
-from ckpt.claim import started
 from ckpt.groups import host_notes
 from ckpt.groups.base import Group
+from ckpt.process_identity import started
 from ckpt.storage import errors
 from ckpt.storage.errors import GroupError, StoreError
 

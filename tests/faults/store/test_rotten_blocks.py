@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt import places, scrub, session
+from ckpt import damage_registry, places, scrub
 from ckpt.storage.base import Reader
 from ckpt.storage.local import LocalStore
 
@@ -23,7 +23,7 @@ def _forget() -> Iterator[None]:
     """What is known to be bad belongs to the process."""
     yield
     places._bad.clear()
-    session._distrusted.clear()
+    damage_registry._damaged.clear()
 
 
 def state(step: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_a_block_that_rots_while_a_run_goes_on_is_found_and_written_anew(
         for step in range(3):
             ck.save(step, state(step), blocking=True)
         pack = rot(tmp_path, 2)
-        wait_until(lambda: {1, 2} <= session.distrusted(ck.repository))
+        wait_until(lambda: {1, 2} <= damage_registry.damaged_steps(ck.repository))
         ck.save(3, state(3), blocking=True)
         assert not any(file.name == pack for file in ck.repository.commit(3).packs)
         assert loads(tmp_path, 3)
