@@ -2,6 +2,7 @@
 # make test    all tests            make lint   ruff, and mypy on the installed package
 # make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length
+# make docs    the documentation site, into build/docs
 # make map     which folder imports which, and what has grown too large
 # make clean   remove all that these made
 #
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo cluster test bench soak lint map clean
+.PHONY: help demo cluster test bench soak lint docs map clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
@@ -41,6 +42,13 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	@$(PIP) install -q --no-deps --target build/site .
 	cd build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p ckpt
+
+# The site is built from the package as installed: there the folders of the repository are put together.
+docs: $(VENV)/.docs
+	@rm -rf build/docs build/docs-package
+	@$(PIP) install -q --no-deps --target build/docs-package .
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@$(BIN)/python .ci/site/offline.py build/docs
 
 map:
 	@$(PYTHON) .ci/map.py

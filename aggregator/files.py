@@ -1,4 +1,4 @@
-"""What the namespace knows of a path: the record that makes a file exist. docs/reference/namespace.md has the encoding.
+"""What the namespace knows of a path: the record that makes a file exist. docs/design/namespace.md has the encoding.
 
 A file is cut into pieces, in the order in which they were appended. A piece lies on as many members as the redundancy asks
 for, in one fragment each: copies of all of it, or the shares of an erasure code, contiguous. All fragments that a member

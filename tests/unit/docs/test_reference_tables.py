@@ -1,0 +1,68 @@
+"""The tables of the reference name what the code has: no more, and no less."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.aggregator.members import from_table
+from ckpt.storage.errors import InvalidArgument
+
+ROOT = Path(__file__).parents[3]
+PAGES = ROOT / "docs/reference"
+SOURCES = [file for folder in ("ckpt", "storage", "aggregator", "recovery", "tools") for file in (ROOT / folder).rglob("*.py")]
+
+
+def constants() -> Iterator[str]:
+    """Every text in the code, without docstrings and comments."""
+    for file in SOURCES:
+        tree = ast.parse(file.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                yield node.value
+
+
+def first_cells(page: str) -> set[str]:
+    """What the first column of each table names in code."""
+    rows = [line for line in (PAGES / page).read_text().splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+def test_each_environment_variable_is_described() -> None:
+    used = {text for text in constants() if re.fullmatch(r"CKPT_[A-Z_]+", text)}
+    used |= {name for text in constants() for name in re.findall(r"\b(CKPT_[A-Z_]+)=", text)}
+    assert used == first_cells("environment.md")
+
+
+def test_each_metric_is_described() -> None:
+    described = {name.partition("{")[0] for name in first_cells("metrics.md")}
+    used = {text for text in constants() if re.fullmatch(r"ckpt_(run|node)_[a-z_]+[a-z]", text)}
+    kinds = ("calls", "errors", "seconds", "bytes_received", "bytes_sent", "bytes_near")
+    assert set(kinds) <= set(constants())
+    assert used | {f"ckpt_node_{kind}_total" for kind in kinds} == described
+
+
+def test_each_key_of_the_configuration_is_described() -> None:
+    with pytest.raises(InvalidArgument, match="unknown key 'nothing'; there are ") as raised:
+        from_table("lab", {"nothing": 1}, "config.toml")
+    keys = set(str(raised.value).partition("there are ")[2].split(", "))
+    with pytest.raises(InvalidArgument, match="unknown key 'nothing' of a member; there are ") as raised:
+        from_table("lab", {"members": [{"url": "host:1", "nothing": 1}]}, "config.toml")
+    keys |= set(str(raised.value).partition("there are ")[2].split(", "))
+    assert keys == first_cells("configuration.md")
+
+
+def test_each_verb_of_the_wire_is_described() -> None:
+    verbs = {
+        node.name.removeprefix("_verb_").replace("_", ".")
+        for file in SOURCES
+        if file.parent.is_relative_to(ROOT / "storage")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_verb_")
+    }
+    assert verbs == {name for name in first_cells("wire.md") if re.fullmatch(r"[a-z.]+", name)}
