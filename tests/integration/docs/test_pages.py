@@ -1,4 +1,4 @@
-"""The commands and programs of the documentation run, and print what the pages show."""
+"""The commands and programs of the how-to guides and of operations run, and print what the pages show."""
 
 from __future__ import annotations
 
@@ -7,29 +7,17 @@ from pathlib import Path
 import pytest
 from docs_snippets import (
     DOCS,
-    INSTALLED,
     Block,
     Runner,
     blocks,
     changed,
-    checkout,
     diff_lines,
     differences,
     masked,
     matches,
 )
 
-TUTORIAL = [DOCS / f"tutorial/{name}.md" for name in ("first-run", "many-ranks", "namespace", "supervised")]
 PAGES = sorted([*DOCS.glob("howto/*.md"), *DOCS.glob("operations/*.md")])
-EVERY = [*TUTORIAL, *PAGES]
-
-
-def test_the_tutorial(tmp_path: Path) -> None:
-    """From pip install on."""
-    with Runner(tmp_path / "me", INSTALLED) as runner:
-        checkout(tmp_path / "me" / "ckpt")
-        found = differences(runner, TUTORIAL)
-    assert not found, "\n\n".join(found)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: f"{page.parent.name}-{page.stem}")
@@ -39,13 +27,8 @@ def test_a_page(page: Path, tmp_path: Path) -> None:
     assert not found, "\n\n".join(found)
 
 
-def test_all_of_the_tutorial_is_run() -> None:
-    assert sorted(DOCS.glob("tutorial/*.md")) == sorted(TUTORIAL)
-    assert [block.where for page in TUTORIAL for block in blocks(page) if block.not_run is not None] == []
-
-
 def test_blocks_that_are_not_run_say_why() -> None:
-    assert [block.where for page in EVERY for block in blocks(page) if block.not_run == ""] == []
+    assert [block.where for page in DOCS.rglob("*.md") for block in blocks(page) if block.not_run == ""] == []
 
 
 def test_a_task_is_a_change_of_at_most_ten_lines() -> None:

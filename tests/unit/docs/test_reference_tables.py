@@ -47,6 +47,13 @@ def test_each_metric_is_described() -> None:
     assert used | {f"ckpt_node_{kind}_total" for kind in kinds} == described
 
 
+def test_alerts_are_on_metrics_that_exist() -> None:
+    described = {name.partition("{")[0] for name in first_cells("metrics.md")}
+    used = set(re.findall(r"ckpt_(?:run|node)_[a-z_]+", (ROOT / "docs/operations/monitoring.md").read_text()))
+    assert len(used) > 6
+    assert used <= described
+
+
 def test_each_key_of_the_configuration_is_described() -> None:
     with pytest.raises(InvalidArgument, match="unknown key 'nothing'; there are ") as raised:
         from_table("lab", {"nothing": 1}, "config.toml")

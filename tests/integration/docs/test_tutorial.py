@@ -1,0 +1,21 @@
+"""The tutorial, as a reader would type it: four pages in one shell, each of which goes on where the one before ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from docs_snippets import DOCS, INSTALLED, Runner, blocks, checkout, differences
+
+TUTORIAL = [DOCS / f"tutorial/{name}.md" for name in ("first-run", "many-ranks", "namespace", "supervised")]
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    with Runner(tmp_path / "me", INSTALLED) as runner:
+        checkout(tmp_path / "me" / "ckpt")
+        found = differences(runner, TUTORIAL)
+    assert not found, "\n\n".join(found)
+
+
+def test_all_of_the_tutorial_is_run() -> None:
+    assert sorted(DOCS.glob("tutorial/*.md")) == sorted(TUTORIAL)
+    assert [block.where for page in TUTORIAL for block in blocks(page) if block.not_run is not None] == []
