@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +74,8 @@ def test_each_verb_of_the_wire_is_described() -> None:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("_verb_")
     }
     assert verbs == {name for name in first_cells("wire.md") if re.fullmatch(r"[a-z.]+", name)}
+
+
+def test_the_picture_is_the_one_that_its_program_draws() -> None:
+    draw = runpy.run_path(str(ROOT / ".ci/site/picture.py"))
+    assert draw["FILE"].read_text() == draw["picture"](), "run python .ci/site/picture.py"
