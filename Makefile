@@ -40,6 +40,7 @@ soak: $(VENV)/.test
 lint: $(VENV)/.lint
 	@rm -rf build && mkdir build
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	@$(PIP) install -q --no-deps --target build/site .
 	cd build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p ckpt
 

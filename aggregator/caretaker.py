@@ -20,6 +20,7 @@ log = logging.getLogger("ckpt.node")
 
 __all__ = ["OFFICE", "Caretaker", "Election"]
 
+
 class Caretaker:
     """Looks after a namespace in the background, whenever it is elected, until `close`."""
 

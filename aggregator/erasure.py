@@ -84,9 +84,7 @@ class Code:
         length = len(sources[0])
         if any(len(s) != length for s in (*sources, *targets)):
             raise ValueError("shares of different lengths")
-        self._isal.ec_encode_data(
-            length, self.data, len(targets), _address(tables), _pointers(sources), _pointers(targets)
-        )
+        self._isal.ec_encode_data(length, self.data, len(targets), _address(tables), _pointers(sources), _pointers(targets))
 
 
 @functools.cache

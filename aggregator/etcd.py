@@ -165,9 +165,7 @@ def members(
     return tuple(found)
 
 
-def forget(
-    endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, access: EtcdAccess | None = None
-) -> None:
+def forget(endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, access: EtcdAccess | None = None) -> None:
     """Let a member belong to a cluster no more. One that is up announces itself again."""
     Etcd(endpoints, seconds, access).delete(f"{_folder(check_cluster(cluster))}known/{name}")
 

@@ -123,9 +123,14 @@ class FanOut:
         return self._pool.submit(contextvars.copy_context().run, self._run, name, call)
 
     def ask(
-        self, calls: Mapping[str, Callable[[], T]], seconds: float,
-        enough: Callable[[dict[str, T]], bool] = lambda _: False, *, will_do: Callable[[dict[str, T]], bool] = lambda _: False,
-        spare: bool = False, blame: bool = True,
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        seconds: float,
+        enough: Callable[[dict[str, T]], bool] = lambda _: False,
+        *,
+        will_do: Callable[[dict[str, T]], bool] = lambda _: False,
+        spare: bool = False,
+        blame: bool = True,
     ) -> tuple[dict[str, T], dict[str, StoreError]]:
         """Call all; return what they answered, and the errors, as soon as it is `enough`, or all are done, or time is over.
 

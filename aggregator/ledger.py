@@ -98,7 +98,6 @@ class Keepers:
         """Whether these are a quorum for reading."""
         return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
 
-
     def newest(self, records: Mapping[str, Record]) -> Record:
         """The one that counts: of the first group, where there are two, for all that was agreed is there; what the new keepers
         have from an earlier time is nothing."""
@@ -215,9 +214,7 @@ class Ledger:
             found |= self._update(batch, decide, fresh, number)
         return found
 
-    def _update(
-        self, paths: Sequence[str], decide: Decide, fresh: bool, number: int | None = None
-    ) -> dict[str, Value | None]:
+    def _update(self, paths: Sequence[str], decide: Decide, fresh: bool, number: int | None = None) -> dict[str, Value | None]:
         found: dict[str, Value | None] = {}
         sent: set[str] = set()
         try:
@@ -304,9 +301,7 @@ class Ledger:
             paths, highest = self._round(paths, decide, ballot, found, everywhere, number, sent)
             tries += 1
             if paths and tries > 4 and time.monotonic() > until:
-                raise Unavailable(
-                    f"{_named(paths)}: others changed it at the same time for {self._seconds:g} s; try again"
-                )
+                raise Unavailable(f"{_named(paths)}: others changed it at the same time for {self._seconds:g} s; try again")
             if paths:
                 time.sleep(random.uniform(0, pause))
                 pause = min(2 * pause, 0.5)

@@ -250,7 +250,9 @@ def _member(where: str, given: Mapping[str, Any]) -> Member:
         return Member(Spot(name, domain, weight), bucket=url)
     folder = url.removeprefix("file://") if url.startswith("file:///") else url
     if "://" in folder or not os.path.isabs(os.path.expanduser(folder)):
-        raise InvalidArgument(f"{where}: {url!r} is no member: use host:port of a ckpt-node, the full path of a directory, or s3://bucket/folder")
+        raise InvalidArgument(
+            f"{where}: {url!r} is no member: use host:port of a ckpt-node, the full path of a directory, or s3://bucket/folder"
+        )
     return Member(Spot(name, domain, weight), folder=os.path.expanduser(folder))
 
 

@@ -559,9 +559,7 @@ class Namespace(Membership):
         """Change a record; what it is after that."""
         return self._ledger.update([f"/{path}"], decide)[f"/{path}"]
 
-    def update_by(
-        self, number: int, path: str, decide: Decide, outdated: Outdate, fresh: bool = False
-    ) -> Value | None:
+    def update_by(self, number: int, path: str, decide: Decide, outdated: Outdate, fresh: bool = False) -> Value | None:
         """Change a record by a fence number; what it is after that. outdated: called where another number counts by now; what
         the change refers to must exist after that, or it raises."""
         return self._by(number, [f"/{path}"], decide, outdated, fresh)[f"/{path}"]

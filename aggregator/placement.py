@@ -29,9 +29,7 @@ def score(key: str, spot: Spot) -> float:
     return -spot.weight / math.log((drawn + 0.5) / 2.0**64)
 
 
-def choose(
-    key: str, spots: Sequence[Spot], count: int, near: Sequence[str] = (), taken: Collection[str] = ()
-) -> list[str]:
+def choose(key: str, spots: Sequence[Spot], count: int, near: Sequence[str] = (), taken: Collection[str] = ()) -> list[str]:
     """Names of up to `count` members for a key, as far apart as the domains allow: first over the widest, then within.
 
     near: the writer's own domains; the first member is the one that shares most of them. taken: members that hold other

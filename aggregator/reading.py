@@ -205,9 +205,7 @@ class FileReader(Reader):
 
     # --- one fragment ------------------------------------------------------------------------------------------
 
-    def _share(
-        self, layout: Layout, piece: Piece, number: int, first: int, last: int, out: memoryview, length: int
-    ) -> None:
+    def _share(self, layout: Layout, piece: Piece, number: int, first: int, last: int, out: memoryview, length: int) -> None:
         """A range of one fragment, verified."""
         fragment = piece.fragments[number]
         if fragment is None:

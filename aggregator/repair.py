@@ -175,9 +175,7 @@ def _restore(namespace: Namespace, health: FileHealth, advance: Progress) -> Lay
     return now
 
 
-def replace_layout(
-    namespace: Namespace, path: str, old: File, layout: Layout, number: int, kept: Collection[str] = ()
-) -> bool:
+def replace_layout(namespace: Namespace, path: str, old: File, layout: Layout, number: int, kept: Collection[str] = ()) -> bool:
     """Say where a file is now, if it still is the same file at the same place. Else the new objects go again. Whether nobody
     needs the old objects any more.
 

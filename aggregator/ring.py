@@ -81,9 +81,7 @@ class Ring:
         the members that are available: of twice as many as are lost, those left know what there is."""
         needed = min(2 * tolerated, available)
         rings = [ring for ring in (self.before, self) if ring]
-        return all(
-            needed <= len(r.members) and quorum(tolerated, len(r.members)).members <= r.quorum.members for r in rings
-        )
+        return all(needed <= len(r.members) and quorum(tolerated, len(r.members)).members <= r.quorum.members for r in rings)
 
     def can_list(self, answering: Collection[str]) -> bool:
         """Whether each record is on one of these members."""
@@ -91,9 +89,7 @@ class Ring:
         return sum(s.name not in answering for s in ring.members) < ring.quorum.write
 
 
-def successor(
-    ring: Ring, members: tuple[Spot, ...], before: Ring | None, gone: tuple[str, ...], tolerated: int
-) -> Ring:
+def successor(ring: Ring, members: tuple[Spot, ...], before: Ring | None, gone: tuple[str, ...], tolerated: int) -> Ring:
     """A ring that may come after this one."""
     agreed_by = replace(ring, agreed_by=None, fenced=0)
     return Ring(ring.epoch + 1, members, tolerated, ring.namespace, before, agreed_by, gone)
@@ -123,9 +119,7 @@ class _UnderWay(Unavailable):
     """All members answer, and another client is about to agree upon a ring."""
 
 
-def find(
-    registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]
-) -> Ring | None:
+def find(registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]) -> Ring | None:
     """As `_find`; what another client is in the middle of is looked at again."""
     until = time.monotonic() + seconds
     while True:
@@ -137,9 +131,7 @@ def find(
         time.sleep(0.05)
 
 
-def _find(
-    registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]
-) -> Ring | None:
+def _find(registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]) -> Ring | None:
     """The newest ring of a namespace; None where all members answer, and none knows of one.
 
     adopt: called with a ring that names members which `registers` lacks; whether they were added. Raises Unavailable where too
@@ -204,9 +196,7 @@ def _check_one_namespace(answers: Mapping[str, Told]) -> None:
         )
 
 
-def make(
-    registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated: int, fan_out: FanOut, seconds: float
-) -> None:
+def make(registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated: int, fan_out: FanOut, seconds: float) -> None:
     """The first ring, of all members, which must all answer; nothing where there is one already."""
     ring = Ring(1, tuple(Spot(s.name, s.domain) for s in spots), tolerated, secrets.token_hex(8))
     _, errors = fan_out.ask({name: r.complete for name, r in registers.items()}, seconds)

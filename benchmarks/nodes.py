@@ -260,6 +260,7 @@ def code(args: argparse.Namespace) -> None:
 
         def read() -> None:
             with space.open("big") as reader:
+
                 def part(i: int) -> None:
                     at = slice(i * PIECE_BYTES, (i + 1) * PIECE_BYTES)
                     reader.read_into(at.start, memoryview(into[at]))

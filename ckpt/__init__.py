@@ -1,5 +1,7 @@
 """Checkpoints of large training jobs: saved at the speed of the disk, verified on every read.
 
+Usage:
+
     import ckpt
     ckpt.save(state, url, step=10)
     state = ckpt.load(url)

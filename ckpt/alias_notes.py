@@ -56,9 +56,7 @@ class _Place(NamedTuple):
     box: Box | None
 
 
-def alias_notes(
-    leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None], rank: int | None
-) -> dict[str, AliasNote]:
+def alias_notes(leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None], rank: int | None) -> dict[str, AliasNote]:
     """The notes of those arrays that share memory with another one, or with themselves, by name.
 
     addresses: `ArrayLeaf.address` of each leaf.
@@ -130,9 +128,7 @@ def _places(name: str, leaf: ArrayLeaf, memory: Memory | None) -> Iterator[tuple
             yield _Place(name, part.box), its
 
 
-def _groups(
-    alone: Sequence[Span[_Place]], pairs: Sequence[tuple[Span[_Place], Span[_Place]]]
-) -> list[list[Span[_Place]]]:
+def _groups(alone: Sequence[Span[_Place]], pairs: Sequence[tuple[Span[_Place], Span[_Place]]]) -> list[list[Span[_Place]]]:
     """The spans that hang together by pairs, and each that overlaps itself."""
     group_of: dict[_Place, list[Span[_Place]]] = {span.key: [span] for span in alone}
     for a, b in pairs:

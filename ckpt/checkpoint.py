@@ -261,5 +261,3 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
             extent.append(1)
             within.append(0)
     return Box(tuple(offset), tuple(extent)), tuple(within)
-
-

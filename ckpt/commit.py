@@ -45,9 +45,7 @@ log = logging.getLogger("ckpt")
 class Committer:
     """Of one attempt at one step."""
 
-    def __init__(
-        self, session: Session, attempt: Attempt, step: int, options: Options, flat: Flat, digests: Digests
-    ) -> None:
+    def __init__(self, session: Session, attempt: Attempt, step: int, options: Options, flat: Flat, digests: Digests) -> None:
         self._session = session
         self._attempt = attempt
         self._step = step

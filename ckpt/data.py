@@ -1,5 +1,7 @@
 """The data of a training loop, with a position that is saved: no sample is missed or repeated, on whatever number of ranks.
 
+Usage:
+
     data = ckpt.data.Loader(dataset, global_batch=256, num_workers=4)
     state = {"model": model, "optimizer": optimizer, "data": data}
     with ckpt.Checkpointer(url) as ck:

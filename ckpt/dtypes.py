@@ -73,6 +73,4 @@ def _tuples(descr: Any) -> Any:
     """JSON has no tuples; a descr is text, or a list of fields (name, descr[, shape]), a name being text or a pair."""
     if isinstance(descr, str):
         return descr
-    return [
-        (tuple(f[0]) if isinstance(f[0], list) else f[0], _tuples(f[1]), *(tuple(s) for s in f[2:])) for f in descr
-    ]
+    return [(tuple(f[0]) if isinstance(f[0], list) else f[0], _tuples(f[1]), *(tuple(s) for s in f[2:])) for f in descr]

@@ -43,7 +43,10 @@ class Filler:
     """
 
     def __init__(
-        self, saved: Mapping[str, Saved], wanted: Callable[[str], bool] | None, where: str,
+        self,
+        saved: Mapping[str, Saved],
+        wanted: Callable[[str], bool] | None,
+        where: str,
         stored_bytes: Callable[[], Mapping[str, float]],
     ) -> None:
         self.targets: list[tuple[str, ArrayLeaf]] = []
@@ -180,9 +183,7 @@ class Filler:
 
     def _items(self, like: Any, nodes: Any, names: list[Any], path: str) -> list[Finish | None]:
         if len(nodes) != len(like):
-            raise LeafMismatch(
-                f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}"
-            )
+            raise LeafMismatch(f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}")
         return [self.fill(v, n, join(path, name)) for v, n, name in zip(like, nodes, names, strict=True)]
 
     def _list(self, like: list[Any], node: Node, path: str) -> Finish | None:

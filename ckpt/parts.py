@@ -453,9 +453,7 @@ def await_commit(repo: Repository, claim: Claim, group: Group, attempt: Attempt,
     return commit
 
 
-def _wait(
-    look: Callable[[], T | None], claim: Claim, timeout: float, given_up: Callable[[], StepRefused | None]
-) -> T | None:
+def _wait(look: Callable[[], T | None], claim: Claim, timeout: float, given_up: Callable[[], StepRefused | None]) -> T | None:
     """What `look` finds, asked more and more slowly; None when the time is up.
 
     Raises Fenced where a newer generation has begun, StoreError where the repository is gone, and what `given_up` says; but

@@ -130,9 +130,7 @@ def _shares(specs: list[LeafSpec]) -> list[list[Range] | None]:
     """For each leaf what of it this rank writes, None for all of it."""
     if not any(spec.replica for spec in specs):
         return [None] * len(specs)
-    held = [
-        Held(s.name, s.offset, s.shape, s.itemsize, s.nbytes, s.replica) if s.replica and s.nbytes else None for s in specs
-    ]
+    held = [Held(s.name, s.offset, s.shape, s.itemsize, s.nbytes, s.replica) if s.replica and s.nbytes else None for s in specs]
     return shares(held)
 
 

@@ -18,6 +18,7 @@ from ckpt.storage.patience import VARIABLE, Standstill, patience_seconds
 
 log = logging.getLogger("ckpt")
 
+
 def _nothing() -> None: ...
 
 

@@ -19,9 +19,7 @@ from ckpt.storage.failpoints import failpoint
 _TRIES = 20
 
 
-def publish(
-    repo: Repository, claim: Claim, commit: CommitRecord, may_replace: Callable[[CommitRecord | None], None]
-) -> None:
+def publish(repo: Repository, claim: Claim, commit: CommitRecord, may_replace: Callable[[CommitRecord | None], None]) -> None:
     """Make a step exist, in place of what is at its name where `may_replace` allows that.
 
     may_replace: raises where a record has to stay; None: a damaged one.

@@ -64,9 +64,7 @@ def read_leaves(
     read_blocks(store, manifest.digest_algorithm, wanted_blocks(manifest, targets, where), where, progress)
 
 
-def read_blocks(
-    store: Store, algorithm: str, order: list[Wanted], where: str, progress: Progress | None = None
-) -> None:
+def read_blocks(store: Store, algorithm: str, order: list[Wanted], where: str, progress: Progress | None = None) -> None:
     """Read blocks that lie in this order, each into its place."""
 
     def work(job: Iterable[Wanted]) -> None:
@@ -452,9 +450,7 @@ class Along(Generic[S]):
         return found
 
 
-def _chunk_by_chunk(
-    begin: int, end: int, places: list[Place], source: Source, check: Callable[[Bytes, int], object]
-) -> None:
+def _chunk_by_chunk(begin: int, end: int, places: list[Place], source: Source, check: Callable[[Bytes, int], object]) -> None:
     """Fill memory with bytes [begin, end) of a raw block, a chunk at a time, which is still in the processor's cache when it is
     copied.
 

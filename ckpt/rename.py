@@ -84,9 +84,7 @@ class _Renamer:
             return self._saved[name]
         if self._wanted is not None and not self._wanted(path or "(root)"):
             return None
-        raise LeafNotFound(
-            f"leaf {path} of `like`, renamed to {name}, is not in {self._where}{suggest(name, self._saved)}"
-        )
+        raise LeafNotFound(f"leaf {path} of `like`, renamed to {name}, is not in {self._where}{suggest(name, self._saved)}")
 
     def _object(self, like: Any, path: str) -> Node:
         stateful = as_stateful(like, path)

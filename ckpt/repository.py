@@ -1,5 +1,7 @@
 """All checkpoints of one run under one URL: where things lie, which steps exist, and how a record is read back.
 
+Files:
+
     ckpt.json                                  marker: format version, id
     generations/<n>.json                       who writes: claim.py
     steps/<step>/pack/<rank>-<generation>-<n>.pack
@@ -111,9 +113,7 @@ class Repository:
                 if self._is_marked():  # another process has made it meanwhile
                     return
                 raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
-            raise FormatError(
-                f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first"
-            )
+            raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first")
 
     def _unmarked(self) -> str:
         return f"{self.url} has steps, and its {MARKER} is missing"

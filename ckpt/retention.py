@@ -25,9 +25,7 @@ from ckpt.storage.failpoints import failpoint
 
 log = logging.getLogger("ckpt")
 
-_OURS = re.compile(
-    r"steps/\d+/(?:pack|manifest|part)/(?P<attempt>(?P<rank>\d+)-(?P<generation>\d+)-\d+)[-.][\w.-]+"
-)
+_OURS = re.compile(r"steps/\d+/(?:pack|manifest|part)/(?P<attempt>(?P<rank>\d+)-(?P<generation>\d+)-\d+)[-.][\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +48,7 @@ class Keep:
         if any((whole(number) or 0) < 1 for number in numbers):
             raise InvalidArgument(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
         if not 1 <= (whole(self.copies) or 0) <= self.last:
-            raise InvalidArgument(
-                f"{self}: `copies` is a number from 1 up to `last`: each copy belongs to a step that is kept"
-            )
+            raise InvalidArgument(f"{self}: `copies` is a number from 1 up to `last`: each copy belongs to a step that is kept")
 
 
 def as_keep(keep: int | Keep | None) -> Keep | None:
@@ -200,9 +196,7 @@ def _newest_complete(repo: Repository, newest_first: Iterable[CommitRecord], cou
     return [commit.step for commit in itertools.islice((c for c in newest_first if is_complete(repo.store, c)), count)]
 
 
-def _is_left_over(
-    name: str, claim: Claim, active: Collection[str], damaged: Collection[int], retired: Collection[str]
-) -> bool:
+def _is_left_over(name: str, claim: Claim, active: Collection[str], damaged: Collection[int], retired: Collection[str]) -> bool:
     ours = _OURS.fullmatch(name)
     if ours is None or int(ours["generation"]) > claim.generation or ours["attempt"] in active:
         return False

@@ -121,7 +121,6 @@ def split(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[Box]:
             head.append(index)
         lead = tuple(reversed(head))
         boxes += [
-            Box((*lead, a, *tail), ((1,) * axis) + (b - a, *shape[axis + 1 :]))
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            Box((*lead, a, *tail), ((1,) * axis) + (b - a, *shape[axis + 1 :])) for a, b in zip(cuts, cuts[1:], strict=False)
         ]
     return boxes

@@ -252,9 +252,7 @@ class Tiers:
                 if self._group.size > 1:
                     leave_out(place.session, step, error)
                 raise
-        return run_save(
-            place.session, state, step, dataclasses.replace(options, keep=as_keep(place.tier.keep)), blocking
-        )
+        return run_save(place.session, state, step, dataclasses.replace(options, keep=as_keep(place.tier.keep)), blocking)
 
     def _require_room(self, place: _Place, state: Any, options: Options) -> None:
         if self._step_bytes is None:

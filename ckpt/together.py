@@ -147,7 +147,10 @@ def require_one_step(group: Group, step: int | None) -> None:
 
 
 def load_newest_together(
-    repo: Repository, strict: bool, wish: Wish, load: Callable[[Callable[[], Checkpoint], Wish], Any],
+    repo: Repository,
+    strict: bool,
+    wish: Wish,
+    load: Callable[[Callable[[], Checkpoint], Wish], Any],
     before: int | None = None,
 ) -> tuple[int, Any] | None:
     """`load_newest`, by all ranks of the group. Rank 0 decides which steps there are, and which have been deleted since."""

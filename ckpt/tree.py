@@ -307,7 +307,6 @@ class _Flattener:
                 self._frozen.add(name)
         return node
 
-
     def _identity(self, leaf: ArrayLeaf, address: int | None) -> Hashable | None:
         """That of a leaf which may be the same array as an earlier one. The first leaf at an address has needed none so far."""
         if address is not None:
@@ -396,9 +395,7 @@ def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     raise FormatError(f"the tree file has a node of an unknown kind ({', '.join(node)}): a newer ckpt may know it")
 
 
-def _sequence(
-    nodes: list[Node], make_array: MakeArray, build: Callable[[list[Any]], Any]
-) -> Callable[[], Any]:
+def _sequence(nodes: list[Node], make_array: MakeArray, build: Callable[[list[Any]], Any]) -> Callable[[], Any]:
     parts = [rebuild(n, make_array) for n in nodes]
     return lambda: build([part() for part in parts])
 

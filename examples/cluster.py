@@ -1,5 +1,7 @@
 """Six nodes on this machine: save, kill two, load, repair. What each step shows is printed.
 
+Usage:
+
     python examples/cluster.py
 """
 

@@ -1,7 +1,7 @@
 """Train a small network in jax over a mesh of devices, saved by its shards while it trains; run it again and it goes on.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/jax_mesh.py --steps 20
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/jax_mesh.py --steps 40    # on half of the devices
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/jax_mesh.py --steps 20
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/jax_mesh.py --steps 40    # on half of the devices
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Six storage nodes on this machine, to try things with, until Ctrl-C. `make cluster` runs it.
 
+Usage:
+
     python examples/nodes.py [FOLDER]
 """
 
@@ -27,7 +29,7 @@ def main() -> None:
         url = f"ckpt://{','.join(nodes)}"
         print(f"{NODES} nodes below {folder}. In another terminal:\n")
         print(f"  .venv/bin/ckpt-node admin status {url}")
-        print(f"  .venv/bin/python -c 'import ckpt, numpy; ckpt.save({{\"w\": numpy.ones(10**7)}}, \"{url}/run\")'")
+        print(f'  .venv/bin/python -c \'import ckpt, numpy; ckpt.save({{"w": numpy.ones(10**7)}}, "{url}/run")\'')
         print(f"  .venv/bin/ckpt-inspect {url}/run --verify\n")
         print("Metrics: http://127.0.0.1:8070/metrics. Ctrl-C ends them.", flush=True)
         try:

@@ -96,9 +96,7 @@ def _begun(view: View) -> list[Draft]:
     if memory is None:
         return []
     attempt = course.attempt + 1
-    members = [
-        Member(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)
-    ]
+    members = [Member(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)]
     first = staying[choice.hosts[0]]
     total = len(members) * spec.ranks
     where = "" if spec.hosts == 1 else f" on {', '.join(choice.hosts)}"
@@ -326,9 +324,7 @@ def _wrong(view: View, report: Report, reports: Sequence[Report]) -> Failure:
     return replace(_failure(view, wrong.cause, wrong.ranks, wrong.detail, reports, report.name), bad=wrong.bad, log=log)
 
 
-def _failure(
-    view: View, cause: Cause, ranks: Sequence[int], detail: str, reports: Sequence[Report], host: str = ""
-) -> Failure:
+def _failure(view: View, cause: Cause, ranks: Sequence[int], detail: str, reports: Sequence[Report], host: str = "") -> Failure:
     """host: where it began. What that one says is of this moment; of the others it may be older than their last steps."""
     there = [report for report in reports if report.name == host] or reports
     step = min((r.step for r in there), default=-1)
@@ -365,4 +361,3 @@ def _decision(view: View, failures: Sequence[Failure]) -> list[Draft]:
 
 def _ended(course: Course, text: str, asked: int) -> Draft:
     return Draft(course.attempt, "end", text, {"status": 128 + asked if asked else int(not course.requested)})
-

@@ -205,9 +205,7 @@ class Agent:
         if goes_on and living and (alone or course.spec != self._spec):
             same = "the same command and options as on the other hosts"
             then = "for one job on several hosts give --nnodes on each" if alone else f"give {same}"
-            raise CkptError(
-                f"another run is under way there ({_words(course.spec)}); {then}, or another --run-dir or --state"
-            )
+            raise CkptError(f"another run is under way there ({_words(course.spec)}); {then}, or another --run-dir or --state")
         if comes_to:
             self._run = course.run
             return True

@@ -78,7 +78,12 @@ class Coordinator:
         self._told = self._roll.living() | me
         perhaps = self._roll.perhaps() | me
         return View(
-            course, self._told, perhaps, now - self._entry_at, now - self._began_at, self._roll.silent(),
+            course,
+            self._told,
+            perhaps,
+            now - self._entry_at,
+            now - self._began_at,
+            self._roll.silent(),
             self._unheard(course, perhaps, now),
         )
 

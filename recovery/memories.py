@@ -64,9 +64,7 @@ class Newest:
         return replace(found, memory=memory) if saved and newer else found
 
 
-def at_start(
-    before: Sequence[Memory], members: Mapping[str, Report], newest: Memory = Memory()
-) -> tuple[Memory, ...] | None:
+def at_start(before: Sequence[Memory], members: Mapping[str, Report], newest: Memory = Memory()) -> tuple[Memory, ...] | None:
     """The memories of an attempt that begins: the first is written to, the others are only read. None: wait for a node that is
     about to be ready.
 

@@ -29,8 +29,12 @@ class _Family:
 
 
 def text(
-    entries: Sequence[Entry], seconds: Mapping[str, float], up: bool, beats: Mapping[int, Beat] = MappingProxyType({}),
-    now: float = 0.0, held_bytes: int = 0,
+    entries: Sequence[Entry],
+    seconds: Mapping[str, float],
+    up: bool,
+    beats: Mapping[int, Beat] = MappingProxyType({}),
+    now: float = 0.0,
+    held_bytes: int = 0,
 ) -> str:
     """All metrics of a run. Pure.
 

@@ -133,9 +133,7 @@ class BucketRegisters(Registers):
 
         return self._changed(lambda name: promise, names, epoch)
 
-    def accept(
-        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
-    ) -> list[bool]:
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
         wanted = dict(values)
 
         def take(name: str) -> Callable[[Answer], tuple[Record | None, bool]]:

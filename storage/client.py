@@ -347,9 +347,7 @@ class NodeRegisters(Registers):
     def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
         return self._answers(self._store.call("registers.prepare", list(names), list(ballot), epoch), len(names))
 
-    def accept(
-        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
-    ) -> list[bool]:
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
         found: list[bool] = []
         for batch in _by_bytes(values, lambda item: item[1]):
             told = [[name, wire.encode_value(value)] for name, value in batch]

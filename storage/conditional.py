@@ -69,9 +69,7 @@ class ConditionalStore(Store):
     def get_up_to(self, name: str, limit: int) -> bytes:
         return self._read_object(name, limit)[0]
 
-    def publish(
-        self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None
-    ) -> None:
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
         version = replaces if replaces is not None else self._reserve(name)
         try:
             confirm()
@@ -100,9 +98,7 @@ class ConditionalStore(Store):
         raise Unavailable(f"{self.url}/{name} changes all the time; try again")
 
     def honours_conditions(self, name: str) -> bool:
-        return super().honours_conditions(name) and self._swap(
-            name, self.get_up_to(name, PROBE_BYTES), self._outdated
-        ) is None
+        return super().honours_conditions(name) and self._swap(name, self.get_up_to(name, PROBE_BYTES), self._outdated) is None
 
     def _reserve(self, name: str) -> Version:
         mark = new_reservation()

@@ -189,7 +189,7 @@ class Device:
         except OSError as error:
             raise StoreError(f"{self.path}/{IDENTITY} can't be read: {error.strerror}; check the disk") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{self.path}/{IDENTITY} is damaged ({error}); write {{\"id\": \"…\"}} anew") from error
+            raise StoreError(f'{self.path}/{IDENTITY} is damaged ({error}); write {{"id": "…"}} anew') from error
 
     def usage(self) -> tuple[int, int]:
         """Bytes that the objects take, and bytes that are free for more."""

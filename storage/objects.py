@@ -257,9 +257,7 @@ def _connect(url: str) -> Any:
         from obstore.store import from_url
     except ImportError as error:
         scheme = url.partition("://")[0]
-        raise UnknownScheme(
-            f'{url}: {scheme}:// needs the package obstore; run: pip install "ckpt-store[s3]"'
-        ) from error
+        raise UnknownScheme(f'{url}: {scheme}:// needs the package obstore; run: pip install "ckpt-store[s3]"') from error
     options: dict[str, Any] = {"client_options": _client_options(url), "retry_config": _RETRY}
     if url.startswith(("s3://", "s3a://")):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")

@@ -115,9 +115,7 @@ class Registers(ABC):
         `promised` equals `ballot` the promise was given."""
 
     @abstractmethod
-    def accept(
-        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
-    ) -> list[bool]:
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
         """Take the values unless a higher ballot is promised; whether each was taken.
 
         heal: also in place of a damaged record, whose promises nobody knows. Only for values that a quorum of the other

@@ -60,9 +60,7 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value)
 """
 
 _READ = "SELECT promised, accepted, sum, head, body FROM registers WHERE name = ?"
-_WRITE = (
-    "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
-)
+_WRITE = "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
 
 
 class SqliteRegisters(Registers):
@@ -94,9 +92,7 @@ class SqliteRegisters(Registers):
 
         return self._writing(promise, epoch)
 
-    def accept(
-        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
-    ) -> list[bool]:
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
         def take(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for name, value in values:

@@ -1,4 +1,6 @@
-"""The contract of a store as a test suite. A third party proves its store by three lines:
+"""The contract of a store as a test suite.
+
+A third party proves its store by three lines:
 
     class TestMine(StoreContract):
         @pytest.fixture

@@ -1,5 +1,7 @@
 """A training for tests of ckpt.data: a random transform in workers, the loop's own random numbers, equal weights on all ranks.
 
+Usage:
+
     data_program.py REPOSITORY RESULT [STEP]       killed after this step, if one is named
 """
 

@@ -1,5 +1,7 @@
 """A rank for tests of the training loop under a page of its own: steps of uneven length, losses from a file or none.
 
+Usage:
+
     loop_program.py FOLDER STEPS SECONDS EVERY [LOSSES]       EVERY: a number of steps, or "auto"
 """
 

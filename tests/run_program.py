@@ -1,5 +1,7 @@
 """A job for tests of ckpt-run: adds numbers that depend on step and rank, and writes down the end. Faults by arguments.
 
+Usage:
+
     run_program.py FOLDER STEPS SECONDS [FAULT STEP RANK]       the fault happens in the first attempt only, but "always"
 """
 

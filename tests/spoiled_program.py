@@ -1,5 +1,7 @@
 """A training that one batch of its data spoils: the loss of that step is still good, the weights are not.
 
+Usage:
+
     spoiled_program.py REPOSITORY STEPS BATCH
 """
 

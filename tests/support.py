@@ -98,9 +98,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 def files(root: str | os.PathLike[str]) -> set[str]:
     """Every file below a folder, hidden and temporary ones too."""
-    return {
-        os.path.relpath(os.path.join(base, name), root) for base, _, names in os.walk(root) for name in names
-    }
+    return {os.path.relpath(os.path.join(base, name), root) for base, _, names in os.walk(root) for name in names}
 
 
 def snapshot(root: str | os.PathLike[str]) -> dict[str, bytes]:

@@ -272,8 +272,7 @@ def test_a_bucket_takes_the_place_of_a_disk(tmp_path: Path, bucket: str) -> None
 def test_checkpoints(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
-        "[namespaces.lab]\nmembers = "
-        f'["{tmp_path}/disk0", {{url = "{bucket}/member", name = "cloud"}}]\nredundancy = "2x"\n'
+        f'[namespaces.lab]\nmembers = ["{tmp_path}/disk0", {{url = "{bucket}/member", name = "cloud"}}]\nredundancy = "2x"\n'
     )
     monkeypatch.setenv("CKPT_CONFIG", str(config))
     state = {"w": np.arange(3_000_000.0), "step": 3}

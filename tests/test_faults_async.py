@@ -292,9 +292,7 @@ def test_the_error_of_a_handle_that_nobody_keeps(tmp_path: Path) -> None:
     assert_clean(tmp_path, folders=False)
 
 
-def test_an_error_inside_with_is_not_hidden_by_one_of_the_background(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_inside_with_is_not_hidden_by_one_of_the_background(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(KeyError, match="mine"), caplog.at_level(logging.ERROR), ckpt.Checkpointer(tmp_path) as saver:
         broken_save(tmp_path, saver)
         raise KeyError("mine")

@@ -313,5 +313,3 @@ ckpt.save(state_of(2), sys.argv[1], 2, keep=2)
     assert out.startswith("told"), out
     assert assert_all_load(tmp_path) == [0, 2]
     assert_clean(tmp_path)
-
-

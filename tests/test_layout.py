@@ -69,9 +69,7 @@ def test_blocks_are_even_and_within_bounds():
 
 @settings(max_examples=40)
 @given(
-    leaves=st.lists(
-        st.tuples(st.sampled_from(["u1", "i2", "f4", "f8"]), st.integers(0, 3000), st.booleans()), max_size=30
-    ),
+    leaves=st.lists(st.tuples(st.sampled_from(["u1", "i2", "f4", "f8"]), st.integers(0, 3000), st.booleans()), max_size=30),
 )
 def test_plan_places_every_byte_once(leaves):
     made = {}

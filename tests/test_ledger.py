@@ -381,9 +381,7 @@ def test_metrics_of_a_run_under_way() -> None:
     }  # fmt: skip
     beats[2] = Beat(0, -1, "start", 1.0, -1, 0.0, 0)
     text = metrics.text(entries, {"useful": 3.0, "redo": 1.0}, True, beats, now=100.0)
-    samples = {
-        (s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(text) for s in family.samples
-    }
+    samples = {(s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(text) for s in family.samples}
     assert samples["ckpt_run_up",] == 1
     assert samples["ckpt_run_attempt",] == 1
     assert [key for key in samples if key[0] == "ckpt_run_failures_total"] == [("ckpt_run_failures_total", 'a "bad"\nday\\')]

@@ -285,6 +285,7 @@ def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: Pulse) -
 
 def test_a_device_that_is_away_is_no_damage(tmp_path: Path, page: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives EIO as a bad sector does; but for all steps, and for as long as it is away."""
+
     def away(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -216,9 +216,7 @@ def test_any_partition_is_merged(made: tuple[dict[str, tuple[int, ...]], list[li
 
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
-def test_a_box_that_is_missing_is_named(
-    made: tuple[dict[str, tuple[int, ...]], list[list[Held]]], rng: random.Random
-) -> None:
+def test_a_box_that_is_missing_is_named(made: tuple[dict[str, tuple[int, ...]], list[list[Held]]], rng: random.Random) -> None:
     arrays, ranks = made
     held = rng.choice([held for held in ranks if held])
     lost = held.pop(rng.randrange(len(held)))
@@ -230,9 +228,7 @@ def test_a_box_that_is_missing_is_named(
 
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
-def test_a_box_too_many_is_refused(
-    made: tuple[dict[str, tuple[int, ...]], list[list[Held]]], rng: random.Random
-) -> None:
+def test_a_box_too_many_is_refused(made: tuple[dict[str, tuple[int, ...]], list[list[Held]]], rng: random.Random) -> None:
     arrays, ranks = made
     held = rng.choice([held for held in ranks if held])
     leaf = rng.choice(held).leaf

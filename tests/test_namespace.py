@@ -378,7 +378,8 @@ def test_two_clients_that_replace(tmp_path: Path) -> None:
     clients = [Namespace(directories(tmp_path, 3)) for _ in range(2)]
     contents = [[pattern(50_000, 10 * i + j) for j in range(6)] for i in range(2)]
     threads = [
-        threading.Thread(target=lambda i=i: [clients[i].put("a", data) for data in contents[i]]) for i in range(2)  # type: ignore[misc]
+        threading.Thread(target=lambda i=i: [clients[i].put("a", data) for data in contents[i]])
+        for i in range(2)  # type: ignore[misc]
     ]
     for thread in threads:
         thread.start()

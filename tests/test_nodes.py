@@ -520,4 +520,3 @@ def test_a_port_that_is_taken(tmp_path: Path, node: Here) -> None:
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "choose another --listen" in done.stderr
-

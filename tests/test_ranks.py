@@ -239,6 +239,7 @@ def box_along(shape: tuple[int, ...], axis: int, low: int, high: int) -> Box:
 
 def held(array: np.ndarray, how: list[Any], fill: bool) -> Any:
     """What a rank has of `array`; blank where it is to be loaded."""
+
     def local(part: np.ndarray) -> np.ndarray:
         return part.copy() if fill else np.full_like(part, 77)
 
@@ -291,6 +292,7 @@ def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactor
 
 def test_arrays_without_elements(tmp_path: Path) -> None:
     """Cut over ranks none of which holds anything of them."""
+
     def state(group: Group) -> dict[str, Any]:
         boxes = ckpt.Shard(np.zeros((0, 5), "f2"), (0, 5), (0, 0))
         return {"flat": ckpt.Shard(np.zeros(0), (3, 0), flat=0), "boxes": boxes, "copies": np.zeros((0, 7), "i4")}
@@ -636,6 +638,7 @@ def test_random_generators_of_each_rank_go_on_where_they_were(tmp_path: Path) ->
 @pytest.mark.parametrize("nbytes", [100, (64 << 10) + 1, 300_000, 9 << 20])
 def test_bytes_of_each_rank_come_back_to_it(tmp_path: Path, nbytes: int) -> None:
     """However long they are, and whether their lengths are the same."""
+
     def state(rank: int) -> dict[str, Any]:
         return {"w": np.arange(50_000.0), "same length": bytes([65 + rank]) * nbytes, "other": bytes(rank * nbytes)}
 
@@ -659,6 +662,7 @@ def numpy_scalars(rank: int) -> dict[str, Any]:
 
 def test_numpy_scalars_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
     """They are plain values, like Python's numbers, and no copies of one array."""
+
     def as_saved(rank: int) -> dict[str, Any]:
         return numpy_scalars(rank) | {"own": ckpt.PerRank(np.float32(rank))}
 
@@ -743,6 +747,7 @@ def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("instead", ["", "another"])
 def test_a_copy_that_a_rank_lacks_is_named(tmp_path: Path, lost: str, instead: str) -> None:
     """Ranks divide what they take for copies, so that what is missing is of some other leaf."""
+
     def state(rank: int) -> Any:
         whole = {"embed": np.ones((500, 70)), "norm": np.ones(90_000), "z": np.ones((3000, 31)), "count": rank}
         if rank == 2:
@@ -763,6 +768,7 @@ def test_a_copy_that_a_rank_lacks_is_named(tmp_path: Path, lost: str, instead: s
 @pytest.mark.parametrize("size", [1, 64, 500, 20_000])
 def test_a_copy_that_a_rank_lacks_is_refused_whatever_its_size(tmp_path: Path, size: int, lacking_it: set[int]) -> None:
     """A small one is written by one rank: where another lacks it, no part of it is missing."""
+
     def state(rank: int) -> Any:
         return {"d": np.arange(1000.0)} | ({} if rank in lacking_it else {"x": np.ones(size)})
 
@@ -773,6 +779,7 @@ def test_a_copy_that_a_rank_lacks_is_refused_whatever_its_size(tmp_path: Path, s
 
 def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
     """Two pairs of ranks hold copies, and all of them: a leaf of one pair is none that the other lacks."""
+
     def text(**leaves: Sequence[str]) -> str:
         return json.dumps(
             {sharer: base64.b64encode(zlib.compress(json.dumps(names).encode())).decode() for sharer, names in leaves.items()}
@@ -873,6 +880,7 @@ def test_a_module_of_another_size_is_refused(tmp_path: Path) -> None:
 
 def test_what_ranks_hold_is_told_shortly(tmp_path: Path) -> None:
     """One text for all ranks of a DDP state, small beside its tree; nothing of what a rank's rows tell, or is its own."""
+
     def state(rank: int) -> dict[str, Any]:
         layers = {f"layers.{i}.{n}.weight": np.full((8, 8), rank) for i in range(100) for n in ("up", "down", "norm")}
         mine = ckpt.Shard(np.ones(3), (6,), (3 * rank,))
@@ -1032,6 +1040,7 @@ def test_a_forked_child_does_not_speak_for_its_parent(tmp_path: Path) -> None:
 
 def test_parts_of_an_earlier_generation_are_not_taken(tmp_path: Path) -> None:
     """Rank 1 of a killed job left its part; the next job's rank 1 never comes."""
+
     def stale(group: Group) -> Any:
         return ckpt.save({"a": np.full(2000, 1.0)}, tmp_path, 0, group=group, timeout=0.3)
 
@@ -1075,7 +1084,6 @@ def test_a_rank_that_wakes_after_a_newer_job_has_its_step_is_told_to_stop(tmp_pa
     mine.with_name("00000009.json").write_bytes(mine.read_bytes())
     for error in on_ranks(2, lambda g: ckpt.save(one_array(1), tmp_path, 0, group=g), groups):
         assert isinstance(error, ckpt.Fenced)
-
 
 
 def test_ranks_are_told_why_rank_0_cannot_begin(tmp_path: Path) -> None:
@@ -1499,6 +1507,7 @@ def test_ranks_that_name_different_steps_save_none(tmp_path: Path, steps: tuple[
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_rank_that_leaves_out_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture, behind: bool) -> None:
     """Where no step is named, only what it says itself tells it from a slow one."""
+
     def train(group: Group) -> None:
         for i in range(5):
             if behind and group.rank == 1 and i == 2:
@@ -1531,6 +1540,7 @@ def test_a_rank_that_leaves_out_a_save(tmp_path: Path, caplog: pytest.LogCapture
 )  # fmt: skip
 def test_numbers_that_differ_for_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture, states: list[Any]) -> None:
     """No save fails for what is only looked at, and few are warned about that are well."""
+
     def of(node: Any, rank: int) -> Any:
         if isinstance(node, dict):
             return {key: of(value, rank) for key, value in node.items()}
@@ -1598,6 +1608,7 @@ def test_what_one_rank_reads_for_all_passes_the_page_cache_by(tmp_path: Path, sh
         return {"own": ckpt.Shard(own[rank : rank + 1] * factor, own.shape, (rank, 0)), "copied": copied * factor}
 
     all_well(on_ranks(2, lambda g: ckpt.save(state(g.rank, 1), tmp_path, 0, group=g, codec="none")))
+
     def load(group: Group) -> None:
         loaded = ckpt.load(tmp_path, state(group.rank, 0), group=group, share_reads=share)
         assert np.array_equal(loaded["own"].local, own[group.rank : group.rank + 1])

@@ -263,9 +263,7 @@ class Flaky(Registers):
     def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
         return self._maybe(lambda: self.inner.prepare(names, ballot, epoch))  # type: ignore[no-any-return]
 
-    def accept(
-        self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0
-    ) -> list[bool]:
+    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
         return self._maybe(lambda: self.inner.accept(values, ballot, heal, epoch))  # type: ignore[no-any-return]
 
     def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:

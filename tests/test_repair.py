@@ -525,7 +525,6 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
     namespace.close()
 
 
-
 def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckpt.tools.node", "admin", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -131,9 +131,7 @@ def open_safetensors(path: Path) -> tuple[set[str], Read, dict[str, Any], dict[s
 
 def open_npz(path: Path) -> tuple[set[str], Read, dict[str, Any], dict[str, str]]:
     file = np.load(path)
-    types, values, tied = (
-        json.loads(file[k].item()) if k in file else {} for k in ("__dtypes__", "__values__", "__tied__")
-    )
+    types, values, tied = (json.loads(file[k].item()) if k in file else {} for k in ("__dtypes__", "__values__", "__tied__"))
     names = {n for n in file.files if not n.startswith("__")}
     return names, lambda name: (file[name], types.get(name)), values, tied
 
@@ -235,9 +233,7 @@ def assert_whole_torch(path: Path, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_every_leaf_comes_back_in_every_format(
-    ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_every_leaf_comes_back_in_every_format(ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, state = saved
     dest = tmp_path / f"out.{ending}"
     done = run(root, dest)
@@ -306,6 +302,7 @@ def test_only_some_leaves(saved: tuple[Path, dict[str, Any]], tmp_path: Path) ->
 
 def test_numpy_scalars_of_a_group(tmp_path: Path) -> None:
     """They stand in the tree: a .pt has Python's numbers for them, and bytes of what those can't say."""
+
     def state(rank: int) -> dict[str, Any]:
         return {"w": np.arange(4), "rate": np.float32(rank + 0.5), "day": np.datetime64("2024-01-01"), "on": np.bool_(rank)}
 
@@ -423,9 +420,7 @@ def test_damage_is_told_and_nothing_written(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("point", ["restore.piece", "restore.written"])
-def test_killed_it_leaves_no_destination(
-    ending: str, point: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_killed_it_leaves_no_destination(ending: str, point: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = saved
     at = "@2" if point == "restore.piece" else ""  # the first piece of a .pt is read before there is a file
     killed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS=f"{point}=kill{at}")
@@ -473,9 +468,7 @@ def test_interrupted_it_cleans_up(
 
 
 @pytest.mark.parametrize(("ending", "package"), [("h5", "h5py"), ("zarr", "zarr"), ("pt", "torch")])
-def test_a_missing_library_is_named(
-    ending: str, package: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_missing_library_is_named(ending: str, package: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide" / f"{package}.py").write_text("raise ImportError('hidden')")
     failed = run(saved[0], tmp_path / f"out.{ending}", PYTHONPATH=str(tmp_path / "hide"))

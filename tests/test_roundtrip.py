@@ -96,9 +96,7 @@ def same(a, b):
 @pytest.mark.parametrize("name", ML_TYPES)
 def test_every_type_of_ml_dtypes(tmp_path, name):
     dtype = np.dtype(getattr(ml_dtypes, name))
-    array = (
-        np.arange(-8, 9).astype(np.float32).clip(0 if name.startswith("uint") else -8, 8).astype(dtype).reshape(17, 1)
-    )
+    array = np.arange(-8, 9).astype(np.float32).clip(0 if name.startswith("uint") else -8, 8).astype(dtype).reshape(17, 1)
     state = {"a": array, "scalar": array[3, 0], "empty": array[:0]}
     ckpt.save(state, tmp_path / "r")
     same(ckpt.load(tmp_path / "r"), state)
@@ -254,9 +252,7 @@ def test_views_of_all_kinds(tmp_path):
     assert torch.equal(like["t"], state["t"])
 
 
-@pytest.mark.parametrize(
-    "shape", [(3000, 1500), (2, 3, 1 << 20), (1, 1 << 22), ((1 << 21) + 3, 2), (5, 1000, 1000)], ids=str
-)
+@pytest.mark.parametrize("shape", [(3000, 1500), (2, 3, 1 << 20), (1, 1 << 22), ((1 << 21) + 3, 2), (5, 1000, 1000)], ids=str)
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_large_arrays_of_many_blocks(tmp_path, shape, order):
     array = np.asarray(np.random.default_rng(1).random(shape, np.float32), order=order)
@@ -319,13 +315,7 @@ def test_module_optimizer_scheduler_and_generators(tmp_path):
     def run(state, steps):
         losses = []
         for _ in range(steps):
-            x = (
-                torch.randn(16, 6)
-                + random.random()
-                + np.random.rand()
-                + state["python"].random()
-                + state["numpy"].random()
-            )
+            x = torch.randn(16, 6) + random.random() + np.random.rand() + state["python"].random() + state["numpy"].random()
             x = x + torch.rand(1, generator=state["torch"])
             loss = state["model"](x).square().mean()
             state["optimizer"].zero_grad()

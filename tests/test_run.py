@@ -311,9 +311,7 @@ def watched(program: str, size: int, folder: Path) -> Iterator[Watch]:
     (8, "", 0, "; rank 1 had closed its Checkpointer after step 8)"),
     (7, "print('Traceback:\\nValueError: bad batch', flush=True)", 1, "; its log ends with: ValueError: bad batch)"),
 ])  # fmt: skip
-def test_a_rank_that_has_closed_its_checkpointer_is_named(
-    tmp_path: Path, step: int, more: str, blamed: int, said: str
-) -> None:
+def test_a_rank_that_has_closed_its_checkpointer_is_named(tmp_path: Path, step: int, more: str, blamed: int, said: str) -> None:
     """As one that an exception has taken out of its loop, and whose process goes on: other threads, or a collective at its end,
     keep it. The others wait for it in a step; where it is behind them it is the cause."""
     program = (
@@ -617,7 +615,7 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
         (["--spares", "1", "--", "true"], 1, "--spares 1 is of hosts, beside --nnodes 2 or more"),
         (["--min", "2", "--", "true"], 1, "--min 2 is more than the 1 host of --nnodes"),
         (["--straggler", "1", "--", "true"], 2, "is not in the range"),
-        (["--dir", "nowhere://x", "--", "true"], 1, "(pip install \"ckpt-store[s3]\"), or another scheme of fsspec\n"),
+        (["--dir", "nowhere://x", "--", "true"], 1, '(pip install "ckpt-store[s3]"), or another scheme of fsspec\n'),
         (["--dir", "/proc/none", "--", "true"], 1, "--dir can't be used: "),
         (["--dir", str(Path(__file__).parent), "--", "true"], 1, "is not a checkpoint repository; name an empty or a new"),
         (["--dir", __file__, "--", "true"], 1, f"{__file__}/ckpt.json failed: Not a directory; a part of this path is a file"),

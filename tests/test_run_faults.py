@@ -234,9 +234,7 @@ def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Start
 # --- disks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "point", ["save.append=full@2", "local.fsync=error@3", "save.commit=full@2"]
-)
+@pytest.mark.parametrize("point", ["save.append=full@2", "local.fsync=error@3", "save.commit=full@2"])
 def test_a_save_in_the_background_fails(start: Starter, point: str) -> None:
     run = start(fault=f"points:0:{point}")
     ends_well(run)

@@ -43,9 +43,7 @@ class Job:
         self.steps = steps
         self.agents: dict[str, subprocess.Popen[str]] = {}
 
-    def start(
-        self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None
-    ) -> None:
+    def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None) -> None:
         folder = self.folder / (files or ("run" if not self.state else f"run-{name}"))
         where = ["--run-dir", str(folder), *self.state, "--name", name, "--address", "127.0.0.1"]
         program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
@@ -647,9 +645,7 @@ class OnHosts(Job):
 
     hosts: Hosts
 
-    def start(
-        self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None
-    ) -> None:
+    def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None) -> None:
         where = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
         program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
         with self._hears(name) as said:

@@ -601,5 +601,3 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         assert not keeper.fresh.endswith(f":{port}")
         assert (tmp_path / str(port)).exists()
         keeper.close(free=False)
-
-

@@ -32,9 +32,7 @@ def specs_of(leaves: list[tuple[tuple[int, ...], int]], rank: int, count: int, k
     st.lists(st.tuples(shapes, st.sampled_from([1, 2, 3, 4, 8, 16])), min_size=1, max_size=4),
     st.integers(1, 7), st.booleans(), st.sampled_from([1, 40]),
 )  # fmt: skip
-def test_every_byte_has_one_writer(
-    leaves: list[tuple[tuple[int, ...], int]], count: int, known: bool, scale: int
-) -> None:
+def test_every_byte_has_one_writer(leaves: list[tuple[tuple[int, ...], int]], count: int, known: bool, scale: int) -> None:
     specs = specs_of(leaves, 0, count, known, scale)
     painted = [np.zeros(spec.shape, np.int8) for spec in specs]
     for rank in range(count):
@@ -56,9 +54,7 @@ def test_every_byte_has_one_writer(
 def test_bytes_are_even(known: bool, count: int) -> None:
     """Within 5 % for the tensors of a GPT, whether the ranks are known or only their number."""
     leaves = [((3072, 1024), 2), ((1024, 1024), 2), ((4096, 1024), 4), ((1024, 4096), 4), ((1024,), 4), ((8192, 1024), 2)] * 3
-    written = [
-        sum(block.nbytes for block in plan(specs_of(leaves, rank, count, known, 1)).blocks) for rank in range(count)
-    ]
+    written = [sum(block.nbytes for block in plan(specs_of(leaves, rank, count, known, 1)).blocks) for rank in range(count)]
     even = sum(itemsize * math.prod(shape) for shape, itemsize in leaves) / count
     assert max(written) <= 1.05 * even
     assert min(written) >= 0.95 * even

@@ -51,9 +51,7 @@ def torchrun(size: int, program: Path, *arguments: str, **more: str) -> subproce
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     command = [*launcher, str(program), *arguments]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, env=environment(**more), stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(command, env=environment(**more), stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         out, err = process.communicate(timeout=300)
     finally:

@@ -125,9 +125,7 @@ def test_rank_0_on_another_host_of_the_same_name_is_not_taken_for_dead(tmp_path:
     (tmp_path / "generations/00000003.json").write_bytes(data)
     assert Claim(repo, 3, rank=1, size=2).lost() is None
     gone = dataclasses.replace(owner, boot=this_process().boot)
-    (tmp_path / "generations/00000003.json").write_bytes(
-        records.encode("generation", {"owner": dataclasses.asdict(gone)})
-    )
+    (tmp_path / "generations/00000003.json").write_bytes(records.encode("generation", {"owner": dataclasses.asdict(gone)}))
     assert "is dead" in str(Claim(repo, 3, rank=1, size=2).lost())
 
 
@@ -146,6 +144,7 @@ def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
     assert not dead
     assert told.pid == me.pid, "what it says of itself ends no collective call of many"
     assert alive(me, me) is True
+
 
 # --- another host, whose life cannot be told -------------------------------------------------------------------
 

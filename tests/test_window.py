@@ -104,9 +104,7 @@ def empty(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("messages", [True, False])
-def test_what_all_need_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool
-) -> None:
+def test_what_all_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool) -> None:
     """Also where the group has no messages, as that of the environment."""
     monkeypatch.setattr(ThreadGroup, "can_exchange", messages)
     monkeypatch.setattr("ckpt.sharing.WINDOW_BYTES", 0)

@@ -55,5 +55,3 @@ class TestZarrStore(StoreTests[FsspecStore, cpu.Buffer]):
 
     def test_store_supports_listing(self, store: FsspecStore) -> None:
         assert store.supports_listing
-
-

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 folder_option = click.option(
-    "--run-dir", type=click.Path(path_type=Path), default="ckpt-run-files", show_default=True,
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    default="ckpt-run-files",
+    show_default=True,
     help="Where the run keeps its record and logs.",
 )
 state_option = click.option("--state", metavar="URL", help="The state of a run on several hosts: etcd://HOST:PORT,…/NAME.")

@@ -271,9 +271,7 @@ def _verified_steps(repo: Repository, reports: list[StepReport], quiet: bool) ->
             yield _verified(repo, report, None, quiet)
 
 
-def _verified(
-    repo: Repository, report: StepReport, leaves: list[str] | None, quiet: bool
-) -> tuple[StepReport, int]:
+def _verified(repo: Repository, report: StepReport, leaves: list[str] | None, quiet: bool) -> tuple[StepReport, int]:
     """Read and check a step; return its report with what was found, and the bytes read."""
     assert report.commit is not None
     checkpoint = repo.checkpoint(report.commit)

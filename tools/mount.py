@@ -334,7 +334,10 @@ Examples:
 @click.option("--uid", type=click.IntRange(0), help="Owner of all files, by number.  [default: this user]")
 @click.option("--gid", type=click.IntRange(0), help="Group of all files, by number.  [default: that of this user]")
 @click.option(
-    "--umask", type=_Octal(), default=0o022, metavar="OCTAL",
+    "--umask",
+    type=_Octal(),
+    default=0o022,
+    metavar="OCTAL",
     help="What owner, group and others may not do: 022 others only read, 077 they do not even read.  [default: 022]",
 )
 @click.version_option(ckpt.__version__, package_name="ckpt-store")

@@ -93,8 +93,14 @@ SIGTERM ends it once the writes under way are done.""",
 @click.option("--cluster", metavar="NAME", help="The cluster to announce it in. Goes with --etcd.")
 @click.option("--advertise", metavar="HOST:PORT", help="Where clients reach it; its name. Default: --listen. Goes with --etcd.")
 @click.option("--repair", "repairing", metavar="URL", help="Look after this namespace, when no other node does.")
-@click.option("--repair-every", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), metavar="SECONDS",
-              help="How often it is looked through.")
+@click.option(
+    "--repair-every",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="How often it is looked through.",
+)
 @click.option("--repair-rate", type=_Size(), metavar="SIZE", help="Repairs write no more than this a second, such as 200MB.")
 @click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(0), help="SIGTERM waits so long.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")

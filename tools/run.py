@@ -28,62 +28,99 @@ _FILE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 @click.option("--nnodes", type=click.IntRange(1), help="Hosts; start it on each. More wait as spares.  [default: 1]")
 @click.option("--min", "least", type=click.IntRange(1), help="Go on with so many hosts, if need be.  [default: all]")
 @click.option(
-    "--spares", type=click.IntRange(0), default=0, show_default=True,
+    "--spares",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
     help="So many more hosts are expected to wait, and it is said when there are fewer.",
 )
 @ask.state_option
 @click.option("--dir", "directory", metavar="URL", help="Where ranks save that name no URL: ckpt.Checkpointer(), CKPT_DIR.")
 @ask.folder_option
 @click.option(
-    "--launcher", type=click.Choice(place.LAUNCHERS), default="local", show_default=True,
+    "--launcher",
+    type=click.Choice(place.LAUNCHERS),
+    default="local",
+    show_default=True,
     help="mpiexec: starts the ranks. Others start this command on each host: its name is theirs, and but for k8s --nnodes.",
 )
 @click.option("--name", help="Of this host.  [default: as the launcher or the system calls it]")
 @click.option("--address", help="Where other hosts reach this one.  [default: the one that reaches the state]")
 @click.option(
-    "--restarts", type=click.IntRange(0), default=10, show_default=True, help="Restarts in a row without a newer step.",
+    "--restarts",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    help="Restarts in a row without a newer step.",
 )
 @click.option(
-    "--grace", type=common.Number(0), default=30.0, show_default=True, help="Seconds to save in, after SIGTERM.",
+    "--grace",
+    type=common.Number(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds to save in, after SIGTERM.",
 )
 @click.option(
-    "--patience", type=common.Number(0, never=True), default=30.0, show_default=True,
+    "--patience",
+    type=common.Number(0, never=True),
+    default=30.0,
+    show_default=True,
     help="Seconds to wait for a host in place of a lost one, before going on with fewer.",
 )
 @click.option(
-    "--give-up", type=common.Number(0, never=True), default=600.0, show_default=True,
+    "--give-up",
+    type=common.Number(0, never=True),
+    default=600.0,
+    show_default=True,
     help="Seconds to wait for too few hosts, and for all of them at first.",
 )
 @click.option(
-    "--hang", type=common.Number(1, never=True), default=10.0, show_default=True,
+    "--hang",
+    type=common.Number(1, never=True),
+    default=10.0,
+    show_default=True,
     help="Least seconds of silence that are a hang, in a step; elsewhere, as in a save, 30 times as many.",
 )
 @click.option(
-    "--first-hang", type=common.Number(1, never=True),
+    "--first-hang",
+    type=common.Number(1, never=True),
     help="Most seconds of silence, in any phase, and as long as little is learned of it.  [default: 900 in a step]",
 )
 @click.option(
-    "--spike", type=common.Number(0, min_open=True), metavar="FACTOR",
+    "--spike",
+    type=common.Number(0, min_open=True),
+    metavar="FACTOR",
     help="A loss that is so many times the usual spread above the usual is a failure; 10 is a good value. Off unless given.",
 )
 @click.option(
-    "--straggler", type=common.Number(1, min_open=True), metavar="FACTOR",
+    "--straggler",
+    type=common.Number(1, min_open=True),
+    metavar="FACTOR",
     help="Go on without a host that has a rank FACTOR times as slow as the median, where a spare waits; else it is only said.",
 )
 @click.option(
-    "--straggler-after", type=common.Number(0, min_open=True), default=60.0, show_default=True,
+    "--straggler-after",
+    type=common.Number(0, min_open=True),
+    default=60.0,
+    show_default=True,
     help="Seconds that a rank must have been slow.",
 )
 @click.option("--again", is_flag=True, help="Begin anew where the run on several hosts has come to its end.")
 @click.option(
-    "--warm/--cold", default=True, show_default=True, help="Keep a process that has imported what ranks import, to fork them.",
+    "--warm/--cold",
+    default=True,
+    show_default=True,
+    help="Keep a process that has imported what ranks import, to fork them.",
 )
 @click.option(
-    "--memory/--no-memory", default=True, show_default=True,
+    "--memory/--no-memory",
+    default=True,
+    show_default=True,
     help="Hosts keep memory for Tier('memory'), a copy of everything on two of them.",
 )
 @click.option(
-    "--token-file", type=_FILE,
+    "--token-file",
+    type=_FILE,
     help="The job's secret, the same on all hosts: signs its log in etcd.  [default: $CKPT_TOKEN, $CKPT_TOKEN_FILE]",
 )
 @click.option("--tls-cert", type=_FILE, help="The certificate chain of this host, PEM.")
@@ -142,11 +179,13 @@ def command(
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
-        raise InvalidArgument(f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME")
+        raise InvalidArgument(
+            f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME"
+        )
     if not command[0].strip():
         raise InvalidArgument("the command is empty, as a variable that is not set; write ckpt-run -- python train.py")
     _require(command)
-    if (hint := place.hint(launcher, command)):
+    if hint := place.hint(launcher, command):
         common.complain("ckpt-run", hint)
     if directory is not None:
         os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it

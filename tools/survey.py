@@ -128,9 +128,7 @@ def _finished(report: StepReport, files: dict[str, int]) -> StepReport:
             bad.add(file.name)
             is_now = "is missing" if nbytes is None else f"has {nbytes:,} bytes instead of {file.nbytes:,}"
             problems.append(f"{file.name} {is_now}")
-    return StepReport(
-        report.step, "incomplete" if bad else "ok", report.commit, tuple(problems), frozenset(bad)
-    )
+    return StepReport(report.step, "incomplete" if bad else "ok", report.commit, tuple(problems), frozenset(bad))
 
 
 def leaf_reports(checkpoint: Checkpoint, bad_files: frozenset[str]) -> dict[str, LeafReport]:

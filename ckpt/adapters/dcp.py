@@ -436,5 +436,3 @@ def _step_of(checkpoint_id: Any) -> int:
             "and the Reader's"
         )
     return check_step(int(text))
-
-

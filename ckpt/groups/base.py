@@ -122,9 +122,7 @@ class Group(ABC):
         if self._note_thread is not None and self._note_thread.is_alive():
             return None
         found: list[bytes | None] = []
-        self._note_thread = threading.Thread(
-            target=lambda: found.append(self._attempted(call)), name="ckpt-notes", daemon=True
-        )
+        self._note_thread = threading.Thread(target=lambda: found.append(self._attempted(call)), name="ckpt-notes", daemon=True)
         self._note_thread.start()
         self._note_thread.join(_NOTE_SECONDS)
         return found[0] if found else None

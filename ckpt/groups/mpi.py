@@ -83,9 +83,7 @@ class MpiGroup(Group):
             communicator = self._communicator()
             # Messages of one tag between two ranks do not overtake each other (MPI 4.1, section 3.5).
             requests = [
-                communicator.Irecv([piece, MPI.BYTE], peer, _MESSAGES)
-                for peer, data in receive
-                for piece in _pieces(data)
+                communicator.Irecv([piece, MPI.BYTE], peer, _MESSAGES) for peer, data in receive for piece in _pieces(data)
             ]
             requests += [
                 communicator.Isend([piece, MPI.BYTE], peer, _MESSAGES) for peer, data in send for piece in _pieces(data)

@@ -19,6 +19,7 @@ from ckpt.storage.testing import pattern
 
 OLD, NEW = pattern(1 << 20, 1), pattern(1 << 20, 2)
 
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     nodes = [Process(tmp_path_factory.mktemp("nodes") / f"n{i}") for i in range(4)]

@@ -295,6 +295,7 @@ def test_the_log_and_inspect_say_by_what_the_bytes_were_checked(tmp_path: Path, 
 
 def test_ranks_with_different_keys_save_nothing(tmp_path: Path) -> None:
     """Parts that ranks hand in through the store are signed too: rank 0 signs nothing that another could have put there."""
+
     def ranks(keys: list[bytes | None], step: int) -> list[BaseException | None]:
         found: list[BaseException | None] = [None] * len(keys)
 

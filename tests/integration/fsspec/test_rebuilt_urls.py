@@ -95,7 +95,7 @@ def test_rsync(names: str, files: CkptFileSystem, tmp_path: Path) -> None:
     rsync(f"file://{tmp_path}/out", f"ckpt://{names}/back")
     rsync(f"ckpt://{names}/back", f"ckpt://{names}/copy")
     for folder in ("back", "copy"):
-        assert {f"run{path[len(folder):]}": files.cat_file(path) for path in files.find(folder)} == FILES
+        assert {f"run{path[len(folder) :]}": files.cat_file(path) for path in files.find(folder)} == FILES
 
 
 def test_upath(names: str, files: CkptFileSystem) -> None:

@@ -206,5 +206,3 @@ def test_what_no_load_would_take_is_not_saved(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ckpt.StepRefused, match="10 are the most"):
         ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
     assert ckpt.open(tmp_path).steps() == []
-
-

@@ -66,9 +66,7 @@ def test_options_of_the_environment_are_kept(
     assert [each.get("User-Agent", each.get("user-agent")) for each in headers] == ["somebody/1"]
 
 
-def test_a_proxy_of_the_environment_is_used(
-    asked: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_of_the_environment_is_used(asked: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch) -> None:
     server, headers = asked
     url = set_up(monkeypatch, "gs", "http://storage.invalid")
     monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")

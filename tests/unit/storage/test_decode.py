@@ -43,9 +43,7 @@ def test_all_types_are_read() -> None:
         "sizes": {"k": 1, "l": None}, "other": {"name": "o"}, "anything": [{}],
     }  # fmt: skip
     found = decode(Outer, data)
-    assert found == Outer(
-        Inner("n", 4), "b", 1.0, ("y", 2), (Inner("r"),), ("a",), {"k": 1, "l": None}, Inner("o"), [{}]
-    )
+    assert found == Outer(Inner("n", 4), "b", 1.0, ("y", 2), (Inner("r"),), ("a",), {"k": 1, "l": None}, Inner("o"), [{}])
     assert type(found.share) is float
 
 
