@@ -11,52 +11,57 @@ import threading
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.collection import collect
-from ckpt.aggregator.election import OFFICE, Election
+from ckpt.aggregator.collection import collect_tombstones
+from ckpt.aggregator.election import REPAIR_LEADER_REGISTER, Election
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import CkptError
 
 log = logging.getLogger("ckpt.node")
 
-__all__ = ["OFFICE", "Caretaker", "Election"]
+__all__ = ["REPAIR_LEADER_REGISTER", "Election", "RepairLeader"]
 
 
-class Caretaker:
+class RepairLeader:
     """Looks after a namespace in the background, whenever it is elected, until `close`."""
 
     def __init__(
-        self, namespace: Namespace, me: str, every_seconds: float, rate: float | None = None, scrub_every: int = 24
+        self,
+        namespace: Namespace,
+        process_id: str,
+        interval_seconds: float,
+        bytes_per_second: float | None = None,
+        rounds_per_scrub: int = 24,
     ) -> None:
         self._namespace = namespace
-        self._every = every_seconds
-        self._election = Election(namespace, me, 3 * every_seconds)
-        self._rate = rate
-        self._scrub_every = scrub_every
+        self._interval_seconds = interval_seconds
+        self._election = Election(namespace, process_id, 3 * interval_seconds)
+        self._bytes_per_second = bytes_per_second
+        self._rounds_per_scrub = rounds_per_scrub
         self._rounds = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckpt-caretaker", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every):
+        while not self._stop.wait(self._interval_seconds):
             try:
-                if self._namespace.exists() and self._election.won():
-                    self.once(verify=self._rounds % self._scrub_every == 0)
+                if self._namespace.exists() and self._election.try_lead():
+                    self.repair_once(verify=self._rounds % self._rounds_per_scrub == 0)
                     self._rounds += 1
             except (CkptError, OSError) as error:
                 log.warning("looking after %s failed, and is tried again: %s", self._namespace.url, error)
 
-    def once(self, verify: bool) -> None:
+    def repair_once(self, verify: bool) -> None:
         """One round. verify: read everything, too."""
-        found = surveys.survey(self._namespace, verify)
-        if found.whole:
+        found = surveys.scrub_namespace(self._namespace, verify)
+        if found.is_whole:
             log.info("%s is whole: %d files", self._namespace.url, found.files)
-            collect(self._namespace)
+            collect_tombstones(self._namespace)
             return
-        done = repairs.repair(self._namespace, found, self._rate)
+        done = repairs.repair_namespace(self._namespace, found, self._bytes_per_second)
         log.info(
             "%s: %d files made whole, %d records, %d objects deleted, %d files could not be made whole, %d members missing",
-            self._namespace.url, done.files, done.records, done.orphans, len(done.failed), len(found.missing),
+            self._namespace.url, done.files, done.records, done.orphans, len(done.failed), len(found.missing_members),
         )  # fmt: skip
 
     def close(self, seconds: float) -> None:

@@ -16,18 +16,18 @@ import msgpack
 import xxhash
 
 from ckpt.storage.decode import Malformed, decode
-from ckpt.storage.fence_numbers import in_order
-from ckpt.storage.registers import Value
+from ckpt.storage.fence_numbers import order_key
+from ckpt.storage.registers import RegisterValue
 
 if TYPE_CHECKING:
     from ckpt.aggregator.namespace import Namespace
 
-REGISTER = "collected"
+COLLECTED_REGISTER = "collected"
 """The register's name, which no path has."""
 
-_NAMES = 20_000
+_MAX_NAMES = 20_000
 """So many names are kept at most, of the collections that were the last."""
-_BYTES = 8
+_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,57 +38,66 @@ class _Collection:
     """A hash of each name, one after the other."""
 
     def has(self, name: bytes) -> bool:
-        return any(self.names[at : at + _BYTES] == name for at in range(0, len(self.names), _BYTES))
+        return any(self.names[at : at + _HASH_BYTES] == name for at in range(0, len(self.names), _HASH_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CollectionLog:
     above: int
     """Of collections up to this number the names are not known."""
     collections: tuple[_Collection, ...]
 
 
-def note_collection(namespace: Namespace, number: int, names: Collection[str]) -> None:
+def record_collection(namespace: Namespace, fence_number: int, names: Collection[str]) -> None:
     """Agree with all members that these records are collected by this number from now on."""
-    now = _Collection(in_order(number), b"".join(map(_hash, sorted(names))))
+    collection = _Collection(order_key(fence_number), b"".join(map(_hash, sorted(names))))
 
-    def add(_: str, value: Value | None) -> Value | None:
-        known = _decoded(value) or _Known(now.number, ())
-        return None if now in known.collections else _encoded(_cut(replace(known, collections=(*known.collections, now))))
+    def add(_: str, value: RegisterValue | None) -> RegisterValue | None:
+        collection_log = _decode_log(value) or _CollectionLog(collection.number, ())
+        return (
+            None
+            if collection in collection_log.collections
+            else _encode_log(_drop_oldest(replace(collection_log, collections=(*collection_log.collections, collection))))
+        )
 
-    namespace.office(REGISTER, add)
+    namespace.update_register(COLLECTED_REGISTER, add)
 
 
-def collected_since(namespace: Namespace, path: str, number: int) -> bool:
+def is_collected_since(namespace: Namespace, path: str, fence_number: int) -> bool:
     """Whether the record of a deleted file may have been collected since a client published the path by this number."""
-    known, since = _decoded(namespace.read_records([REGISTER])[REGISTER]), in_order(number)
-    if known is None or since < known.above:
+    collection_log, since = (
+        _decode_log(namespace.read_records([COLLECTED_REGISTER])[COLLECTED_REGISTER]),
+        order_key(fence_number),
+    )
+    if collection_log is None or since < collection_log.above:
         return True
-    return any(each.number > since and each.has(_hash(f"/{path}")) for each in known.collections)
+    return any(each.number > since and each.has(_hash(f"/{path}")) for each in collection_log.collections)
 
 
-def _cut(known: _Known) -> _Known:
+def _drop_oldest(collection_log: _CollectionLog) -> _CollectionLog:
     """Without the oldest collections, where there are too many names."""
-    above, left = known.above, known.collections
-    while sum(len(each.names) for each in left) > _NAMES * _BYTES:
-        above, left = max(above, left[0].number), left[1:]
-    return _Known(above, left)
+    above, collections = collection_log.above, collection_log.collections
+    while sum(len(each.names) for each in collections) > _MAX_NAMES * _HASH_BYTES:
+        above, collections = max(above, collections[0].number), collections[1:]
+    return _CollectionLog(above, collections)
 
 
 def _hash(name: str) -> bytes:
     return xxhash.xxh3_64(name.encode()).digest()
 
 
-def _encoded(known: _Known) -> Value:
-    return Value(msgpack.packb([known.above]), msgpack.packb([[each.number, each.names] for each in known.collections]))
+def _encode_log(collection_log: _CollectionLog) -> RegisterValue:
+    return RegisterValue(
+        msgpack.packb([collection_log.above]), msgpack.packb([[each.number, each.names] for each in collection_log.collections])
+    )
 
 
-def _decoded(value: Value | None) -> _Known | None:
+def _decode_log(value: RegisterValue | None) -> _CollectionLog | None:
     """Of an agreed value; None where it can't be read."""
     if value is None:
-        return _Known(0, ())
+        return _CollectionLog(0, ())
     try:
         above, rows = msgpack.unpackb(value.head)[0], msgpack.unpackb(value.body)
-        return decode(_Known, {"above": above, "collections": [{"number": n, "names": names} for n, names in rows]})
+        return decode(_CollectionLog, {"above": above, "collections": [{"number": n, "names": names} for n, names in rows]})
     except (Malformed, ValueError, TypeError, LookupError):
         return None

@@ -14,11 +14,11 @@ import msgpack
 
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.decode import Malformed, decode
-from ckpt.storage.registers import Value
+from ckpt.storage.registers import RegisterValue
 
 log = logging.getLogger("ckpt.node")
 
-OFFICE = "caretaker"
+REPAIR_LEADER_REGISTER = "caretaker"
 """The register's name, which no path has. Its value: who holds the office, and the number of the term."""
 
 
@@ -28,49 +28,51 @@ class Election:
     office: the register; another one is another office.
     """
 
-    def __init__(self, namespace: Namespace, me: str, seconds: float, office: str = OFFICE) -> None:
+    def __init__(
+        self, namespace: Namespace, process_id: str, term_seconds: float, register: str = REPAIR_LEADER_REGISTER
+    ) -> None:
         self._namespace = namespace
-        self._office = office
-        self._me = me
-        self._seconds = seconds
-        self._seen = b""
-        self._seen_at = 0.0
+        self._register = register
+        self._process_id = process_id
+        self._term_seconds = term_seconds
+        self._last_value = b""
+        self._last_change_at = 0.0
 
-    def won(self) -> bool:
+    def try_lead(self) -> bool:
         """Whether this process looks after the namespace now. It is to ask again within the term."""
-        over = self._seen if time.monotonic() - self._seen_at >= self._seconds else None
+        expired_value = self._last_value if time.monotonic() - self._last_change_at >= self._term_seconds else None
 
-        def decide(_: str, value: Value | None) -> Value | None:
+        def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
             if value is None:
-                return Value(msgpack.packb([self._me, 1]))
-            holder = _holder(value.head)
-            if holder.name != self._me and value.head != over:
+                return RegisterValue(msgpack.packb([self._process_id, 1]))
+            holder = _decode_leader(value.head)
+            if holder.name != self._process_id and value.head != expired_value:
                 return None
-            return Value(msgpack.packb([self._me, holder.term + 1]))
+            return RegisterValue(msgpack.packb([self._process_id, holder.term + 1]))
 
-        value = self._namespace.office(self._office, decide)
+        value = self._namespace.update_register(self._register, decide)
         if value is None:
             return False
-        if value.head != self._seen:  # what was agreed: decide is shown what a single member knows, too
-            self._seen, self._seen_at = value.head, time.monotonic()
-        return _holder(value.head).name == self._me
+        if value.head != self._last_value:  # what was agreed: decide is shown what a single member knows, too
+            self._last_value, self._last_change_at = value.head, time.monotonic()
+        return _decode_leader(value.head).name == self._process_id
 
 
 @dataclass(frozen=True, slots=True)
-class _Holder:
+class _Leader:
     """Who holds the office, and the number of the term."""
 
     name: str = ""
     term: int = 0
 
 
-def _holder(head: bytes) -> _Holder:
+def _decode_leader(head: bytes) -> _Leader:
     """Of an agreed value; nobody where it can't be read, so that its term ends as any other that is not renewed."""
     try:
         row = msgpack.unpackb(head)
         if not isinstance(row, list) or len(row) < 2:  # a newer version may add some
             raise Malformed("is no list of two")
-        return decode(_Holder, {"name": row[0], "term": row[1]})
+        return decode(_Leader, {"name": row[0], "term": row[1]})
     except ValueError as error:
         log.warning("who looks after the namespace can't be read (%s); somebody else is elected when this term is over", error)
-        return _Holder()
+        return _Leader()

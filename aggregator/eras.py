@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ckpt.aggregator.files import Holder, Layout
+from ckpt.aggregator.files import FileLayout, MemberObject
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
@@ -34,55 +34,55 @@ log = logging.getLogger("ckpt")
 _TRIES = 5
 
 
-def begin_era(namespace: Namespace, above: int = 0) -> int | None:
+def begin_era(namespace: Namespace, min_number: int = 0) -> int | None:
     """Fence every member that keeps records by a number that none has had, and that is above `above`; that number.
 
     None where a member does not answer, where the ring is just changing, or where others begin eras all the time.
     """
     for _ in range(_TRIES):
-        namespace.renew()
+        namespace.invalidate_ring()
         ring = namespace.ring
-        number = next_era(ring.number, above)
-        if ring.before is not None or number is None:
+        fence_number = next_era(ring.fence_number, min_number)
+        if ring.previous is not None or fence_number is None:
             return None
-        registers = {name: namespace.places[name].registers for name in ring.everyone}
-        calls = {name: partial(each.fence, number) for name, each in registers.items()}
-        answers, errors = namespace.fan_out.ask(calls, namespace.commit_seconds)
-        namespace.renew()
+        registers = {name: namespace.open_members[name].registers for name in ring.all_members}
+        calls = {name: partial(each.fence, fence_number) for name, each in registers.items()}
+        answers, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+        namespace.invalidate_ring()
         if errors:
             log.info("nothing is collected in %s: %s", namespace.url, "; ".join(map(str, errors.values())))
             return None
         if all(answers.values()):  # else another client begins one, too: its listing is not this one's
             failpoint("era.begun")
-            return number
+            return fence_number
     return None
 
 
-def relinked(namespace: Namespace, layout: Layout, mine: Collection[str]) -> tuple[Layout, frozenset[str]]:
+def relink_objects(namespace: Namespace, layout: FileLayout, own_objects: Collection[str]) -> tuple[FileLayout, frozenset[str]]:
     """The layout with a second name for each of its objects that are `mine`, and the names of those that have none, because
     they are gone or their member does not answer."""
     names: dict[str, dict[str, str]] = defaultdict(dict)
-    for holder in layout.holders:
-        if holder.name in mine:
+    for holder in layout.objects:
+        if holder.name in own_objects:
             names[holder.member][holder.name] = f"{holder.name.rpartition('-')[0]}-{secrets.token_hex(4)}"
-    calls = {member: _link_all(namespace, member, each) for member, each in names.items() if member in namespace.places}
-    answers, errors = namespace.fan_out.ask(calls, namespace.commit_seconds)
+    calls = {member: _link_call(namespace, member, each) for member, each in names.items() if member in namespace.open_members}
+    answers, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
     for member, error in errors.items():
         log.warning("objects of this client on %s are given up: %s", member, error)
     linked = {(member, name): to for member, done in answers.items() for name, to in done.items()}
-    holders = tuple(Holder(h.member, linked.get((h.member, h.name), h.name)) for h in layout.holders)
-    gone = {h.name for h in layout.holders if h.name in mine and (h.member, h.name) not in linked}
-    return replace(layout, holders=holders), frozenset(gone)
+    holders = tuple(MemberObject(h.member, linked.get((h.member, h.name), h.name)) for h in layout.objects)
+    unlinked = {h.name for h in layout.objects if h.name in own_objects and (h.member, h.name) not in linked}
+    return replace(layout, objects=holders), frozenset(unlinked)
 
 
-def _link_all(namespace: Namespace, member: str, names: Mapping[str, str]) -> Callable[[], dict[str, str]]:
-    place = namespace.places[member]
+def _link_call(namespace: Namespace, member: str, names: Mapping[str, str]) -> Callable[[], dict[str, str]]:
+    open_member = namespace.open_members[member]
 
     def link() -> dict[str, str]:
         done = {}
         for name, to in names.items():
             try:
-                place.link(name, to)
+                open_member.link(name, to)
                 done[name] = to
             except NotFound:
                 continue

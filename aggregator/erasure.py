@@ -19,11 +19,11 @@ import numpy as np
 
 from ckpt.storage.errors import InvalidArgument, StoreError
 
-Bytes = np.ndarray
+ByteArray = np.ndarray
 """One dimension of uint8, contiguous."""
 
 
-class Code:
+class ErasureCode:
     """The code of k data and m parity shares. Safe to use from many threads."""
 
     def __init__(self, data: int, parity: int) -> None:
@@ -31,54 +31,54 @@ class Code:
             raise InvalidArgument(f"an erasure code of {data}+{parity}: 1 to 32 shares in all")
         self.data = data
         self.parity = parity
-        self._isal = _isal()
+        self._isal = _load_isal()
         self._matrix = np.zeros((data + parity, data), np.uint8)
         self._isal.gf_gen_cauchy1_matrix(_address(self._matrix), data + parity, data)
-        self._encode = self._tables(self._matrix[data:])
-        self._decoders: dict[tuple[tuple[int, ...], tuple[int, ...]], Bytes] = {}
+        self._encode_tables = self._make_tables(self._matrix[data:])
+        self._decode_tables_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], ByteArray] = {}
         self._lock = threading.Lock()
 
-    def encode(self, shares: Sequence[Bytes], parity: Sequence[Bytes]) -> None:
+    def encode(self, shares: Sequence[ByteArray], parity: Sequence[ByteArray]) -> None:
         """Fill the parity shares from the data shares, all of one length."""
-        self._apply(self._encode, shares, parity)
+        self._multiply(self._encode_tables, shares, parity)
 
-    def rebuild(self, shares: Mapping[int, Bytes], into: Mapping[int, Bytes]) -> None:
+    def reconstruct(self, shares: Mapping[int, ByteArray], missing_shares: Mapping[int, ByteArray]) -> None:
         """Fill the missing shares `into` from any k others, data or parity, all of one length."""
         have = tuple(sorted(shares))[: self.data]
         if len(have) < self.data:
             raise StoreError(f"{len(shares)} shares are left of {self.data}+{self.parity}; {self.data} are needed")
-        missing = tuple(into)
-        self._apply(self._decoder(have, missing), [shares[i] for i in have], [into[i] for i in missing])
+        missing = tuple(missing_shares)
+        self._multiply(self._decode_tables(have, missing), [shares[i] for i in have], [missing_shares[i] for i in missing])
 
-    def _decoder(self, have: tuple[int, ...], missing: tuple[int, ...]) -> Bytes:
+    def _decode_tables(self, have: tuple[int, ...], missing: tuple[int, ...]) -> ByteArray:
         """Tables that make the missing shares from those that we have."""
         with self._lock:
-            found = self._decoders.get((have, missing))
+            found = self._decode_tables_cache.get((have, missing))
         if found is None:
             rows = np.ascontiguousarray(self._matrix[list(have)])
             inverse = np.zeros_like(rows)
             if self._isal.gf_invert_matrix(_address(rows), _address(inverse), self.data):
                 raise StoreError(f"shares {have} of {self.data}+{self.parity} can't be decoded")  # never for a Cauchy matrix
-            wanted = np.zeros((len(missing), self.data), np.uint8)
+            coefficients = np.zeros((len(missing), self.data), np.uint8)
             for row, share in enumerate(missing):
                 for column in range(self.data):
                     total = 0
                     for i in range(self.data):
                         total ^= self._isal.gf_mul(int(self._matrix[share, i]), int(inverse[i, column]))
-                    wanted[row, column] = total
-            found = self._tables(wanted)
+                    coefficients[row, column] = total
+            found = self._make_tables(coefficients)
             with self._lock:
-                self._decoders[have, missing] = found
+                self._decode_tables_cache[have, missing] = found
         return found
 
-    def _tables(self, matrix: Bytes) -> Bytes:
+    def _make_tables(self, matrix: ByteArray) -> ByteArray:
         matrix = np.ascontiguousarray(matrix)
         tables = np.zeros(32 * max(1, matrix.size), np.uint8)
         if len(matrix):
             self._isal.ec_init_tables(self.data, len(matrix), _address(matrix), _address(tables))
         return tables
 
-    def _apply(self, tables: Bytes, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
+    def _multiply(self, tables: ByteArray, sources: Sequence[ByteArray], targets: Sequence[ByteArray]) -> None:
         if not targets:
             return
         length = len(sources[0])
@@ -88,24 +88,24 @@ class Code:
 
 
 @functools.cache
-def code(data: int, parity: int) -> Code:
+def erasure_code(data: int, parity: int) -> ErasureCode:
     """The code, made once."""
-    return Code(data, parity)
+    return ErasureCode(data, parity)
 
 
-def _address(array: Bytes) -> Any:
+def _address(array: ByteArray) -> Any:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def _pointers(arrays: Sequence[Bytes]) -> Any:
+def _pointers(arrays: Sequence[ByteArray]) -> Any:
     return (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
 
 
 @functools.cache
-def _isal() -> Any:
+def _load_isal() -> Any:
     """The library. ctypes releases the GIL while it works."""
     tried = []
-    for path in _candidates():
+    for path in _library_paths():
         try:
             library = ctypes.CDLL(path)
             library.ec_encode_data.restype = None
@@ -122,7 +122,7 @@ def _isal() -> Any:
     )
 
 
-def _candidates() -> list[str]:
+def _library_paths() -> list[str]:
     found = []
     spec = importlib.util.find_spec("pyeclib")
     if spec is not None and spec.origin is not None:

@@ -19,25 +19,25 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ckpt.aggregator.etcd_access import EtcdAccess
-from ckpt.aggregator.etcd_client import Etcd, Item
+from ckpt.aggregator.etcd_access import EtcdCredentials
+from ckpt.aggregator.etcd_client import EtcdClient, EtcdItem
 from ckpt.storage.decode import Malformed, decode, read_json
 from ckpt.storage.errors import CkptError, InvalidArgument, Unavailable
 
 log = logging.getLogger("ckpt")
 
-SCHEME = "etcd"
-TTL_SECONDS = 10.0
+ETCD_SCHEME = "etcd"
+LEASE_SECONDS = 10.0
 """How long a dead node is shown as up. Renewed three times in that."""
 
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):\d{1,5}")
-_ENDPOINT = re.compile(f"(https?://)?{_ADDRESS.pattern}")
-_MOST_WEIGHT = 1e9
-_CLUSTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
+_ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):\d{1,5}")
+_ENDPOINT_PATTERN = re.compile(f"(https?://)?{_ADDRESS_PATTERN.pattern}")
+_MAX_WEIGHT = 1e9
+_CLUSTER_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class AnnouncedNode:
     """What a node says of itself."""
 
     address: str
@@ -50,132 +50,137 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class ClusterMember:
     """A member of a cluster."""
 
     name: str
-    facts: Facts
-    up: bool
+    node: AnnouncedNode
+    is_up: bool
     """Whether it holds a lease. A hint."""
 
 
 # --- members -----------------------------------------------------------------------------------------------------
 
 
-def announce(endpoints: Sequence[str], cluster: str, name: str, facts: Facts, ttl: float = TTL_SECONDS) -> Announcement:
+def announce(
+    endpoints: Sequence[str], cluster: str, name: str, node: AnnouncedNode, lease_seconds: float = LEASE_SECONDS
+) -> Announcement:
     """Register a member, for as long as the answer is not closed.
 
     An etcd that does not answer is no error: a node serves without, and is registered as soon as it can be. Raises
     InvalidArgument where another node is up under this name.
     """
-    check_address(facts.address)  # before clients have to refuse it
-    return Announcement(Etcd(endpoints, min(5.0, ttl / 3)), check_cluster(cluster), name, facts, ttl)
+    check_address(node.address)  # before clients have to refuse it
+    return Announcement(EtcdClient(endpoints, min(5.0, lease_seconds / 3)), check_cluster(cluster), name, node, lease_seconds)
 
 
 class Announcement:
     """A member that is registered, or is going to be: a thread keeps the lease, and takes a new one where it was lost."""
 
-    def __init__(self, etcd: Etcd, cluster: str, name: str, facts: Facts, ttl: float) -> None:
+    def __init__(self, etcd: EtcdClient, cluster: str, name: str, node: AnnouncedNode, lease_seconds: float) -> None:
         self._etcd = etcd
-        self._member, self._known = f"{_folder(cluster)}members/{name}", f"{_folder(cluster)}known/{name}"
-        self._what = f"{name} in cluster {cluster}"
-        self._facts = facts
-        self._ttl = ttl
-        self._trouble = ""
+        self._leased_key, self._lasting_key = f"{_key_prefix(cluster)}members/{name}", f"{_key_prefix(cluster)}known/{name}"
+        self._description = f"{name} in cluster {cluster}"
+        self._node = node
+        self._lease_seconds = lease_seconds
+        self._last_error = ""
         self.lease: int | None = None
         """None while it is not registered."""
         try:
-            self._renew()
+            self._renew_lease()
         except Unavailable as error:
-            self._failed(error)
+            self._log_first_failure(error)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ckpt-announce", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_closed, name="ckpt-announce", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._ttl / 3):
+    def _renew_until_closed(self) -> None:
+        while not self._stop.wait(self._lease_seconds / 3):
             try:
-                self._renew()
+                self._renew_lease()
             except CkptError as error:
-                self._failed(error)
+                self._log_first_failure(error)
             else:
-                self._succeeded()
-        self._withdraw()
+                self._log_recovery()
+        self._revoke_lease()
 
-    def _renew(self) -> None:
+    def _renew_lease(self) -> None:
         """Keep the lease; register anew where etcd does not know it, after a long pause or the loss of its data."""
-        if self.lease is None or not self._etcd.keep_alive(self.lease):
+        if self.lease is None or not self._etcd.keep_lease_alive(self.lease):
             self.lease = None
             self.lease = self._register()
 
     def _register(self) -> int:
-        value = json.dumps(asdict(self._facts)).encode()
-        lease = self._etcd.grant(self._ttl)
+        value = json.dumps(asdict(self._node)).encode()
+        lease = self._etcd.grant_lease(self._lease_seconds)
         while True:  # until nobody comes in between, which only a node under the same name could
-            there = self._etcd.get(self._member)
-            other = _facts(there) if there.revision else None
-            if other is not None and other.device != self._facts.device:
-                self._etcd.revoke(lease)
+            current = self._etcd.get(self._leased_key)
+            other = _parse_announcement(current) if current.revision else None
+            if other is not None and other.device != self._node.device:
+                self._etcd.revoke_lease(lease)
                 raise InvalidArgument(
-                    f"{self._what} is another node (device {other.device[:8]}), which is up or was {self._ttl:g} seconds ago; "
+                    f"{self._description} is another node (device {other.device[:8]}), which is up or was "
+                    f"{self._lease_seconds:g} seconds ago; "
                     "give each node an address of its own"
                 )
-            if self._etcd.put_both(there, value, lease, self._known):
+            if self._etcd.put_leased(current, value, lease, self._lasting_key):
                 return lease
 
-    def _failed(self, error: CkptError) -> None:
+    def _log_first_failure(self, error: CkptError) -> None:
         """Say it once, not every few seconds."""
-        if not self._trouble:
-            log.warning("can't announce %s, and go on trying: %s", self._what, error)
-        self._trouble = str(error)
+        if not self._last_error:
+            log.warning("can't announce %s, and go on trying: %s", self._description, error)
+        self._last_error = str(error)
 
-    def _succeeded(self) -> None:
-        if self._trouble:
-            log.info("announced %s now", self._what)
-        self._trouble = ""
+    def _log_recovery(self) -> None:
+        if self._last_error:
+            log.info("announced %s now", self._description)
+        self._last_error = ""
 
-    def _withdraw(self) -> None:
+    def _revoke_lease(self) -> None:
         try:
             if self.lease is not None:
-                self._etcd.revoke(self.lease)
+                self._etcd.revoke_lease(self.lease)
         except CkptError as error:
-            log.warning("%s stays announced for %g seconds: %s", self._what, self._ttl, error)
+            log.warning("%s stays announced for %g seconds: %s", self._description, self._lease_seconds, error)
 
     def close(self) -> None:
         """Withdraw. Takes no longer than a few calls to an etcd that does not answer."""
         self._stop.set()
-        self._thread.join(self._ttl)
+        self._thread.join(self._lease_seconds)
 
 
-def members(
-    endpoints: Sequence[str], cluster: str, seconds: float = 5.0, access: EtcdAccess | None = None
-) -> tuple[Registered, ...]:
+def list_members(
+    endpoints: Sequence[str], cluster: str, seconds: float = 5.0, access: EtcdCredentials | None = None
+) -> tuple[ClusterMember, ...]:
     """All that ever announced themselves and were not deleted, up or not, by name. Who can't be read is passed over: a warning
     names the key."""
-    folder = _folder(check_cluster(cluster))
-    items = {item.key: item for item in Etcd(endpoints, seconds, access).range(folder)}
+    folder = _key_prefix(check_cluster(cluster))
+    items = {item.key: item for item in EtcdClient(endpoints, seconds, access).range(folder)}
     found = []
     for key in sorted(items):
         if key.startswith(f"{folder}known/"):
             name = key.removeprefix(f"{folder}known/")
             live = items.get(f"{folder}members/{name}")
-            facts = (live and _facts(live)) or _facts(items[key])
+            facts = (live and _parse_announcement(live)) or _parse_announcement(items[key])
             if facts is not None:
-                found.append(Registered(name, facts, live is not None))
+                found.append(ClusterMember(name, facts, live is not None))
     return tuple(found)
 
 
-def forget(endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, access: EtcdAccess | None = None) -> None:
+def remove_announcement(
+    endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, access: EtcdCredentials | None = None
+) -> None:
     """Let a member belong to a cluster no more. One that is up announces itself again."""
-    Etcd(endpoints, seconds, access).delete(f"{_folder(check_cluster(cluster))}known/{name}")
+    EtcdClient(endpoints, seconds, access).delete(f"{_key_prefix(check_cluster(cluster))}known/{name}")
 
 
-def _facts(item: Item) -> Facts | None:
+def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
     """The value of a key. What a newer version adds is ignored; None, and a warning, where it can't be read."""
     try:
-        facts = decode(Facts, read_json(item.value))
+        facts = decode(AnnouncedNode, read_json(item.value))
         check_address(facts.address)
-        if not 0 <= facts.weight < _MOST_WEIGHT:
+        if not 0 <= facts.weight < _MAX_WEIGHT:
             raise Malformed(f"{facts.weight} is no weight")
         return facts
     except ValueError as error:  # Malformed, InvalidArgument
@@ -183,7 +188,7 @@ def _facts(item: Item) -> Facts | None:
         return None
 
 
-def _folder(cluster: str) -> str:
+def _key_prefix(cluster: str) -> str:
     return f"/ckpt/{cluster}/"
 
 
@@ -194,30 +199,30 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     """https://host:port,host:port, as they are written; EtcdAccess.endpoint says how one without a scheme is spoken to. Raises
     InvalidArgument."""
     found = tuple(item.rstrip("/") for item in text.split(",") if item)
-    wrong = [item for item in found if not _ENDPOINT.fullmatch(item)]
-    if wrong or not found:
-        raise InvalidArgument(f"{text}: {wrong[0] if wrong else 'nothing'} is no endpoint of etcd; write http://host:2379")
+    invalid = [item for item in found if not _ENDPOINT_PATTERN.fullmatch(item)]
+    if invalid or not found:
+        raise InvalidArgument(f"{text}: {invalid[0] if invalid else 'nothing'} is no endpoint of etcd; write http://host:2379")
     return found
 
 
 def check_address(text: str) -> str:
     """The address of a node, if it can be one; a path would lead a client to its own disks. Raises InvalidArgument."""
-    if not _ADDRESS.fullmatch(text):
+    if not _ADDRESS_PATTERN.fullmatch(text):
         raise InvalidArgument(f"{text!r} is no address of a node; write host:port")
     return text
 
 
 def check_cluster(name: str) -> str:
     """The name of a cluster, if it can be one. Raises InvalidArgument."""
-    if not _CLUSTER.fullmatch(name):
+    if not _CLUSTER_PATTERN.fullmatch(name):
         raise InvalidArgument(f"{name!r} can't name a cluster: use letters, digits, '-', '_' and '.'")
     return name
 
 
-def parse_url(url: str) -> tuple[tuple[str, ...], str]:
+def parse_etcd_url(url: str) -> tuple[tuple[str, ...], str]:
     """The endpoints and the cluster of etcd://host:2379,host:2379/CLUSTER. Raises InvalidArgument."""
     scheme, _, rest = url.partition("://")
     hosts, _, cluster = rest.partition("/")
-    if scheme != SCHEME or not hosts or "://" in rest:
+    if scheme != ETCD_SCHEME or not hosts or "://" in rest:
         raise InvalidArgument(f"{url}: write a list of members, or etcd://host:2379,host:2379/CLUSTER")
     return parse_endpoints(hosts), check_cluster(cluster)

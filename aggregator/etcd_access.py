@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ckpt.storage.access import insecure_allowed, is_loopback
+from ckpt.storage.access import is_insecure_allowed, is_loopback
 from ckpt.storage.errors import InvalidArgument
 
-VARIABLES = {
+ETCD_VARIABLES = {
     "ca_file": "CKPT_ETCD_CA_FILE", "cert_file": "CKPT_ETCD_CERT_FILE", "key_file": "CKPT_ETCD_KEY_FILE",
     "user": "CKPT_ETCD_USER", "password_file": "CKPT_ETCD_PASSWORD_FILE",
 }  # fmt: skip
 """By the field of EtcdAccess."""
-_PASSWORD = "CKPT_ETCD_PASSWORD"
+_PASSWORD_VARIABLE = "CKPT_ETCD_PASSWORD"
 
 
 @dataclass(frozen=True, slots=True)
-class EtcdAccess:
+class EtcdCredentials:
     """Files are PEM; "" where there is none."""
 
     ca_file: str = ""
@@ -43,7 +43,7 @@ class EtcdAccess:
     insecure: bool = False
     """The user has allowed the password to be sent without TLS to other hosts."""
 
-    def endpoint(self, text: str) -> str:
+    def endpoint_url(self, text: str) -> str:
         """The URL of host:port or of a URL: https where the authority is known. Raises InvalidArgument where etcd must not be
         spoken to in that way."""
         url = text if "://" in text else f"{'https' if self.ca_file else 'http'}://{text}"
@@ -53,15 +53,16 @@ class EtcdAccess:
             raise InvalidArgument(f"{url}: there is a certificate authority for etcd, so write https:// or only HOST:PORT")
         if self.user and not self.insecure and not is_loopback(urlsplit(url).hostname or ""):
             raise InvalidArgument(
-                f"the password of {self.user} would be sent to {url} without encryption: give {VARIABLES['ca_file']}, or allow "
+                f"the password of {self.user} would be sent to {url} without encryption: give {ETCD_VARIABLES['ca_file']}, "
+                "or allow "
                 "it with CKPT_INSECURE=1"
             )
         return url
 
-    def context(self) -> ssl.SSLContext:
+    def tls_context(self) -> ssl.SSLContext:
         """What https is spoken by: every certificate is checked, by the authority or by those of the system."""
         if bool(self.cert_file) != bool(self.key_file):
-            raise InvalidArgument(f"etcd: {VARIABLES['cert_file']} and {VARIABLES['key_file']} go together")
+            raise InvalidArgument(f"etcd: {ETCD_VARIABLES['cert_file']} and {ETCD_VARIABLES['key_file']} go together")
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
             if self.cert_file:
@@ -71,7 +72,7 @@ class EtcdAccess:
             raise InvalidArgument(f"etcd: {files} can't be used: {error.strerror or error}; give files in PEM") from error
         return context
 
-    def secret(self) -> str:
+    def read_password(self) -> str:
         """The password, as it is now. Raises InvalidArgument where it can't be read."""
         if not self.password_file:
             return self.password
@@ -81,8 +82,8 @@ class EtcdAccess:
             raise InvalidArgument(f"the password of etcd in {self.password_file} can't be read: {error}") from error
 
 
-def from_environment(more: Mapping[str, str] | None = None) -> EtcdAccess:
+def etcd_credentials_from_environment(overrides: Mapping[str, str] | None = None) -> EtcdCredentials:
     """What the environment says, with `more` in place of it, by field."""
-    settings = {name: os.environ.get(variable, "") for name, variable in VARIABLES.items()}
-    access = EtcdAccess(**settings, password=os.environ.get(_PASSWORD, ""), insecure=insecure_allowed())
-    return replace(access, **(more or {}))  # type: ignore[arg-type]
+    settings = {name: os.environ.get(variable, "") for name, variable in ETCD_VARIABLES.items()}
+    access = EtcdCredentials(**settings, password=os.environ.get(_PASSWORD_VARIABLE, ""), insecure=is_insecure_allowed())
+    return replace(access, **(overrides or {}))  # type: ignore[arg-type]

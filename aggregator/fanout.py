@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from ckpt.storage.base import Writer
 from ckpt.storage.errors import CkptError, StoreError, Unavailable
-from ckpt.storage.threads import Threads
+from ckpt.storage.threads import DaemonThreadPool
 
 log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 
-_LATE_SECONDS = 1.0
+_SLOW_CALL_SECONDS = 1.0
 
 _GRACE_SECONDS = 1.0
 """How long more answers are waited for that can be done without, or as long again as those took that are there."""
@@ -27,110 +27,113 @@ _GRACE_SECONDS = 1.0
 _PROBE_SECONDS = 60.0
 """Longer than a probe takes."""
 
-_TOLD_SECONDS = 60.0
+_WARNING_INTERVAL_SECONDS = 60.0
 """Who fails now and then is not spoken of more often."""
 
 
-class Health:
+class MemberHealth:
     """Which members answered lately. One that did not is left alone until it answers a probe, which nobody waits for; where
     there is no probe, for a while, longer each time."""
 
     def __init__(
-        self, first_seconds: float = 0.5, most_seconds: float = 15.0, probe: Callable[[str], object] | None = None
+        self, first_pause_seconds: float = 0.5, max_pause_seconds: float = 15.0, probe: Callable[[str], object] | None = None
     ) -> None:
-        self._first_seconds = first_seconds
-        self._most_seconds = most_seconds
+        self._first_pause_seconds = first_pause_seconds
+        self._max_pause_seconds = max_pause_seconds
         self._probe = probe
         self._lock = threading.Lock()
-        self._down: dict[str, tuple[float, int]] = {}
-        self._told: dict[str, float] = {}
+        self._backoffs: dict[str, tuple[float, int]] = {}
+        self._next_warnings_at: dict[str, float] = {}
 
-    def failed(self, name: str, why: object) -> None:
+    def record_failure(self, name: str, reason: object) -> None:
         """A member did not answer, or not well."""
         now = time.monotonic()
         with self._lock:
-            until, times = self._down.get(name, (0.0, 0))
+            until, failures = self._backoffs.get(name, (0.0, 0))
             if now < until:  # of a call that began before the first failure was known
                 return
-            self._leave_alone(name)
-            tell = not times and now >= self._told.get(name, now)
-            if tell:
-                self._told[name] = now + _TOLD_SECONDS
-        if tell:
+            self._back_off(name)
+            should_warn = not failures and now >= self._next_warnings_at.get(name, now)
+            if should_warn:
+                self._next_warnings_at[name] = now + _WARNING_INTERVAL_SECONDS
+        if should_warn:
             log.warning(
                 "%s is left alone until it answers (%s); if it is down start it, if it is lost `ckpt-node admin forget` it",
-                name, why,
+                name, reason,
             )  # fmt: skip
 
-    def _leave_alone(self, name: str) -> None:
+    def _back_off(self, name: str) -> None:
         """For a while, longer each time. Under the lock."""
-        _, times = self._down.get(name, (0.0, 0))
-        pause = min(self._most_seconds, self._first_seconds * 2**times)
-        self._down[name] = (time.monotonic() + pause, times + 1)
+        _, failures = self._backoffs.get(name, (0.0, 0))
+        pause = min(self._max_pause_seconds, self._first_pause_seconds * 2**failures)
+        self._backoffs[name] = (time.monotonic() + pause, failures + 1)
 
-    def answered(self, name: str) -> None:
+    def record_answer(self, name: str) -> None:
         """A member answered."""
-        if self._down:
+        if self._backoffs:
             with self._lock:
-                self._down.pop(name, None)
+                self._backoffs.pop(name, None)
 
-    def down(self, name: str) -> bool:
+    def is_down(self, name: str) -> bool:
         """Whether to leave a member alone now."""
-        known = self._down.get(name)
-        if known is None:
+        backoff = self._backoffs.get(name)
+        if backoff is None:
             return False
-        if time.monotonic() < known[0]:
+        if time.monotonic() < backoff[0]:
             return True
         if self._probe is None:
             return False
         with self._lock:
-            known = self._down.get(name)
-            if known is None or time.monotonic() < known[0]:
-                return known is not None
-            self._down[name] = (time.monotonic() + _PROBE_SECONDS, known[1])  # one probe at a time
-        threading.Thread(target=self._ask, args=(name, self._probe), name="ckpt-probe", daemon=True).start()
+            backoff = self._backoffs.get(name)
+            if backoff is None or time.monotonic() < backoff[0]:
+                return backoff is not None
+            self._backoffs[name] = (time.monotonic() + _PROBE_SECONDS, backoff[1])  # one probe at a time
+        threading.Thread(target=self._run_probe, args=(name, self._probe), name="ckpt-probe", daemon=True).start()
         return True
 
-    def _ask(self, name: str, probe: Callable[[str], object]) -> None:
+    def _run_probe(self, name: str, probe: Callable[[str], object]) -> None:
         try:
             probe(name)
         except CkptError:
             with self._lock:
-                self._leave_alone(name)
+                self._back_off(name)
         else:
-            self.answered(name)
+            self.record_answer(name)
 
 
 class FanOut:
     """Threads for calls to members. A call that never returns holds one thread until its own deadline."""
 
-    def __init__(self, health: Health, threads: int = 64) -> None:
+    def __init__(self, health: MemberHealth, threads: int = 64) -> None:
         self.health = health
-        self._pool = Threads(threads, "ckpt-member")
-        self._most = threads // 3
+        self._pool = DaemonThreadPool(threads, "ckpt-member")
+        self._max_calls_per_member = threads // 3
         self._lock = threading.Lock()
-        self._under_way: dict[str, dict[object, float]] = {}  # calls that a thread is in, and since when
+        self._running_calls: dict[str, dict[object, float]] = {}  # calls that a thread is in, and since when
 
     def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
         """Start one call. One of a member that leaves too many unanswered fails at once: it may not take all threads."""
         with self._lock:
-            under_way = self._under_way.setdefault(name, {})
-            late = time.monotonic() - _LATE_SECONDS
-            if len(under_way) >= self._most and sum(began < late for began in under_way.values()) >= self._most:
+            running = self._running_calls.setdefault(name, {})
+            slow_since = time.monotonic() - _SLOW_CALL_SECONDS
+            if (
+                len(running) >= self._max_calls_per_member
+                and sum(began < slow_since for began in running.values()) >= self._max_calls_per_member
+            ):
                 failed: Future[T] = Future()
-                failed.set_exception(Unavailable(f"{name} leaves {len(under_way)} calls unanswered"))
+                failed.set_exception(Unavailable(f"{name} leaves {len(running)} calls unanswered"))
                 return failed
-        return self._pool.submit(contextvars.copy_context().run, self._run, name, call)
+        return self._pool.submit(contextvars.copy_context().run, self._run_call, name, call)
 
     def ask(
         self,
         calls: Mapping[str, Callable[[], T]],
-        seconds: float,
-        enough: Callable[[dict[str, T]], bool] = lambda _: False,
+        timeout_seconds: float,
+        is_enough: Callable[[dict[str, T]], bool] = lambda _: False,
         *,
-        will_do: Callable[[dict[str, T]], bool] = lambda _: False,
-        spare: bool = False,
-        blame: bool = True,
+        is_acceptable: Callable[[dict[str, T]], bool] = lambda _: False,
+        skip_failed: bool = False,
+        mark_late: bool = True,
     ) -> tuple[dict[str, T], dict[str, StoreError]]:
         """Call all; return what they answered, and the errors, as soon as it is `enough`, or all are done, or time is over.
 
@@ -140,37 +143,39 @@ class FanOut:
         """
         answers: dict[str, T] = {}
         errors: dict[str, StoreError] = {}
-        later = {name: call for name, call in calls.items() if self.health.down(name)}
-        now = {name: call for name, call in calls.items() if name not in later}
-        for group in (now, later):
-            if not group or (group is later and (spare or enough(answers))):
+        recently_failed = {name: call for name, call in calls.items() if self.health.is_down(name)}
+        healthy = {name: call for name, call in calls.items() if name not in recently_failed}
+        for group in (healthy, recently_failed):
+            if not group or (group is recently_failed and (skip_failed or is_enough(answers))):
                 continue
-            for name, result in self._each(group, seconds, blame, lambda: will_do(answers)):
+            for name, result in self._call_each(group, timeout_seconds, mark_late, lambda: is_acceptable(answers)):
                 if isinstance(result, StoreError):
                     errors[name] = result
                 else:
                     answers[name] = result
-                    if enough(answers):
+                    if is_enough(answers):
                         break
         for name in calls:
             if name not in answers and name not in errors:
-                errors[name] = Unavailable(f"{name} {'did not answer lately' if name in later else 'has not answered yet'}")
+                errors[name] = Unavailable(
+                    f"{name} {'did not answer lately' if name in recently_failed else 'has not answered yet'}"
+                )
         return answers, errors
 
-    def _each(
-        self, calls: Mapping[str, Callable[[], T]], seconds: float, blame: bool, will_do: Callable[[], bool]
+    def _call_each(
+        self, calls: Mapping[str, Callable[[], T]], timeout_seconds: float, mark_late: bool, is_acceptable: Callable[[], bool]
     ) -> Iterator[tuple[str, T | StoreError]]:
         began = time.monotonic()
-        until, hurried = began + seconds, False
+        until, is_shortened = began + timeout_seconds, False
         waiting = {self.submit(name, call): name for name, call in calls.items()}
         while waiting:
-            if not hurried and will_do():
-                hurried, now = True, time.monotonic()
+            if not is_shortened and is_acceptable():
+                is_shortened, now = True, time.monotonic()
                 until = min(until, now + max(_GRACE_SECONDS, now - began))
             done, _ = wait(waiting, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
             if not done:
-                for name in waiting.values() if blame else ():
-                    self.health.failed(name, f"no answer within {until - began:.3g} s")
+                for name in waiting.values() if mark_late else ():
+                    self.health.record_failure(name, f"no answer within {until - began:.3g} s")
                 return
             for future in done:
                 name = waiting.pop(future)
@@ -179,14 +184,14 @@ class FanOut:
                 except StoreError as error:
                     yield name, error
 
-    def _run(self, name: str, call: Callable[[], T]) -> T:
-        mine = object()
+    def _run_call(self, name: str, call: Callable[[], T]) -> T:
+        call_id = object()
         with self._lock:
-            self._under_way[name][mine] = time.monotonic()
+            self._running_calls[name][call_id] = time.monotonic()
         try:
             answer = call()
         except Unavailable as error:
-            self.health.failed(name, error)
+            self.health.record_failure(name, error)
             raise
         except CkptError as error:
             if isinstance(error, StoreError):
@@ -194,8 +199,8 @@ class FanOut:
             raise StoreError(str(error)) from error  # whatever one member says, the others may do
         finally:
             with self._lock:
-                del self._under_way[name][mine]
-        self.health.answered(name)
+                del self._running_calls[name][call_id]
+        self.health.record_answer(name)
         return answer
 
     def close(self) -> None:
@@ -203,9 +208,9 @@ class FanOut:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def in_order(call: Callable[[T], object], items: Iterable[T], threads: int, name: str) -> None:
+def run_in_order(call: Callable[[T], object], items: Iterable[T], max_threads: int, thread_name: str) -> None:
     """Call for each item, so many at once, the first ones first. After an error no more are begun."""
-    with Threads(threads, name) as pool:
+    with DaemonThreadPool(max_threads, thread_name) as pool:
         work = [pool.submit(call, item) for item in items]
         try:
             for each in work:
@@ -215,7 +220,7 @@ def in_order(call: Callable[[T], object], items: Iterable[T], threads: int, name
             raise
 
 
-def durable(writer: Writer) -> Callable[[], int]:
+def commit_or_abort(writer: Writer) -> Callable[[], int]:
     """A call for its commit. Where that fails what was written is given up with it, for nobody asks again: else a file stays
     open, and its bytes on the disk."""
 

@@ -15,23 +15,23 @@ import msgpack
 
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.storage.errors import IntegrityError
-from ckpt.storage.registers import Value
+from ckpt.storage.registers import RegisterValue
 
 INLINE_BYTES = 32 << 10
 """A file up to this size lies in its record, on every member that keeps that."""
 
-_HISTORY = 8
+_MAX_HISTORY = 8
 
-Kind = Literal["file", "folder", "deleted"]
+RecordKind = Literal["file", "folder", "deleted"]
 
-_KINDS: tuple[Kind, ...] = ("file", "folder", "deleted")
+_RECORD_KINDS: tuple[RecordKind, ...] = ("file", "folder", "deleted")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RecordHead:
     """What a listing shows."""
 
-    kind: Kind
+    kind: RecordKind
     nbytes: int
     created: float
     """Seconds since 1970."""
@@ -47,16 +47,16 @@ class Head:
 class Fragment:
     """A share of a piece."""
 
-    holder: int
+    object_index: int
     """Index in `Layout.holders`."""
     position: int
     """In that member's object."""
-    cells: bytes
+    cell_checksums: bytes
     """Checksums, see storage/sums.py."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Stripe:
     """A part of a file: `fragments[:k]` are its bytes in order, each of `share_bytes` but the last, which may be shorter
     (it is stored as long as the others, with zeros); the rest is parity. A missing one is None."""
 
@@ -65,12 +65,12 @@ class Piece:
     nbytes: int
     """That the fragments were made of."""
     fragments: tuple[Fragment | None, ...]
-    reach: int
+    visible_bytes: int
     """Bytes that belong to the file: fewer where it was cut in this piece."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class MemberObject:
     """An object on a member that holds fragments of a file."""
 
     member: str
@@ -78,24 +78,24 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """Where the bytes of a file are."""
 
     redundancy: Redundancy
-    holders: tuple[Holder, ...]
-    pieces: tuple[Piece, ...]
+    objects: tuple[MemberObject, ...]
+    stripes: tuple[Stripe, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class PathRecord:
     """All that is known of a path."""
 
-    head: Head
-    data: bytes | None = None
+    head: RecordHead
+    inline_data: bytes | None = None
     """The content of a small file."""
-    layout: Layout | None = None
+    layout: FileLayout | None = None
     """Where that of a large one is."""
-    shared: str = ""
+    rename_token: str = ""
     """Not empty: another path may name the same objects, as in the middle of a renaming: only a scrub may delete them. It says
     which renaming."""
 
@@ -104,147 +104,157 @@ class File:
         return self.head.kind != "deleted"
 
 
-def following(head: Head, before: File | None) -> Head:
+def next_head(head: RecordHead, previous: PathRecord | None) -> RecordHead:
     """A head as the next of a path, after what is there."""
-    if before is None:
+    if previous is None:
         return head
-    history = (before.head.version, *before.head.history)[:_HISTORY]
-    return replace(head, history=history, created=before.head.created if before.exists else head.created)
+    history = (previous.head.version, *previous.head.history)[:_MAX_HISTORY]
+    return replace(head, history=history, created=previous.head.created if previous.exists else head.created)
 
 
-def forgets(file: File | None, base: File) -> bool:
+def is_history_truncated(file: PathRecord | None, base: PathRecord) -> bool:
     """Whether a version may have come after `base`, and gone out of the history of a path since."""
-    return file is not None and len(file.head.history) >= _HISTORY and not had(file, base.head.version)
+    return file is not None and len(file.head.history) >= _MAX_HISTORY and not has_version(file, base.head.version)
 
 
-def shares_objects(there: File | None, file: File, base: File | None) -> bool:
+def has_added_objects(current: PathRecord | None, file: PathRecord, base: PathRecord | None) -> bool:
     """Whether what is there was written on a file: it has objects of it that are not those of `base`."""
-    of_there, of_file, before = ({h.name for h in f.layout.holders} if f and f.layout else set() for f in (there, file, base))
+    of_there, of_file, before = ({h.name for h in f.layout.objects} if f and f.layout else set() for f in (current, file, base))
     return bool(of_there & (of_file - before))
 
 
-def had(file: File | None, version: str) -> bool:
+def has_version(file: PathRecord | None, version: str) -> bool:
     """Whether a path has, or had not long ago, the content of this version."""
     return file is not None and (file.head.version == version or version in file.head.history)
 
 
-def share_bytes(nbytes: int, redundancy: Redundancy) -> int:
+def fragment_bytes(nbytes: int, redundancy: Redundancy) -> int:
     """The length of each fragment of a piece: whole pages, so that each can be written with O_DIRECT."""
-    if redundancy.data == 1:
+    if redundancy.data_fragments == 1:
         return nbytes
-    return -(-nbytes // (redundancy.data * 4096)) * 4096
+    return -(-nbytes // (redundancy.data_fragments * 4096)) * 4096
 
 
-def same_pieces(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
+def has_same_stripes(one: Sequence[Stripe], other: Sequence[Stripe]) -> bool:
     """Whether these are the same bytes, wherever they lie: a repair moves them."""
 
     def same(a: Fragment | None, b: Fragment | None) -> bool:
-        return a is None or b is None or a.cells == b.cells
+        return a is None or b is None or a.cell_checksums == b.cell_checksums
 
     return len(one) == len(other) and all(
-        (p.start, p.nbytes, p.reach) == (q.start, q.nbytes, q.reach) and all(map(same, p.fragments, q.fragments))
+        (p.start, p.nbytes, p.visible_bytes) == (q.start, q.nbytes, q.visible_bytes)
+        and all(map(same, p.fragments, q.fragments))
         for p, q in zip(one, other, strict=True)
     )
 
 
-def same_content(one: File, other: File) -> bool:
+def has_same_content(one: PathRecord, other: PathRecord) -> bool:
     """Whether two files have the same bytes, as far as their records tell."""
     if one.layout is None or other.layout is None:
-        return (one.data, one.layout) == (other.data, other.layout)
-    return one.layout.redundancy == other.layout.redundancy and same_pieces(one.layout.pieces, other.layout.pieces)
+        return (one.inline_data, one.layout) == (other.inline_data, other.layout)
+    return one.layout.redundancy == other.layout.redundancy and has_same_stripes(one.layout.stripes, other.layout.stripes)
 
 
-def written_on(layout: Layout, base: Layout, now: Layout) -> Layout:
+def written_on(layout: FileLayout, base: FileLayout, current: FileLayout) -> FileLayout:
     """A layout that was written on `base`, on what that is now: its new pieces behind those that were moved meanwhile."""
-    holders = list(now.holders)
+    holders = list(current.objects)
 
     def moved(fragment: Fragment | None) -> Fragment | None:
         if fragment is None:
             return None
-        holder = layout.holders[fragment.holder]
+        holder = layout.objects[fragment.object_index]
         if holder not in holders:
             holders.append(holder)
-        return replace(fragment, holder=holders.index(holder))
+        return replace(fragment, object_index=holders.index(holder))
 
-    added = [replace(p, fragments=tuple(map(moved, p.fragments))) for p in layout.pieces[len(base.pieces) :]]
-    return Layout(now.redundancy, tuple(holders), (*now.pieces, *added))
+    added = [replace(p, fragments=tuple(map(moved, p.fragments))) for p in layout.stripes[len(base.stripes) :]]
+    return FileLayout(current.redundancy, tuple(holders), (*current.stripes, *added))
 
 
-def fewest(layout: Layout, pieces: Sequence[Piece] | None = None) -> int:
+def min_fragments(layout: FileLayout, stripes: Sequence[Stripe] | None = None) -> int:
     """The fragments of that piece, of all or of these, which has the fewest."""
-    given = layout.pieces if pieces is None else pieces
-    return min((sum(f is not None for f in p.fragments) for p in given), default=layout.redundancy.fragments)
+    given = layout.stripes if stripes is None else stripes
+    return min((sum(f is not None for f in p.fragments) for p in given), default=layout.redundancy.total_fragments)
 
 
-def compact(layout: Layout) -> Layout:
+def drop_unused_objects(layout: FileLayout) -> FileLayout:
     """The layout without holders that hold nothing."""
-    used = sorted({f.holder for p in layout.pieces for f in p.fragments if f is not None})
+    used = sorted({f.object_index for p in layout.stripes for f in p.fragments if f is not None})
     number = {old: new for new, old in enumerate(used)}
     pieces = tuple(
-        replace(p, fragments=tuple(None if f is None else replace(f, holder=number[f.holder]) for f in p.fragments))
-        for p in layout.pieces
+        replace(p, fragments=tuple(None if f is None else replace(f, object_index=number[f.object_index]) for f in p.fragments))
+        for p in layout.stripes
     )
-    return Layout(layout.redundancy, tuple(layout.holders[i] for i in used), pieces)
+    return FileLayout(layout.redundancy, tuple(layout.objects[i] for i in used), pieces)
 
 
 # --- encoding --------------------------------------------------------------------------------------------------
 
 
-def encode(file: File) -> Value:
+def encode_record(file: PathRecord) -> RegisterValue:
     """As a register's value."""
     head = file.head
     packed = msgpack.packb(
-        [_KINDS.index(head.kind), head.nbytes, head.created, head.modified, head.version, list(head.history)]
+        [_RECORD_KINDS.index(head.kind), head.nbytes, head.created, head.modified, head.version, list(head.history)]
     )
-    if file.data is not None:
-        body = msgpack.packb([0, file.data])
+    if file.inline_data is not None:
+        body = msgpack.packb([0, file.inline_data])
     elif file.layout is not None:
         layout = file.layout
         body = msgpack.packb(
             [
                 1,
-                [layout.redundancy.data, layout.redundancy.parity],
-                [[h.member, h.name] for h in layout.holders],
+                [layout.redundancy.data_fragments, layout.redundancy.parity_fragments],
+                [[h.member, h.name] for h in layout.objects],
                 [
-                    [p.start, p.nbytes, p.reach, [None if f is None else [f.holder, f.position, f.cells] for f in p.fragments]]
-                    for p in layout.pieces
+                    [
+                        p.start,
+                        p.nbytes,
+                        p.visible_bytes,
+                        [None if f is None else [f.object_index, f.position, f.cell_checksums] for f in p.fragments],
+                    ]
+                    for p in layout.stripes
                 ],
-                file.shared,
+                file.rename_token,
             ]
         )
     else:
         body = b""
-    return Value(packed, body)
+    return RegisterValue(packed, body)
 
 
-def decode_head(path: str, data: bytes) -> Head:
+def decode_record_head(path: str, data: bytes) -> RecordHead:
     """The head of a record. Raises IntegrityError."""
     try:
         kind, nbytes, created, modified, version, history = msgpack.unpackb(data)
-        return Head(_KINDS[kind], nbytes, created, modified, version, tuple(history))
+        return RecordHead(_RECORD_KINDS[kind], nbytes, created, modified, version, tuple(history))
     except Exception as error:  # whatever the library makes of other bytes
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def decode(path: str, value: Value) -> File:
+def decode_record(path: str, value: RegisterValue) -> PathRecord:
     """The counterpart of `encode`. Raises IntegrityError."""
-    head = decode_head(path, value.head)
+    head = decode_record_head(path, value.head)
     if not value.body:
-        return File(head)
+        return PathRecord(head)
     try:
         what, *rest = msgpack.unpackb(value.body, max_bin_len=1 << 30)
-        return File(head, data=rest[0]) if what == 0 else File(head, layout=_layout(*rest[:3]), shared=rest[3])
+        return (
+            PathRecord(head, inline_data=rest[0])
+            if what == 0
+            else PathRecord(head, layout=_decode_layout(*rest[:3]), rename_token=rest[3])
+        )
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _layout(redundancy: Sequence[int], holders: Sequence[Any], pieces: Sequence[Any]) -> Layout:
-    return Layout(
+def _decode_layout(redundancy: Sequence[int], objects: Sequence[Any], stripes: Sequence[Any]) -> FileLayout:
+    return FileLayout(
         Redundancy(*redundancy),
-        tuple(Holder(*h) for h in holders),
-        tuple(Piece(s, n, tuple(None if f is None else Fragment(*f) for f in fs), reach) for s, n, reach, fs in pieces),
+        tuple(MemberObject(*h) for h in objects),
+        tuple(Stripe(s, n, tuple(None if f is None else Fragment(*f) for f in fs), reach) for s, n, reach, fs in stripes),
     )
 
 
-def _unreadable(path: str, error: Exception) -> IntegrityError:
+def _unreadable_error(path: str, error: Exception) -> IntegrityError:
     return IntegrityError(f"the record of {path} can't be read ({error}); it was written by a newer version, or is damaged")

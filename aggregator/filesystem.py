@@ -29,39 +29,39 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.implementations.local import trailing_sep
 from fsspec.utils import other_paths, stringify_path
 
-from ckpt.aggregator.files import Head
-from ckpt.aggregator.folders import Ground, above, move_folder, remove_folder
-from ckpt.aggregator.members import SCHEME, full_path, join_url, says_namespace, split_full_path, split_url
+from ckpt.aggregator.files import RecordHead
+from ckpt.aggregator.folders import ParentCheck, move_folder, parent_folders, remove_folder
+from ckpt.aggregator.members import NAMESPACE_SCHEME, full_path, is_full_path, join_url, split_full_path, split_url
 from ckpt.aggregator.namespace import Namespace, open_namespace
-from ckpt.aggregator.opened import CkptFile, told
-from ckpt.storage.threads import Threads
+from ckpt.aggregator.opened import CkptFile, call_with_os_errors
+from ckpt.storage.threads import DaemonThreadPool
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 8 << 20
+_COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ResolvedPath:
     """Where a path leads."""
 
     namespace: Namespace
-    ground: Ground
+    parent_check: ParentCheck
     path: str
     """In the namespace."""
-    names: str = ""
+    member_list: str = ""
     """What names the members, where the path says it."""
 
-    def name(self, path: str) -> str:
+    def full_name(self, path: str) -> str:
         """Another path of the namespace, of the kind that this one was given in."""
-        return full_path(self.names, path) if self.names else path
+        return full_path(self.member_list, path) if self.member_list else path
 
 
 class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     """One namespace. `members` is what stands between ckpt:// and the path; `redundancy` that of new files; `near` the member
     that stands on this host. Without `members` each path says its namespace."""
 
-    protocol = SCHEME
+    protocol = NAMESPACE_SCHEME
     root_marker = ""
     cachable = True
     mirror_sync_methods = True
@@ -72,34 +72,34 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         super().__init__(**options)
         self.members = members
         self._redundancy = redundancy
-        self._threads = Threads(16, "ckpt-fs")
-        self._grounds: dict[str, Ground] = {}
+        self._threads = DaemonThreadPool(16, "ckpt-fs")
+        self._parent_checks: dict[str, ParentCheck] = {}
         if members:
             self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
-            self.ground = Ground(self.namespace)
+            self.parent_check = ParentCheck(self.namespace)
 
-    def at(self, path: Any) -> _Place:
+    def resolve(self, path: Any) -> _ResolvedPath:
         """Where a path leads, of either kind. Raises ValueError where it says no namespace, and nothing else does."""
         text = stringify_path(path)
-        if text.startswith(f"{SCHEME}://"):
-            return self._of(*split_url(text)[:2])
+        if text.startswith(f"{NAMESPACE_SCHEME}://"):
+            return self._resolve_in(*split_url(text)[:2])
         text = text.strip("/")
         if self.members:
-            mine = full_path(self.members)
-            if text == mine or text.startswith(f"{mine}/"):
-                return self._of(*split_full_path(text))
-            return _Place(self.namespace, self.ground, text)
-        if not says_namespace(text):
+            own_prefix = full_path(self.members)
+            if text == own_prefix or text.startswith(f"{own_prefix}/"):
+                return self._resolve_in(*split_full_path(text))
+            return _ResolvedPath(self.namespace, self.parent_check, text)
+        if not is_full_path(text):
             raise ValueError(
                 f"{text!r} names no namespace: write ckpt://host:port,host:port/path, or ckpt://NAME/path, or give members="
             )
-        return self._of(*split_full_path(text))
+        return self._resolve_in(*split_full_path(text))
 
-    def _of(self, names: str, inner: str) -> _Place:
-        if names == self.members:
-            return _Place(self.namespace, self.ground, inner, names)
-        namespace, _ = open_namespace(join_url(names, redundancy=self._redundancy))
-        return _Place(namespace, self._grounds.setdefault(names, Ground(namespace)), inner, names)
+    def _resolve_in(self, member_list: str, path: str) -> _ResolvedPath:
+        if member_list == self.members:
+            return _ResolvedPath(self.namespace, self.parent_check, path, member_list)
+        namespace, _ = open_namespace(join_url(member_list, redundancy=self._redundancy))
+        return _ResolvedPath(namespace, self._parent_checks.setdefault(member_list, ParentCheck(namespace)), path, member_list)
 
     # --- names -------------------------------------------------------------------------------------------------
 
@@ -108,12 +108,12 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if isinstance(path, list):
             return [cls._strip_protocol(p) for p in path]
         text = stringify_path(path)
-        return full_path(*split_url(text)[:2]) if text.startswith(f"{SCHEME}://") else text.strip("/")
+        return full_path(*split_url(text)[:2]) if text.startswith(f"{NAMESPACE_SCHEME}://") else text.strip("/")
 
     @classmethod
     def _get_kwargs_from_urls(cls, urlpath: Any) -> dict[str, Any]:
         text = stringify_path(urlpath)
-        if not text.startswith(f"{SCHEME}://"):
+        if not text.startswith(f"{NAMESPACE_SCHEME}://"):
             return {}
         members, _, options = split_url(text)
         return {"members": members, **options}
@@ -121,56 +121,60 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     def unstrip_protocol(self, name: str) -> str:
         """The URL of a path."""
         text: str = stringify_path(name)
-        if text.startswith(f"{SCHEME}://"):
+        if text.startswith(f"{NAMESPACE_SCHEME}://"):
             return text
-        place = self.at(text)
+        location = self.resolve(text)
         # One that says its namespace is a URL already: so it is the same, character by character, when it comes back.
-        return f"{SCHEME}://{self._strip_protocol(text)}" if place.names else join_url(self.members or "", place.path)
+        return (
+            f"{NAMESPACE_SCHEME}://{self._strip_protocol(text)}"
+            if location.member_list
+            else join_url(self.members or "", location.path)
+        )
 
     @property
     def fsid(self) -> str:
         """Two of one namespace are one."""
-        return f"{SCHEME}-{self.members or ''}"
+        return f"{NAMESPACE_SCHEME}-{self.members or ''}"
 
     # --- looking -----------------------------------------------------------------------------------------------
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
-        at = self.at(path)
-        name = at.name(at.path)
+        at = self.resolve(path)
+        name = at.full_name(at.path)
         if at.path:
-            file = await self._do(name, at.namespace.stat, at.path)
+            file = await self._call_in_thread(name, at.namespace.stat, at.path)
             if file is not None:
-                return _described(name, file.head)
-        below = await self._do(name, at.namespace.list, at.path)
+                return _file_info(name, file.head)
+        below = await self._call_in_thread(name, at.namespace.list, at.path)
         if at.path and not below:
             raise FileNotFoundError(name)
         return {"name": name, "size": 0, "type": "directory"}
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        at = self.at(path)
-        heads: dict[str, Head] = await self._do(at.name(at.path), at.namespace.list, at.path)
+        at = self.resolve(path)
+        heads: dict[str, RecordHead] = await self._call_in_thread(at.full_name(at.path), at.namespace.list, at.path)
         found: dict[str, dict[str, Any]] = {}
         skip = len(at.path) + 1 if at.path else 0
         for name, head in heads.items():
             child, deeper, _rest = name[skip:].partition("/")
-            full = at.name(name[:skip] + child)
+            full = at.full_name(name[:skip] + child)
             if deeper:
                 found.setdefault(full, {"name": full, "size": 0, "type": "directory"})
             else:
-                found[full] = _described(full, head)
+                found[full] = _file_info(full, head)
         if not found and at.path:
-            here: dict[str, Any] = await self._info(path)
-            if here["type"] == "file":
-                found[here["name"]] = here
+            own_info: dict[str, Any] = await self._info(path)
+            if own_info["type"] == "file":
+                found[own_info["name"]] = own_info
         return [found[name] if detail else name for name in sorted(found)]
 
     async def _isfile(self, path: str) -> bool:
-        return await self._type(path) == "file"
+        return await self._entry_type(path) == "file"
 
     async def _isdir(self, path: str) -> bool:
-        return await self._type(path) == "directory"
+        return await self._entry_type(path) == "directory"
 
-    async def _type(self, path: str) -> str | None:
+    async def _entry_type(self, path: str) -> str | None:
         """None where nothing is. What can't be looked at is neither there nor not: that is an error."""
         try:
             found: str = (await self._info(path))["type"]
@@ -184,32 +188,32 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     ) -> AsyncIterator[tuple[str, Any, Any]]:  # fmt: skip
         """A folder that can't be listed is an error, unless `on_error` says otherwise: those who copy or remove what is in it
         would take it for empty. below: on_error once more, which fsspec does not hand on to the folders below by itself."""
-        on_error = on_error or below or _raise_unless_gone
+        on_error = on_error or below or _raise_unless_missing
         async for found in super()._walk(path, maxdepth, topdown, on_error, below=on_error, **options):
             yield found
 
     async def _find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
-        at = self.at(path)
+        at = self.resolve(path)
         if maxdepth is not None or withdirs:
             return await super()._find(self._strip_protocol(path), maxdepth=maxdepth, withdirs=withdirs, **options)
-        heads: dict[str, Head] = await self._do(at.name(at.path), at.namespace.list, at.path)
-        found = [_described(at.name(name), head) for name, head in heads.items() if head.kind == "file"]
+        heads: dict[str, RecordHead] = await self._call_in_thread(at.full_name(at.path), at.namespace.list, at.path)
+        found = [_file_info(at.full_name(name), head) for name, head in heads.items() if head.kind == "file"]
         if not found and at.path:
-            file = await self._do(at.name(at.path), at.namespace.stat, at.path)
+            file = await self._call_in_thread(at.full_name(at.path), at.namespace.stat, at.path)
             if file is not None and file.head.kind == "file":
-                found = [_described(at.name(at.path), file.head)]
+                found = [_file_info(at.full_name(at.path), file.head)]
         files = {each["name"]: each for each in found}
         return files if options.get("detail") else sorted(files)
 
     def created(self, path: str) -> datetime:
         """When the file was first written."""
-        return datetime.fromtimestamp(self._times(path)["created"], UTC)
+        return datetime.fromtimestamp(self._file_times(path)["created"], UTC)
 
     def modified(self, path: str) -> datetime:
         """When the content was written."""
-        return datetime.fromtimestamp(self._times(path)["mtime"], UTC)
+        return datetime.fromtimestamp(self._file_times(path)["mtime"], UTC)
 
-    def _times(self, path: str) -> dict[str, Any]:
+    def _file_times(self, path: str) -> dict[str, Any]:
         info: dict[str, Any] = self.info(path)
         if "mtime" not in info:
             raise FileNotFoundError(f"{path}: a folder that only its content makes has no times")
@@ -218,30 +222,30 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     # --- reading and writing -----------------------------------------------------------------------------------
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        at = self.at(path)
+        at = self.resolve(path)
 
         def read() -> bytes:
             with at.namespace.open(at.path) as reader:
                 size = reader.file.head.nbytes
-                first, last = _range(size, start, end)
+                first, last = _clip_range(size, start, end)
                 data = bytearray(max(0, last - first))
                 reader.read_into(first, memoryview(data))
                 return bytes(data)
 
-        found: bytes = await self._do(path, read)
+        found: bytes = await self._call_in_thread(path, read)
         return found
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
-        await self._do(path, self._write, self.at(path), value, mode == "create")
+        await self._call_in_thread(path, self._put_whole, self.resolve(path), value, mode == "create")
 
-    def _write(self, at: _Place, value: Any, new: bool = False) -> None:
-        at.ground.check(at.path)
-        at.namespace.put(at.path, value, new)
+    def _put_whole(self, location: _ResolvedPath, value: Any, new: bool = False) -> None:
+        location.parent_check.check(location.path)
+        location.namespace.put(location.path, value, new)
 
     async def _put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **_: Any
     ) -> None:
-        at = self.at(rpath)
+        at = self.resolve(rpath)
         if os.path.isdir(lpath):
             await self._makedirs(rpath, exist_ok=True)
             return
@@ -250,17 +254,17 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             size = os.path.getsize(lpath)
             callback.set_size(size)
             new = mode == "create"
-            at.ground.check(at.path)
+            at.parent_check.check(at.path)
             with open(lpath, "rb") as source, at.namespace.create(at.path, None, size, new=new, aligned=False) as writer:
-                while data := source.read(_PIECE_BYTES):
+                while data := source.read(_COPY_BYTES):
                     writer.append(memoryview(data))
                     callback.relative_update(len(data))
                 writer.commit()
 
-        await self._do(rpath, put)
+        await self._call_in_thread(rpath, put)
 
     async def _get_file(self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_: Any) -> None:
-        at = self.at(rpath)
+        at = self.resolve(rpath)
         if (await self._info(rpath))["type"] == "directory":
             os.makedirs(lpath, exist_ok=True)
             return
@@ -271,32 +275,32 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
                 callback.set_size(size)
                 os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
                 with open(lpath, "wb") as target:
-                    buffer = memoryview(bytearray(min(size, _PIECE_BYTES) or 1))
-                    for position in range(0, size, _PIECE_BYTES):
-                        count = reader.read_into(position, buffer[: min(_PIECE_BYTES, size - position)])
+                    buffer = memoryview(bytearray(min(size, _COPY_BYTES) or 1))
+                    for position in range(0, size, _COPY_BYTES):
+                        count = reader.read_into(position, buffer[: min(_COPY_BYTES, size - position)])
                         target.write(buffer[:count])
                         callback.relative_update(count)
 
-        await self._do(rpath, get)
+        await self._call_in_thread(rpath, get)
 
     async def _cp_file(self, path1: str, path2: str, **_: Any) -> None:
-        source, target = self.at(path1), self.at(path2)
+        source, target = self.resolve(path1), self.resolve(path2)
         if (await self._info(path1))["type"] == "directory":
             await self._makedirs(path2, exist_ok=True)
             return
 
         def copy() -> None:
-            target.ground.check(target.path)
+            target.parent_check.check(target.path)
             with source.namespace.open(source.path) as reader:
                 size = reader.file.head.nbytes
                 with target.namespace.create(target.path, None, size, aligned=False) as writer:
-                    for position in range(0, size, _PIECE_BYTES):
-                        buffer = memoryview(bytearray(min(_PIECE_BYTES, size - position)))
+                    for position in range(0, size, _COPY_BYTES):
+                        buffer = memoryview(bytearray(min(_COPY_BYTES, size - position)))
                         reader.read_into(position, buffer)
                         writer.append(buffer)
                     writer.commit()
 
-        await self._do(path1, copy)
+        await self._call_in_thread(path1, copy)
 
     def _open(
         self, path: str, mode: str = "rb", block_size: int | None = None, autocommit: bool = True,
@@ -310,23 +314,23 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         """Move files, and (`recursive`) folders with all that is in them, by their names: nothing is copied."""
         if maxdepth is not None:
             raise ValueError("mv moves a folder with all that is in it; there is no maxdepth")
-        moves = self._moves(path1, path2)
+        moves = self._plan_moves(path1, path2)
         folders = {old for old, _ in moves if self.info(old)["type"] == "directory"}  # told before anything is moved
         if folders and not recursive:
             raise IsADirectoryError(
                 errno.EISDIR, "a folder; mv(…, recursive=True) moves it with all that is in it", sorted(folders)[0]
             )
         for old, new in moves:
-            source, target = self.at(old), self.at(new)
+            source, target = self.resolve(old), self.resolve(new)
             if source.namespace is not target.namespace:
                 raise OSError(errno.EXDEV, "another namespace: copy it there, and remove it here", new)
-            told(new, target.ground.check, target.path)
+            call_with_os_errors(new, target.parent_check.check, target.path)
             if old in folders:
-                told(old, move_folder, source.namespace, source.path, target.path, source.namespace.rename)
+                call_with_os_errors(old, move_folder, source.namespace, source.path, target.path, source.namespace.rename)
             else:
-                told(old, source.namespace.rename, source.path, target.path)
+                call_with_os_errors(old, source.namespace.rename, source.path, target.path)
 
-    def _moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:
+    def _plan_moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:
         """What goes where: into a folder that is there, as fsspec copies."""
         if isinstance(path1, list) and isinstance(path2, list):
             return list(zip(self._strip_protocol(path1), self._strip_protocol(path2), strict=True))
@@ -345,10 +349,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     # --- changing ----------------------------------------------------------------------------------------------
 
     async def _rm_file(self, path: str, **_: Any) -> None:
-        at = self.at(path)
+        at = self.resolve(path)
         if (await self._info(path))["type"] == "directory":
             raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
-        if not await self._do(path, at.namespace.delete, [at.path]):
+        if not await self._call_in_thread(path, at.namespace.delete, [at.path]):
             raise FileNotFoundError(path)
 
     async def _rm(
@@ -358,62 +362,62 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         for each in paths:
             if not recursive and (await self._info(each))["type"] == "directory":
                 raise IsADirectoryError(f"{each} is a folder; rm(…, recursive=True) removes it with all that is in it")
-        doomed: dict[Namespace, list[str]] = defaultdict(list)
-        for at in map(self.at, paths):
+        paths_by_namespace: dict[Namespace, list[str]] = defaultdict(list)
+        for at in map(self.resolve, paths):
             if at.path:
-                doomed[at.namespace].append(at.path)
-        for namespace, below in doomed.items():
-            await self._do(str(path), namespace.delete, below)
+                paths_by_namespace[at.namespace].append(at.path)
+        for namespace, below in paths_by_namespace.items():
+            await self._call_in_thread(str(path), namespace.delete, below)
 
     async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        at = self.at(path)
-        for folder in map(at.name, above(at.path)):
+        at = self.resolve(path)
+        for folder in map(at.full_name, parent_folders(at.path)):
             if await self._isfile(folder):
                 raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", folder)
         if at.path:
-            await self._do(path, at.namespace.make_folder, at.path)
+            await self._call_in_thread(path, at.namespace.make_folder, at.path)
 
     async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
-        at = self.at(path)
+        at = self.resolve(path)
         if not at.path:
             return
-        there = await self._do(path, at.namespace.stat, at.path)
-        if there is None and (exist_ok or not await self._exists(path)):
+        record = await self._call_in_thread(path, at.namespace.stat, at.path)
+        if record is None and (exist_ok or not await self._exists(path)):
             try:  # marked also where there are files below it already, which may go before the folder does
                 await self._mkdir(path)
                 return
             except FileExistsError:  # another one made it at the same time
-                there = await self._do(path, at.namespace.stat, at.path)
-        if not exist_ok or there is None or there.head.kind != "folder":
+                record = await self._call_in_thread(path, at.namespace.stat, at.path)
+        if not exist_ok or record is None or record.head.kind != "folder":
             raise FileExistsError(path)
 
     async def _rmdir(self, path: str) -> None:
-        at = self.at(path)
-        await self._do(path, remove_folder, at.namespace, at.path)
+        at = self.resolve(path)
+        await self._call_in_thread(path, remove_folder, at.namespace, at.path)
 
     def rmdir(self, path: str) -> None:
         """Remove a folder that is empty."""
-        _sync(self, self._rmdir, path)
+        _call_sync(self, self._rmdir, path)
 
     async def _touch(self, path: str, truncate: bool = True, **_: Any) -> None:
-        at = self.at(path)
+        at = self.resolve(path)
         if truncate:
-            await self._do(path, self._write, at, b"")
-        elif await self._do(path, at.namespace.stat, at.path) is None:
+            await self._call_in_thread(path, self._put_whole, at, b"")
+        elif await self._call_in_thread(path, at.namespace.stat, at.path) is None:
             with suppress(FileExistsError):  # another one made it meanwhile
-                await self._do(path, self._write, at, b"", True)
+                await self._call_in_thread(path, self._put_whole, at, b"", True)
 
     def touch(self, path: str, truncate: bool = True, **options: Any) -> None:
         """Make an empty file, or (`truncate=False`) leave what is there."""
-        _sync(self, self._touch, path, truncate, **options)
+        _call_sync(self, self._touch, path, truncate, **options)
 
-    async def _do(self, path: str, work: Callable[..., T], *args: Any) -> T:
+    async def _call_in_thread(self, path: str, work: Callable[..., T], *args: Any) -> T:
         """Run a call of the namespace on a thread, its errors as those of a file system."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(told, path, work, *args))
+        return await loop.run_in_executor(self._threads, functools.partial(call_with_os_errors, path, work, *args))
 
 
-def _described(path: str, head: Head) -> dict[str, Any]:
+def _file_info(path: str, head: RecordHead) -> dict[str, Any]:
     return {
         "name": path,
         "size": head.nbytes if head.kind == "file" else 0,
@@ -424,19 +428,19 @@ def _described(path: str, head: Head) -> dict[str, Any]:
     }
 
 
-def _raise_unless_gone(error: OSError) -> None:
+def _raise_unless_missing(error: OSError) -> None:
     """Of a listing: a folder may go while its parent is walked through."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
-def _range(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+def _clip_range(size: int, start: int | None, end: int | None) -> tuple[int, int]:
     first = 0 if start is None else start if start >= 0 else max(0, size + start)
     last = size if end is None else end if end >= 0 else max(0, size + end)
     return first, min(last, size)
 
 
-def _sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _call_sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     from fsspec.asyn import sync
 
     return sync(fs.loop, call, *args, **options)

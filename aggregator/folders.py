@@ -8,40 +8,42 @@ import time
 from collections.abc import Callable
 
 from ckpt.aggregator import files
-from ckpt.aggregator.files import File, Head
+from ckpt.aggregator.files import PathRecord, RecordHead
 from ckpt.aggregator.namespace import Namespace, check_path
 from ckpt.aggregator.writing import new_version
 from ckpt.storage.errors import AlreadyExists
-from ckpt.storage.registers import Value
+from ckpt.storage.registers import RegisterValue
 
-_KNOWN_SECONDS = 5.0
-_KNOWN_MOST = 10_000
+_CACHE_SECONDS = 5.0
+_CACHE_ENTRIES = 10_000
 
 
-class Ground:
+class ParentCheck:
     """Where files can be: not below another file. Who writes by the namespace itself is not asked: a path is a name to it.
     Whether a folder without a mark has this name would have to be asked of nearly all members for each file, and is not.
     Safe to use from many threads."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._known: dict[str, float] = {}  # folders, and until when they are taken for that: most files lie beside others
+        self._valid_until: dict[
+            str, float
+        ] = {}  # folders, and until when they are taken for that: most files lie beside others
 
     def check(self, path: str) -> None:
         """Raises NotADirectoryError where a file can't be written."""
         check_path(path)
         now = time.monotonic()
-        self._known.pop(path, None)
-        new = [folder for folder in above(path) if self._known.get(folder, 0.0) < now]
+        self._valid_until.pop(path, None)
+        new = [folder for folder in parent_folders(path) if self._valid_until.get(folder, 0.0) < now]
         for folder, file in self._namespace.stat_all(new).items() if new else ():
             if file is not None and file.head.kind == "file":
                 raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", folder)
-        if len(self._known) > _KNOWN_MOST:
-            self._known = {}
-        self._known |= dict.fromkeys(new, now + _KNOWN_SECONDS)
+        if len(self._valid_until) > _CACHE_ENTRIES:
+            self._valid_until = {}
+        self._valid_until |= dict.fromkeys(new, now + _CACHE_SECONDS)
 
 
-def above(path: str) -> list[str]:
+def parent_folders(path: str) -> list[str]:
     """The folders that a path lies in, without the root."""
     parts = path.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts))]
@@ -56,18 +58,18 @@ def is_folder(namespace: Namespace, path: str) -> bool:
 def remove_folder(namespace: Namespace, path: str) -> None:
     """Remove a folder that is empty, and nothing else. Raises OSError: ENOENT, ENOTDIR or ENOTEMPTY."""
     version = new_version()
-    before: File | None = None
+    before: PathRecord | None = None
 
-    def decide(_: str, value: Value | None) -> Value | None:
+    def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
         nonlocal before
-        there = None if value is None else files.decode(path, value)
-        if files.had(there, version):
+        current = None if value is None else files.decode_record(path, value)
+        if files.has_version(current, version):
             return None  # done already, in a try that seemed to fail
-        before = there
-        if there is None or there.head.kind != "folder":
+        before = current
+        if current is None or current.head.kind != "folder":
             return None
         now = time.time()
-        return files.encode(File(files.following(Head("deleted", 0, now, now, version), there)))
+        return files.encode_record(PathRecord(files.next_head(RecordHead("deleted", 0, now, now, version), current)))
 
     if not path:
         raise OSError(errno.EBUSY, "the root of a namespace can't be removed", path)
@@ -99,17 +101,17 @@ def move_folder(namespace: Namespace, old: str, new: str, rename: Callable[[str,
         raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", new)
     if namespace.list(new):
         raise OSError(errno.ENOTEMPTY, "the folder is not empty", new)
-    _mark(namespace, new)
+    _mark_folder(namespace, new)
     for name, head in below.items():
         to = new + name[len(old) :]
         if head.kind == "file":
             rename(name, to)
         else:
-            _mark(namespace, to)
+            _mark_folder(namespace, to)
     namespace.delete([*(name for name, head in below.items() if head.kind == "folder"), old])
 
 
-def _mark(namespace: Namespace, path: str) -> None:
+def _mark_folder(namespace: Namespace, path: str) -> None:
     try:
         namespace.make_folder(path)
     except AlreadyExists:

@@ -38,16 +38,16 @@ from ckpt.aggregator.redundancy import Quorum
 from ckpt.storage.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 from ckpt.storage.registers import (
-    NONE,
-    UNKNOWN,
-    Answer,
+    NO_BALLOT,
+    REGISTERS_INCOMPLETE,
     Ballot,
-    Change,
-    Damaged,
+    DamagedRecord,
+    DirectChange,
     Record,
+    RegisterAnswer,
     Registers,
-    Value,
-    floor,
+    RegisterValue,
+    floor_ballot,
     is_final,
 )
 
@@ -55,13 +55,13 @@ log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 
-Decide = Callable[[str, Value | None], Value | None]
+Decide = Callable[[str, RegisterValue | None], RegisterValue | None]
 """From the path and its value to the new value, or None to leave it. Asked again where others compete, and it must then
 know a value that it made itself."""
 
-_BATCH = 1_000
+_BATCH_PATHS = 1_000
 
-_PATIENCE_SECONDS = 0.5
+_FIRST_READ_SECONDS = 0.5
 """How long a read waits for the members that it needs before it asks the others as well."""
 
 _CHANGE_SECONDS = 2.0
@@ -69,7 +69,7 @@ _CHANGE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class VotingGroup:
     """Members that keep the register of a path, and how many of them decide."""
 
     members: tuple[str, ...]
@@ -77,11 +77,11 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Keepers:
+class ReplicaSet:
     """The groups of a path: one, or while its record moves two. What is agreed is agreed in each."""
 
-    groups: tuple[Group, ...]
-    epoch: int = 0
+    groups: tuple[VotingGroup, ...]
+    fence_number: int = 0
     """Of the ring that says so."""
 
     @property
@@ -104,7 +104,7 @@ class Keepers:
         return max((r for m, r in records.items() if m in self.groups[0].members), key=lambda r: r.accepted)
 
 
-class Ledger:
+class ReplicatedRegisters:
     """The values of paths.
 
     keepers: who keeps these paths, all by one ring. renew: called where they say that it is others. direct: whether all
@@ -112,231 +112,264 @@ class Ledger:
     """
 
     def __init__(
-        self, registers: Mapping[str, Registers], keepers: Callable[[Sequence[str]], dict[str, Keepers]], fan_out: FanOut,
-        seconds: float = 30.0, renew: Callable[[], None] = lambda: None, direct: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        registers: Mapping[str, Registers],
+        replica_sets: Callable[[Sequence[str]], dict[str, ReplicaSet]],
+        fan_out: FanOut,
+        deadline_seconds: float = 30.0,
+        invalidate_ring: Callable[[], None] = lambda: None,
+        is_direct: bool = True,
+    ) -> None:
         self._registers = registers
-        self._keepers = keepers
+        self._replica_sets = replica_sets
         self._fan_out = fan_out
-        self._seconds = seconds
-        self._renew = renew
-        self._direct = direct
-        self._secret = secrets.token_hex(8)
+        self._deadline_seconds = deadline_seconds
+        self._invalidate_ring = invalidate_ring
+        self._is_direct = is_direct
+        self._process_secret = secrets.token_hex(8)
         self._proposals = itertools.count()
 
     @property
-    def _me(self) -> str:
+    def _proposer_id(self) -> str:
         """Of this process alone: a child has another, whatever it has from its parent."""
-        return f"{self._secret}{os.getpid():x}x"
+        return f"{self._process_secret}{os.getpid():x}x"
 
     # --- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, paths: Sequence[str]) -> dict[str, Value | None]:
+    def read(self, paths: Sequence[str]) -> dict[str, RegisterValue | None]:
         """The value of each path; Unavailable where too few of its members answer."""
-        found: dict[str, Value | None] = {}
+        found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
-            found |= self.lately(functools.partial(self._read, batch))
+            found |= self.retry_outdated(functools.partial(self._read_batch, batch))
         return found
 
-    def _read(self, paths: Sequence[str]) -> dict[str, Value | None]:
-        keepers = self._keepers(paths)
-        epoch = _epoch(keepers)
+    def _read_batch(self, paths: Sequence[str]) -> dict[str, RegisterValue | None]:
+        replica_sets = self._replica_sets(paths)
+        fence_number = _fence_number(replica_sets)
 
-        def read(registers: Registers, names: list[str]) -> list[Answer]:
-            return registers.read(names, epoch)
+        def read(registers: Registers, names: list[str]) -> list[RegisterAnswer]:
+            return registers.read(names, fence_number)
 
-        def enough(path: str, got: Mapping[str, Answer]) -> bool:
-            return _agreed(got, keepers[path].can_write)
+        def enough(path: str, got: Mapping[str, RegisterAnswer]) -> bool:
+            return _is_unanimous(got, replica_sets[path].can_write)
 
         # As many as a change needs, of those that answer; the others only if these are too few to read, or do not agree.
-        few = {path: self._likely(kept) for path, kept in keepers.items()}
-        answers, errors = self._ask(few, read, enough, _PATIENCE_SECONDS)
-        open_ones = [path for path in paths if not _agreed(answers[path], keepers[path].can_read)]
-        if open_ones:
-            rest = {path: [m for m in keepers[path].members if m not in answers[path]] for path in open_ones}
-            more, failed = self._ask(
+        first_members = {path: self._preferred_members(kept) for path, kept in replica_sets.items()}
+        answers, errors = self._call_members(first_members, read, enough, _FIRST_READ_SECONDS)
+        undecided = [path for path in paths if not _is_unanimous(answers[path], replica_sets[path].can_read)]
+        if undecided:
+            rest = {path: [m for m in replica_sets[path].members if m not in answers[path]] for path in undecided}
+            more, failed = self._call_members(
                 rest, read, lambda path, got: enough(path, {**answers[path], **got}),
-                will_do=lambda path, got: keepers[path].can_read(_records({**answers[path], **got})),  # or two phases settle it
+                # or two phases settle it
+                is_acceptable=lambda path, got: replica_sets[path].can_read(_undamaged_records({**answers[path], **got})),
             )  # fmt: skip
-            for path in open_ones:
+            for path in undecided:
                 answers[path] |= more[path]
             errors |= failed
-        found: dict[str, Value | None] = {}
+        found: dict[str, RegisterValue | None] = {}
         unsettled: list[str] = []
         for path in paths:
-            records = _records(answers[path])
-            if not keepers[path].can_read(records):
-                raise _too_few(path, keepers[path], False, answers[path], errors)
-            newest = keepers[path].newest(records)
+            records = _undamaged_records(answers[path])
+            if not replica_sets[path].can_read(records):
+                raise _no_quorum_error(path, replica_sets[path], False, answers[path], errors)
+            newest = replica_sets[path].newest(records)
             same = {m for m, r in records.items() if r.accepted == newest.accepted}
             # One of two that is left alone can't settle anything. What it has may be half-done: later it may not be seen for a
             # while, but never is it undone.
-            kept = keepers[path]
-            agreed = kept.can_write(same) or (kept.can_read(same) and not kept.can_write(records))
+            replicas = replica_sets[path]
+            agreed = replicas.can_write(same) or (replicas.can_read(same) and not replicas.can_write(records))
             if not agreed and newest.value is not None:
                 unsettled.append(path)
             found[path] = newest.value
         if unsettled:  # a change was left half-done: first the newest value is made the one for all
-            found |= self._in_two_phases(unsettled, lambda _, value: None)
+            found |= self._run_two_phases(unsettled, lambda _, value: None)
         return found
 
-    def settle(self, paths: Sequence[str], everywhere: bool = True) -> None:
+    def settle(self, paths: Sequence[str], on_all_members: bool = True) -> None:
         """Give a quorum, or every member that answers, the newest value of these paths."""
         for batch in _batches(paths):
-            self.lately(functools.partial(self._in_two_phases, batch, lambda _, value: None, everywhere))
+            self.retry_outdated(functools.partial(self._run_two_phases, batch, lambda _, value: None, on_all_members))
 
-    def lately(self, work: Callable[[], T]) -> T:
+    def retry_outdated(self, call: Callable[[], T]) -> T:
         """Do some work, again where it went by an old ring."""
-        until = time.monotonic() + 2 * self._seconds
+        until = time.monotonic() + 2 * self._deadline_seconds
         while True:
             try:
-                return work()
+                return call()
             except Outdated as error:
                 if time.monotonic() > until:
                     raise Unavailable(f"{error}; they still change, or this process can't learn of it") from error
-                self._renew()
+                self._invalidate_ring()
                 time.sleep(0.02)
 
     # --- changing ----------------------------------------------------------------------------------------------
 
-    def update(self, paths: Sequence[str], decide: Decide, fresh: bool = False) -> dict[str, Value | None]:
+    def update(self, paths: Sequence[str], decide: Decide, expect_absent: bool = False) -> dict[str, RegisterValue | None]:
         """Change the values of paths; what each is after that. fresh: nothing is expected to be there yet."""
-        found: dict[str, Value | None] = {}
+        found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
-            found |= self.lately(functools.partial(self._update, batch, decide, fresh))
+            found |= self.retry_outdated(functools.partial(self._update_batch, batch, decide, expect_absent))
         return found
 
-    def update_by(self, number: int, paths: Sequence[str], decide: Decide, fresh: bool = False) -> dict[str, Value | None]:
+    def update_fenced(
+        self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False
+    ) -> dict[str, RegisterValue | None]:
         """As `update`, by this fence number and no other. Raises Outdated, which says whether a member may have taken the
         change: once another number counts, what the new values refer to may be gone."""
-        found: dict[str, Value | None] = {}
+        found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
-            found |= self._update(batch, decide, fresh, number)
+            found |= self._update_batch(batch, decide, expect_absent, fence_number)
         return found
 
-    def _update(self, paths: Sequence[str], decide: Decide, fresh: bool, number: int | None = None) -> dict[str, Value | None]:
-        found: dict[str, Value | None] = {}
-        sent: set[str] = set()
+    def _update_batch(
+        self, paths: Sequence[str], decide: Decide, expect_absent: bool, fence_number: int | None = None
+    ) -> dict[str, RegisterValue | None]:
+        found: dict[str, RegisterValue | None] = {}
+        possibly_changed: set[str] = set()
         try:
-            left = self._directly(paths, decide, fresh, found, number, sent) if self._direct else paths
-            return found | self._in_two_phases(left, decide, False, number, sent) if left else found
+            remaining = (
+                self._change_directly(paths, decide, expect_absent, found, fence_number, possibly_changed)
+                if self._is_direct
+                else paths
+            )
+            return (
+                found | self._run_two_phases(remaining, decide, False, fence_number, possibly_changed) if remaining else found
+            )
         except Outdated as error:
-            error.unsettled = bool(sent)
+            error.unsettled = bool(possibly_changed)
             raise
 
-    def _kept(self, paths: Sequence[str], number: int | None) -> dict[str, Keepers]:
-        keepers = self._keepers(paths)
-        if number is not None and _epoch(keepers) != number:
-            raise Outdated(f"members go by {_epoch(keepers)} now, and not by {number}")
-        return keepers
+    def _require_replica_sets(self, paths: Sequence[str], fence_number: int | None) -> dict[str, ReplicaSet]:
+        replica_sets = self._replica_sets(paths)
+        if fence_number is not None and _fence_number(replica_sets) != fence_number:
+            raise Outdated(f"members go by {_fence_number(replica_sets)} now, and not by {fence_number}")
+        return replica_sets
 
-    def _directly(
-        self, paths: Sequence[str], decide: Decide, fresh: bool, found: dict[str, Value | None], number: int | None,
-        sent: set[str],
-    ) -> list[str]:  # fmt: skip
+    def _change_directly(
+        self,
+        paths: Sequence[str],
+        decide: Decide,
+        expect_absent: bool,
+        found: dict[str, RegisterValue | None],
+        required_number: int | None,
+        possibly_changed: set[str],
+    ) -> list[str]:
         """The paths that could not be changed so. sent: gets those whose new value a member may have."""
-        every = self._kept(paths, number)
-        epoch = _epoch(every)
-        keepers = {
-            path: kept
-            for path, kept in every.items()
-            if len(kept.groups) == 1 and not self._fan_out.health.down(kept.members[0])
+        all_replica_sets = self._require_replica_sets(paths, required_number)
+        fence_number = _fence_number(all_replica_sets)
+        replica_sets = {
+            path: replicas
+            for path, replicas in all_replica_sets.items()
+            if len(replicas.groups) == 1 and not self._fan_out.health.is_down(replicas.members[0])
         }
-        left = [path for path in paths if path not in keepers]
-        paths = list(keepers)
-        patience = min(self._seconds, _CHANGE_SECONDS * (1 + len(paths) / 50))
-        seen: dict[str, dict[str, Answer]] = {path: {} for path in paths}
-        if not fresh:
-            firsts = {path: kept.members[:1] for path, kept in keepers.items()}
-            seen, _ = self._ask(firsts, lambda registers, names: registers.read(names, epoch), patience=patience)
-        changes: dict[str, Change] = {}
+        remaining = [path for path in paths if path not in replica_sets]
+        paths = list(replica_sets)
+        timeout_seconds = min(self._deadline_seconds, _CHANGE_SECONDS * (1 + len(paths) / 50))
+        answers: dict[str, dict[str, RegisterAnswer]] = {path: {} for path in paths}
+        if not expect_absent:
+            firsts = {path: kept.members[:1] for path, kept in replica_sets.items()}
+            answers, _ = self._call_members(
+                firsts, lambda registers, names: registers.read(names, fence_number), timeout_seconds=timeout_seconds
+            )
+        changes: dict[str, DirectChange] = {}
         for path in paths:
-            record = Record() if fresh else seen[path].get(keepers[path].members[0])
+            record = Record() if expect_absent else answers[path].get(replica_sets[path].members[0])
             if not isinstance(record, Record):
-                left.append(path)
+                remaining.append(path)
                 continue
             new = decide(path, record.value)
             # None: to be sure, for the first member may not know the newest. Nothing there, in a ring that is not the first: a
             # member may hold a first value that it took by an earlier ring, whose first member was another, and nobody else.
-            if new is None or (record.accepted == NONE and epoch > 1):
-                left.append(path)
+            if new is None or (record.accepted == NO_BALLOT and fence_number > 1):
+                remaining.append(path)
                 continue
-            changes[path] = Change(path, record.accepted, new)
+            changes[path] = DirectChange(path, record.accepted, new)
 
         def change(registers: Registers, names: list[str]) -> list[bool]:
-            return registers.change([changes[name] for name in names], self._me, epoch)
+            return registers.change([changes[name] for name in names], self._proposer_id, fence_number)
 
-        if len({keepers[path].members[0] for path in changes}) > 1:  # one may take its part where another refuses
-            sent.update(changes)
+        if len({replica_sets[path].members[0] for path in changes}) > 1:  # one may take its part where another refuses
+            possibly_changed.update(changes)
         failpoint("ledger.change")
-        took, _ = self._ask({path: keepers[path].members[:1] for path in changes}, change, patience=patience)
-        sent.update(path for path in changes if False not in took[path].values())
-        left += [path for path in changes if True not in took[path].values()]
-        passed = {path: keepers[path] for path in changes if True in took[path].values()}
+        first_answers, _ = self._call_members(
+            {path: replica_sets[path].members[:1] for path in changes}, change, timeout_seconds=timeout_seconds
+        )
+        possibly_changed.update(path for path in changes if False not in first_answers[path].values())
+        remaining += [path for path in changes if True not in first_answers[path].values()]
+        changed_on_first = {path: replica_sets[path] for path in changes if True in first_answers[path].values()}
         failpoint("ledger.changed")
 
         def enough(path: str, got: Mapping[str, bool]) -> bool:
-            return passed[path].can_write({passed[path].members[0], *(m for m, yes in got.items() if yes)})
+            return changed_on_first[path].can_write({changed_on_first[path].members[0], *(m for m, yes in got.items() if yes)})
 
-        others, _ = self._ask({path: kept.members[1:] for path, kept in passed.items()}, change, enough)
-        for path in passed:
+        others, _ = self._call_members({path: kept.members[1:] for path, kept in changed_on_first.items()}, change, enough)
+        for path in changed_on_first:
             if enough(path, others[path]):
                 found[path] = changes[path].value
             else:
-                left.append(path)
-        return left
+                remaining.append(path)
+        return remaining
 
-    def _in_two_phases(
-        self, paths: Sequence[str], decide: Decide, everywhere: bool = False, number: int | None = None,
-        sent: set[str] | None = None,
-    ) -> dict[str, Value | None]:  # fmt: skip
-        until = time.monotonic() + self._seconds
-        found: dict[str, Value | None] = {}
-        highest = floor(_epoch(self._keepers(paths)))
+    def _run_two_phases(
+        self, paths: Sequence[str], decide: Decide, on_all_members: bool = False, fence_number: int | None = None,
+        possibly_changed: set[str] | None = None,
+    ) -> dict[str, RegisterValue | None]:  # fmt: skip
+        until = time.monotonic() + self._deadline_seconds
+        found: dict[str, RegisterValue | None] = {}
+        highest = floor_ballot(_fence_number(self._replica_sets(paths)))
         pause, tries = 0.005, 0
-        sent = set() if sent is None else sent
+        possibly_changed = set() if possibly_changed is None else possibly_changed
         while paths:
             # Never twice the same: two proposals of one ballot could both be accepted somewhere.
-            ballot = Ballot(highest.round + 1, f"{self._me}{next(self._proposals):x}")
-            paths, highest = self._round(paths, decide, ballot, found, everywhere, number, sent)
+            ballot = Ballot(highest.round + 1, f"{self._proposer_id}{next(self._proposals):x}")
+            paths, highest = self._run_round(paths, decide, ballot, found, on_all_members, fence_number, possibly_changed)
             tries += 1
             if paths and tries > 4 and time.monotonic() > until:
-                raise Unavailable(f"{_named(paths)}: others changed it at the same time for {self._seconds:g} s; try again")
+                raise Unavailable(
+                    f"{_describe_paths(paths)}: others changed it at the same time for {self._deadline_seconds:g} s; try again"
+                )
             if paths:
                 time.sleep(random.uniform(0, pause))
                 pause = min(2 * pause, 0.5)
         return found
 
-    def _round(
-        self, paths: Sequence[str], decide: Decide, ballot: Ballot, found: dict[str, Value | None], everywhere: bool,
-        number: int | None, sent: set[str],
-    ) -> tuple[list[str], Ballot]:  # fmt: skip
+    def _run_round(
+        self,
+        paths: Sequence[str],
+        decide: Decide,
+        ballot: Ballot,
+        found: dict[str, RegisterValue | None],
+        on_all_members: bool,
+        required_number: int | None,
+        possibly_changed: set[str],
+    ) -> tuple[list[str], Ballot]:
         """One try; the paths to try again, and the highest ballot that stood in the way."""
-        keepers = self._kept(paths, number)
-        epoch = _epoch(keepers)
+        replica_sets = self._require_replica_sets(paths, required_number)
+        fence_number = _fence_number(replica_sets)
         failpoint("ledger.prepare")
-        promises, errors = self._ask(
-            {path: kept.members for path, kept in keepers.items()},
-            lambda registers, names: registers.prepare(names, ballot, epoch),
-            lambda path, got: not everywhere and _settled(_promises(got, ballot), keepers[path]),
+        promises, errors = self._call_members(
+            {path: replicas.members for path, replicas in replica_sets.items()},
+            lambda registers, names: registers.prepare(names, ballot, fence_number),
+            lambda path, got: not on_all_members and _is_decided(_promises_given(got, ballot), replica_sets[path]),
         )
-        again: list[str] = []
+        undecided: list[str] = []
         highest = ballot
-        values: dict[str, Value] = {}
+        values: dict[str, RegisterValue] = {}
         promised: dict[str, set[str]] = {}
         for path in paths:
             records = {m: r for m, r in promises[path].items() if isinstance(r, Record)}
-            if not keepers[path].can_write(records):
-                raise _too_few(path, keepers[path], True, promises[path], errors)
+            if not replica_sets[path].can_write(records):
+                raise _no_quorum_error(path, replica_sets[path], True, promises[path], errors)
             if (settled := next((r for r in records.values() if is_final(r)), None)) is not None:
                 found[path] = settled.value
                 continue
             highest = max([highest, *(r.promised for r in records.values())])
-            good = {m: r for m, r in records.items() if r.promised == ballot}
-            if not keepers[path].can_write(good):
-                again.append(path)
+            promising = {m: r for m, r in records.items() if r.promised == ballot}
+            if not replica_sets[path].can_write(promising):
+                undecided.append(path)
                 continue
-            newest = keepers[path].newest(good)
+            newest = replica_sets[path].newest(promising)
             new = decide(path, newest.value)
             if new is None:
                 if newest.value is None:
@@ -344,61 +377,65 @@ class Ledger:
                     continue
                 new = newest.value  # told to nobody before a quorum has it
             values[path] = new
-            promised[path] = set(good)
-        sent.update(values)
+            promised[path] = set(promising)
+        possibly_changed.update(values)
         failpoint("ledger.accept")
-        accepted, _ = self._ask(
-            {path: keepers[path].members for path in values},
-            lambda registers, names: registers.accept([(name, values[name]) for name in names], ballot, epoch=epoch),
+        accepted, _ = self._call_members(
+            {path: replica_sets[path].members for path in values},
+            lambda registers, names: registers.accept(
+                [(name, values[name]) for name in names], ballot, fence_number=fence_number
+            ),
             lambda path, got: (
-                not everywhere
+                not on_all_members
                 # A damaged register says no whatever the ballot.
-                and _settled({m: yes for m, yes in got.items() if yes or m in promised[path]}, keepers[path])
+                and _is_decided({m: yes for m, yes in got.items() if yes or m in promised[path]}, replica_sets[path])
             ),
         )
         failpoint("ledger.accepted")
         for path, value in values.items():
-            if keepers[path].can_write({m for m, yes in accepted[path].items() if yes}):
+            if replica_sets[path].can_write({m for m, yes in accepted[path].items() if yes}):
                 found[path] = value
-                self._heal(path, value, ballot, promises[path], epoch)
+                self._repair_damaged(path, value, ballot, promises[path], fence_number)
             else:
-                again.append(path)
-        return again, highest
+                undecided.append(path)
+        return undecided, highest
 
-    def _heal(self, path: str, value: Value, ballot: Ballot, answers: Mapping[str, Answer], epoch: int) -> None:
+    def _repair_damaged(
+        self, path: str, value: RegisterValue, ballot: Ballot, answers: Mapping[str, RegisterAnswer], fence_number: int
+    ) -> None:
         """Put the value in the place of damaged records: a quorum of the other members has promised and taken it."""
         for member, answer in answers.items():
-            if isinstance(answer, Damaged):
+            if isinstance(answer, DamagedRecord):
                 try:
-                    self._registers[member].accept([(path, value)], ballot, heal=True, epoch=epoch)
-                    level = logging.INFO if answer == UNKNOWN else logging.WARNING  # one for each file there is
+                    self._registers[member].accept([(path, value)], ballot, repair_damaged=True, fence_number=fence_number)
+                    level = logging.INFO if answer == REGISTERS_INCOMPLETE else logging.WARNING  # one for each file there is
                     log.log(level, "the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
                 except StoreError as error:
                     log.info("the damaged record of %s on %s stays: %s", path, member, error)
 
-    def _likely(self, kept: Keepers) -> Sequence[str]:
+    def _preferred_members(self, replicas: ReplicaSet) -> Sequence[str]:
         """As many members as a change needs, or at least a read, those that answered lately first."""
         found: dict[str, None] = {}
-        for group in kept.groups:
-            down = [m for m in group.members if self._fan_out.health.down(m)]
+        for group in replicas.groups:
+            down = [m for m in group.members if self._fan_out.health.is_down(m)]
             up = [m for m in group.members if m not in down][: group.quorum.write]
             found |= dict.fromkeys([*up, *down][: max(len(up), group.quorum.read)])
         return list(found)
 
     # --- asking ------------------------------------------------------------------------------------------------
 
-    def _ask(
+    def _call_members(
         self, members: Mapping[str, Sequence[str]], call: Callable[[Registers, list[str]], Sequence[T]],
-        enough: Callable[[str, Mapping[str, T]], bool] | None = None, patience: float | None = None,
-        will_do: Callable[[str, Mapping[str, T]], bool] | None = None,
+        is_enough: Callable[[str, Mapping[str, T]], bool] | None = None, timeout_seconds: float | None = None,
+        is_acceptable: Callable[[str, Mapping[str, T]], bool] | None = None,
     ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
         """Ask every member for all of its paths at once: the answers by path and member, and the errors by member.
 
         patience: seconds after which those are given that are there. will_do: of a path, whether it could go on with these.
         """
         names: dict[str, list[str]] = defaultdict(list)
-        for path, kept in members.items():
-            for member in kept:
+        for path, replicas in members.items():
+            for member in replicas:
                 names[member].append(path)
 
         def by_path(answers: Mapping[str, Sequence[T]]) -> dict[str, dict[str, T]]:
@@ -414,55 +451,59 @@ class Ledger:
             return lambda answers: found is not None and all(found(path, got) for path, got in by_path(answers).items())
 
         calls = {m: functools.partial(call, self._registers[m], names[m]) for m in names}
-        answers, errors = self._fan_out.ask(calls, patience or self._seconds, of_all(enough), will_do=of_all(will_do))
+        answers, errors = self._fan_out.ask(
+            calls, timeout_seconds or self._deadline_seconds, of_all(is_enough), is_acceptable=of_all(is_acceptable)
+        )
         for error in errors.values():
             if isinstance(error, Outdated):
                 raise error
         return by_path(answers), errors
 
 
-def _epoch(keepers: Mapping[str, Keepers]) -> int:
-    return next((kept.epoch for kept in keepers.values()), 0)
+def _fence_number(replica_sets: Mapping[str, ReplicaSet]) -> int:
+    return next((replicas.fence_number for replicas in replica_sets.values()), 0)
 
 
-def _too_few(
-    path: str, keepers: Keepers, writing: bool, answers: Mapping[str, Answer], errors: Mapping[str, StoreError]
+def _no_quorum_error(
+    path: str, replica_set: ReplicaSet, is_write: bool, answers: Mapping[str, RegisterAnswer], errors: Mapping[str, StoreError]
 ) -> Unavailable:
     """The error of the first group that has no quorum."""
     have = {m for m, a in answers.items() if isinstance(a, Record)}
-    needed = {g: g.quorum.write if writing else g.quorum.read for g in keepers.groups}
-    group = next(g for g in keepers.groups if len(have.intersection(g.members)) < needed[g])
-    reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, Damaged)]
+    needed = {g: g.quorum.write if is_write else g.quorum.read for g in replica_set.groups}
+    group = next(g for g in replica_set.groups if len(have.intersection(g.members)) < needed[g])
+    reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, DamagedRecord)]
     reasons += [f"{m}: {e}" for m, e in errors.items() if m in group.members]
     return Unavailable(
-        f"can't {'change' if writing else 'read'} {path}: {len(have.intersection(group.members))} of the {len(group.members)} "
+        f"can't {'change' if is_write else 'read'} {path}: {len(have.intersection(group.members))} of the {len(group.members)} "
         f"members that keep its record answer, {needed[group]} are needed ({'; '.join(reasons)}); start the missing ones"
     )
 
 
-def _agreed(got: Mapping[str, Answer], enough: Callable[[Collection[str]], bool]) -> bool:
+def _is_unanimous(got: Mapping[str, RegisterAnswer], is_quorum: Callable[[Collection[str]], bool]) -> bool:
     """Whether these answers to a read are enough, and all the same."""
-    records = _records(got)
-    return enough(records) and len({r.accepted for r in records.values()}) == 1
+    records = _undamaged_records(got)
+    return is_quorum(records) and len({r.accepted for r in records.values()}) == 1
 
 
-def _records(got: Mapping[str, Answer]) -> dict[str, Record]:
+def _undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Record]:
     """The answers that are no damaged ones."""
     return {m: a for m, a in got.items() if isinstance(a, Record)}
 
 
-def _promises(got: Mapping[str, Answer], ballot: Ballot) -> dict[str, bool]:
+def _promises_given(got: Mapping[str, RegisterAnswer], ballot: Ballot) -> dict[str, bool]:
     return {m: a.promised == ballot for m, a in got.items() if isinstance(a, Record)}
 
 
-def _settled(votes: Mapping[str, bool], keepers: Keepers) -> bool:
+def _is_decided(votes: Mapping[str, bool], replica_set: ReplicaSet) -> bool:
     """Whether no more votes need be waited for: a quorum is for it, or a higher ballot has stood in the way."""
-    return keepers.can_write({m for m, yes in votes.items() if yes}) or (keepers.can_write(votes) and not all(votes.values()))
+    return replica_set.can_write({m for m, yes in votes.items() if yes}) or (
+        replica_set.can_write(votes) and not all(votes.values())
+    )
 
 
 def _batches(paths: Sequence[str]) -> list[Sequence[str]]:
-    return [paths[i : i + _BATCH] for i in range(0, len(paths), _BATCH)]
+    return [paths[i : i + _BATCH_PATHS] for i in range(0, len(paths), _BATCH_PATHS)]
 
 
-def _named(paths: Sequence[str]) -> str:
+def _describe_paths(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

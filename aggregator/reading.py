@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.aggregator import erasure
-from ckpt.aggregator.files import File, Fragment, Layout, Piece, share_bytes
+from ckpt.aggregator.files import FileLayout, Fragment, PathRecord, Stripe, fragment_bytes
 from ckpt.storage.base import Reader
 from ckpt.storage.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.sums import CELL_BYTES, bad_cells
+from ckpt.storage.sums import CELL_BYTES, find_bad_cells
 
 if TYPE_CHECKING:
     from ckpt.aggregator.namespace import Namespace
@@ -30,15 +30,15 @@ log = logging.getLogger("ckpt")
 class FileReader(Reader):
     """A file, opened for reading. It stays what it was when it was opened, or the reading fails."""
 
-    def __init__(self, namespace: Namespace, path: str, file: File) -> None:
+    def __init__(self, namespace: Namespace, path: str, file: PathRecord) -> None:
         self._namespace = namespace
         self._path = path
         self.file = file
-        self._pieces: Sequence[Piece] = ()
+        self._stripes: Sequence[Stripe] = ()
         self._starts: list[int] = []
         if file.layout is not None:
-            self._pieces = sorted(file.layout.pieces, key=lambda p: p.start)
-            self._starts = [p.start for p in self._pieces]
+            self._stripes = sorted(file.layout.stripes, key=lambda p: p.start)
+            self._starts = [p.start for p in self._stripes]
         self._readers: dict[int, Reader] = {}
         self._lock = threading.Lock()
 
@@ -46,23 +46,23 @@ class FileReader(Reader):
         buffer = buffer.cast("B")
         size = self.file.head.nbytes
         count = max(0, min(len(buffer), size - position))
-        if self.file.data is not None:
-            buffer[:count] = self.file.data[position : position + count]
+        if self.file.inline_data is not None:
+            buffer[:count] = self.file.inline_data[position : position + count]
             return count
         layout = self.file.layout
         done = position
         index = max(0, bisect.bisect_right(self._starts, position) - 1)
         while done < position + count:
-            piece = self._pieces[index] if index < len(self._pieces) else None
+            piece = self._stripes[index] if index < len(self._stripes) else None
             if piece is None or done < piece.start:  # between pieces
                 until = position + count if piece is None else min(position + count, piece.start)
                 np.frombuffer(buffer[done - position : until - position], np.uint8)[:] = 0
                 done = until
                 continue
-            first, last = done - piece.start, min(piece.reach, position + count - piece.start)
+            first, last = done - piece.start, min(piece.visible_bytes, position + count - piece.start)
             if first < last:
                 assert layout is not None
-                self._read(layout, piece, first, last, buffer[done - position : done - position + last - first])
+                self._read_stripe(layout, piece, first, last, buffer[done - position : done - position + last - first])
                 done = piece.start + last
             index += 1
         return count
@@ -76,75 +76,75 @@ class FileReader(Reader):
 
     # --- one piece ---------------------------------------------------------------------------------------------
 
-    def _read(self, layout: Layout, piece: Piece, first: int, last: int, out: memoryview) -> None:
+    def _read_stripe(self, layout: FileLayout, stripe: Stripe, first: int, last: int, out: memoryview) -> None:
         failpoint("namespace.read")
-        if layout.redundancy.data == 1:
-            self._any_copy(layout, piece, first, last, out)
+        if layout.redundancy.data_fragments == 1:
+            self._read_any_copy(layout, stripe, first, last, out)
             return
-        length = share_bytes(piece.nbytes, layout.redundancy)
-        wanted: dict[int, tuple[int, int, memoryview]] = {}
+        length = fragment_bytes(stripe.nbytes, layout.redundancy)
+        ranges: dict[int, tuple[int, int, memoryview]] = {}
         for share in range(first // length, -(-last // length)):
             begin, end = max(first, share * length), min(last, (share + 1) * length)
-            wanted[share] = (begin - share * length, end - share * length, out[begin - first : end - first])
-        got, failed = self._shares(layout, piece, {s: (b, e) for s, (b, e, _) in wanted.items()}, length, True)
+            ranges[share] = (begin - share * length, end - share * length, out[begin - first : end - first])
+        got, failed = self._read_fragments(layout, stripe, {s: (b, e) for s, (b, e, _) in ranges.items()}, length, True)
         for share, data in got.items():
-            np.copyto(np.frombuffer(wanted[share][2], np.uint8), data)
+            np.copyto(np.frombuffer(ranges[share][2], np.uint8), data)
         if failed:
-            known = {share: (wanted[share][0], data) for share, data in got.items()}
-            self._rebuild(layout, piece, length, {s: wanted[s] for s in failed}, known, failed)
+            read_ranges = {share: (ranges[share][0], data) for share, data in got.items()}
+            self._rebuild_ranges(layout, stripe, length, {s: ranges[s] for s in failed}, read_ranges, failed)
         for data in got.values():
-            self._namespace.give_scratch(data)
+            self._namespace.return_scratch(data)
 
-    def _shares(
-        self, layout: Layout, piece: Piece, ranges: Mapping[int, tuple[int, int]], length: int, hasty: bool
+    def _read_fragments(
+        self, layout: FileLayout, stripe: Stripe, ranges: Mapping[int, tuple[int, int]], length: int, hedge: bool
     ) -> tuple[dict[int, np.ndarray], dict[int, StoreError]]:
         """Ranges of several shares, at once, each into memory of its own: who is late may write there for ever.
 
         hasty: not to wait for long, since others can stand in.
         """
-        by_member = {self._member(layout, piece, s) or f"share {s}": s for s in ranges}
+        by_member = {self._member_of(layout, stripe, s) or f"share {s}": s for s in ranges}
 
         def read(share: int) -> np.ndarray:
             begin, end = ranges[share]
             into = self._namespace.take_scratch(end - begin)
-            self._share(layout, piece, share, begin, end, into.data, length)
+            self._read_fragment(layout, stripe, share, begin, end, into.data, length)
             return into
 
         calls = {m: functools.partial(read, s) for m, s in by_member.items()}
-        seconds = self._namespace.hedge_seconds if hasty else self._namespace.read_seconds
-        answers, errors = self._namespace.reads.ask(calls, seconds, spare=hasty, blame=not hasty)
+        seconds = self._namespace.hedge_after_seconds if hedge else self._namespace.read_timeout_seconds
+        answers, errors = self._namespace.read_fan_out.ask(calls, seconds, skip_failed=hedge, mark_late=not hedge)
         return {by_member[m]: data for m, data in answers.items()}, {by_member[m]: e for m, e in errors.items()}
 
-    def _any_copy(self, layout: Layout, piece: Piece, first: int, last: int, out: memoryview) -> None:
+    def _read_any_copy(self, layout: FileLayout, stripe: Stripe, first: int, last: int, out: memoryview) -> None:
         """One of the copies; the next one where that fails, and beside it where that is slow."""
-        copies = self._in_order(layout, piece)
+        copies = self._order_fragments(layout, stripe)
         if len(copies) < 2:
             failing: dict[int, StoreError] = {}
             for copy in copies:
                 try:
-                    self._share(layout, piece, copy, first, last, out, piece.nbytes)
+                    self._read_fragment(layout, stripe, copy, first, last, out, stripe.nbytes)
                     return
                 except StoreError as error:
                     failing[copy] = error
-            raise self._lost(layout, piece, failing)
+            raise self._unreadable_error(layout, stripe, failing)
         failed: dict[int, StoreError] = {}
         asked: dict[Future[None], tuple[int, memoryview]] = {}
         first_view: memoryview | None = None
-        until = time.monotonic() + self._namespace.read_seconds
+        until = time.monotonic() + self._namespace.read_timeout_seconds
         while True:
             if copies:
                 copy = copies.pop(0)
                 into = memoryview(bytearray(last - first)) if asked else out[:]
                 if not asked:
                     first_view = into
-                call = functools.partial(self._share, layout, piece, copy, first, last, into, piece.nbytes)
-                asked[self._namespace.reads.submit(self._member(layout, piece, copy), call)] = copy, into
-            left: float | None = max(0.0, until - time.monotonic())
-            if any(into is first_view and self._is_here(layout, piece, c) for c, into in asked.values()):
-                left = None  # a system call that writes into the caller's memory can't be called back
+                call = functools.partial(self._read_fragment, layout, stripe, copy, first, last, into, stripe.nbytes)
+                asked[self._namespace.read_fan_out.submit(self._member_of(layout, stripe, copy), call)] = copy, into
+            timeout_seconds: float | None = max(0.0, until - time.monotonic())
+            if any(into is first_view and self._is_on_this_host(layout, stripe, c) for c, into in asked.values()):
+                timeout_seconds = None  # a system call that writes into the caller's memory can't be called back
             elif copies:
-                left = min(left or 0.0, self._namespace.hedge_seconds)
-            done, _ = wait(asked, left, FIRST_COMPLETED)
+                timeout_seconds = min(timeout_seconds or 0.0, self._namespace.hedge_after_seconds)
+            done, _ = wait(asked, timeout_seconds, FIRST_COMPLETED)
             for future in done:
                 copy, got = asked.pop(future)
                 try:
@@ -154,130 +154,133 @@ class FileReader(Reader):
                     continue
                 if got is not first_view:
                     assert first_view is not None
-                    _take_back(first_view, asked)
+                    _revoke_view(first_view, asked)
                     out[:] = got
                 return
             if not copies and (not asked or not done):
                 if first_view is not None:
-                    _take_back(first_view, asked)
-                raise self._lost(layout, piece, failed)
+                    _revoke_view(first_view, asked)
+                raise self._unreadable_error(layout, stripe, failed)
 
-    def _rebuild(
-        self, layout: Layout, piece: Piece, length: int, wanted: dict[int, tuple[int, int, memoryview]],
-        known: Mapping[int, tuple[int, np.ndarray]], failed: dict[int, StoreError],
+    def _rebuild_ranges(
+        self, layout: FileLayout, stripe: Stripe, length: int, ranges: dict[int, tuple[int, int, memoryview]],
+        read_ranges: Mapping[int, tuple[int, np.ndarray]], failed: dict[int, StoreError],
     ) -> None:  # fmt: skip
         """Missing shares from any k others: the same range of each is enough.
 
         known: what was read of others, and from where on.
         """
-        k = layout.redundancy.data
-        begin = min(b for b, _, _ in wanted.values()) // CELL_BYTES * CELL_BYTES
-        end = min(length, -(-max(e for _, e, _ in wanted.values()) // CELL_BYTES) * CELL_BYTES)
-        good = {s: data[begin - b : end - b] for s, (b, data) in known.items() if b <= begin and b + len(data) >= end}
+        k = layout.redundancy.data_fragments
+        begin = min(b for b, _, _ in ranges.values()) // CELL_BYTES * CELL_BYTES
+        end = min(length, -(-max(e for _, e, _ in ranges.values()) // CELL_BYTES) * CELL_BYTES)
+        usable = {s: data[begin - b : end - b] for s, (b, data) in read_ranges.items() if b <= begin and b + len(data) >= end}
         scratch: list[np.ndarray] = []
-        left = [i for i in self._in_order(layout, piece) if i not in failed and i not in good]
+        untried = [i for i in self._order_fragments(layout, stripe) if i not in failed and i not in usable]
         last = False
-        while len(good) < k:
-            late = [i for i in failed if isinstance(failed[i], Unavailable) and piece.fragments[i] is not None]
-            if not left and not last:
-                left, last = late, True  # there is no other way
-            batch, left = left[: k - len(good)], left[k - len(good) :]
+        while len(usable) < k:
+            timed_out = [i for i in failed if isinstance(failed[i], Unavailable) and stripe.fragments[i] is not None]
+            if not untried and not last:
+                untried, last = timed_out, True  # there is no other way
+            batch, untried = untried[: k - len(usable)], untried[k - len(usable) :]
             if not batch:
-                raise self._lost(layout, piece, failed)
-            hasty = not last and bool(left or late)
-            got, errors = self._shares(layout, piece, dict.fromkeys(batch, (begin, end)), length, hasty)
-            good.update(got)
+                raise self._unreadable_error(layout, stripe, failed)
+            hedge = not last and bool(untried or timed_out)
+            got, errors = self._read_fragments(layout, stripe, dict.fromkeys(batch, (begin, end)), length, hedge)
+            usable.update(got)
             scratch += got.values()
             failed = {i: error for i, error in failed.items() if i not in got} | errors
         into: dict[int, np.ndarray] = {}
-        for share, (b, e, target) in wanted.items():
+        for share, (b, e, target) in ranges.items():
             if (b, e) == (begin, end):
                 into[share] = np.frombuffer(target, np.uint8)
             else:
                 into[share] = self._namespace.take_scratch(end - begin)
                 scratch.append(into[share])
-        erasure.code(k, layout.redundancy.parity).rebuild(good, into)
-        for share, (b, e, target) in wanted.items():
+        erasure.erasure_code(k, layout.redundancy.parity_fragments).reconstruct(usable, into)
+        for share, (b, e, target) in ranges.items():
             if (b, e) != (begin, end):
                 np.copyto(np.frombuffer(target, np.uint8), into[share][b - begin : e - begin])
         for data in scratch:
-            self._namespace.give_scratch(data)
+            self._namespace.return_scratch(data)
 
     # --- one fragment ------------------------------------------------------------------------------------------
 
-    def _share(self, layout: Layout, piece: Piece, number: int, first: int, last: int, out: memoryview, length: int) -> None:
+    def _read_fragment(
+        self, layout: FileLayout, stripe: Stripe, number: int, first: int, last: int, out: memoryview, length: int
+    ) -> None:
         """A range of one fragment, verified."""
-        fragment = piece.fragments[number]
+        fragment = stripe.fragments[number]
         if fragment is None:
             raise Unavailable("it was lost")
         begin = first // CELL_BYTES * CELL_BYTES
         end = min(length, -(-last // CELL_BYTES) * CELL_BYTES)
         direct = begin == first and end == last
         data = out if direct else memoryview(bytearray(end - begin))
-        got = self._reader(layout, fragment).read_into(fragment.position + begin, data)
-        sums = fragment.cells[begin // CELL_BYTES * 8 : -(-end // CELL_BYTES) * 8]
-        if got < len(data) or bad_cells(data, sums):
-            holder = layout.holders[fragment.holder]
+        got = self._open_object(layout, fragment).read_into(fragment.position + begin, data)
+        sums = fragment.cell_checksums[begin // CELL_BYTES * 8 : -(-end // CELL_BYTES) * 8]
+        if got < len(data) or find_bad_cells(data, sums):
+            holder = layout.objects[fragment.object_index]
             how = "damaged" if got == len(data) else "cut"
-            told = f"{holder.name} on {holder.member} is {how} at {fragment.position + begin}"
-            log.warning("%s of %s: %s; reading it from elsewhere", self._path, self._namespace.url, told)
-            raise Unavailable(told)
+            problem = f"{holder.name} on {holder.member} is {how} at {fragment.position + begin}"
+            log.warning("%s of %s: %s; reading it from elsewhere", self._path, self._namespace.url, problem)
+            raise Unavailable(problem)
         if not direct:
             out[:] = data[first - begin : last - begin]
 
-    def _reader(self, layout: Layout, fragment: Fragment) -> Reader:
-        reader = self._readers.get(fragment.holder)
+    def _open_object(self, layout: FileLayout, fragment: Fragment) -> Reader:
+        reader = self._readers.get(fragment.object_index)
         if reader is None:
-            holder = layout.holders[fragment.holder]
-            place = self._namespace.places.get(holder.member)
-            if place is None:
+            holder = layout.objects[fragment.object_index]
+            open_member = self._namespace.open_members.get(holder.member)
+            if open_member is None:
                 raise Unavailable(f"{holder.member} is no member of {self._namespace.url} any more")
-            reader = place.store.open(holder.name)
+            reader = open_member.store.open(holder.name)
             with self._lock:
-                kept = self._readers.setdefault(fragment.holder, reader)
+                kept = self._readers.setdefault(fragment.object_index, reader)
             if kept is not reader:
                 reader.close()
             return kept
         return reader
 
-    def _is_here(self, layout: Layout, piece: Piece, number: int) -> bool:
+    def _is_on_this_host(self, layout: FileLayout, stripe: Stripe, number: int) -> bool:
         """Whether a fragment lies in a directory of this host."""
-        place = self._namespace.places.get(self._member(layout, piece, number))
-        return place is not None and place.member.folder is not None
+        open_member = self._namespace.open_members.get(self._member_of(layout, stripe, number))
+        return open_member is not None and open_member.member.folder is not None
 
-    def _member(self, layout: Layout, piece: Piece, number: int) -> str:
-        fragment = piece.fragments[number]
-        return "" if fragment is None else layout.holders[fragment.holder].member
+    def _member_of(self, layout: FileLayout, stripe: Stripe, number: int) -> str:
+        fragment = stripe.fragments[number]
+        return "" if fragment is None else layout.objects[fragment.object_index].member
 
-    def _in_order(self, layout: Layout, piece: Piece) -> list[int]:
+    def _order_fragments(self, layout: FileLayout, stripe: Stripe) -> list[int]:
         """The fragments that are there: of near members first, of those that do not answer last, the rest in turns."""
-        here = [i for i, f in enumerate(piece.fragments) if f is not None]
-        turn = piece.start >> 23
-        if layout.redundancy.data > 1:
-            turn = 0  # data before parity
-        here = here[turn % len(here) :] + here[: turn % len(here)] if here else here
+        present = [i for i, f in enumerate(stripe.fragments) if f is not None]
+        rotation = stripe.start >> 23
+        if layout.redundancy.data_fragments > 1:
+            rotation = 0  # data before parity
+        present = present[rotation % len(present) :] + present[: rotation % len(present)] if present else present
 
         def cost(number: int) -> tuple[bool, int]:
-            member = self._member(layout, piece, number)
-            return self._namespace.fan_out.health.down(member), -self._namespace.nearness(member)
+            member = self._member_of(layout, stripe, number)
+            return self._namespace.fan_out.health.is_down(member), -self._namespace.shared_domains(member)
 
-        return sorted(here, key=cost)
+        return sorted(present, key=cost)
 
-    def _lost(self, layout: Layout, piece: Piece, failed: dict[int, StoreError]) -> StoreError:
-        failed = {i: error for i, error in failed.items() if piece.fragments[i] is not None}
-        reasons = "; ".join(f"{self._member(layout, piece, i)}: {error}" for i, error in sorted(failed.items()))
-        there = sum(f is not None for f in piece.fragments)
+    def _unreadable_error(self, layout: FileLayout, stripe: Stripe, failed: dict[int, StoreError]) -> StoreError:
+        failed = {i: error for i, error in failed.items() if stripe.fragments[i] is not None}
+        reasons = "; ".join(f"{self._member_of(layout, stripe, i)}: {error}" for i, error in sorted(failed.items()))
+        present_count = sum(f is not None for f in stripe.fragments)
         damaged = bool(failed) and all("damaged" in str(e) or "cut" in str(e) for e in failed.values())
         message = (
-            f"bytes {piece.start} to {piece.start + piece.nbytes} of {self._path} in {self._namespace.url} can't be read: "
-            f"{layout.redundancy.data} of {len(piece.fragments)} fragments are needed, {there - len(failed)} answer ({reasons})"
+            f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {self._path} in {self._namespace.url} can't be read: "
+            f"{layout.redundancy.data_fragments} of {len(stripe.fragments)} fragments are needed, "
+            f"{present_count - len(failed)} answer ({reasons})"
         )
         if damaged:
             raise IntegrityError(message)
         return Unavailable(f"{message}; start the missing members, or run `ckpt-node admin status`")
 
 
-def _take_back(view: memoryview, asked: Mapping[Future[None], tuple[int, memoryview]]) -> None:
+def _revoke_view(view: memoryview, asked: Mapping[Future[None], tuple[int, memoryview]]) -> None:
     """Make sure that a slow thread writes no more into the caller's memory. It writes what came from a node, piece by piece,
     through this very view; where it reads a file by itself it holds the view meanwhile."""
     try:

@@ -15,34 +15,34 @@ _CODE = re.compile(r"([1-9]\d?)\+([1-9]\d?)")
 class Redundancy:
     """`data` fragments, of which any may be lost as long as `data` of all fragments are left. A copy is a code of 1 + n."""
 
-    data: int
-    parity: int
+    data_fragments: int
+    parity_fragments: int
 
     @property
-    def fragments(self) -> int:
+    def total_fragments(self) -> int:
         """Members that a piece of a file needs."""
-        return self.data + self.parity
+        return self.data_fragments + self.parity_fragments
 
     @property
-    def least(self) -> int:
+    def min_write_fragments(self) -> int:
         """Members that a write settles for where the others don't take anything: one more may still be lost."""
-        return min(self.data + 1, self.fragments)
+        return min(self.data_fragments + 1, self.total_fragments)
 
     @property
-    def tolerated(self) -> int:
+    def tolerated_losses(self) -> int:
         """Members that may be lost at once."""
-        return self.parity
+        return self.parity_fragments
 
     @property
     def overhead(self) -> float:
         """Stored bytes over bytes."""
-        return self.fragments / self.data
+        return self.total_fragments / self.data_fragments
 
     def __str__(self) -> str:
-        return f"{self.fragments}x" if self.data == 1 else f"{self.data}+{self.parity}"
+        return f"{self.total_fragments}x" if self.data_fragments == 1 else f"{self.data_fragments}+{self.parity_fragments}"
 
 
-def parse(text: str) -> Redundancy:
+def parse_redundancy(text: str) -> Redundancy:
     """`1x`, `2x`, `3x` … or `k+m`. Raises InvalidArgument."""
     if found := _COPIES.fullmatch(text):
         return Redundancy(1, int(found[1]) - 1)
@@ -63,11 +63,11 @@ class Quorum:
     read: int
 
 
-def quorum(tolerated: int, available: int) -> Quorum:
+def quorum(tolerated_losses: int, available: int) -> Quorum:
     """For registers that are to be there after the loss of `tolerated` of the `available` members of a namespace.
 
     Three members at least, for a record is small, and a namespace that forgets what it holds is worth nothing.
     """
-    members = min(2 * max(1, tolerated) + 1, available)
+    members = min(2 * max(1, tolerated_losses) + 1, available)
     write = members // 2 + 1
     return Quorum(members, write, members - write + 1)

@@ -19,173 +19,190 @@ from typing import Any
 import msgpack
 
 from ckpt.aggregator.fanout import FanOut
-from ckpt.aggregator.ledger import Group, Keepers, Ledger
-from ckpt.aggregator.placement import Spot, choose
+from ckpt.aggregator.ledger import ReplicaSet, ReplicatedRegisters, VotingGroup
+from ckpt.aggregator.placement import MemberLocation, choose_members
 from ckpt.aggregator.redundancy import Quorum, quorum
 from ckpt.storage import fence_numbers
 from ckpt.storage.errors import Changed, IntegrityError, InvalidArgument, Refused, Unavailable
-from ckpt.storage.registers import ABSENT, Answer, Ballot, Record, Registers, Value, is_final
+from ckpt.storage.registers import ABSENT_NAME, Ballot, Record, RegisterAnswer, Registers, RegisterValue, is_final
 
-PREFIX = "ring/"
+RING_PREFIX = "ring/"
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RecordRing:
     """The members that keep records, and how many of them may be lost."""
 
     epoch: int
-    members: tuple[Spot, ...]
-    tolerated: int
+    members: tuple[MemberLocation, ...]
+    tolerated_losses: int
     namespace: str
     """Random, drawn when the namespace was made: rings of different namespaces have nothing to do with each other."""
-    before: Ring | None = None
+    previous: RecordRing | None = None
     """While records move to these members: those that keep them all."""
-    agreed_by: Ring | None = None
+    agreed_by: RecordRing | None = None
     """The ring whose members agreed on this one; None where all of its own did."""
-    gone: tuple[str, ...] = ()
+    removed_members: tuple[str, ...] = ()
     """Members that were taken out: nobody writes to them any more, whatever his configuration says."""
-    fenced: int = 0
+    member_fence_number: int = 0
     """The fence number that members had when the ring was read from them. Not a part of the record."""
 
     @property
-    def number(self) -> int:
+    def fence_number(self) -> int:
         """The fence number by which calls under this ring go (`storage/fence_numbers.py`)."""
-        return fence_numbers.of_ring(self.epoch, self.fenced)
+        return fence_numbers.number_for_ring(self.epoch, self.member_fence_number)
 
     @property
-    def next_number(self) -> int:
+    def next_fence_number(self) -> int:
         """The first fence number of the ring after this one."""
-        return fence_numbers.raised(self.number, self.epoch + 1)
+        return fence_numbers.advance_fence(self.fence_number, self.epoch + 1)
 
     @property
-    def name(self) -> str:
+    def register_name(self) -> str:
         """Of its register."""
-        return f"{PREFIX}{self.epoch:010d}"
+        return f"{RING_PREFIX}{self.epoch:010d}"
 
     @property
     def quorum(self) -> Quorum:
-        return quorum(self.tolerated, len(self.members))
+        return quorum(self.tolerated_losses, len(self.members))
 
     @property
-    def everyone(self) -> dict[str, Spot]:
+    def all_members(self) -> dict[str, MemberLocation]:
         """All members that keep any record, by name."""
-        return {s.name: s for ring in (self.before, self) if ring for s in ring.members}
+        return {s.name: s for ring in (self.previous, self) if ring for s in ring.members}
 
-    def keepers(self, path: str) -> Keepers:
+    def replica_set(self, path: str) -> ReplicaSet:
         """The members that keep the record of a path; where it is one group, the first of it orders direct changes."""
-        rings = [ring for ring in (self.before, self) if ring]
-        return Keepers(tuple(Group(tuple(choose(path, r.members, r.quorum.members)), r.quorum) for r in rings), self.number)
+        rings = [ring for ring in (self.previous, self) if ring]
+        return ReplicaSet(
+            tuple(VotingGroup(tuple(choose_members(path, r.members, r.quorum.members)), r.quorum) for r in rings),
+            self.fence_number,
+        )
 
-    def bears(self, tolerated: int, available: int) -> bool:
+    def can_tolerate(self, tolerated: int, available: int) -> bool:
         """Whether every record can be read after the loss of so many members, also while records move; as far as that goes with
         the members that are available: of twice as many as are lost, those left know what there is."""
         needed = min(2 * tolerated, available)
-        rings = [ring for ring in (self.before, self) if ring]
+        rings = [ring for ring in (self.previous, self) if ring]
         return all(needed <= len(r.members) and quorum(tolerated, len(r.members)).members <= r.quorum.members for r in rings)
 
     def can_list(self, answering: Collection[str]) -> bool:
         """Whether each record is on one of these members."""
-        ring = self.before or self
+        ring = self.previous or self
         return sum(s.name not in answering for s in ring.members) < ring.quorum.write
 
 
-def successor(ring: Ring, members: tuple[Spot, ...], before: Ring | None, gone: tuple[str, ...], tolerated: int) -> Ring:
+def next_ring(
+    ring: RecordRing,
+    members: tuple[MemberLocation, ...],
+    previous: RecordRing | None,
+    removed_members: tuple[str, ...],
+    tolerated_losses: int,
+) -> RecordRing:
     """A ring that may come after this one."""
-    agreed_by = replace(ring, agreed_by=None, fenced=0)
-    return Ring(ring.epoch + 1, members, tolerated, ring.namespace, before, agreed_by, gone)
+    agreed_by = replace(ring, agreed_by=None, member_fence_number=0)
+    return RecordRing(ring.epoch + 1, members, tolerated_losses, ring.namespace, previous, agreed_by, removed_members)
 
 
-def electors(ring: Ring, without: str = "") -> Keepers:
+def ring_electors(ring: RecordRing, destroyed: str = "") -> ReplicaSet:
     """Who agrees on the ring after this one: a majority of its members, or while records move, of those before, which have all.
 
     without: one that is destroyed, and needs not be asked.
     """
-    names = sorted(s.name for s in (ring.before or ring).members)
-    left = tuple(name for name in names if name != without)
+    names = sorted(s.name for s in (ring.previous or ring).members)
+    voters = tuple(name for name in names if name != destroyed)
     write, read = len(names) // 2 + 1, len(names) - len(names) // 2
-    return Keepers((Group(left, Quorum(len(left), min(write, len(left)), min(read, len(left)))),))
+    return ReplicaSet((VotingGroup(voters, Quorum(len(voters), min(write, len(voters)), min(read, len(voters)))),))
 
 
-def ledger(registers: Mapping[str, Registers], keepers: Keepers, fan_out: FanOut, seconds: float) -> Ledger:
+def ring_registers(
+    registers: Mapping[str, Registers], replica_set: ReplicaSet, fan_out: FanOut, seconds: float
+) -> ReplicatedRegisters:
     """For rings."""
-    return Ledger(registers, lambda paths: dict.fromkeys(paths, keepers), fan_out, seconds, direct=False)
+    return ReplicatedRegisters(registers, lambda paths: dict.fromkeys(paths, replica_set), fan_out, seconds, is_direct=False)
 
 
-Told = Sequence[tuple[str, Answer]]
+RingAnswers = Sequence[tuple[str, RegisterAnswer]]
 """What a member knows of rings, and its answer for one that is not there."""
 
 
-class _UnderWay(Unavailable):
+class _RingUndecided(Unavailable):
     """All members answer, and another client is about to agree upon a ring."""
 
 
-def find(registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]) -> Ring | None:
+def find_ring(
+    registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, open_members: Callable[[RecordRing], bool]
+) -> RecordRing | None:
     """As `_find`; what another client is in the middle of is looked at again."""
     until = time.monotonic() + seconds
     while True:
         try:
-            return _find(registers, fan_out, seconds, adopt)
-        except _UnderWay:
+            return _find_once(registers, fan_out, seconds, open_members)
+        except _RingUndecided:
             if time.monotonic() > until:
                 raise
         time.sleep(0.05)
 
 
-def _find(registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, adopt: Callable[[Ring], bool]) -> Ring | None:
+def _find_once(
+    registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, open_members: Callable[[RecordRing], bool]
+) -> RecordRing | None:
     """The newest ring of a namespace; None where all members answer, and none knows of one.
 
     adopt: called with a ring that names members which `registers` lacks; whether they were added. Raises Unavailable where too
     few members answer to be sure, InvalidArgument where they belong to different namespaces.
     """
 
-    def tell(of: Registers) -> Told:
-        return [*of.scan(PREFIX), *zip([""], of.read([f"{PREFIX}{0:010d}"]), strict=True)]
+    def tell(of: Registers) -> RingAnswers:
+        return [*of.scan(RING_PREFIX), *zip([""], of.read([f"{RING_PREFIX}{0:010d}"]), strict=True)]
 
     while True:
-        calls: dict[str, Callable[[], Told]] = {name: partial(tell, each) for name, each in registers.items()}
-        answers, errors = fan_out.ask(calls, seconds, lambda got, calls=calls: _last(got, calls) is not None)  # type: ignore[misc]
-        known = _known(answers)
+        calls: dict[str, Callable[[], RingAnswers]] = {name: partial(tell, each) for name, each in registers.items()}
+        answers, errors = fan_out.ask(calls, seconds, lambda got, calls=calls: _newest_agreed_ring(got, calls) is not None)  # type: ignore[misc]
+        rings = _list_rings(answers)
         _check_one_namespace(answers)
-        if not known or set(known[0].everyone) <= set(registers) or not adopt(known[0]):
+        if not rings or set(rings[0].all_members) <= set(registers) or not open_members(rings[0]):
             break
-    for ring in known:
+    for ring in rings:
         # A member may know of a try that came to nothing.
-        agreed = ring if _is_final(answers, ring) else _settled(registers, ring, fan_out, seconds)
-        if agreed is not None and (_is_last(answers, agreed) or ring is not known[0]):
-            return replace(agreed, fenced=_fenced(told[-1][1] for told in answers.values()))
+        agreed = ring if _is_agreed(answers, ring) else _read_agreed_ring(registers, ring, fan_out, seconds)
+        if agreed is not None and (_is_newest(answers, agreed) or ring is not rings[0]):
+            return replace(
+                agreed, member_fence_number=_max_fence_number(member_answers[-1][1] for member_answers in answers.values())
+            )
         if agreed is not None:
             break
     for error in errors.values():
         if isinstance(error, Refused):  # a wrong token and the like, which no waiting mends
             raise error
-    if errors or known:
+    if errors or rings:
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
-        asked = f" of {', '.join(electors(known[0]).members)}" if known else ""
-        raise (Unavailable if errors else _UnderWay)(
+        asked = f" of {', '.join(ring_electors(rings[0]).members)}" if rings else ""
+        raise (Unavailable if errors else _RingUndecided)(
             f"{len(answers)} of {len(registers)} members answer, which is too few{asked} to know what they hold together "
             f"({reasons}); start the missing ones (all of them when a namespace is used for the first time)"
         )
     return None
 
 
-def fence_number(ring: Ring, registers: Mapping[str, Registers], fan_out: FanOut, seconds: float) -> int:
+def highest_fence_number(ring: RecordRing, registers: Mapping[str, Registers], fan_out: FanOut, seconds: float) -> int:
     """The highest fence number of all members of a ring that answer."""
-    calls = {name: partial(registers[name].read, [ABSENT]) for name in ring.everyone if name in registers}
-    answers, _ = fan_out.ask(calls, seconds, will_do=bool, spare=True)
-    return _fenced(answer for (answer,) in answers.values())
+    calls = {name: partial(registers[name].read, [ABSENT_NAME]) for name in ring.all_members if name in registers}
+    answers, _ = fan_out.ask(calls, seconds, is_acceptable=bool, skip_failed=True)
+    return _max_fence_number(answer for (answer,) in answers.values())
 
 
-def _fenced(absent: Iterable[Answer]) -> int:
+def _max_fence_number(absent: Iterable[RegisterAnswer]) -> int:
     """The highest fence number among members' answers for a register that does not exist; 0 where all are in era 0."""
     return max((answer.promised.round for answer in absent if isinstance(answer, Record)), default=0)
 
 
-def _check_one_namespace(answers: Mapping[str, Told]) -> None:
+def _check_one_namespace(answers: Mapping[str, RingAnswers]) -> None:
     of: dict[str, list[str]] = {}
-    for member, told in answers.items():
-        for _, record in told:
+    for member, member_answers in answers.items():
+        for _, record in member_answers:
             if isinstance(record, Record) and record.value is not None and is_final(record):
-                names = of.setdefault(decode(record.value).namespace, [])
+                names = of.setdefault(decode_ring(record.value).namespace, [])
                 if member not in names:
                     names.append(member)
     if len(of) > 1:
@@ -196,101 +213,115 @@ def _check_one_namespace(answers: Mapping[str, Told]) -> None:
         )
 
 
-def make(registers: Mapping[str, Registers], spots: tuple[Spot, ...], tolerated: int, fan_out: FanOut, seconds: float) -> None:
+def create_first_ring(
+    registers: Mapping[str, Registers],
+    locations: tuple[MemberLocation, ...],
+    tolerated_losses: int,
+    fan_out: FanOut,
+    seconds: float,
+) -> None:
     """The first ring, of all members, which must all answer; nothing where there is one already."""
-    ring = Ring(1, tuple(Spot(s.name, s.domain) for s in spots), tolerated, secrets.token_hex(8))
-    _, errors = fan_out.ask({name: r.complete for name, r in registers.items()}, seconds)
+    ring = RecordRing(1, tuple(MemberLocation(s.name, s.domain) for s in locations), tolerated_losses, secrets.token_hex(8))
+    _, errors = fan_out.ask({name: r.mark_complete for name, r in registers.items()}, seconds)
     if errors:
         raise Unavailable(f"the namespace could not be made: {'; '.join(map(str, errors.values()))}")
-    made = ledger(registers, _founders(ring), fan_out, seconds).update(
-        [ring.name], lambda _, value: encode(ring) if value is None else None, fresh=True
-    )[ring.name]
-    assert made is not None
-    spread(registers, decode(made), fan_out, seconds)
+    agreed = ring_registers(registers, _founding_replica_set(ring), fan_out, seconds).update(
+        [ring.register_name], lambda _, value: encode_ring(ring) if value is None else None, expect_absent=True
+    )[ring.register_name]
+    assert agreed is not None
+    publish_ring(registers, decode_ring(agreed), fan_out, seconds)
 
 
-def _founders(ring: Ring) -> Keepers:
+def _founding_replica_set(ring: RecordRing) -> ReplicaSet:
     """All must take the first ring: a client that knows of fewer members, or of more, finds it on any of them."""
     names = tuple(sorted(spot.name for spot in ring.members))
-    return Keepers((Group(names, Quorum(len(names), len(names), 1)),))
+    return ReplicaSet((VotingGroup(names, Quorum(len(names), len(names), 1)),))
 
 
-def spread(registers: Mapping[str, Registers], ring: Ring, fan_out: FanOut, seconds: float) -> Collection[str]:
+def publish_ring(registers: Mapping[str, Registers], ring: RecordRing, fan_out: FanOut, seconds: float) -> Collection[str]:
     """Let all members of a ring that was agreed upon know of it; those that know. Who can't be told now is told by others."""
-    value = encode(ring)
-    calls = {n: partial(registers[n].learn, ring.name, value) for n in ring.everyone if n in registers}
-    told, errors = fan_out.ask(calls, seconds, spare=True)
+    value = encode_ring(ring)
+    calls = {n: partial(registers[n].learn, ring.register_name, value) for n in ring.all_members if n in registers}
+    informed, errors = fan_out.ask(calls, seconds, skip_failed=True)
     for error in errors.values():
         if isinstance(error, Changed):
             raise error
-    return told
+    return informed
 
 
-def _settled(registers: Mapping[str, Registers], ring: Ring, fan_out: FanOut, seconds: float) -> Ring | None:
+def _read_agreed_ring(
+    registers: Mapping[str, Registers], ring: RecordRing, fan_out: FanOut, seconds: float
+) -> RecordRing | None:
     """What those who agree on a ring of this number have agreed upon; None where it is nothing."""
-    keepers = _founders(ring) if ring.agreed_by is None else electors(ring.agreed_by)
-    if unknown := sorted(set(keepers.members) - set(registers)):
+    replica_set = _founding_replica_set(ring) if ring.agreed_by is None else ring_electors(ring.agreed_by)
+    if unknown := sorted(set(replica_set.members) - set(registers)):
         raise Unavailable(f"{', '.join(unknown)} keep records too, as the others say; name all of them")
-    value = ledger(registers, keepers, fan_out, seconds).read([ring.name])[ring.name]
+    value = ring_registers(registers, replica_set, fan_out, seconds).read([ring.register_name])[ring.register_name]
     if value is None:
         return None
-    agreed = decode(value)
-    spread(registers, agreed, fan_out, seconds)
+    agreed = decode_ring(value)
+    publish_ring(registers, agreed, fan_out, seconds)
     return agreed
 
 
-def _known(answers: Mapping[str, Told]) -> list[Ring]:
+def _list_rings(answers: Mapping[str, RingAnswers]) -> list[RecordRing]:
     """The rings that any member knows of, agreed or not, one of each number, the newest first."""
-    known: dict[int, tuple[bool, Ballot, Ring]] = {}
-    for told in answers.values():
-        for _, record in told:
+    newest_by_epoch: dict[int, tuple[bool, Ballot, RecordRing]] = {}
+    for member_answers in answers.values():
+        for _, record in member_answers:
             if isinstance(record, Record) and record.value is not None:
-                ring = decode(record.value)
+                ring = decode_ring(record.value)
                 each = is_final(record), record.accepted, ring
-                known[ring.epoch] = max(each, known.get(ring.epoch, each), key=lambda k: k[:2])
-    return [known[epoch][2] for epoch in sorted(known, reverse=True)]
+                newest_by_epoch[ring.epoch] = max(each, newest_by_epoch.get(ring.epoch, each), key=lambda k: k[:2])
+    return [newest_by_epoch[epoch][2] for epoch in sorted(newest_by_epoch, reverse=True)]
 
 
-def _is_final(answers: Mapping[str, Told], ring: Ring) -> bool:
+def _is_agreed(answers: Mapping[str, RingAnswers], ring: RecordRing) -> bool:
     """Whether a member knows that a ring was agreed upon."""
-    return any(name == ring.name and is_final(record) for told in answers.values() for name, record in told)
+    return any(
+        name == ring.register_name and is_final(record)
+        for member_answers in answers.values()
+        for name, record in member_answers
+    )
 
 
-def _is_last(answers: Mapping[str, Told], ring: Ring) -> bool:
+def _is_newest(answers: Mapping[str, RingAnswers], ring: RecordRing) -> bool:
     """Whether as many of those who agree on the next ring have answered as must, so that there is none."""
-    voting = {name for name, told in answers.items() if isinstance(told[-1][1], Record)}  # the others have forgotten
-    return electors(ring).can_read(voting)
+    voting = {
+        name for name, member_answers in answers.items() if isinstance(member_answers[-1][1], Record)
+    }  # the others have forgotten
+    return ring_electors(ring).can_read(voting)
 
 
-def _last(answers: Mapping[str, Told], asked: Collection[str]) -> Ring | None:
+def _newest_agreed_ring(answers: Mapping[str, RingAnswers], asked: Collection[str]) -> RecordRing | None:
     """The newest ring, if these answers leave no doubt: also none that it is that of most of those who were asked."""
-    newest = next(iter(_known(answers)), None)
-    if newest is None or not _is_final(answers, newest) or not _is_last(answers, newest):
+    newest = next(iter(_list_rings(answers)), None)
+    if newest is None or not _is_agreed(answers, newest) or not _is_newest(answers, newest):
         return None
-    return newest if 2 * len(set(asked) & set(newest.everyone)) > len(asked) else None
+    return newest if 2 * len(set(asked) & set(newest.all_members)) > len(asked) else None
 
 
-def encode(ring: Ring) -> Value:
-    return Value(msgpack.packb(_packed(ring)))
+def encode_ring(ring: RecordRing) -> RegisterValue:
+    return RegisterValue(msgpack.packb(_pack_ring(ring)))
 
 
-def decode(value: Value) -> Ring:
+def decode_ring(value: RegisterValue) -> RecordRing:
     try:
-        return _unpacked(*msgpack.unpackb(value.head))
+        return _unpack_ring(*msgpack.unpackb(value.head))
     except (ValueError, TypeError) as error:
         raise IntegrityError(f"the record of the members can't be read: {error}") from error
 
 
-def _packed(ring: Ring) -> list[Any]:
+def _pack_ring(ring: RecordRing) -> list[Any]:
     members = [[s.name, list(s.domain)] for s in ring.members]
-    others = [None if each is None else _packed(each) for each in (ring.before, ring.agreed_by)]
-    return [ring.epoch, members, ring.tolerated, ring.namespace, *others, list(ring.gone)]
+    others = [None if each is None else _pack_ring(each) for each in (ring.previous, ring.agreed_by)]
+    return [ring.epoch, members, ring.tolerated_losses, ring.namespace, *others, list(ring.removed_members)]
 
 
-def _unpacked(
-    epoch: int, members: list[Any], tolerated: int, namespace: str, before: list[Any] | None, agreed_by: list[Any] | None,
-    gone: list[str], *_: Any,
-) -> Ring:  # fmt: skip
-    spots = tuple(Spot(name, tuple(domain)) for name, domain in members)
-    first, second = (None if each is None else _unpacked(*each) for each in (before, agreed_by))
-    return Ring(epoch, spots, tolerated, namespace, first, second, tuple(gone))
+def _unpack_ring(
+    epoch: int, members: list[Any], tolerated: int, namespace: str, previous: list[Any] | None, agreed_by: list[Any] | None,
+    removed_members: list[str], *_: Any,
+) -> RecordRing:  # fmt: skip
+    spots = tuple(MemberLocation(name, tuple(domain)) for name, domain in members)
+    first, second = (None if each is None else _unpack_ring(*each) for each in (previous, agreed_by))
+    return RecordRing(epoch, spots, tolerated, namespace, first, second, tuple(removed_members))

@@ -13,7 +13,7 @@ from ckpt.storage.errors import AlreadyExists, Changed, NotFound
 class NamespaceStore(ConditionalStore):
     """What lies below the path of a ckpt:// URL."""
 
-    _outdated: Version = "outdated"
+    _unused_version: Version = "outdated"
 
     def __init__(self, url: str) -> None:
         self._namespace, self._root = open_namespace(url)
@@ -31,7 +31,7 @@ class NamespaceStore(ConditionalStore):
     def _read(self, name: str, limit: int | None = None) -> tuple[bytes, Version]:
         return self._namespace.get_versioned(self._path(name), limit)
 
-    def _swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
+    def _compare_and_swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
         try:
             return self._namespace.put(self._path(name), data, new=expected is None, replaces=expected).head.version
         except (AlreadyExists, Changed):

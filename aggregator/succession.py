@@ -23,24 +23,24 @@ from functools import partial
 
 from ckpt.aggregator import ring as rings
 from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.placement import Spot
+from ckpt.aggregator.placement import MemberLocation
 from ckpt.aggregator.redundancy import Redundancy
-from ckpt.aggregator.ring import Ring
+from ckpt.aggregator.ring import RecordRing
 from ckpt.storage.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import ABSENT, Damaged, Record, is_final
+from ckpt.storage.registers import ABSENT_NAME, DamagedRecord, Record, is_final
 
 log = logging.getLogger("ckpt")
 
-Progress = Callable[[int], None]
+RecordProgress = Callable[[int], None]
 
-_BATCH = 1_000
+_BATCH_RECORDS = 1_000
 
 
-def succeed(
-    namespace: Namespace, spots: Iterable[Spot], gone: str = "", destroyed: bool = False,
-    progress: Progress = lambda _: None, tolerated: int = 0,
-) -> Ring:  # fmt: skip
+def change_ring(
+    namespace: Namespace, locations: Iterable[MemberLocation], removed_member: str = "", is_destroyed: bool = False,
+    progress: RecordProgress = lambda _: None, tolerated_losses: int = 0,
+) -> RecordRing:  # fmt: skip
     """Let these members keep the records from now on. progress: called with the number of records just moved.
 
     tolerated: how many members may be lost, if that is more than before: as many more keep each record.
@@ -48,151 +48,164 @@ def succeed(
     gone: a member that is taken out, to which nobody writes any more. destroyed: it never comes back, which must be said for
     a namespace of two, where the other can't decide alone.
     """
-    namespace.renew()
+    namespace.invalidate_ring()
     old = namespace.ring
-    members = tuple(Spot(s.name, s.domain) for s in sorted(spots, key=lambda s: s.name))
+    members = tuple(MemberLocation(s.name, s.domain) for s in sorted(locations, key=lambda s: s.name))
     names = {s.name for s in members}
-    left_out = tuple(sorted(({*old.gone, gone} - names) - {""}))
-    tolerated = max(tolerated, old.tolerated)
-    if set(members) == set(old.members) and (left_out, tolerated) == (old.gone, old.tolerated):
-        return finish(namespace, gone if destroyed else "", progress)
+    removed_members = tuple(sorted(({*old.removed_members, removed_member} - names) - {""}))
+    tolerated_losses = max(tolerated_losses, old.tolerated_losses)
+    if set(members) == set(old.members) and (removed_members, tolerated_losses) == (old.removed_members, old.tolerated_losses):
+        return complete_ring_change(namespace, removed_member if is_destroyed else "", progress)
     if not members:
         raise InvalidArgument(f"{namespace.url}: someone must keep the records; name a member that stays")
     if names != {s.name for s in old.members}:
-        namespace.meet(namespace.config.access.deadline_seconds, everyone=True)
+        namespace.update_domains(namespace.config.credentials.deadline_seconds, wait_for_all=True)
         namespace.check_devices(names)
-        _invite(namespace, old, names)
-    before = old.before or replace(old, agreed_by=None, fenced=0)
-    if destroyed and len(before.members) == 2:  # the other has all that was ever agreed, for it took both
-        before = replace(before, members=tuple(s for s in before.members if s.name != gone))
-    _decide(namespace, old, rings.successor(old, members, before, left_out, tolerated), gone if destroyed else "")
-    return finish(namespace, gone if destroyed else "", progress)
+        _prepare_members(namespace, old, names)
+    previous = old.previous or replace(old, agreed_by=None, member_fence_number=0)
+    if is_destroyed and len(previous.members) == 2:  # the other has all that was ever agreed, for it took both
+        previous = replace(previous, members=tuple(s for s in previous.members if s.name != removed_member))
+    _agree_on_ring(
+        namespace,
+        old,
+        rings.next_ring(old, members, previous, removed_members, tolerated_losses),
+        removed_member if is_destroyed else "",
+    )
+    return complete_ring_change(namespace, removed_member if is_destroyed else "", progress)
 
 
-def secure(namespace: Namespace, redundancy: Redundancy) -> None:
+def ensure_record_redundancy(namespace: Namespace, redundancy: Redundancy) -> None:
     """See to it that records outlive as many members as what is written with this redundancy: if the namespace was made for
     less, more members keep each record from now on. One of those who find that at the same time does it, the others wait.
 
     Raises Unavailable where too few of them answer.
     """
-    tolerated, patience = redundancy.tolerated, namespace.config.access.deadline_seconds
-    seen, until = 0, 0.0
-    while not (ring := namespace.ring).bears(tolerated, len(namespace.spots)):
-        members = list(namespace.placed(ring.members))
+    tolerated, patience = redundancy.tolerated_losses, namespace.config.credentials.deadline_seconds
+    last_epoch, takeover_at = 0, 0.0
+    while not (ring := namespace.ring).can_tolerate(tolerated, len(namespace.locations)):
+        members = list(namespace.with_known_domains(ring.members))
         if len(members) < 2 * tolerated:
-            members += [s for s in namespace.spots if s.name not in ring.everyone]
-        if ring.epoch > seen:
-            seen, until = ring.epoch, time.monotonic() + patience * random.uniform(0.5, 1)
-        if ring.before is not None and time.monotonic() < until:  # somebody is at it, or was killed
+            members += [s for s in namespace.locations if s.name not in ring.all_members]
+        if ring.epoch > last_epoch:
+            last_epoch, takeover_at = ring.epoch, time.monotonic() + patience * random.uniform(0.5, 1)
+        if ring.previous is not None and time.monotonic() < takeover_at:  # somebody is at it, or was killed
             time.sleep(0.05)
-            namespace.renew()
+            namespace.invalidate_ring()
             continue
         log.warning("%s was made for less than %s: more members keep each record now", namespace.url, redundancy)
         try:
-            succeed(namespace, members, tolerated=tolerated)
+            change_ring(namespace, members, tolerated_losses=tolerated)
         except Changed:
-            namespace.renew()
+            namespace.invalidate_ring()
         except Unavailable as error:
-            namespace.renew()
-            told = f"{namespace.url} was made for less than {redundancy}, and more members can't keep its records now: {error}"
-            raise Unavailable(told) from error
+            namespace.invalidate_ring()
+            message = (
+                f"{namespace.url} was made for less than {redundancy}, and more members can't keep its records now: {error}"
+            )
+            raise Unavailable(message) from error
 
 
-def _invite(namespace: Namespace, old: Ring, names: set[str]) -> None:
+def _prepare_members(namespace: Namespace, old: RecordRing, names: set[str]) -> None:
     """See to it that all who are to keep records can: a change towards members that do not answer would come to no end."""
 
-    strangers: list[str] = []
+    foreign_members: list[str] = []
 
     def ask(name: str) -> None:
-        registers = namespace.places[name].registers
-        (known,) = registers.read([ABSENT])
-        if name in old.everyone:
-            if isinstance(known, Damaged):
+        registers = namespace.open_members[name].registers
+        (absent_answer,) = registers.read([ABSENT_NAME])
+        if name in old.all_members:
+            if isinstance(absent_answer, DamagedRecord):
                 raise Unavailable(f"its records were lost; repair {namespace.url} first")
             return
-        finals = [r.value for _, r in registers.scan(rings.PREFIX) if isinstance(r, Record) and r.value and is_final(r)]
-        strange = any(rings.decode(value).namespace != old.namespace for value in finals)
-        if strange or (not finals and registers.scan("/", limit=1)):
-            strangers.append(name)
+        finals = [r.value for _, r in registers.scan(rings.RING_PREFIX) if isinstance(r, Record) and r.value and is_final(r)]
+        is_foreign = any(rings.decode_ring(value).namespace != old.namespace for value in finals)
+        if is_foreign or (not finals and registers.scan("/", limit=1)):
+            foreign_members.append(name)
             return
-        registers.learn(old.name, rings.encode(old))  # who votes on the rings that come must know of those that were
-        registers.join(old.next_number, rings.PREFIX)
+        registers.learn(
+            old.register_name, rings.encode_ring(old)
+        )  # who votes on the rings that come must know of those that were
+        registers.join_ring(old.next_fence_number, rings.RING_PREFIX)
 
-    _, errors = namespace.fan_out.ask({name: partial(ask, name) for name in names}, namespace.commit_seconds)
-    if strangers:
+    _, errors = namespace.fan_out.ask({name: partial(ask, name) for name in names}, namespace.commit_timeout_seconds)
+    if foreign_members:
         raise InvalidArgument(
-            f"{', '.join(sorted(strangers))} holds records of another namespace; empty its folder, or leave it out"
+            f"{', '.join(sorted(foreign_members))} holds records of another namespace; empty its folder, or leave it out"
         )
     if errors:
-        raise Unavailable(f"not all who are to keep records can: {_told(errors)}; start them, or leave them out")
+        raise Unavailable(f"not all who are to keep records can: {_join_errors(errors)}; start them, or leave them out")
     failpoint("ring.joined")
 
 
-def finish(namespace: Namespace, destroyed: str = "", progress: Progress = lambda _: None) -> Ring:
+def complete_ring_change(namespace: Namespace, destroyed: str = "", progress: RecordProgress = lambda _: None) -> RecordRing:
     """Complete a change that is under way, if there is one."""
-    namespace.renew()
+    namespace.invalidate_ring()
     moving = namespace.ring
-    if moving.before is None:
+    if moving.previous is None:
         return moving
     failpoint("ring.moving")
-    _fence(namespace, moving.before, moving.epoch, destroyed)
+    _fence_ring(namespace, moving.previous, moving.epoch, destroyed)
     failpoint("ring.fenced")
     answers, _ = namespace.scan("")
     found = {name for records in answers.values() for name, _ in records}
-    names = sorted(name for name in found if not name.startswith(rings.PREFIX))
-    for start in range(0, len(names), _BATCH):
-        batch = names[start : start + _BATCH]
-        namespace.settle(batch, everywhere=False)
+    names = sorted(name for name in found if not name.startswith(rings.RING_PREFIX))
+    for start in range(0, len(names), _BATCH_RECORDS):
+        batch = names[start : start + _BATCH_RECORDS]
+        namespace.settle(batch, on_all_members=False)
         progress(len(batch))
         failpoint("ring.settled")
-    moved = rings.successor(moving, moving.members, None, moving.gone, moving.tolerated)
-    _decide(namespace, moving, moved, destroyed)
+    moved = rings.next_ring(moving, moving.members, None, moving.removed_members, moving.tolerated_losses)
+    _agree_on_ring(namespace, moving, moved, destroyed)
     failpoint("ring.moved")
-    _fence(namespace, moving.before, moved.epoch, destroyed)
-    _forget(namespace, moving, moved, names)
+    _fence_ring(namespace, moving.previous, moved.epoch, destroyed)
+    _drop_moved_records(namespace, moving, moved, names)
     log.warning("the records of %s are kept by %s now", namespace.url, ", ".join(s.name for s in moved.members))
     return moved
 
 
-def _decide(namespace: Namespace, old: Ring, new: Ring, destroyed: str) -> None:
-    registers = {name: namespace.places[name].registers for name in {**old.everyone, **new.everyone}}
-    seconds = namespace.config.access.deadline_seconds
-    ledger = rings.ledger(registers, rings.electors(old, destroyed), namespace.fan_out, seconds)
-    wanted = rings.encode(new)
-    value = ledger.update([new.name], lambda _, there: wanted if there is None else None, fresh=True)[new.name]
-    namespace.renew()
-    if value != wanted:
+def _agree_on_ring(namespace: Namespace, old: RecordRing, new: RecordRing, destroyed: str) -> None:
+    registers = {name: namespace.open_members[name].registers for name in {**old.all_members, **new.all_members}}
+    seconds = namespace.config.credentials.deadline_seconds
+    registers_of_rings = rings.ring_registers(registers, rings.ring_electors(old, destroyed), namespace.fan_out, seconds)
+    proposed = rings.encode_ring(new)
+    value = registers_of_rings.update(
+        [new.register_name], lambda _, there: proposed if there is None else None, expect_absent=True
+    )[new.register_name]
+    namespace.invalidate_ring()
+    if value != proposed:
         raise Changed(f"the members that keep the records of {namespace.url} were changed by someone else; look, and try again")
     failpoint("ring.decided")
-    told = rings.spread(registers, new, namespace.fan_out, seconds)
-    if new.before is None and 2 * sum(s.name in told for s in new.members) <= len(new.members):
-        raise Unavailable(f"most of the new members, {', '.join(new.everyone)}, do not answer any more; start them")
+    informed = rings.publish_ring(registers, new, namespace.fan_out, seconds)
+    if new.previous is None and 2 * sum(s.name in informed for s in new.members) <= len(new.members):
+        raise Unavailable(f"most of the new members, {', '.join(new.all_members)}, do not answer any more; start them")
 
 
-def _fence(namespace: Namespace, ring: Ring, epoch: int, destroyed: str) -> None:
+def _fence_ring(namespace: Namespace, ring: RecordRing, epoch: int, destroyed: str) -> None:
     """See to it that nobody agrees on anything by an older ring."""
-    calls = {s.name: partial(namespace.places[s.name].registers.fence, epoch) for s in ring.members if s.name != destroyed}
-    _, errors = namespace.fan_out.ask(calls, namespace.commit_seconds)
+    calls = {
+        s.name: partial(namespace.open_members[s.name].registers.fence, epoch) for s in ring.members if s.name != destroyed
+    }
+    _, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
     if len(errors) >= min(ring.quorum.write, ring.quorum.read):
         raise Unavailable(
-            f"too many members that keep records are missing to change who keeps them: {_told(errors)}; start them, "
+            f"too many members that keep records are missing to change who keeps them: {_join_errors(errors)}; start them, "
             "and run it again"
         )
 
 
-def _forget(namespace: Namespace, moving: Ring, moved: Ring, names: list[str]) -> None:
+def _drop_moved_records(namespace: Namespace, moving: RecordRing, moved: RecordRing, names: list[str]) -> None:
     """Let members forget records that they do not keep any more. What can't be forgotten now does no harm."""
 
     def forget(member: str) -> None:
-        registers = namespace.places[member].registers
+        registers = namespace.open_members[member].registers
         registers.fence(moved.epoch)
-        strange = [name for name in names if member not in moved.keepers(name).members]
-        registers.drop(strange, moved.epoch)
+        moved_names = [name for name in names if member not in moved.replica_set(name).members]
+        registers.drop(moved_names, moved.epoch)
 
-    _, errors = namespace.fan_out.ask({m: partial(forget, m) for m in moving.everyone}, namespace.commit_seconds)
+    _, errors = namespace.fan_out.ask({m: partial(forget, m) for m in moving.all_members}, namespace.commit_timeout_seconds)
     for member, error in errors.items():
         log.info("%s keeps old records: %s", member, error)
 
 
-def _told(errors: dict[str, StoreError]) -> str:
+def _join_errors(errors: dict[str, StoreError]) -> str:
     return "; ".join(f"{name}: {error}" for name, error in errors.items())

@@ -13,16 +13,16 @@ from functools import partial
 from typing import Literal
 
 from ckpt.aggregator import files
-from ckpt.aggregator.files import File, share_bytes
+from ckpt.aggregator.files import PathRecord, fragment_bytes
 from ckpt.aggregator.namespace import Namespace
 from ckpt.aggregator.redundancy import Redundancy
-from ckpt.aggregator.writing import Gone
+from ckpt.aggregator.writing import LostFragments
 from ckpt.storage.errors import CkptError, NotFound, StoreError
-from ckpt.storage.registers import Damaged, Record
+from ckpt.storage.registers import DamagedRecord, Record
 
 log = logging.getLogger("ckpt")
 
-Progress = Callable[[int], None]
+ByteProgress = Callable[[int], None]
 """Called with the bytes just done."""
 
 GRACE_SECONDS = 3600.0
@@ -31,7 +31,7 @@ GRACE_SECONDS = 3600.0
 _BATCH = 1_000
 _VERIFY_BYTES = 64 << 20
 
-State = Literal["whole", "endangered", "lost"]
+HealthState = Literal["whole", "endangered", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,68 +39,76 @@ class FileHealth:
     """A file of several fragments, some of which may be gone."""
 
     path: str
-    file: File
-    gone: Gone
-    spare: int
+    file: PathRecord
+    lost: LostFragments
+    spare_fragments: int
     """Fragments of its worst piece that may still be lost; negative: it can't be read."""
-    rotten: tuple[tuple[str, str], ...] = ()
+    damaged_objects: tuple[tuple[str, str], ...] = ()
     """Objects that hold something damaged: member, name."""
 
     @property
-    def state(self) -> State:
-        if self.spare < 0:
+    def state(self) -> HealthState:
+        if self.spare_fragments < 0:
             return "lost"
-        return "endangered" if self.gone else "whole"
+        return "endangered" if self.lost else "whole"
 
 
 @dataclass(slots=True)
-class Survey:
+class ScrubReport:
     """What was found."""
 
     files: int = 0
     nbytes: int = 0
-    damaged: list[FileHealth] = field(default_factory=list)
+    damaged_files: list[FileHealth] = field(default_factory=list)
     """Files that are not whole, the most endangered first."""
     orphans: dict[str, list[str]] = field(default_factory=dict)
     """Objects that no record names, by member."""
-    lagging: list[str] = field(default_factory=list)
+    lagging_paths: list[str] = field(default_factory=list)
     """Paths whose record is not the same on all members that keep it."""
-    unreadable: list[str] = field(default_factory=list)
+    unreadable_paths: list[str] = field(default_factory=list)
     """Paths whose record can't be read: nobody knows which objects they need."""
-    missing: dict[str, StoreError] = field(default_factory=dict)
+    missing_members: dict[str, StoreError] = field(default_factory=dict)
     """Members that do not answer."""
-    unread: int = 0
+    unchecked_bytes: int = 0
     """Bytes that a scrub could not check, since their members do not answer, or can't read them now."""
 
-    exposed: Redundancy | None = None
+    insufficient_redundancy: Redundancy | None = None
     """Of the files whose records outlive fewer members than the files themselves, the most that was asked for."""
     grace_seconds: float = GRACE_SECONDS
     """The age from which objects that no record names count as orphans."""
 
     @property
-    def whole(self) -> bool:
-        found = (self.damaged, self.orphans, self.lagging, self.missing, self.unreadable, self.unread, self.exposed)
+    def is_whole(self) -> bool:
+        found = (
+            self.damaged_files,
+            self.orphans,
+            self.lagging_paths,
+            self.missing_members,
+            self.unreadable_paths,
+            self.unchecked_bytes,
+            self.insufficient_redundancy,
+        )
         return not any(found)
 
     @property
-    def lost(self) -> list[FileHealth]:
-        return [f for f in self.damaged if f.state == "lost"]
+    def lost_files(self) -> list[FileHealth]:
+        return [f for f in self.damaged_files if f.state == "lost"]
 
 
-def survey(
-    namespace: Namespace, verify: bool = False, progress: Progress = lambda _: None, grace_seconds: float | None = None
-) -> Survey:
+def scrub_namespace(
+    namespace: Namespace, verify: bool = False, progress: ByteProgress = lambda _: None, grace_seconds: float | None = None
+) -> ScrubReport:
     """Compare records and objects of all members that answer. verify: let the members read everything, too.
 
     progress: called with the bytes just checked. grace_seconds: the age from which objects that no record names are orphans.
     """
-    require_made(namespace)
-    found = Survey(grace_seconds=GRACE_SECONDS if grace_seconds is None else grace_seconds)
-    calls = {name: place.inventory for name, place in namespace.places.items()}
-    ages, found.missing = namespace.fan_out.ask(calls, namespace.commit_seconds)
-    held = {member: {name: nbytes for name, (nbytes, _) in names.items()} for member, names in ages.items()}
-    records, named, all_read = _records(namespace, found, verify)
-    rotten = _verify(namespace, records, held, found, progress) if verify else {}
+    require_exists(namespace)
+    found = ScrubReport(grace_seconds=GRACE_SECONDS if grace_seconds is None else grace_seconds)
+    calls = {name: open_member.inventory for name, open_member in namespace.open_members.items()}
+    ages, found.missing_members = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    objects_by_member = {member: {name: nbytes for name, (nbytes, _) in names.items()} for member, names in ages.items()}
+    records, named, all_read = _read_records(namespace, found, verify)
+    damaged_positions = _verify_objects(namespace, records, objects_by_member, found, progress) if verify else {}
     for path, file in records.items():
         if file.head.kind != "file":
             continue
@@ -108,19 +116,26 @@ def survey(
         found.nbytes += file.head.nbytes
         if file.layout is None:
             continue
-        asked = file.layout.redundancy
-        if not namespace.ring.bears(asked.tolerated, len(namespace.spots)):
-            found.exposed = max(asked, found.exposed or asked, key=lambda r: r.tolerated)
-        health = _health(path, file, held, rotten.get(path, {}))
-        if health.gone:
-            found.damaged.append(health)
-    if any(health.gone.objects for health in found.damaged):  # or written after the members were asked what they hold
-        again, _ = namespace.fan_out.ask(calls, namespace.commit_seconds)
-        later = {m: held.get(m, {}) | {n: nbytes for n, (nbytes, _) in names.items()} for m, names in again.items()}
-        looked = [_health(f.path, f.file, held | later, rotten.get(f.path, {})) for f in found.damaged]
-        found.damaged = [health for health in looked if health.gone]
-    found.damaged.sort(key=lambda f: (f.spare, -f.file.head.nbytes))
-    if all_read and not found.missing and not found.unreadable:  # else there may be records that name them
+        redundancy = file.layout.redundancy
+        if not namespace.ring.can_tolerate(redundancy.tolerated_losses, len(namespace.locations)):
+            found.insufficient_redundancy = max(
+                redundancy, found.insufficient_redundancy or redundancy, key=lambda r: r.tolerated_losses
+            )
+        health = _file_health(path, file, objects_by_member, damaged_positions.get(path, {}))
+        if health.lost:
+            found.damaged_files.append(health)
+    if any(health.lost.objects for health in found.damaged_files):  # or written after the members were asked what they hold
+        again, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+        later = {
+            m: objects_by_member.get(m, {}) | {n: nbytes for n, (nbytes, _) in names.items()} for m, names in again.items()
+        }
+        checked = [
+            _file_health(f.path, f.file, objects_by_member | later, damaged_positions.get(f.path, {}))
+            for f in found.damaged_files
+        ]
+        found.damaged_files = [health for health in checked if health.lost]
+    found.damaged_files.sort(key=lambda f: (f.spare_fragments, -f.file.head.nbytes))
+    if all_read and not found.missing_members and not found.unreadable_paths:  # else there may be records that name them
         for member, names in ages.items():
             orphans = [name for name, (_, age) in names.items() if name not in named and age > found.grace_seconds]
             if orphans:
@@ -128,13 +143,13 @@ def survey(
     return found
 
 
-def require_made(namespace: Namespace) -> None:
+def require_exists(namespace: Namespace) -> None:
     """Looking after a namespace does not make one."""
     if not namespace.exists():
         raise NotFound(f"{namespace.url} holds nothing: nobody ever wrote there; is it the right URL, with all its members?")
 
 
-def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[str, File], set[str], bool]:
+def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tuple[dict[str, PathRecord], set[str], bool]:
     """The file of each path, and all objects that any record of any member names, be it the newest or not: a change that was
     left half-done may yet become the newest. Notes which records lag. Last: whether all could be read."""
     answers, errors = namespace.scan("/")
@@ -143,111 +158,119 @@ def _records(namespace: Namespace, found: Survey, verify: bool) -> tuple[dict[st
         for name, record in given:
             ballots[name][member] = record.accepted if isinstance(record, Record) else None
     paths = sorted(ballots)
-    records: dict[str, File] = {}
+    records: dict[str, PathRecord] = {}
     named: set[str] = set()
     all_read = True
     for member in answers:
         for start in range(0, len(paths), _BATCH):
             batch = [name for name in paths[start : start + _BATCH] if member in ballots[name]]
-            for name, record in zip(batch, namespace.places[member].registers.read(batch), strict=True):
-                if isinstance(record, Damaged):
+            for name, record in zip(batch, namespace.open_members[member].registers.read(batch), strict=True):
+                if isinstance(record, DamagedRecord):
                     ballots[name][member] = None
                     all_read = False
                 elif record.value is not None:
                     try:
-                        layout = files.decode(name[1:], record.value).layout
+                        layout = files.decode_record(name[1:], record.value).layout
                     except CkptError:
-                        found.unreadable.append(name[1:])
+                        found.unreadable_paths.append(name[1:])
                         continue
                     if layout is not None:
-                        named.update(h.name for h in layout.holders)
+                        named.update(h.name for h in layout.objects)
     for start in range(0, len(paths), _BATCH):
         batch = paths[start : start + _BATCH]
         for name, value in namespace.read_records(batch).items():
-            kept = [m for m in namespace.ring.keepers(name).members if m in answers]
-            same = {ballots[name].get(m) for m in kept}
-            if len(same) > 1 or None in same:
-                found.lagging.append(name[1:])
+            replicas = [m for m in namespace.ring.replica_set(name).members if m in answers]
+            ballots_of_replicas = {ballots[name].get(m) for m in replicas}
+            if len(ballots_of_replicas) > 1 or None in ballots_of_replicas:
+                found.lagging_paths.append(name[1:])
             if value is None:
                 continue
             try:
-                file = files.decode(name[1:], value)
+                file = files.decode_record(name[1:], value)
             except CkptError as error:
                 log.error("%s", error)
-                found.unreadable.append(name[1:])
+                found.unreadable_paths.append(name[1:])
                 continue
             if file.layout is not None:
-                named.update(h.name for h in file.layout.holders)
+                named.update(h.name for h in file.layout.objects)
             if file.exists:
                 records[name[1:]] = file
-    found.missing |= errors
+    found.missing_members |= errors
     return records, named, all_read
 
 
-def _health(path: str, file: File, held: Mapping[str, Mapping[str, int]], rotten: Mapping[str, set[int]]) -> FileHealth:
+def _file_health(
+    path: str, file: PathRecord, objects_by_member: Mapping[str, Mapping[str, int]], damaged_positions: Mapping[str, set[int]]
+) -> FileHealth:
     """rotten: positions of damaged fragments by object."""
     layout = file.layout
     assert layout is not None
-    absent = {h.name for h in layout.holders if h.name not in held.get(h.member, {})}
-    gone = Gone(frozenset(absent), frozenset((name, at) for name, places in rotten.items() for at in places))
-    left = gone.applied(layout)
-    spare = files.fewest(left) - layout.redundancy.data
-    bad = tuple((h.member, h.name) for h in layout.holders if h.name in rotten)
-    if not any(None in p.fragments for p in left.pieces):
-        gone = Gone()
-    elif not gone:  # lost before, and not yet made anew
-        gone = Gone(incomplete=True)
-    return FileHealth(path, file, gone, spare, bad)
+    missing = {h.name for h in layout.objects if h.name not in objects_by_member.get(h.member, {})}
+    lost = LostFragments(
+        frozenset(missing), frozenset((name, at) for name, positions in damaged_positions.items() for at in positions)
+    )
+    remaining = lost.removed_from(layout)
+    spare = files.min_fragments(remaining) - layout.redundancy.data_fragments
+    damaged = tuple((h.member, h.name) for h in layout.objects if h.name in damaged_positions)
+    if not any(None in p.fragments for p in remaining.stripes):
+        lost = LostFragments()
+    elif not lost:  # lost before, and not yet made anew
+        lost = LostFragments(is_incomplete=True)
+    return FileHealth(path, file, lost, spare, damaged)
 
 
-def _verify(
-    namespace: Namespace, records: Mapping[str, File], held: Mapping[str, Mapping[str, int]], found: Survey, progress: Progress
+def _verify_objects(
+    namespace: Namespace,
+    records: Mapping[str, PathRecord],
+    objects_by_member: Mapping[str, Mapping[str, int]],
+    found: ScrubReport,
+    progress: ByteProgress,
 ) -> dict[str, dict[str, set[int]]]:
     """Positions of damaged fragments, by path and object. Each member checks what it holds, all at once."""
     jobs: dict[str, list[tuple[str, str, list[tuple[int, int, bytes]]]]] = defaultdict(list)
     for path, file in records.items():
         if file.layout is None:
             continue
-        length = partial(share_bytes, redundancy=file.layout.redundancy)
+        length = partial(fragment_bytes, redundancy=file.layout.redundancy)
         ranges: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
-        for piece in file.layout.pieces:
+        for piece in file.layout.stripes:
             for fragment in piece.fragments:
                 if fragment is not None:
-                    ranges[fragment.holder].append((fragment.position, length(piece.nbytes), fragment.cells))
-        for number, wanted in ranges.items():
-            holder = file.layout.holders[number]
-            if holder.member not in held:
-                found.unread += sum(n for _, n, _ in wanted)
-            elif holder.name in held[holder.member]:
-                jobs[holder.member].append((path, holder.name, wanted))
-    rotten: dict[str, dict[str, set[int]]] = defaultdict(dict)
+                    ranges[fragment.object_index].append((fragment.position, length(piece.nbytes), fragment.cell_checksums))
+        for number, object_ranges in ranges.items():
+            holder = file.layout.objects[number]
+            if holder.member not in objects_by_member:
+                found.unchecked_bytes += sum(n for _, n, _ in object_ranges)
+            elif holder.name in objects_by_member[holder.member]:
+                jobs[holder.member].append((path, holder.name, object_ranges))
+    damaged_positions: dict[str, dict[str, set[int]]] = defaultdict(dict)
 
     def check(member: str) -> None:
         for path, name, wanted in jobs[member]:
-            for batch in _split(wanted):
+            for batch in _split_by_bytes(wanted):
                 try:
-                    bad = namespace.places[member].verify(name, batch)
+                    damaged = namespace.open_members[member].verify(name, batch)
                 except StoreError as error:
-                    if isinstance(error, NotFound) and not _named(namespace, path, name):
+                    if isinstance(error, NotFound) and not _is_referenced(namespace, path, name):
                         break  # replaced or moved meanwhile
                     log.warning("%s on %s could not be checked: %s", name, member, error)
-                    found.unread += sum(n for _, n, _ in batch)
+                    found.unchecked_bytes += sum(n for _, n, _ in batch)
                     continue
                 progress(sum(n for _, n, _ in batch))
-                if bad:
-                    rotten[path].setdefault(name, set()).update(batch[i][0] for i in bad)
+                if damaged:
+                    damaged_positions[path].setdefault(name, set()).update(batch[i][0] for i in damaged)
 
-    namespace.reads.ask({member: partial(check, member) for member in jobs}, float(1 << 30))
-    return rotten
+    namespace.read_fan_out.ask({member: partial(check, member) for member in jobs}, float(1 << 30))
+    return damaged_positions
 
 
-def _named(namespace: Namespace, path: str, name: str) -> bool:
+def _is_referenced(namespace: Namespace, path: str, name: str) -> bool:
     """Whether a file still needs an object."""
     file = namespace.stat(path)
-    return file is not None and file.layout is not None and name in [h.name for h in file.layout.holders]
+    return file is not None and file.layout is not None and name in [h.name for h in file.layout.objects]
 
 
-def _split(ranges: Iterable[tuple[int, int, bytes]]) -> Iterable[list[tuple[int, int, bytes]]]:
+def _split_by_bytes(ranges: Iterable[tuple[int, int, bytes]]) -> Iterable[list[tuple[int, int, bytes]]]:
     batch: list[tuple[int, int, bytes]] = []
     total = 0
     for each in sorted(ranges):

@@ -14,14 +14,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.aggregator import erasure, files
-from ckpt.aggregator.fanout import durable
-from ckpt.aggregator.files import INLINE_BYTES, File, Fragment, Head, Holder, Layout, Piece, share_bytes
-from ckpt.aggregator.placement import Spot, choose
+from ckpt.aggregator.fanout import commit_or_abort
+from ckpt.aggregator.files import (
+    INLINE_BYTES,
+    FileLayout,
+    Fragment,
+    MemberObject,
+    PathRecord,
+    RecordHead,
+    Stripe,
+    fragment_bytes,
+)
+from ckpt.aggregator.placement import MemberLocation, choose_members
 from ckpt.aggregator.redundancy import Redundancy
 from ckpt.storage.base import ALIGNMENT, Writer
 from ckpt.storage.errors import AlreadyExists, Changed, NoSpace, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.sums import cells
+from ckpt.storage.sums import cell_checksums
 
 if TYPE_CHECKING:
     from ckpt.aggregator.namespace import Namespace
@@ -41,10 +50,10 @@ def object_name(version: str) -> str:
     return f"{version[-2:]}/{version}-{secrets.token_hex(2)}"
 
 
-class Forgotten(StoreError):
+class MembersRemoved(StoreError):
     """Members were taken out of the namespace while a file was written to them."""
 
-    def __init__(self, members: Collection[str], file: File, base: File | None, unsettled: int | None) -> None:
+    def __init__(self, members: Collection[str], file: PathRecord, base: PathRecord | None, unsettled: int | None) -> None:
         super().__init__(f"{', '.join(sorted(members))} were taken out of the namespace meanwhile; write it anew")
         self.members = members
         self.file = file
@@ -54,7 +63,7 @@ class Forgotten(StoreError):
         """The fence number by which a member may have taken it."""
 
 
-class Collected(StoreError):
+class ObjectsCollected(StoreError):
     """Objects of a file were deleted before it was published, for its writer stood still."""
 
 
@@ -63,7 +72,7 @@ class FileWriter(Writer):
 
     def __init__(
         self, namespace: Namespace, path: str, redundancy: Redundancy, size_hint: int = 0, *, new: bool = False,
-        aligned: bool = True, base: File | None = None, replaces: str | None = None,
+        aligned: bool = True, base: PathRecord | None = None, replaces: str | None = None,
     ) -> None:  # fmt: skip
         self._namespace = namespace
         self._path = path
@@ -71,108 +80,108 @@ class FileWriter(Writer):
         self._new = new
         self._base = base
         self._replaces = replaces
-        self._unit = ALIGNMENT if aligned else 1
+        self._alignment = ALIGNMENT if aligned else 1
         self._size_hint = size_hint
         self._version = new_version()
-        self._number = namespace.ring.number
-        self._before: list[Layout] = []  # the same objects under the names that they had before an era began
+        self._fence_number = namespace.ring.fence_number
+        self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before an era began
         self._lock = threading.Lock()
-        self._pieces: list[Piece | None] = []
-        self._end = 0
+        self._stripes: list[Stripe | None] = []
+        self._next_position = 0
         self._length = 0
-        self._small: bytes | None = b""  # all there is, as long as it is small
-        self._holders: list[Holder] = []
+        self._inline_data: bytes | None = b""  # all there is, as long as it is small
+        self._objects: list[MemberObject] = []
         self._writers: list[Writer | None] = []
-        self._open: dict[str, int] = {}
-        self._opening: dict[str, threading.Lock] = {}
-        self._avoided: dict[str, StoreError] = {}
-        self._done = False
-        if base is not None and base.data is not None:  # what is appended to
-            self._small = base.data
-            self._end = self._length = len(base.data)
+        self._object_by_member: dict[str, int] = {}
+        self._opening_locks: dict[str, threading.Lock] = {}
+        self._failed_members: dict[str, StoreError] = {}
+        self._is_finished = False
+        if base is not None and base.inline_data is not None:  # what is appended to
+            self._inline_data = base.inline_data
+            self._next_position = self._length = len(base.inline_data)
         if base is not None and base.layout is not None:
             self._redundancy = base.layout.redundancy
-            self._holders = list(base.layout.holders)
-            self._writers = [None] * len(self._holders)
-            self._pieces = list(base.layout.pieces)
-            self._end = self._length = base.head.nbytes
-            self._small = None
+            self._objects = list(base.layout.objects)
+            self._writers = [None] * len(self._objects)
+            self._stripes = list(base.layout.stripes)
+            self._next_position = self._length = base.head.nbytes
+            self._inline_data = None
 
     # --- appending ---------------------------------------------------------------------------------------------
 
     def append(self, data: memoryview) -> int:
         data = data.cast("B")
         with self._lock:
-            if self._done:
+            if self._is_finished:
                 raise StoreError(f"{self._path} is finished already; create it anew to write it again")
-            start = self._end
-            self._end = -(-(start + len(data)) // self._unit) * self._unit
+            start = self._next_position
+            self._next_position = -(-(start + len(data)) // self._alignment) * self._alignment
             self._length = start + len(data)
-            if self._small is not None and self._length <= INLINE_BYTES:
-                self._small += bytes(start - len(self._small)) + bytes(data)
+            if self._inline_data is not None and self._length <= INLINE_BYTES:
+                self._inline_data += bytes(start - len(self._inline_data)) + bytes(data)
                 return start
-            small, self._small = self._small, None
-            first = len(self._pieces)
-            self._pieces += [None] * (2 if small else 1)
-        if small:
-            self._place(first, 0, memoryview(small))
+            inline_data, self._inline_data = self._inline_data, None
+            first = len(self._stripes)
+            self._stripes += [None] * (2 if inline_data else 1)
+        if inline_data:
+            self._write_stripe(first, 0, memoryview(inline_data))
             first += 1
         if len(data):
-            self._place(first, start, data)
+            self._write_stripe(first, start, data)
         return start
 
     def write_at(self, start: int, data: memoryview) -> None:
         """Write a place of the file where nothing was written yet. What is left out is zeros."""
         with self._lock:
-            if self._done:
+            if self._is_finished:
                 raise StoreError(f"{self._path} is finished already; create it anew to write it again")
-            small, self._small = self._small, None
-            self._end = self._length = max(self._length, start + len(data))
-            index = len(self._pieces)
-            self._pieces += [None] * (2 if small else 1)
-        if small:
-            self._place(index, 0, memoryview(small))
+            inline_data, self._inline_data = self._inline_data, None
+            self._next_position = self._length = max(self._length, start + len(data))
+            index = len(self._stripes)
+            self._stripes += [None] * (2 if inline_data else 1)
+        if inline_data:
+            self._write_stripe(index, 0, memoryview(inline_data))
             index += 1
-        self._place(index, start, data.cast("B"))
+        self._write_stripe(index, start, data.cast("B"))
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Let the file end here; what was written behind that is not read."""
         with self._lock:
             self._length = length
 
-    def _place(self, index: int, start: int, data: memoryview) -> None:
-        shares, scratch = self._shares(data)
-        sums = [cells(share) for share in shares[: max(1, self._redundancy.data)]]
-        if self._redundancy.data == 1:
+    def _write_stripe(self, index: int, start: int, data: memoryview) -> None:
+        shares, scratch = self._make_fragments(data)
+        sums = [cell_checksums(share) for share in shares[: max(1, self._redundancy.data_fragments)]]
+        if self._redundancy.data_fragments == 1:
             sums *= len(shares)
         else:
-            sums += [cells(share) for share in shares[self._redundancy.data :]]
+            sums += [cell_checksums(share) for share in shares[self._redundancy.data_fragments :]]
         fragments: list[Fragment | None] = [None] * len(shares)
-        left = dict(enumerate(self._members(index, len(shares), ())))
-        while left:
+        unwritten = dict(enumerate(self._choose_members(index, len(shares), ())))
+        while unwritten:
             failpoint("namespace.append")
-            calls = {m: self._sender(m, shares[i]) for i, m in left.items()}
-            answers, errors = self._namespace.fan_out.ask(calls, self._namespace.slow_seconds)
-            for i, member in list(left.items()):
+            calls = {m: self._append_call(m, shares[i]) for i, m in unwritten.items()}
+            answers, errors = self._namespace.fan_out.ask(calls, self._namespace.append_timeout_seconds)
+            for i, member in list(unwritten.items()):
                 if member in answers:
                     holder, position = answers[member]
                     fragments[i] = Fragment(holder, position, sums[i])
-                    del left[i]
+                    del unwritten[i]
                 else:
-                    self._avoid(member, errors[member])
-            if left:
-                used = [self._holders[f.holder].member for f in fragments if f is not None]
-                left = dict(zip(left, self._members(index, len(left), used), strict=False))
-        if scratch is not None and not self._avoided:  # else a thread may still be reading it
-            self._namespace.give_scratch(scratch)
-        self._pieces[index] = Piece(start, len(data), tuple(fragments), len(data))
+                    self._mark_failed(member, errors[member])
+            if unwritten:
+                used = [self._objects[f.object_index].member for f in fragments if f is not None]
+                unwritten = dict(zip(unwritten, self._choose_members(index, len(unwritten), used), strict=False))
+        if scratch is not None and not self._failed_members:  # else a thread may still be reading it
+            self._namespace.return_scratch(scratch)
+        self._stripes[index] = Stripe(start, len(data), tuple(fragments), len(data))
 
-    def _shares(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:
+    def _make_fragments(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:
         """The fragments of a piece, and memory that can be used again."""
-        k, m = self._redundancy.data, self._redundancy.parity
+        k, m = self._redundancy.data_fragments, self._redundancy.parity_fragments
         if k == 1:
             return [data] * (1 + m), None
-        length = share_bytes(len(data), self._redundancy)
+        length = fragment_bytes(len(data), self._redundancy)
         whole = len(data) // length
         needed = (k - whole + m) * length
         scratch = self._namespace.take_scratch(needed)
@@ -185,72 +194,77 @@ class FileWriter(Writer):
         shares += [extra[i * length : (i + 1) * length] for i in range(k - whole)]
         at = len(extra)
         parity = [scratch[at + i * length : at + (i + 1) * length] for i in range(m)]
-        erasure.code(k, m).encode(shares, parity)
+        erasure.erasure_code(k, m).encode(shares, parity)
         return [s.data for s in (*shares, *parity)], scratch
 
-    def _members(self, index: int, count: int, taken: Sequence[str]) -> list[str]:
+    def _choose_members(self, index: int, count: int, excluded: Sequence[str]) -> list[str]:
         """Where to put so many fragments of a piece, or at least as many as a write settles for. Raises Unavailable, or
         NoSpace, where there are not as many members."""
-        near, key, least = self._namespace.near, f"{self._version}/{index}", self._redundancy.least - len(taken)
-        found = choose(key, self._well(), count, near, taken)
-        if len(found) < least:
-            found = choose(key, self._takers(), count, near, taken)
-        if len(found) < least:
-            raise self._too_few()
+        host_domain, key, min_members = (
+            self._namespace.host_domain,
+            f"{self._version}/{index}",
+            self._redundancy.min_write_fragments - len(excluded),
+        )
+        found = choose_members(key, self._responsive_candidates(), count, host_domain, excluded)
+        if len(found) < min_members:
+            found = choose_members(key, self._candidates(), count, host_domain, excluded)
+        if len(found) < min_members:
+            raise self._too_few_members_error()
         return found
 
-    def _takers(self) -> list[Spot]:
+    def _candidates(self) -> list[MemberLocation]:
         """The members that may take something."""
-        return [s for s in self._namespace.spots if s.weight > 0 and s.name not in self._avoided]
+        return [s for s in self._namespace.locations if s.weight > 0 and s.name not in self._failed_members]
 
-    def _well(self) -> list[Spot]:
+    def _responsive_candidates(self) -> list[MemberLocation]:
         """Those of them that answer."""
-        return [s for s in self._takers() if not self._namespace.fan_out.health.down(s.name)]
+        return [s for s in self._candidates() if not self._namespace.fan_out.health.is_down(s.name)]
 
-    def _too_few(self) -> StoreError:
-        full = any(isinstance(e, NoSpace) for e in self._avoided.values())
-        reasons = "".join(f"; {name}: {error}" for name, error in self._avoided.items())
+    def _too_few_members_error(self) -> StoreError:
+        full = any(isinstance(e, NoSpace) for e in self._failed_members.values())
+        reasons = "".join(f"; {name}: {error}" for name, error in self._failed_members.items())
         return (NoSpace if full else Unavailable)(
-            f"{self._path} needs {self._redundancy.least} members for {self._redundancy}, {len(self._takers())} of "
-            f"{len(self._namespace.spots)} take anything{reasons}; start or add members, or write with less redundancy"
+            f"{self._path} needs {self._redundancy.min_write_fragments} members for {self._redundancy}, "
+            f"{len(self._candidates())} of "
+            f"{len(self._namespace.locations)} take anything{reasons}; start or add members, or write with less redundancy"
         )
 
-    def _avoid(self, member: str, error: StoreError) -> None:
-        if member not in self._avoided:
-            self._avoided[member] = error
+    def _mark_failed(self, member: str, error: StoreError) -> None:
+        if member not in self._failed_members:
+            self._failed_members[member] = error
             log.warning("%s of %s is written without %s: %s", self._path, self._namespace.url, member, error)
 
-    def _sender(self, member: str, share: memoryview) -> Callable[[], tuple[int, int]]:
+    def _append_call(self, member: str, share: memoryview) -> Callable[[], tuple[int, int]]:
         def send() -> tuple[int, int]:
-            holder = self._holder(member)
+            holder = self._open_object(member)
             writer = self._writers[holder]
             assert writer is not None
             return holder, writer.append(share)
 
         return send
 
-    def _holder(self, member: str) -> int:
+    def _open_object(self, member: str) -> int:
         """The object of a member, begun when first needed."""
         with self._lock:
-            opening = self._opening.setdefault(member, threading.Lock())
+            opening = self._opening_locks.setdefault(member, threading.Lock())
         with opening:
-            if member in self._open:
-                return self._open[member]
+            if member in self._object_by_member:
+                return self._object_by_member[member]
             name = object_name(self._version)
-            writer = self._namespace.places[member].store.create(name, self._hint())
+            writer = self._namespace.open_members[member].store.create(name, self._object_size_hint())
             with self._lock:
-                if not self._done:
-                    self._holders.append(Holder(member, name))
+                if not self._is_finished:
+                    self._objects.append(MemberObject(member, name))
                     self._writers.append(writer)
-                    self._open[member] = len(self._holders) - 1
-                    return self._open[member]
+                    self._object_by_member[member] = len(self._objects) - 1
+                    return self._object_by_member[member]
         writer.abort()
         raise StoreError(f"{self._path} was given up meanwhile")
 
-    def _hint(self) -> int:
+    def _object_size_hint(self) -> int:
         """The share of one member in all that is expected."""
         pieces = max(1, -(-self._size_hint // (8 << 20)))
-        members = min(len(self._namespace.spots), pieces * self._redundancy.fragments)
+        members = min(len(self._namespace.locations), pieces * self._redundancy.total_fragments)
         return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
 
     # --- the end -----------------------------------------------------------------------------------------------
@@ -259,156 +273,167 @@ class FileWriter(Writer):
         self.publish()
         return self._length
 
-    def publish(self) -> File:
+    def publish(self) -> PathRecord:
         """Make the file durable and visible; what it is now."""
-        if self._done:
+        if self._is_finished:
             raise StoreError(f"{self._path} is finished already")
         now = time.time()
-        head = Head("file", self._length, now, now, self._version)
-        if self._small is not None:
-            file = File(head, data=self._small)
+        head = RecordHead("file", self._length, now, now, self._version)
+        if self._inline_data is not None:
+            file = PathRecord(head, inline_data=self._inline_data)
         else:
-            pieces = tuple(p for p in self._pieces if p is not None)
-            if len(pieces) < len(self._pieces):
+            pieces = tuple(p for p in self._stripes if p is not None)
+            if len(pieces) < len(self._stripes):
                 raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it anew")
-            layout = Layout(self._redundancy, tuple(self._holders), _within(pieces, self._length))
+            layout = FileLayout(self._redundancy, tuple(self._objects), _truncate_stripes(pieces, self._length))
             failpoint("namespace.commit")
-            lost = Gone(frozenset(self._commit_objects()))
-            file = File(head, layout=self._completed(layout, lost))
+            lost = LostFragments(frozenset(self._commit_objects()))
+            file = PathRecord(head, layout=self._rebuild_lost(layout, lost))
         failpoint("namespace.record")
-        self._done = True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
+        self._is_finished = (
+            True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
+        )
         try:
-            file = self._publish(file)
+            file = self._publish_record(file)
         except (AlreadyExists, Changed):
-            self._done = False  # for certain
+            self._is_finished = False  # for certain
             raise
         failpoint("namespace.recorded")
         return file
 
-    def _publish(self, file: File) -> File:
+    def _publish_record(self, file: PathRecord) -> PathRecord:
         """Publish, elsewhere where a member was taken out meanwhile."""
-        unsettled = None
+        unsettled_number = None
         for _ in range(3):
-            number = None if file.layout is None else self._number
+            number = None if file.layout is None else self._fence_number
             try:
-                there = self._namespace.publish(
-                    self._path, file, self._new, self._base, number, self._renewed, self._replaces, unsettled
+                published = self._namespace.publish(
+                    self._path, file, self._new, self._base, number, self._relink_after_fence, self._replaces, unsettled_number
                 )
-            except Forgotten as error:
+            except MembersRemoved as error:
                 last = error
-                file, self._base, unsettled = error.file, error.base, error.unsettled
+                file, self._base, unsettled_number = error.file, error.base, error.unsettled
                 assert file.layout is not None
-                gone = Gone(frozenset(h.name for h in file.layout.holders if h.member in error.members))
-                file = replace(file, layout=self._completed(file.layout, gone))
+                lost = LostFragments(frozenset(h.name for h in file.layout.objects if h.member in error.members))
+                file = replace(file, layout=self._rebuild_lost(file.layout, lost))
             else:
-                for layout in self._before:
-                    self._namespace.discard_layout(self._mine(layout), _names(there.layout))
-                return there
+                for layout in self._previous_layouts:
+                    self._namespace.discard_layout(self._own_objects(layout), _object_names(published.layout))
+                return published
         raise last
 
-    def _renewed(self, file: File) -> File:
+    def _relink_after_fence(self, file: PathRecord) -> PathRecord:
         """The file after an era began: with second names for its objects, and without those that are gone by now."""
-        from ckpt.aggregator.eras import relinked
+        from ckpt.aggregator.eras import relink_objects
 
         if file.layout is None:
             return file
-        number = self._namespace.ring.number
-        layout, gone = relinked(self._namespace, file.layout, _names(self._mine(file.layout)))
-        self._before.append(file.layout)
-        left = Gone(gone).applied(layout)
-        if files.fewest(left) < self._redundancy.data and files.fewest(file.layout) >= self._redundancy.data:
-            raise Collected(
+        number = self._namespace.ring.fence_number
+        layout, unlinked = relink_objects(self._namespace, file.layout, _object_names(self._own_objects(file.layout)))
+        self._previous_layouts.append(file.layout)
+        remaining = LostFragments(unlinked).removed_from(layout)
+        if (
+            files.min_fragments(remaining) < self._redundancy.data_fragments
+            and files.min_fragments(file.layout) >= self._redundancy.data_fragments
+        ):
+            raise ObjectsCollected(
                 f"{self._path}: a repair has deleted what was written of it, because no record named it and its writer stood "
                 "still; it was not published now, write it anew"
             )
-        self._number = number
-        return replace(file, layout=self._completed(layout, Gone(gone)) if gone else layout)
+        self._fence_number = number
+        return replace(file, layout=self._rebuild_lost(layout, LostFragments(unlinked)) if unlinked else layout)
 
-    def _mine(self, layout: Layout) -> Layout:
+    def _own_objects(self, layout: FileLayout) -> FileLayout:
         """A layout with the objects alone that were made for this file: not those of what it is written on."""
-        before = _names(self._base.layout if self._base is not None else None)
-        return replace(layout, holders=tuple(h for h in layout.holders if h.name not in before), pieces=())
+        before = _object_names(self._base.layout if self._base is not None else None)
+        return replace(layout, objects=tuple(h for h in layout.objects if h.name not in before), stripes=())
 
-    def _completed(self, layout: Layout, gone: Gone) -> Layout:
+    def _rebuild_lost(self, layout: FileLayout, lost: LostFragments) -> FileLayout:
         """The layout without what is gone, and with what is missing on other members, as far as there are any: else a repair
         does that once there are. Raises Unavailable, or NoSpace, where that is less than a write settles for."""
-        left, asked = gone.applied(layout), self._redundancy
-        before = len(self._base.layout.pieces) if self._base is not None and self._base.layout is not None else 0
-        touched = [i for i, piece in enumerate(left.pieces) if i >= before or piece != layout.pieces[i]]
+        remaining, asked = lost.removed_from(layout), self._redundancy
+        before = len(self._base.layout.stripes) if self._base is not None and self._base.layout is not None else 0
+        touched = [i for i, piece in enumerate(remaining.stripes) if i >= before or piece != layout.stripes[i]]
 
         def there() -> int:
-            return files.fewest(left, [left.pieces[i] for i in touched])
+            return files.min_fragments(remaining, [remaining.stripes[i] for i in touched])
 
-        if there() < asked.least or there() < asked.fragments <= len(self._well()):
+        if there() < asked.min_write_fragments or there() < asked.total_fragments <= len(self._responsive_candidates()):
             with suppress(Unavailable):
-                left = gone.applied(self._namespace.restore(self._path, self._version, layout, gone, partly=True))
-        if there() < asked.least:
-            raise self._too_few()
-        if there() < asked.fragments:
-            self._namespace.tell_short(self._path, there(), asked)
-        return files.compact(left)
+                remaining = lost.removed_from(
+                    self._namespace.rebuild_fragments(self._path, self._version, layout, lost, allow_partial=True)
+                )
+        if there() < asked.min_write_fragments:
+            raise self._too_few_members_error()
+        if there() < asked.total_fragments:
+            self._namespace.warn_under_replicated(self._path, there(), asked)
+        return files.drop_unused_objects(remaining)
 
     def _commit_objects(self) -> set[str]:
         """Make the objects durable that hold something; the names of those that could not be made so."""
-        used = {f.holder for piece in self._pieces if piece is not None for f in piece.fragments if f is not None}
-        mine = {i: writer for i, writer in enumerate(self._writers) if writer is not None}
-        commits = {self._holders[i].member: durable(writer) for i, writer in mine.items() if i in used}
-        _, errors = self._namespace.fan_out.ask(commits, self._namespace.commit_seconds)
+        used = {f.object_index for piece in self._stripes if piece is not None for f in piece.fragments if f is not None}
+        own_writers = {i: writer for i, writer in enumerate(self._writers) if writer is not None}
+        commits = {self._objects[i].member: commit_or_abort(writer) for i, writer in own_writers.items() if i in used}
+        _, errors = self._namespace.fan_out.ask(commits, self._namespace.commit_timeout_seconds)
         for member, error in errors.items():
-            self._avoid(member, error)
-        empty = {self._holders[i].member: writer.abort for i, writer in mine.items() if i not in used}
+            self._mark_failed(member, error)
+        empty = {self._objects[i].member: writer.abort for i, writer in own_writers.items() if i not in used}
         # Where nobody answers it expires, or a scrub finds it; what is open here goes in any case.
-        self._namespace.fan_out.ask(empty, _ABORT_SECONDS, blame=False)
-        return {self._holders[i].name for i in mine if self._holders[i].member in errors}
+        self._namespace.fan_out.ask(empty, _ABORT_SECONDS, mark_late=False)
+        return {self._objects[i].name for i in own_writers if self._objects[i].member in errors}
 
     def abort(self) -> None:
         with self._lock:
-            if self._done:
+            if self._is_finished:
                 return
-            self._done = True
+            self._is_finished = True
             writers = [w for w in self._writers if w is not None]
         for writer in writers:
             with suppress(StoreError):
                 writer.abort()
         names: dict[str, list[str]] = {}
-        for holder, began in zip(self._holders, self._writers, strict=True):
+        for holder, began in zip(self._objects, self._writers, strict=True):
             if began is not None:
                 names.setdefault(holder.member, []).append(holder.name)
         self._namespace.discard(names)
 
 
-def _names(layout: Layout | None) -> set[str]:
+def _object_names(layout: FileLayout | None) -> set[str]:
     """Of the objects of a layout."""
-    return set() if layout is None else {h.name for h in layout.holders}
+    return set() if layout is None else {h.name for h in layout.objects}
 
 
-def _within(pieces: Sequence[Piece], length: int) -> tuple[Piece, ...]:
+def _truncate_stripes(stripes: Sequence[Stripe], length: int) -> tuple[Stripe, ...]:
     """The pieces of a file that was cut, so that what is appended later lies behind them."""
-    return tuple(replace(p, reach=length - p.start) if p.start + p.reach > length else p for p in pieces if p.start < length)
+    return tuple(
+        replace(p, visible_bytes=length - p.start) if p.start + p.visible_bytes > length else p
+        for p in stripes
+        if p.start < length
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class LostFragments:
     """Fragments of a file that can't be read any more."""
 
     objects: frozenset[str] = frozenset()
     """Whole objects, by name."""
     fragments: frozenset[tuple[str, int]] = frozenset()
     """Single ones: object and position."""
-    incomplete: bool = False
+    is_incomplete: bool = False
     """The layout says itself that some are missing."""
 
     def __bool__(self) -> bool:
-        return bool(self.objects or self.fragments or self.incomplete)
+        return bool(self.objects or self.fragments or self.is_incomplete)
 
-    def applied(self, layout: Layout) -> Layout:
+    def removed_from(self, layout: FileLayout) -> FileLayout:
         """The layout with these fragments missing."""
 
         def left(fragment: Fragment | None) -> Fragment | None:
             if fragment is None:
                 return None
-            name = layout.holders[fragment.holder].name
+            name = layout.objects[fragment.object_index].name
             return None if name in self.objects or (name, fragment.position) in self.fragments else fragment
 
-        pieces = (replace(p, fragments=tuple(left(f) for f in p.fragments)) for p in layout.pieces)
-        return replace(layout, pieces=tuple(pieces))
+        pieces = (replace(p, fragments=tuple(left(f) for f in p.fragments)) for p in layout.stripes)
+        return replace(layout, stripes=tuple(pieces))

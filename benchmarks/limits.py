@@ -17,7 +17,7 @@ import numpy as np
 from probes import drop_file
 from results import Samples
 
-from ckpt.storage.pages import pages
+from ckpt.storage.pages import map_huge_pages
 
 COPY_1 = "memory copy, 1 thread"
 COPY_2 = "memory copy, 2 threads"
@@ -96,7 +96,7 @@ def copy_limits(record: Callable[..., None], source: np.ndarray) -> None:
 
 def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) -> None:
     nbytes = source.nbytes
-    small, huge, state = mmap.mmap(-1, BLOCK), pages(BLOCK), pages(nbytes)
+    small, huge, state = mmap.mmap(-1, BLOCK), map_huge_pages(BLOCK), map_huge_pages(nbytes)
     small.write(source[:BLOCK].tobytes())
     huge.write(source[:BLOCK].tobytes())
     state.write(source.data)
@@ -171,7 +171,7 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
         record(
             name,
             nbytes,
-            lambda threads=threads, piece=piece: direct(threads, lambda: pages(BLOCK), piece),
+            lambda threads=threads, piece=piece: direct(threads, lambda: map_huge_pages(BLOCK), piece),
             lambda: drop_file(file),
         )
     for name, ahead in ((READ_COLD, 0), (READ_TOLD, 2 * BLOCK)):

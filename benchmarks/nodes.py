@@ -83,10 +83,10 @@ def nodes(count: int, where: Path, *options: str) -> Iterator[list[Node]]:
 
 
 def namespace(made: list[Node], redundancy: str):
-    from ckpt.aggregator.members import from_table
+    from ckpt.aggregator.members import config_from_table
     from ckpt.aggregator.namespace import Namespace
 
-    return Namespace(from_table("bench", {"members": [n.address for n in made], "redundancy": redundancy}, "bench"))
+    return Namespace(config_from_table("bench", {"members": [n.address for n in made], "redundancy": redundancy}, "bench"))
 
 
 # --- bare Flight -----------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def code(args: argparse.Namespace) -> None:
 
     shares = [np.random.default_rng(i).integers(0, 255, 2 << 20, np.uint8) for i in range(4)]
     parity = [np.zeros(2 << 20, np.uint8) for _ in range(2)]
-    coder = erasure.code(4, 2)
+    coder = erasure.erasure_code(4, 2)
     coder.encode(shares, parity)
     rates = [8 * PIECE_BYTES / 1e9 / timed(lambda: [coder.encode(shares, parity) for _ in range(8)]) for _ in range(9)]
     say("4+2 encode, one core, 8 MiB pieces, buffers reused (to reach 5)", median(rates), "GB/s")
@@ -294,8 +294,8 @@ def small(args: argparse.Namespace) -> None:
 
 
 def mending(args: argparse.Namespace) -> None:
-    from ckpt.aggregator.repair import repair
-    from ckpt.aggregator.survey import survey
+    from ckpt.aggregator.repair import repair_namespace
+    from ckpt.aggregator.survey import scrub_namespace
 
     data = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
     limit = write_limit(args.data, data)
@@ -306,9 +306,9 @@ def mending(args: argparse.Namespace) -> None:
         for path in (made[0].folder / "objects").rglob("*"):
             if path.is_file():
                 path.unlink()
-        found = survey(space)
+        found = scrub_namespace(space)
         began = time.perf_counter()
-        done = repair(space, found)
+        done = repair_namespace(space, found)
         rate = say("repair of a lost disk, four nodes on one disk", done.nbytes / 1e9 / (time.perf_counter() - began), "GB/s")
         say("repair / O_DIRECT limit (to reach 0.5)", rate / limit, "x")
         assert not done.failed

@@ -179,13 +179,13 @@ def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
     cache, sixteen threads each, 512 KiB at a time into memory on huge pages."""
     from limits import in_threads
 
-    from ckpt.storage.pages import pages
+    from ckpt.storage.pages import map_huge_pages
 
     workers, piece = 16, 512 << 10
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     pieces = [(file, at) for file in files for at in range(0, file.stat().st_size, piece)]
     share = -(-len(pieces) // (ranks * workers))
-    buffers = [np.frombuffer(pages(2 << 20), np.uint8)[:piece] for _ in range(workers)]  # less is on no huge page
+    buffers = [np.frombuffer(map_huge_pages(2 << 20), np.uint8)[:piece] for _ in range(workers)]  # less is on no huge page
     for buffer in buffers:
         buffer[:] = 1
     into = [np.ones((share, piece), np.uint8) for _ in range(workers)]

@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt import manifest
-from ckpt.arrow import list_column
+from ckpt.arrow import list_array_of_flat
 from ckpt.digest import CELL_BYTES, digest
 from ckpt.limits import BLOCK_BYTES
-from ckpt.merge import merge
-from ckpt.plan import LeafSpec, plan
+from ckpt.merge import merge_rows
+from ckpt.plan import LeafSpec, plan_blocks
 from ckpt.shard import Box, Replica
-from ckpt.table import NAMES, read_part, write_part
+from ckpt.table import COLUMNS, read_part, write_part
 
 METADATA = {"format": "1", "digest": "xxh3-128", "step": "1000"}
 STATES = {"model": ("bfloat16", 2), "master": ("float32", 4), "exp_avg": ("float32", 4), "exp_avg_sq": ("float32", 4)}
@@ -192,7 +192,7 @@ def rank_table(rank: int, leaves: list[tuple[str, str, tuple[int, ...]]], part: 
     held = np.arange(2) < axes[:, None]
 
     def lists(*columns: Ints) -> pa.Array:
-        return list_column(np.stack(columns, 1)[held], axes)
+        return list_array_of_flat(np.stack(columns, 1)[held], axes)
 
     whole = np.array([(*shape, 1)[:2] for _, _, shape in of])
     size = -(-part["nbytes"] // 4096) * 4096
@@ -214,7 +214,7 @@ def rank_table(rank: int, leaves: list[tuple[str, str, tuple[int, ...]]], part: 
         "checksum": pa.nulls(len(of), pa.uint64()),
         "cells": pa.array(cells, pa.binary()),
     }
-    return pa.table({name: columns[name] for name in NAMES})
+    return pa.table({name: columns[name] for name in COLUMNS})
 
 
 def wanted_by_one(model: Model, mesh: Mesh) -> list[tuple[str, Box | None]]:
@@ -252,7 +252,7 @@ def committer(size: int, folder: Path) -> dict[str, Any]:
     encoded: list[float] = []
     for _ in range(REPEAT if size < 5000 else 2):
         began = time.perf_counter()
-        table = merge(tables)
+        table = merge_rows(tables)
         merged.append(time.perf_counter() - began)
         began = time.perf_counter()
         data = manifest.write_table(table, METADATA)
@@ -308,7 +308,7 @@ def planner(size: int, folder: Path) -> dict[str, Any]:
     seconds = []
     for _ in range(REPEAT):
         began = time.perf_counter()
-        plan(specs).layout.columns()
+        plan_blocks(specs).columns.arrow_columns()
         seconds.append(time.perf_counter() - began)
     return {"plan_first": seconds[0], "plan_again": max(seconds[1:])}
 

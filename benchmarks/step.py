@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ckpt
 from ckpt import pulse as pulses
-from ckpt.pulse import Pulse
+from ckpt.pulse import HeartbeatPage
 
 EVERY = {"every=10**9": 10**9, "every=1 h": timedelta(hours=1), 'every="auto"': "auto"}
 ROUNDS = 20
@@ -62,13 +62,13 @@ def measure(every: str, loss: str, pulse: bool, ranks: int, spikes: bool, calls:
         processes = []
         for rank in range(ranks):
             environ = dict(os.environ)
-            for key in ("RANK", "WORLD_SIZE", pulses.VARIABLE):
+            for key in ("RANK", "WORLD_SIZE", pulses.PAGE_VARIABLE):
                 environ.pop(key, None)
             if ranks > 1:
                 environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "CKPT_RUN_ID": name}
             if pulse:
-                Pulse(folder / f"page-{rank}", new=True).close()
-                environ[pulses.VARIABLE] = str(folder / f"page-{rank}")
+                HeartbeatPage(folder / f"page-{rank}", new=True).close()
+                environ[pulses.PAGE_VARIABLE] = str(folder / f"page-{rank}")
             if spikes:
                 environ["CKPT_SPIKE"] = "10"
             command = [sys.executable, __file__, "--rank", name, every, loss, "--calls", str(calls)]

@@ -104,10 +104,10 @@ def main() -> None:
         print("| | stall ms | ms | GB/s |\n|---|---:|---:|---:|")
         saves("save to the disk", state, disk / "disk", [], options.count)
         saves("save to memory", state, disk / "tiers", tiers, options.count)
-        take = MemoryStore.take
-        MemoryStore.take = lambda *_: False  # type: ignore[method-assign]
+        take = MemoryStore.reuse_spare
+        MemoryStore.reuse_spare = lambda *_: False  # type: ignore[method-assign]
         saves("save to memory, pages not used again", state, disk / "fresh", tiers, options.count)
-        MemoryStore.take = take  # type: ignore[method-assign]
+        MemoryStore.reuse_spare = take  # type: ignore[method-assign]
         loads(state, disk / "loads", tiers)
     finally:
         shutil.rmtree(disk, ignore_errors=True)

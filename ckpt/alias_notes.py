@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.leaves.base import ArrayLeaf, Memory
-from ckpt.memory_overlap import Span, adjacent, overlapping, span_of
+from ckpt.leaves.base import ArrayLeaf, MemoryLayout
+from ckpt.memory_overlap import AddressRange, address_range_of, overlapping_groups, overlapping_pairs
 from ckpt.shard import Box
 from ckpt.storage.errors import UnsupportedLeaf
 
@@ -31,7 +31,7 @@ class AliasNote(NamedTuple):
     view: str
     """That of `Memory`."""
 
-    def steps_as(self, memory: Memory) -> bool:
+    def has_same_layout(self, memory: MemoryLayout) -> bool:
         """Whether an array, or a box of it, is laid out in `memory` as the saved one was."""
         return (
             self.view == memory.view
@@ -40,7 +40,7 @@ class AliasNote(NamedTuple):
         )
 
 
-def alias_note(node: dict[str, Any]) -> AliasNote | None:
+def read_alias_note(node: dict[str, Any]) -> AliasNote | None:
     """The note of an array node; None where it has none that can be read."""
     try:
         group, start, strides, view = (node["alias"][field] for field in AliasNote._fields)
@@ -49,14 +49,16 @@ def alias_note(node: dict[str, Any]) -> AliasNote | None:
         return None
 
 
-class _Place(NamedTuple):
+class _LeafBox(NamedTuple):
     """Whose memory a span is: a whole leaf's, or that of a shard of one (`box`)."""
 
     name: str
     box: Box | None
 
 
-def alias_notes(leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None], rank: int | None) -> dict[str, AliasNote]:
+def find_alias_notes(
+    leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None], rank: int | None
+) -> dict[str, AliasNote]:
     """The notes of those arrays that share memory with another one, or with themselves, by name.
 
     addresses: `ArrayLeaf.address` of each leaf.
@@ -65,29 +67,29 @@ def alias_notes(leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None]
     """
     if None not in addresses and _are_disjoint(addresses, [leaf.nbytes for leaf in leaves.values()]):  # as in most states
         return {}
-    ranges: dict[str, list[tuple[int, int, tuple[_Place, Memory]]]] = {}
-    alone: list[Span[_Place]] = []
+    ranges: dict[str, list[tuple[int, int, tuple[_LeafBox, MemoryLayout]]]] = {}
+    self_overlapping: list[AddressRange[_LeafBox]] = []
     for name, leaf in leaves.items():
-        memory = leaf.memory()
+        memory = leaf.memory_layout()
         if memory is not None and leaf.flat is not None and not memory.view:  # contiguous
             if leaf.nbytes:
                 at = ranges.setdefault(memory.device, [])
-                at.append((memory.start, memory.start + leaf.nbytes, (_Place(name, None), memory)))
+                at.append((memory.start, memory.start + leaf.nbytes, (_LeafBox(name, None), memory)))
             continue
-        for place, its in _places(name, leaf, memory):
-            span = span_of(its, place)
+        for place, its in _leaf_boxes(name, leaf, memory):
+            span = address_range_of(its, place)
             ranges.setdefault(its.device, []).append((span.begin, span.end(), (place, its)))
             if span.overlaps_itself():
-                alone.append(span)
+                self_overlapping.append(span)
     pairs = [
         pair
         for of_device in ranges.values()
-        for run in adjacent(of_device)
-        for pair in overlapping([span_of(memory, place) for place, memory in run])
+        for run in overlapping_groups(of_device)
+        for pair in overlapping_pairs([address_range_of(memory, place) for place, memory in run])
     ]
-    _refuse_shards(pairs)
+    _refuse_aliased_shards(pairs)
     found: dict[str, AliasNote] = {}
-    for group in _groups(alone, pairs):
+    for group in _connected_spans(self_overlapping, pairs):
         name = group[0].key.name if rank is None else f"{group[0].key.name}@{rank}"
         low = min(span.begin for span in group)
         for span in group:
@@ -107,7 +109,7 @@ def _are_disjoint(addresses: Sequence[Any], lengths: Sequence[int]) -> bool:
     return bool(np.all(first[order][1:] >= last[:-1]))
 
 
-def _refuse_shards(pairs: Sequence[tuple[Span[_Place], Span[_Place]]]) -> None:
+def _refuse_aliased_shards(pairs: Sequence[tuple[AddressRange[_LeafBox], AddressRange[_LeafBox]]]) -> None:
     """Raise UnsupportedLeaf for two different views of one memory of which one is a shard."""
     for a, b in pairs:
         if (a.key.box is not None or b.key.box is not None) and (a.key.box, a.memory) != (b.key.box, b.memory):
@@ -117,20 +119,22 @@ def _refuse_shards(pairs: Sequence[tuple[Span[_Place], Span[_Place]]]) -> None:
             )
 
 
-def _places(name: str, leaf: ArrayLeaf, memory: Memory | None) -> Iterator[tuple[_Place, Memory]]:
+def _leaf_boxes(name: str, leaf: ArrayLeaf, memory: MemoryLayout | None) -> Iterator[tuple[_LeafBox, MemoryLayout]]:
     """The memory of a leaf that has elements, or of each of its shards."""
     if memory is not None:
         if leaf.nbytes:
-            yield _Place(name, None), memory
+            yield _LeafBox(name, None), memory
         return
-    for part in leaf.parts() or ():
-        if part.leaf.nbytes and (its := part.leaf.memory()) is not None:
-            yield _Place(name, part.box), its
+    for part in leaf.shards() or ():
+        if part.leaf.nbytes and (its := part.leaf.memory_layout()) is not None:
+            yield _LeafBox(name, part.box), its
 
 
-def _groups(alone: Sequence[Span[_Place]], pairs: Sequence[tuple[Span[_Place], Span[_Place]]]) -> list[list[Span[_Place]]]:
+def _connected_spans(
+    self_overlapping: Sequence[AddressRange[_LeafBox]], pairs: Sequence[tuple[AddressRange[_LeafBox], AddressRange[_LeafBox]]]
+) -> list[list[AddressRange[_LeafBox]]]:
     """The spans that hang together by pairs, and each that overlaps itself."""
-    group_of: dict[_Place, list[Span[_Place]]] = {span.key: [span] for span in alone}
+    group_of: dict[_LeafBox, list[AddressRange[_LeafBox]]] = {span.key: [span] for span in self_overlapping}
     for a, b in pairs:
         first, second = (group_of.setdefault(span.key, [span]) for span in (a, b))
         if first is not second:

@@ -9,28 +9,28 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from ckpt import session as sessions
-from ckpt.apart import check_apart
+from ckpt.apart import check_aliasing
 from ckpt.arguments import check_switch
 from ckpt.checkpoint import Checkpoint
-from ckpt.codec import CodecWish
-from ckpt.fill import Filler, Finish
+from ckpt.codec import CodecOption
+from ckpt.fill import Finish, TargetMatcher
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
-from ckpt.nan_check import NanWish
+from ckpt.nan_check import NanOption
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress
-from ckpt.rename import Rename, renamed
-from ckpt.repository import Repository, Url, named, open_repository
+from ckpt.rename import Rename, rename_tree
+from ckpt.repository import Repository, Url, open_repository, resolve_url
 from ckpt.retention import Keep, as_keep
 from ckpt.select import Patterns, entries, matcher, require_match, select
-from ckpt.sharing import ShareReads, read_together
-from ckpt.signature import KeyWish
+from ckpt.sharing import ShareReads, read_shared
+from ckpt.signature import KeyOption
 from ckpt.storage.errors import InvalidArgument, StepNotFound
-from ckpt.together import Wish, find_together, load_newest_together, require_one_step, together
-from ckpt.wanted import Wanted, wanted_blocks
-from ckpt.write import require_step_of_rank_0, take_apart
+from ckpt.together import LoadRequest, load_newest_on_all_ranks, open_agreed_checkpoint, require_same_step, run_on_all_ranks
+from ckpt.wanted import BlockRead, plan_reads
+from ckpt.write import flatten_state, require_same_step_as_rank_0
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
@@ -38,23 +38,23 @@ log = logging.getLogger("ckpt")
 
 @overload
 def save(
-    state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecWish = "auto",
+    state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
-    nan: NanWish = "warn",
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    nan: NanOption = "warn",
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
-    state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecWish = "auto",
+    state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
-    nan: NanWish = "warn",
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    nan: NanOption = "warn",
 ) -> SaveHandle: ...  # fmt: skip
 def save(
-    state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecWish = "auto",
+    state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyWish = None,
-    nan: NanWish = "warn",
+    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    nan: NanOption = "warn",
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, which is made if it is not there.
 
@@ -93,13 +93,13 @@ def save(
     kept = as_keep(keep)
     options = Options(codec, digest, memory, kept, overwrite, timeout=timeout, verify_replicas=verify_replicas, nan=nan)
     number = None if step is None else check_step(step)
-    repo = open_repository(named(url), key)
+    repo = open_repository(resolve_url(url), key)
     ranks = as_group(group)
     # A group first meets: where one rank has a leaf that can't be stored, it can then tell the others.
-    ready = take_apart(state, ranks) if ranks.size == 1 else state
-    session = sessions.enter(repo, ranks, asked=(number,))
+    ready = flatten_state(state, ranks) if ranks.size == 1 else state
+    session = sessions.enter(repo, ranks, requested_step=(number,))
     try:
-        require_step_of_rank_0(session, number)
+        require_same_step_as_rank_0(session, number)
         handle = run_save(session, ready, number, options, blocking)
     except BaseException:
         sessions.leave(session, keep=True)
@@ -114,7 +114,7 @@ def save(
 def load(
     url: Url | None = None, like: Any = None, *, step: int | None = None, only: Patterns | None = None, strict: bool = False,
     rename: Rename | None = None, progress: Progress | None = None, group: Any = "auto", share_reads: ShareReads = "auto",
-    key: KeyWish = None,
+    key: KeyOption = None,
 ) -> Any:  # fmt: skip
     """Load a step, by default the newest that is whole, and return the state.
 
@@ -138,85 +138,93 @@ def load(
     arrays of `like` may hold a mixture. So they may after a LeafMismatch that says an object "refused the state": what it
     takes only its load_state_dict can tell, which comes last.
     """
-    repo = open_repository(named(url), key)
+    repo = open_repository(resolve_url(url), key)
     ranks = as_group(group)
-    wish = Wish(like, only, progress, rename, ranks, share_reads)
+    request = LoadRequest(like, only, progress, rename, ranks, share_reads)
     check_switch("strict", strict)
     if step is not None:
-        return load_step(repo, check_step(step), wish)
-    found = load_newest(repo, strict, wish)
+        return load_step(repo, check_step(step), request)
+    found = load_newest(repo, strict, request)
     if found is None:
         raise StepNotFound(f"{repo.url} has no committed step to load")
     return found[1]
 
 
-def load_step(repo: Repository, step: int, wish: Wish) -> Any:
+def load_step(repo: Repository, step: int, request: LoadRequest) -> Any:
     """Load a step that was named."""
-    if wish.group.size > 1:
-        wish.group.meet_at(repo.store)
-        require_one_step(wish.group, step)
-    return load_checkpoint(functools.partial(find_together, repo, step, wish.group), wish)
+    if request.group.size > 1:
+        request.group.meet_at(repo.store)
+        require_same_step(request.group, step)
+    return load_checkpoint(functools.partial(open_agreed_checkpoint, repo, step, request.group), request)
 
 
-def load_newest(repo: Repository, strict: bool, wish: Wish, before: int | None = None) -> tuple[int, Any] | None:
+def load_newest(repo: Repository, strict: bool, request: LoadRequest, before: int | None = None) -> tuple[int, Any] | None:
     """The newest step that is whole, and what was loaded of it; None where no step is committed.
 
     before: the newest below this one, if there is any.
 
     Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
     """
-    return load_newest_together(repo, strict, wish, load_checkpoint, before)
+    return load_newest_on_all_ranks(repo, strict, request, load_checkpoint, before)
 
 
-def load_checkpoint(find: Callable[[], Checkpoint], wish: Wish) -> Any:
+def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any:
     """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise."""
-    group = wish.group
+    group = request.group
     checkpoint = find()  # which all ranks do together
-    once = wish.once or checkpoint.commit.world_size > 1  # one of many ranks is hardly loaded for a look
-    order, finish = together(group, lambda: _prepare(checkpoint, wish, once))
+    bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1  # one of many ranks is hardly loaded for a look
+    read_plan, finish = run_on_all_ranks(group, lambda: _plan_load(checkpoint, request, bypass_cache))
     algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
     packs = [file.name for file in checkpoint.commit.packs]
-    together(
+    run_on_all_ranks(
         group,
-        lambda: read_together(
-            checkpoint.store, algorithm, order, packs, where, group, wish.share_reads, wish.progress, once=once
+        lambda: read_shared(
+            checkpoint.store,
+            algorithm,
+            read_plan,
+            packs,
+            where,
+            group,
+            request.share_reads,
+            request.progress,
+            bypass_cache=bypass_cache,
         ),
     )
-    loaded = together(group, finish)
+    loaded = run_on_all_ranks(group, finish)
     log.info("loaded %s: %s", checkpoint.where, checkpoint.protection)
     return loaded
 
 
-def _prepare(checkpoint: Checkpoint, wish: Wish, once: bool) -> tuple[list[Wanted], Finish]:
+def _plan_load(checkpoint: Checkpoint, request: LoadRequest, bypass_cache: bool) -> tuple[list[BlockRead], Finish]:
     """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
-    like, only = wish.like, wish.only
-    if only is None and wish.group.size == 1 and not once:  # else this rank may need only a part
+    like, only = request.like, request.only
+    if only is None and request.group.size == 1 and not bypass_cache:  # else this rank may need only a part
         checkpoint.prefetch()
     tree = checkpoint.tree()
-    wanted = None if only is None else matcher(only)
+    selector = None if only is None else matcher(only)
     where = checkpoint.where
-    if like is not None and wish.rename is not None:
+    if like is not None and request.rename is not None:
         with collector_paused():
-            tree = renamed(tree, like, wish.rename, wanted, where)
+            tree = rename_tree(tree, like, request.rename, selector, where)
         where = f"`like`, renamed for {where},"
     if only is not None:
         require_match((name for name, _ in entries(tree)), only, where)
     with collector_paused():
-        filler = Filler(checkpoint.saved(), wanted, checkpoint.where, checkpoint.manifest().bytes_of_leaves)
+        target_matcher = TargetMatcher(checkpoint.saved(), selector, checkpoint.where, checkpoint.manifest().bytes_of_leaves)
         if like is None:
-            finish = filler.rebuild(tree if wanted is None else select(tree, wanted))
+            finish = target_matcher.rebuild(tree if selector is None else select(tree, selector))
         else:
-            finish = filler.fill(like, tree) or (lambda: like)
-        targets = filler.reading()
+            finish = target_matcher.match(like, tree) or (lambda: like)
+        targets = target_matcher.read_targets()
         if like is not None:
-            check_apart(targets, checkpoint.manifest(), checkpoint.where, filler.aliases)
-    return wanted_blocks(checkpoint.manifest(), targets, checkpoint.where), finish
+            check_aliasing(targets, checkpoint.manifest(), checkpoint.where, target_matcher.aliases)
+    return plan_reads(checkpoint.manifest(), targets, checkpoint.where), finish
 
 
-def open(url: Url | None = None, *, key: KeyWish = None) -> Repository:
+def open(url: Url | None = None, *, key: KeyOption = None) -> Repository:
     """Open the repository at `url` for reading; raise StepNotFound where nothing is there yet, FormatError where
     something else is. key: as for `ckpt.load`."""
-    repo = open_repository(named(url), key)
+    repo = open_repository(resolve_url(url), key)
     repo.check()
     return repo
 

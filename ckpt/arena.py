@@ -14,10 +14,10 @@ import numpy as np
 
 from ckpt.leaves.base import Bytes
 from ckpt.storage.base import ALIGNMENT
-from ckpt.storage.pages import pages
+from ckpt.storage.pages import map_huge_pages
 
 
-class ArenaClosed(Exception):
+class ArenaAbandoned(Exception):
     """Taking was given up because the save failed elsewhere."""
 
 
@@ -35,9 +35,9 @@ class Region:
 class Arena:
     """A ring of `capacity` bytes of page-aligned memory."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = round_up(capacity)
-        self._map = pages(self.capacity)
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = round_up(capacity_bytes)
+        self._map = map_huge_pages(self.capacity_bytes)
         self.memory: Bytes = np.frombuffer(self._map, np.uint8)
         self.pinned = False
         self._regions: deque[Region] = deque()
@@ -49,16 +49,16 @@ class Arena:
     def take(self, nbytes: int, wait: bool = True) -> Region | None:
         """Return a region of at least `nbytes`; where there is no room, wait for it, or return None if not `wait`."""
         length = round_up(nbytes)
-        if length > self.capacity:
-            raise ValueError(f"a region of {length} bytes does not fit an arena of {self.capacity}")
+        if length > self.capacity_bytes:
+            raise ValueError(f"a region of {length} bytes does not fit an arena of {self.capacity_bytes}")
         with self._changed:
             while True:
                 if self._abandoned:
-                    raise ArenaClosed
+                    raise ArenaAbandoned
                 start = self._head
-                if start % self.capacity + length > self.capacity:  # would wrap: leave out the rest of the ring
-                    start += self.capacity - start % self.capacity
-                if start + length - self._tail <= self.capacity:
+                if start % self.capacity_bytes + length > self.capacity_bytes:  # would wrap: leave out the rest of the ring
+                    start += self.capacity_bytes - start % self.capacity_bytes
+                if start + length - self._tail <= self.capacity_bytes:
                     break
                 if not self._regions:  # empty, but the head stands badly: begin anew
                     self._head = self._tail = 0
@@ -67,7 +67,7 @@ class Arena:
                     return None
                 self._changed.wait()
             self._head = start + length
-            at = start % self.capacity
+            at = start % self.capacity_bytes
             region = Region(self.memory[at : at + length], self._head)
             self._regions.append(region)
             return region
@@ -118,7 +118,7 @@ def round_up(nbytes: int) -> int:
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
-_TOUCH = 64 << 20
+_TOUCH_BYTES = 64 << 20
 
 
 class ArenaPool:
@@ -131,47 +131,47 @@ class ArenaPool:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
 
-    def borrow(self, capacity: int) -> Arena:
+    def borrow(self, capacity_bytes: int) -> Arena:
         """Return an idle arena of at least `capacity` bytes, or a new one."""
         preparing = self._preparing
         if preparing is not None and preparing is not threading.current_thread():
             preparing.join()  # rather than map the same memory twice
         with self._lock:
-            fitting = [a for a in self._idle if round_up(capacity) <= a.capacity]
-            arena = min(fitting, key=lambda a: a.capacity, default=None)
+            fitting = [a for a in self._idle if round_up(capacity_bytes) <= a.capacity_bytes]
+            arena = min(fitting, key=lambda a: a.capacity_bytes, default=None)
             if arena is not None:
                 self._idle.remove(arena)
                 return arena
-        return Arena(capacity)
+        return Arena(capacity_bytes)
 
     def give_back(self, arena: Arena) -> None:
         """Keep the arena for the next save; a smaller idle one goes, since this one serves its purpose."""
         arena.reset()
         with self._lock:
-            smaller = [a for a in self._idle if a.capacity <= arena.capacity]
-            self._idle = [a for a in self._idle if a.capacity > arena.capacity] + [arena]
+            smaller = [a for a in self._idle if a.capacity_bytes <= arena.capacity_bytes]
+            self._idle = [a for a in self._idle if a.capacity_bytes > arena.capacity_bytes] + [arena]
         for old in smaller:
             old.close()
 
-    def prepare(self, capacity: int) -> None:
+    def prepare(self, capacity_bytes: int) -> None:
         """Have an arena of `capacity` bytes mapped and touched in the background, so that the next save need not.
 
         The first touch of a page costs ten times as much as the copy into it (measured: 1.5 s for 2 GiB, then 0.13 s).
         """
         if self._preparing is None or not self._preparing.is_alive():
-            thread = threading.Thread(target=self._prepare, args=(capacity,), name="ckpt-prepare")
+            thread = threading.Thread(target=self._prepare, args=(capacity_bytes,), name="ckpt-prepare")
             thread.start()
             self._preparing = thread  # begun, so that another thread can wait for it
 
-    def _prepare(self, capacity: int) -> None:
+    def _prepare(self, capacity_bytes: int) -> None:
         try:
-            arena = self.borrow(capacity)
+            arena = self.borrow(capacity_bytes)
         except (OSError, ValueError):
             return  # not so much memory: the save will say so, if it wants as much
-        for start in range(0, arena.capacity, _TOUCH):
+        for start in range(0, arena.capacity_bytes, _TOUCH_BYTES):
             if not threading.main_thread().is_alive():
                 break
-            arena.memory[start : start + _TOUCH : ALIGNMENT] = 0
+            arena.memory[start : start + _TOUCH_BYTES : ALIGNMENT] = 0
         self.give_back(arena)
 
     def clear(self) -> None:

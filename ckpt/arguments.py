@@ -16,9 +16,9 @@ import numpy as np
 from ckpt.storage.errors import InvalidArgument
 
 
-def positive(name: str, value: Any, what: str) -> int:
+def checked_positive(name: str, value: Any, what: str) -> int:
     """A whole number of at least 1, numpy's too. `what` says what is taken, for the message."""
-    number = whole(value)
+    number = as_integer(value)
     if number is None or number < 1:
         raise InvalidArgument(f"{name}={value!r}: use {what}")
     return number
@@ -30,12 +30,12 @@ def checked_every(value: Any) -> Any:
         return value
     if isinstance(value, timedelta) and value >= timedelta(0):
         return value
-    return positive("every", value, "a positive number of steps, a timedelta, 'auto' or None")
+    return checked_positive("every", value, "a positive number of steps, a timedelta, 'auto' or None")
 
 
 def checked_bytes(name: str, value: Any) -> int | None:
     """A limit in bytes, or None."""
-    return None if value is None else positive(name, value, "a positive number of bytes, as in 4 << 30, or None")
+    return None if value is None else checked_positive(name, value, "a positive number of bytes, as in 4 << 30, or None")
 
 
 def checked_seconds(name: str, value: Any) -> float:
@@ -94,7 +94,7 @@ def check_share_reads(value: Any) -> None:
         raise InvalidArgument(f"share_reads={value!r}: use 'auto', True or False")
 
 
-def whole(value: Any) -> int | None:
+def as_integer(value: Any) -> int | None:
     """A whole number as int, None for anything else; True and False are none."""
     if isinstance(value, bool):
         return None

@@ -17,7 +17,7 @@ from ckpt.storage.errors import StoreError
 # --- into Arrow --------------------------------------------------------------------------------------------------
 
 
-def numbers(values: Any, kind: str = "int64") -> Any:
+def number_array(values: Any, kind: str = "int64") -> Any:
     """Numbers (an array, or a sequence in which None is null) as an Arrow array; kind: the name of a numpy type."""
     import pyarrow as pa
 
@@ -25,51 +25,51 @@ def numbers(values: Any, kind: str = "int64") -> Any:
     if not isinstance(values, np.ndarray):
         values = list(values)
         if None in values:
-            valid = _bits([value is not None for value in values])
+            valid = _bitmap([value is not None for value in values])
             values = [value or 0 for value in values]
     data = np.ascontiguousarray(values, kind)
     return pa.Array.from_buffers(getattr(pa, kind)(), len(data), [valid, pa.py_buffer(data)])
 
 
-def texts(values: Sequence[str | None]) -> Any:
+def text_array(values: Sequence[str | None]) -> Any:
     """Strings as an Arrow array; None is null."""
     import pyarrow as pa
 
-    return _strings(pa.string(), [None if value is None else value.encode() for value in values])
+    return _variable_length_array(pa.string(), [None if value is None else value.encode() for value in values])
 
 
-def blobs(values: Sequence[bytes]) -> Any:
+def binary_array(values: Sequence[bytes]) -> Any:
     """Bytes as an Arrow array."""
     import pyarrow as pa
 
-    return _strings(pa.binary(), values)
+    return _variable_length_array(pa.binary(), values)
 
 
-def _strings(kind: Any, values: Sequence[bytes | None]) -> Any:
+def _variable_length_array(kind: Any, values: Sequence[bytes | None]) -> Any:
     import pyarrow as pa
 
     valid = None
     if None in values:
-        valid = _bits([value is not None for value in values])
+        valid = _bitmap([value is not None for value in values])
     known = [value or b"" for value in values]
     ends = np.zeros(len(known) + 1, np.int64)
     np.cumsum(list(map(len, known)), out=ends[1:])
-    if ends[-1] > _MOST_BYTES:
-        raise StoreError(f"a column of the manifest would take {ends[-1]} bytes; {_MOST_BYTES} are the most: use more ranks")
+    if ends[-1] > _MAX_BYTES:
+        raise StoreError(f"a column of the manifest would take {ends[-1]} bytes; {_MAX_BYTES} are the most: use more ranks")
     buffers = [valid, pa.py_buffer(ends.astype(np.int32)), pa.py_buffer(b"".join(known))]
     return pa.Array.from_buffers(kind, len(known), buffers)
 
 
-_MOST_BYTES = 2**31 - 1
+_MAX_BYTES = 2**31 - 1
 
 
-def _bits(flags: Sequence[bool]) -> Any:
+def _bitmap(flags: Sequence[bool]) -> Any:
     import pyarrow as pa
 
     return pa.py_buffer(np.packbits(np.array(flags, bool), bitorder="little"))
 
 
-def call(function: str, *columns: Any, options: Any = None) -> Any:
+def compute_function(function: str, *columns: Any, options: Any = None) -> Any:
     """One of Arrow's compute functions, by name.
 
     Not by pyarrow.compute: to import that makes a documented Python function of each of them, a quarter of all that a first
@@ -84,17 +84,17 @@ def cast(column: Any, kind: Any) -> Any:
     """The column as one of this type; raise ArrowInvalid where a value does not fit."""
     from pyarrow._compute import CastOptions
 
-    return column if column.type == kind else call("cast", column, options=CastOptions.safe(kind))
+    return column if column.type == kind else compute_function("cast", column, options=CastOptions.safe(kind))
 
 
-def taken(column: Any, rows: Any) -> Any:
+def take_rows(column: Any, rows: Any) -> Any:
     """The rows of an Arrow array or table with these numbers, an array."""
-    return call("take", column, numbers(rows))
+    return compute_function("take", column, number_array(rows))
 
 
-def by_number(column: Any) -> Any:
+def dictionary_encoded(column: Any) -> Any:
     """A text column as a dictionary and numbers."""
-    return call("dictionary_encode", column)
+    return compute_function("dictionary_encode", column)
 
 
 def valid_rows(column: Any) -> Any:
@@ -116,25 +116,25 @@ def one_chunk(column: Any) -> Any:
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
 
 
-def lists_of(values: Sequence[Sequence[int]]) -> Any:
+def list_array(values: Sequence[Sequence[int]]) -> Any:
     """A list column. Built from flat numbers: pyarrow takes nested Python lists one by one, ten times as slowly."""
     lengths = [len(v) for v in values]
-    return list_column(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
+    return list_array_of_flat(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
 
 
-def list_column(flat: Any, lengths: Any) -> Any:
+def list_array_of_flat(flat: Any, lengths: Any) -> Any:
     """A list column of these numbers, so many to each row."""
     import pyarrow as pa
 
     ends = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=ends[1:])
-    return pa.ListArray.from_arrays(numbers(ends, "int32"), numbers(flat), type=pa.list_(pa.int64()))
+    return pa.ListArray.from_arrays(number_array(ends, "int32"), number_array(flat), type=pa.list_(pa.int64()))
 
 
 # --- out of Arrow ------------------------------------------------------------------------------------------------
 
 
-def array_of(column: Any) -> Any:
+def numpy_array(column: Any) -> Any:
     """A column of whole numbers without nulls as a numpy array, not copied."""
     column = one_chunk(column)
     kind = np.dtype(str(column.type))
@@ -142,28 +142,28 @@ def array_of(column: Any) -> Any:
     return np.zeros(0, kind) if data is None else np.frombuffer(data, kind, len(column), column.offset * kind.itemsize)
 
 
-def flags_of(column: Any) -> Any:
+def bool_array(column: Any) -> Any:
     """A column of true and false without nulls as a numpy array."""
     import pyarrow as pa
 
-    return array_of(cast(column, pa.uint8())).astype(bool)
+    return numpy_array(cast(column, pa.uint8())).astype(bool)
 
 
-def numbers_of(column: Any) -> tuple[Any, Any]:
+def flat_lists(column: Any) -> tuple[Any, Any]:
     """A list column as flat numbers, and where each row's begin: one more than there are rows."""
     column = one_chunk(column)
-    ends = array_of(column.offsets)
-    return array_of(column.values)[ends[0] : ends[-1]], ends - ends[0]
+    ends = numpy_array(column.offsets)
+    return numpy_array(column.values)[ends[0] : ends[-1]], ends - ends[0]
 
 
-def codes_of(column: Any) -> tuple[Any, list[str]]:
+def dictionary_codes(column: Any) -> tuple[Any, list[str]]:
     """A text column without nulls as numbers, and the texts that they mean; some of them may mean nothing here."""
     import pyarrow as pa
 
     column = _decoded_if_short(one_chunk(column))
     if not pa.types.is_dictionary(column.type):
-        column = by_number(column)
-    return array_of(column.indices), column.dictionary.to_pylist()
+        column = dictionary_encoded(column)
+    return numpy_array(column.indices), column.dictionary.to_pylist()
 
 
 def _decoded_if_short(column: Any) -> Any:
@@ -175,24 +175,24 @@ def _decoded_if_short(column: Any) -> Any:
     return column
 
 
-def values_of(column: Any) -> Iterable[Any]:
+def python_values(column: Any) -> Iterable[Any]:
     """A column as Python objects. numpy makes them ten times as fast as pyarrow does, where there are no nulls."""
     import pyarrow as pa
 
     column = _decoded_if_short(one_chunk(column))
     kind = column.type
     if pa.types.is_list(kind):
-        return _tuples(*numbers_of(column))
+        return _tuples(*flat_lists(column))
     if pa.types.is_dictionary(kind):
-        known = [*column.dictionary.to_pylist(), None]
+        entries = [*column.dictionary.to_pylist(), None]
         codes = np.full(len(column), -1)
-        codes[valid_rows(column)] = array_of(call("drop_null", column.indices))
-        return [known[code] for code in codes.tolist()]
+        codes[valid_rows(column)] = numpy_array(compute_function("drop_null", column.indices))
+        return [entries[code] for code in codes.tolist()]
     if pa.types.is_integer(kind):
         if column.null_count == len(column):
             return [None] * len(column)
         if not column.null_count:
-            return array_of(column).tolist()  # type: ignore[no-any-return]
+            return numpy_array(column).tolist()  # type: ignore[no-any-return]
     return column.to_pylist()  # type: ignore[no-any-return]
 
 

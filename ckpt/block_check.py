@@ -12,17 +12,17 @@ import xxhash
 from ckpt import codec
 from ckpt.arena import round_up
 from ckpt.digest import checksum, digest, hasher, is_cryptographic
-from ckpt.limits import LARGEST_BLOCK
+from ckpt.limits import MAX_BLOCK_BYTES
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError
-from ckpt.storage.pages import pages
+from ckpt.storage.pages import map_huge_pages
 from ckpt.storage.sums import CELL_BYTES
 
-_PIECE = 4 * CELL_BYTES
+_CHUNK_BYTES = 4 * CELL_BYTES
 """Read and hashed at a time."""
 
 
-class Stated(Protocol):
+class StatedBlock(Protocol):
     """What a manifest states of a block: `Row` and `StoredBlock` have it."""
 
     @property
@@ -39,19 +39,21 @@ class Stated(Protocol):
     def checksum(self) -> int | None: ...
 
 
-def is_good_block(algorithm: str, block: Stated, stored: memoryview) -> bool:
+def is_good_block(algorithm: str, block: StatedBlock, stored: memoryview) -> bool:
     """Whether these are the stored bytes of a block.
 
     The checksum of the stored bytes finds accidents. Where the digest is a cryptographic one, that is compared too.
     """
     if block.codec is None:
         return digest(algorithm, stored) == block.digest
-    return checksum(stored) == block.checksum and (not is_cryptographic(algorithm) or _decodes(algorithm, block, stored))
+    return checksum(stored) == block.checksum and (
+        not is_cryptographic(algorithm) or _decodes_to_digest(algorithm, block, stored)
+    )
 
 
-def _decodes(algorithm: str, block: Stated, stored: memoryview) -> bool:
+def _decodes_to_digest(algorithm: str, block: StatedBlock, stored: memoryview) -> bool:
     assert block.codec is not None
-    if block.raw > LARGEST_BLOCK:
+    if block.raw > MAX_BLOCK_BYTES:
         return False
     raw = np.empty(block.raw, np.uint8)
     try:
@@ -63,8 +65,8 @@ def _decodes(algorithm: str, block: Stated, stored: memoryview) -> bool:
     return digest(algorithm, raw) == block.digest
 
 
-def read_and_check(
-    store: Store, name: str, algorithm: str, block: Stated, computing: Callable[[], AbstractContextManager[object]]
+def verify_stored_block(
+    store: Store, name: str, algorithm: str, block: StatedBlock, compute_slot: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """Read a block past the page cache; raise IntegrityError where it is not as it was written, StoreError as `store` does.
 
@@ -72,24 +74,24 @@ def read_and_check(
     """
     where = f"{store.url}/{name}, block at byte {block.position},"
     at_once = block.codec is not None and is_cryptographic(algorithm)  # its digest is that of the decoded bytes
-    if at_once and block.stored > LARGEST_BLOCK:
-        raise IntegrityError(f"{where} has {block.stored} bytes, and blocks have at most {LARGEST_BLOCK}")
+    if at_once and block.stored > MAX_BLOCK_BYTES:
+        raise IntegrityError(f"{where} has {block.stored} bytes, and blocks have at most {MAX_BLOCK_BYTES}")
     # Far away each call takes its time: all in one call.
-    piece = _PIECE if store.past_cache and not at_once else max(1, min(block.stored, LARGEST_BLOCK))
-    memory = np.frombuffer(pages(min(round_up(piece), round_up(block.stored))), np.uint8)
+    chunk_bytes = _CHUNK_BYTES if store.past_cache and not at_once else max(1, min(block.stored, MAX_BLOCK_BYTES))
+    memory = np.frombuffer(map_huge_pages(min(round_up(chunk_bytes), round_up(block.stored))), np.uint8)
     sums: Any = xxhash.xxh3_64() if block.codec is not None else hasher(algorithm)
     done = 0
     with store.open_once(name) as reader:
         while done < block.stored:
-            wanted = min(piece, block.stored - done)
+            expected = min(chunk_bytes, block.stored - done)
             # Whole pages, as packs have them: such can pass the page cache.
-            count = reader.read_into(block.position + done, memory[: round_up(wanted)].data)
-            if count < wanted:
+            count = reader.read_into(block.position + done, memory[: round_up(expected)].data)
+            if count < expected:
                 raise IntegrityError(f"{where} ends {block.stored - done - count} bytes early")
-            with computing():
-                sums.update(memory[:wanted].data)
-            done += wanted
-    with computing():
+            with compute_slot():
+                sums.update(memory[:expected].data)
+            done += expected
+    with compute_slot():
         if at_once:
             good = is_good_block(algorithm, block, memory[: block.stored].data)
         elif block.codec is not None:

@@ -18,10 +18,10 @@ import numpy as np
 from ckpt.leaves.base import Bytes
 from ckpt.storage.errors import IntegrityError
 
-LZMA_BYTES = 256 << 20
+MAX_LZMA_BYTES = 256 << 20
 """The most memory that an LZMA decoder may claim. The strongest preset of the format takes 65 MiB."""
 
-_GZIP = 31
+_GZIP_WINDOW_BITS = 31
 """Window bits of zlib that stand for a gzip header and the largest window."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -36,15 +36,15 @@ def decode(codec: Any, config: dict[str, Any], stored: memoryview, out: Bytes) -
     if decoder is not None:
         _fill(out, decoder(config, stored, len(out)))
         return
-    claimed = _CLAIMED[config["id"]](stored)
+    claimed = _CLAIMED_BYTES[config["id"]](stored)
     if claimed != len(out):
-        raise _other_length(claimed, len(out))
+        raise _length_error(claimed, len(out))
     decoded = codec.decode(stored, out)
     if decoded is not out:
         _fill(out, memoryview(decoded).cast("B"))
 
 
-def inflated(data: bytes, limit: int) -> bytes:
+def inflate(data: bytes, limit: int) -> bytes:
     """What zlib data decode to; raise ValueError where that is not zlib data or is longer than `limit` bytes."""
     stream = zlib.decompressobj()
     try:
@@ -60,13 +60,13 @@ def inflated(data: bytes, limit: int) -> bytes:
 
 def _fill(out: Bytes, decoded: bytes | memoryview) -> None:
     if len(decoded) != len(out):
-        raise _other_length(len(decoded), len(out))
+        raise _length_error(len(decoded), len(out))
     got = np.frombuffer(decoded, np.uint8)
     if got.ctypes.data != out.ctypes.data:
         out[:] = got
 
 
-def _other_length(found: int | None, stated: int) -> IntegrityError:
+def _length_error(found: int | None, stated: int) -> IntegrityError:
     what = "an unknown number of" if found is None else f"{found}"
     return IntegrityError(f"the block decodes to {what} bytes, or to more, and the manifest states {stated}")
 
@@ -74,47 +74,47 @@ def _other_length(found: int | None, stated: int) -> IntegrityError:
 # --- codecs that stop at a length: one byte more than stated shows that the result is too long -------------------------
 
 
-def _zlib(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+def _decode_zlib(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
     return zlib.decompressobj().decompress(stored, nbytes + 1)
 
 
-def _gzip(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
-    return zlib.decompressobj(_GZIP).decompress(stored, nbytes + 1)
+def _decode_gzip(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+    return zlib.decompressobj(_GZIP_WINDOW_BITS).decompress(stored, nbytes + 1)
 
 
-def _bz2(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+def _decode_bz2(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
     return bz2.BZ2Decompressor().decompress(stored, nbytes + 1)
 
 
-def _lzma(config: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+def _decode_lzma(config: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
     form, filters = config.get("format", lzma.FORMAT_XZ), config.get("filters")
     if form != lzma.FORMAT_RAW:
-        return lzma.LZMADecompressor(form, LZMA_BYTES).decompress(stored, nbytes + 1)
-    if sum(int(f.get("dict_size", 0)) for f in filters or ()) > LZMA_BYTES:
-        raise IntegrityError(f"LZMA filters with a dictionary of more than {LZMA_BYTES} bytes are not decoded")
+        return lzma.LZMADecompressor(form, MAX_LZMA_BYTES).decompress(stored, nbytes + 1)
+    if sum(int(f.get("dict_size", 0)) for f in filters or ()) > MAX_LZMA_BYTES:
+        raise IntegrityError(f"LZMA filters with a dictionary of more than {MAX_LZMA_BYTES} bytes are not decoded")
     return lzma.LZMADecompressor(form, None, filters).decompress(stored, nbytes + 1)
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any], memoryview, int], bytes]] = {
-    "zlib": _zlib, "gzip": _gzip, "bz2": _bz2, "lzma": _lzma,
+    "zlib": _decode_zlib, "gzip": _decode_gzip, "bz2": _decode_bz2, "lzma": _decode_lzma,
 }  # fmt: skip
 
 
 # --- codecs that decode into `out`: what their header claims --------------------------------------------------------------
 
 
-def _blosc(stored: memoryview) -> int | None:
+def _blosc_claim(stored: memoryview) -> int | None:
     if len(stored) < 16:
         return None
     nbytes, block = int.from_bytes(stored[4:8], "little"), int.from_bytes(stored[8:12], "little")
     return nbytes if block <= max(nbytes, 1) else None  # it allocates three times its inner block
 
 
-def _lz4(stored: memoryview) -> int | None:
+def _lz4_claim(stored: memoryview) -> int | None:
     return int.from_bytes(stored[:4], "little") if len(stored) >= 4 else None
 
 
-def _zstd(stored: memoryview) -> int | None:
+def _zstd_claim(stored: memoryview) -> int | None:
     """The content size of the first frame; None where the header does not state it. RFC 8878, section 3.1.1.1."""
     if len(stored) < 6 or stored[:4] != _ZSTD_MAGIC:
         return None
@@ -127,4 +127,9 @@ def _zstd(stored: memoryview) -> int | None:
     return int.from_bytes(stored[at : at + size_bytes], "little") + (256 if size_bytes == 2 else 0)
 
 
-_CLAIMED: dict[str, Callable[[memoryview], int | None]] = {"blosc": _blosc, "lz4": _lz4, "zstd": _zstd, "shuffle": len}
+_CLAIMED_BYTES: dict[str, Callable[[memoryview], int | None]] = {
+    "blosc": _blosc_claim,
+    "lz4": _lz4_claim,
+    "zstd": _zstd_claim,
+    "shuffle": len,
+}

@@ -16,69 +16,71 @@ from collections.abc import Sequence
 import xxhash
 
 from ckpt.leaves.base import Bytes
-from ckpt.plan import Block, LeafSpec, Piece
+from ckpt.plan import Block, BlockPiece, LeafSpec
 
-_MOST_BLOCKS = 10_000
+_MAX_BLOCKS = 10_000
 
-_Key = str | tuple[str, tuple[int, ...], int]
+_PieceKey = str | tuple[str, tuple[int, ...], int]
 
 
-class Changes:
+class ChangingLeaves:
     """What the saves of this process to one place have found. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._digests: dict[_Key, int] = {}
+        self._digests: dict[_PieceKey, int] = {}
         """Of leaves that stay, when they were last looked at."""
-        self._together: set[str] = set()
+        self._changing_in_whole_blocks: set[str] = set()
         """Leaves that change, as do all others of their blocks, while no block is known in which others stay."""
-        self._whole: dict[int, list[Piece]] = {}
+        self._fully_changing_blocks: dict[int, list[BlockPiece]] = {}
         """The pieces of blocks of such leaves, by identity: a plan is the same object from save to save."""
         self.changing: frozenset[str] = frozenset()
         """Names of the leaves that are to be kept from those that stay."""
 
-    def look(self, block: Block, specs: Sequence[LeafSpec], data: Bytes) -> None:
+    def compare_block(self, block: Block, specs: Sequence[LeafSpec], data: Bytes) -> None:
         """Compare the leaves of a block that is to be written with what they were. data: its raw bytes."""
         pieces = block.pieces
         if len(pieces) < 2 or specs[pieces[0].leaf].kind == "changes":  # there is nothing to keep from each other
             return
-        if self._whole.get(id(pieces)) is pieces:
+        if self._fully_changing_blocks.get(id(pieces)) is pieces:
             return
-        of = [specs[piece.leaf] for piece in pieces]
-        if self._together.issuperset([spec.name for spec in of]):
-            if len(self._whole) >= _MOST_BLOCKS:
-                self._whole = {}
-            self._whole[id(pieces)] = pieces
+        block_specs = [specs[piece.leaf] for piece in pieces]
+        if self._changing_in_whole_blocks.issuperset([spec.name for spec in block_specs]):
+            if len(self._fully_changing_blocks) >= _MAX_BLOCKS:
+                self._fully_changing_blocks = {}
+            self._fully_changing_blocks[id(pieces)] = pieces
             return
         digests = [xxhash.xxh3_64_intdigest(data[p.start : p.start + p.nbytes].data) for p in pieces]
-        keys = [_key(spec, piece.begin) for spec, piece in zip(of, pieces, strict=True)]
+        keys = [_piece_key(spec, piece.begin) for spec, piece in zip(block_specs, pieces, strict=True)]
         with self._lock:
-            changed = {s.name for s, k, d in zip(of, keys, digests, strict=True) if self._digests.setdefault(k, d) != d}
+            changed = {
+                s.name for s, k, d in zip(block_specs, keys, digests, strict=True) if self._digests.setdefault(k, d) != d
+            }
             if not changed:
                 return
-            for spec, key in zip(of, keys, strict=True):
+            for spec, key in zip(block_specs, keys, strict=True):
                 if spec.name in changed:
                     del self._digests[key]
-            if not self.changing and all(spec.name in changed for spec in of):
-                self._together = self._together | changed
+            if not self.changing and all(spec.name in changed for spec in block_specs):
+                self._changing_in_whole_blocks = self._changing_in_whole_blocks | changed
             else:
-                self.changing, self._together = self.changing | changed | self._together, set()
-                self._whole = {}
+                self.changing, self._changing_in_whole_blocks = self.changing | changed | self._changing_in_whole_blocks, set()
+                self._fully_changing_blocks = {}
 
 
-def _key(spec: LeafSpec, begin: int) -> _Key:
+def _piece_key(spec: LeafSpec, begin: int) -> _PieceKey:
     return (spec.name, spec.offset, begin) if begin or any(spec.offset) else spec.name
 
 
-_MOST_PLACES = 4
-_known: dict[tuple[str, int], Changes] = {}
-_registry = threading.Lock()
+_MAX_REMEMBERED = 4
+_remembered: dict[tuple[str, int], ChangingLeaves] = {}
+_registry_lock = threading.Lock()
 
 
-def changes_of(place: tuple[str, int]) -> Changes:
+def changing_leaves_of(url_and_rank: tuple[str, int]) -> ChangingLeaves:
     """What is known of saves to this URL by this rank; kept for the last few places only."""
-    with _registry:
-        found = _known[place] = _known.pop(place) if place in _known else Changes()
-        while len(_known) > _MOST_PLACES:
-            del _known[next(iter(_known))]
+    with _registry_lock:
+        found = _remembered[url_and_rank] = _remembered.pop(url_and_rank) if url_and_rank in _remembered else ChangingLeaves()
+        while len(_remembered) > _MAX_REMEMBERED:
+            del _remembered[next(iter(_remembered))]
         return found

@@ -19,20 +19,20 @@ from ckpt.manifest import Manifest, Saved
 from ckpt.places import from_nearest
 from ckpt.quiet import collector_paused
 from ckpt.read import Progress, is_bad_sector, read_leaves, verify_blocks
-from ckpt.records import MANIFEST_BYTES, TREE_BYTES, CommitRecord, FileRecord, require_known
+from ckpt.records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
 from ckpt.select import suggest
 from ckpt.shard import Box
 from ckpt.signature import NO_KEYS, Keys
 from ckpt.storage.base import Store
 from ckpt.storage.errors import IntegrityError, LeafNotFound, NotFound, StoreError
 from ckpt.tree import Node
-from ckpt.trees import array_names, differs_by_rank, resolve
+from ckpt.trees import array_names, has_rank_nodes, resolve_for_rank
 from ckpt.wanted import Target
 
 PREFETCH_BYTES = 512 << 20
 """About what a disk reads while the rows of a hundred thousand leaves are parsed."""
-_SMALL_BYTES = 1 << 20
-_FEW = 4
+_SMALL_PREFETCH_BYTES = 1 << 20
+_FEW_PACKS = 4
 """To ask for so few bytes of so few packs takes less time than to start a thread for it."""
 
 
@@ -76,7 +76,7 @@ class Checkpoint:
         if self._manifest is None:
             files = self.commit.manifests
             parts = [manifests.decode(self.verified(file), f"{self.store.url}/{file.name}") for file in files]
-            self._manifest = manifests.joined(parts)
+            self._manifest = manifests.join_manifests(parts)
         return self._manifest
 
     def tree(self) -> Node:
@@ -87,10 +87,10 @@ class Checkpoint:
             try:
                 with collector_paused():
                     body = json.loads(data)
-                    require_known(body["format"], f"{self.store.url}/{file.name}")
+                    require_known_format(body["format"], f"{self.store.url}/{file.name}")
                     self._tree = body["tree"]
-                    if differs_by_rank(data):
-                        self._tree = resolve(self._tree, self._rank, max(1, self.commit.world_size))
+                    if has_rank_nodes(data):
+                        self._tree = resolve_for_rank(self._tree, self._rank, max(1, self.commit.world_size))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
         return self._tree
@@ -110,11 +110,11 @@ class Checkpoint:
 
     def verified(self, file: FileRecord) -> bytes:
         """A manifest or a tree of this step, verified against the commit record."""
-        return from_nearest(self.store, lambda store: self._verified(store, file), file.name)
+        return from_nearest(self.store, lambda store: self._read_verified(store, file), file.name)
 
-    def _verified(self, store: Store, file: FileRecord) -> bytes:
+    def _read_verified(self, store: Store, file: FileRecord) -> bytes:
         try:
-            most = TREE_BYTES if file in self.commit.trees else MANIFEST_BYTES
+            most = MAX_TREE_BYTES if file in self.commit.trees else MAX_MANIFEST_BYTES
             data = store.get_up_to(file.name, min(most, file.nbytes))
         except NotFound as error:
             where = f"{store.url}/{file.name} of step {self.step}"
@@ -179,7 +179,7 @@ class Checkpoint:
             room -= pack.nbytes
             if room <= 0:
                 break
-        if sum(nbytes for _, nbytes in jobs) <= _SMALL_BYTES and len(jobs) <= _FEW:
+        if sum(nbytes for _, nbytes in jobs) <= _SMALL_PREFETCH_BYTES and len(jobs) <= _FEW_PACKS:
             _prefetch(self.store, jobs)
         else:
             threading.Thread(target=_prefetch, args=(self.store, jobs), name="ckpt-prefetch", daemon=True).start()
@@ -204,7 +204,7 @@ class LazyArray:
 
     def __init__(self, checkpoint: Checkpoint, name: str, saved: Saved) -> None:
         self._checkpoint = checkpoint
-        self._rows: Manifest | None = None
+        self._leaf_manifest: Manifest | None = None
         self.name = name
         self.shape = saved.shape
         self.dtype: np.dtype[Any] = numpy_dtype(saved.dtype)
@@ -221,18 +221,18 @@ class LazyArray:
         return np.asarray(self[...], dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        box, within = _box_of(index, self.shape)
+        box, within = _bounding_box(index, self.shape)
         out = np.empty(box.shape, self.dtype)
         if out.size:
             checkpoint = self._checkpoint
-            if self._rows is None:
-                self._rows = checkpoint.manifest().select([self.name])
+            if self._leaf_manifest is None:
+                self._leaf_manifest = checkpoint.manifest().select([self.name])
             target = Target(self.name, NumpyLeaf(out), box)
-            read_leaves(checkpoint.store, self._rows, [target], checkpoint.where)
+            read_leaves(checkpoint.store, self._leaf_manifest, [target], checkpoint.where)
         return out[within]
 
 
-def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+def _bounding_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     """The smallest box around a basic index, and the index into that box which gives the same elements."""
     items = list(index) if isinstance(index, tuple) else [index]
     given = sum(i is not Ellipsis for i in items)

@@ -18,26 +18,26 @@ from ckpt import imports
 from ckpt import pulse as pulses
 from ckpt import session as sessions
 from ckpt.api import check_step, load_newest, load_step
-from ckpt.arguments import check_switch, checked_bytes, checked_every, positive
-from ckpt.codec import CodecWish
+from ckpt.arguments import check_switch, checked_bytes, checked_every, checked_positive
+from ckpt.codec import CodecOption
 from ckpt.damage_registry import mark_damaged
 from ckpt.groups import as_group
 from ckpt.handle import SaveHandle
-from ckpt.interval import Every, interval_seconds, told_mean_time
+from ckpt.interval import Every, interval_seconds, mtbf_seconds_from_env
 from ckpt.leaves.base import ArrayLeaf
-from ckpt.losses import Losses, as_number
-from ckpt.making_process import MakingProcess
-from ckpt.nan_check import NanWish
+from ckpt.losses import LossMonitor, as_number
+from ckpt.making_process import CreatorProcess
+from ckpt.nan_check import NanOption
 from ckpt.options import Options
 from ckpt.parts import TIMEOUT_SECONDS
 from ckpt.rename import Rename
-from ckpt.repository import Repository, Url, named, open_repository
+from ckpt.repository import Repository, Url, open_repository, resolve_url
 from ckpt.retention import Keep, as_keep
-from ckpt.schedule import Schedule
+from ckpt.schedule import SaveSchedule
 from ckpt.scrub import BYTES_PER_SECOND, Scrubber
 from ckpt.sharing import ShareReads
-from ckpt.signature import KeyWish, as_keys
-from ckpt.spikes import asked_for
+from ckpt.signature import KeyOption, as_keys
+from ckpt.spikes import spike_detector_from_env
 from ckpt.storage.errors import (
     CkptError,
     FormatError,
@@ -48,10 +48,10 @@ from ckpt.storage.errors import (
     UnknownScheme,
 )
 from ckpt.tier import Tier, checked_tiers
-from ckpt.tiers import Tiers
-from ckpt.together import Wish
-from ckpt.write import leave_out, staging_bytes
+from ckpt.tiers import TierManager
+from ckpt.together import LoadRequest
 from ckpt.write import save as run_save
+from ckpt.write import skip_step, staging_bytes
 
 log = logging.getLogger("ckpt")
 
@@ -87,65 +87,67 @@ class Checkpointer:
     DataLoader, is not affected.
     """
 
-    @pulses.meets("unusable", InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
+    @pulses.publish_trouble_on("unusable", InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
     def __init__(
         self,
         url: Url | None = None,
         *,
         every: Every = "auto",
         keep: int | Keep | None = None,
-        codec: CodecWish = "auto",
+        codec: CodecOption = "auto",
         digest: str = "auto",
         memory: int | None = None,
         in_flight: int = 1,
         group: Any = "auto",
         timeout: float = TIMEOUT_SECONDS,
         verify_replicas: bool | None = None,
-        nan: NanWish = "warn",
+        nan: NanOption = "warn",
         tiers: Sequence[Tier] = (),
-        key: KeyWish = None,
+        key: KeyOption = None,
         scrub: int | None = BYTES_PER_SECOND,
     ) -> None:
         every, tiers = checked_every(every), checked_tiers(tiers)
-        self._made_by = MakingProcess()
-        in_flight = positive("in_flight", in_flight, "a positive number of saves")
+        self._creator_process = CreatorProcess()
+        in_flight = checked_positive("in_flight", in_flight, "a positive number of saves")
         if in_flight > 1 and tiers:
             raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
-        url, ranks = named(url), as_group(group)
+        url, ranks = resolve_url(url), as_group(group)
         self._options = Options(
             codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas, nan
         )
         self._lazy_memory: frozenset[int] = frozenset()
-        self._last: SaveHandle | None = None
-        self._last_began = time.monotonic()
-        self._prepared = False
+        self._last_save: SaveHandle | None = None
+        self._last_save_started_at = time.monotonic()
+        self._staging_prepared = False
         self._cost_seconds = 0.1  # of the save before, as the loop felt it
-        self._failure_seconds = told_mean_time()
-        self._pulse = pulses.mine()
-        if self._pulse is not None:
-            self._pulse.hold()
-        self._losses = None if self._pulse is None else Losses(self._pulse, asked_for())
+        self._mean_time_to_failure_seconds = mtbf_seconds_from_env()
+        self._heartbeat_page = pulses.own_page()
+        if self._heartbeat_page is not None:
+            self._heartbeat_page.defer_sigterm()
+        self._loss_monitor = (
+            None if self._heartbeat_page is None else LossMonitor(self._heartbeat_page, spike_detector_from_env())
+        )
         keys = as_keys(key)
-        self._tiers = Tiers(url, every, keep, tiers, ranks, keys) if tiers else None
+        self._tiers = TierManager(url, every, keep, tiers, ranks, keys) if tiers else None
         self._every = every if self._tiers is None else self._tiers.every
         by_time = self._every is not None and not isinstance(self._every, int)
-        self._schedule = Schedule(self._interval) if by_time and ranks.size > 1 else None
+        self._schedule = SaveSchedule(self._interval) if by_time and ranks.size > 1 else None
         if self._schedule is not None:
-            self._options = replace(self._options, propose=self._schedule.propose)
-        self._to_tell = 2
-        self._calm: tuple[pulses.Pulse, int, int, int] | None = None
+            self._options = replace(self._options, propose_next_step=self._schedule.propose_next_step)
+        self._import_reports_left = 2
+        self._idle_window: tuple[pulses.HeartbeatPage, int, int, int] | None = None
         """Nothing is to be done but to beat: after which step, until which step, until which moment."""
-        self._went_on = False
+        self._has_restored_or_saved = False
         """Whether it has restored or saved a step."""
         self._session: sessions.Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
         )
-        self._scrubber = self._made_scrubber(checked_bytes("scrub", scrub))
+        self._scrubber = self._make_scrubber(checked_bytes("scrub", scrub))
 
-    def _made_scrubber(self, bytes_per_second: int | None) -> Scrubber:
-        session = self._open()
+    def _make_scrubber(self, bytes_per_second: int | None) -> Scrubber:
+        session = self._require_open()
         if self._tiers is not None:
             return Scrubber(self._tiers.record, None, None if session.group.rank else bytes_per_second)
         return Scrubber(session.repo, None if session.group.size == 1 else session.group.rank, bytes_per_second)
@@ -153,7 +155,7 @@ class Checkpointer:
     @property
     def repository(self) -> Repository:
         """For looking at what is there, in any tier."""
-        return self._open().repo if self._tiers is None else self._tiers.repository
+        return self._require_open().repo if self._tiers is None else self._tiers.repository
 
     # --- restoring ---------------------------------------------------------------------------------------------
 
@@ -171,31 +173,33 @@ class Checkpointer:
         abandoned. It is never taken for newer again, and `keep` deletes it first.
         """
         check_switch("strict", strict)
-        session, repo = self._open(), self.repository
-        self._calm = None
-        self._settle()  # a save under way may delete what is read here
-        wish = Wish(state, rename=rename, group=session.group, share_reads=share_reads, once=True)
+        session, repo = self._require_open(), self.repository
+        self._idle_window = None
+        self._wait_ignoring_errors()  # a save under way may delete what is read here
+        request = LoadRequest(state, rename=rename, group=session.group, share_reads=share_reads, bypass_cache=True)
         with pulses.phase("load"):
             if step is not None:
                 number = check_step(step)
-                start, loaded = number + 1, load_step(repo, number, wish)
+                start, loaded = number + 1, load_step(repo, number, request)
             else:
-                before = pulses.told_before()
-                with pulses.meets("damaged", *([] if strict else [IntegrityError])):  # all of them
-                    found = load_newest(repo, strict, wish, before)
+                restore_limit = pulses.restore_limit_from_env()
+                with pulses.publish_trouble_on("damaged", *([] if strict else [IntegrityError])):  # all of them
+                    found = load_newest(repo, strict, request, restore_limit)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
-                if before is not None and start <= before:  # nothing may refer to the later ones, or keep them as good
-                    later = [n for n in repo.step_numbers() if n >= before]
+                if (
+                    restore_limit is not None and start <= restore_limit
+                ):  # nothing may refer to the later ones, or keep them as good
+                    later = [n for n in repo.step_numbers() if n >= restore_limit]
                     mark_damaged(session.repo, later)
-            session.lineage.restored(start - 1)  # shared by all tiers
+            session.lineage.note_restored(start - 1)  # shared by all tiers
             if self._tiers is not None:
-                self._tiers.restored(start - 1)
-        if self._pulse is not None:
+                self._tiers.load_ended(start - 1)
+        if self._heartbeat_page is not None:
             if self._tiers is None:
-                self._pulse.durable(start - 1)
-            self._pulse.restored(start - 1, again=self._went_on)
-            self._pulse.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
-        self._went_on = True
+                self._heartbeat_page.publish_durable(start - 1)
+            self._heartbeat_page.publish_restored(start - 1, again=self._has_restored_or_saved)
+            self._heartbeat_page.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
+        self._has_restored_or_saved = True
         return loaded, start
 
     # --- saving ------------------------------------------------------------------------------------------------
@@ -209,133 +213,141 @@ class Checkpointer:
 
         loss: a number or an array of one element. One on a CUDA device, or of jax, is not waited for but where a save is due.
         """
-        if (calm := self._calm) is not None:
+        if (idle_window := self._idle_window) is not None:
             try:
-                if step > calm[1] and calm[0].passes(step, loss, calm[2], calm[3]):
+                if step > idle_window[1] and idle_window[0].beat_if_idle(step, loss, idle_window[2], idle_window[3]):
                     return None
             except TypeError:  # no number: it is told below
                 pass
-            self._calm = None
+            self._idle_window = None
         step = check_step(step)
-        self._open()
-        if self._pulse is not None:
-            self._beat(self._pulse, step, state, loss)
+        self._require_open()
+        if self._heartbeat_page is not None:
+            self._publish_step(self._heartbeat_page, step, state, loss)
         due = self._is_due(step)
         if not due:
-            (self._tiers or self._open()).raise_failed()  # else the save does it, and tells the other ranks
-            if not self._prepared:
-                self._prepare(state)
-            if self._pulse is not None:
-                self._calm = self._calm_after(step, self._pulse)
+            (self._tiers or self._require_open()).raise_failed()  # else the save does it, and tells the other ranks
+            if not self._staging_prepared:
+                self._prepare_staging(state)
+            if self._heartbeat_page is not None:
+                self._idle_window = self._idle_window_after(step, self._heartbeat_page)
             return None
-        if (why := self._unfit(step, loss)) is not None:
-            log.warning("step %d is not saved: %s; %s", step, why, _GO_ON)
-            self._leave_out(step, why)
+        if (reason := self._reason_not_to_save(step, loss)) is not None:
+            log.warning("step %d is not saved: %s; %s", step, reason, _CONTINUE_HINT)
+            self._skip_step(step, reason)
             return None
-        return self._save(step, state, False, False, fit=loss is not None)
+        return self._save(step, state, False, False, is_loss_finite=loss is not None)
 
-    def _calm_after(self, step: int, pulse: pulses.Pulse) -> tuple[pulses.Pulse, int, int, int] | None:
+    def _idle_window_after(self, step: int, page: pulses.HeartbeatPage) -> tuple[pulses.HeartbeatPage, int, int, int] | None:
         """Until when steps need no more than a beat: no save is under way, and none is due. None where that is not known."""
-        under_way = self._last is not None and not self._last.done()
-        if under_way or self._to_tell == 2 or self._tiers is not None or self._losses is None or not self._losses.calm:
+        under_way = self._last_save is not None and not self._last_save.done()
+        if (
+            under_way
+            or self._import_reports_left == 2
+            or self._tiers is not None
+            or self._loss_monitor is None
+            or not self._loss_monitor.can_skip_finite_losses
+        ):
             return None
-        if self._last is not None and self._to_tell:
+        if self._last_save is not None and self._import_reports_left:
             return None
         every, until_step, until = self._every, sys.maxsize, sys.maxsize
         if isinstance(every, int):
             until_step = step + every - (step + 1) % every
         elif self._schedule is not None:
-            if (due := self._schedule.calm_until()) is None:
+            if (due := self._schedule.next_due_step()) is None:
                 return None
             until_step = due
         elif every is not None:
-            until = int(1e9 * (self._last_began + self._interval()))
-        return pulse, step, until_step, until
+            until = int(1e9 * (self._last_save_started_at + self._interval()))
+        return page, step, until_step, until
 
-    def _beat(self, pulse: pulses.Pulse, step: int, state: Any, loss: Any) -> None:
-        if loss is not None and self._losses is not None:
-            self._losses.give(step, loss)
-        pulse.hear(step)
-        pulse.beat(_STEP, step)
-        if self._to_tell and (self._to_tell == 2 or (self._last is not None and self._last.done())):
-            self._to_tell -= 1  # at the first step, and when a save is done: a load needs what that has imported
-            imports.tell()
-        if pulse.should_stop(step):
-            if (why := self._unfit(step, loss)) is not None:
-                self._leave_out(step, why)
-                log.warning("step %d is not saved (%s), and the job ends as it was asked to; %s", step, why, _GO_ON)
+    def _publish_step(self, page: pulses.HeartbeatPage, step: int, state: Any, loss: Any) -> None:
+        if loss is not None and self._loss_monitor is not None:
+            self._loss_monitor.add(step, loss)
+        page.acknowledge_stop(step)
+        page.beat(_STEP, step)
+        if self._import_reports_left and (
+            self._import_reports_left == 2 or (self._last_save is not None and self._last_save.done())
+        ):
+            self._import_reports_left -= 1  # at the first step, and when a save is done: a load needs what that has imported
+            imports.write_report()
+        if page.should_stop(step):
+            if (why := self._reason_not_to_save(step, loss)) is not None:
+                self._skip_step(step, why)
+                log.warning("step %d is not saved (%s), and the job ends as it was asked to; %s", step, why, _CONTINUE_HINT)
             else:
                 self.save(step, state, blocking=True).result()
                 log.warning("step %d is saved, and the job ends as it was asked to", step)
             raise SystemExit(0)
 
-    def _unfit(self, step: int, loss: Any) -> str | None:
+    def _reason_not_to_save(self, step: int, loss: Any) -> str | None:
         """Why the state is not worth saving; None where it is."""
-        if self._losses is None:
+        if self._loss_monitor is None:
             number = 0.0 if loss is None else as_number(loss)
             return None if math.isfinite(number) else f"its loss is {number}"
-        self._losses.wait()
-        if (bad := self._losses.bad) is None:
+        self._loss_monitor.wait()
+        if (bad := self._loss_monitor.bad_loss) is None:
             return None
         whose = "its loss" if bad.step == step else f"the loss of step {bad.step}"
         return f"{whose} is {bad.loss}" if bad.kind == "not finite" else f"{whose} jumped to {bad.loss}"
 
-    def _leave_out(self, step: int, why: str) -> None:
+    def _skip_step(self, step: int, reason: str) -> None:
         """This rank does not save a step that the others may save: they need not wait for it."""
-        session = self._open()
+        session = self._require_open()
         if session.group.size > 1 and self._tiers is not None:
-            self._tiers.leave_out(check_step(step), CkptError(why))
+            self._tiers.skip_step(check_step(step), CkptError(reason))
         elif session.group.size > 1:
-            leave_out(session, check_step(step), CkptError(why))
+            skip_step(session, check_step(step), CkptError(reason))
         if self._schedule is not None:
-            self._schedule.left_out(step)
+            self._schedule.save_skipped(step)
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
         """Save now. Replaces the step if it is there: after a roll-back the loop comes by again. It comes to every tier."""
         check_switch("blocking", blocking)
         return self._save(step, state, blocking, True)
 
-    def _save(self, step: int, state: Any, blocking: bool, everywhere: bool, fit: bool = False) -> SaveHandle:
+    def _save(self, step: int, state: Any, blocking: bool, all_tiers: bool, is_loss_finite: bool = False) -> SaveHandle:
         """fit: its loss is finite, so that nobody needs a warning of a NaN in it."""
-        options = replace(self._options, nan="allow") if fit and self._options.nan == "warn" else self._options
-        session, step = self._open(), check_step(step)
-        began, self._calm = time.monotonic(), None
+        options = replace(self._options, nan="allow") if is_loss_finite and self._options.nan == "warn" else self._options
+        session, step = self._require_open(), check_step(step)
+        began, self._idle_window = time.monotonic(), None
         self._lazy_memory = self._attached_memory()
-        if not self._went_on:
-            session.lineage.joined(step)
-            self._went_on = True
-        elif self._last is not None and step < self._last.step:
-            session.lineage.went_back()
-        self._scrubber.save_begins()
+        if not self._has_restored_or_saved:
+            session.lineage.note_joined(step)
+            self._has_restored_or_saved = True
+        elif self._last_save is not None and step < self._last_save.step:
+            session.lineage.note_went_back()
+        self._scrubber.note_save_began()
         try:
             with pulses.phase("save"):
                 if self._tiers is not None:
-                    handle = self._tiers.save(step, state, options, blocking, everywhere)
+                    handle = self._tiers.save(step, state, options, blocking, all_tiers)
                 else:
                     handle = run_save(session, state, step, options, blocking)
         except BaseException:
-            self._scrubber.save_ended(None)
+            self._scrubber.note_save_ended(None)
             raise
-        handle.when_done(lambda: self._scrubber.save_ended(None if handle.failed() else handle.checkpoint().commit))
-        if self._pulse is not None:
-            handle.when_done(partial(self._committed, self._pulse, handle))
-        self._last, self._last_began = handle, began
+        handle.when_done(lambda: self._scrubber.note_save_ended(None if handle.failed() else handle.checkpoint().commit))
+        if self._heartbeat_page is not None:
+            handle.when_done(partial(self._publish_commit, self._heartbeat_page, handle))
+        self._last_save, self._last_save_started_at = handle, began
         self._cost_seconds = time.monotonic() - began
         if self._schedule is not None:
-            self._schedule.saving(step, handle)
+            self._schedule.save_started(step, handle)
         return handle
 
-    def _committed(self, pulse: pulses.Pulse, handle: SaveHandle) -> None:
+    def _publish_commit(self, page: pulses.HeartbeatPage, handle: SaveHandle) -> None:
         if not handle.failed():
             if self._tiers is None:
-                pulse.durable(handle.step)
-            pulse.committed(handle.step, handle.checkpoint().commit.line)
+                page.publish_durable(handle.step)
+            page.publish_committed(handle.step, handle.checkpoint().commit.line)
 
-    def _prepare(self, state: Any) -> None:
+    def _prepare_staging(self, state: Any) -> None:
         """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""
-        self._prepared = True
+        self._staging_prepared = True
         with pulses.phase("save"):  # it asks the state's own code, as a save does
-            nbytes = staging_bytes(state, self._options, self._open().group)
+            nbytes = staging_bytes(state, self._options, self._require_open().group)
             if nbytes:
                 arenas.pool.prepare(nbytes)
 
@@ -348,18 +360,18 @@ class Checkpointer:
             return False
         if self._schedule is not None:
             due = self._schedule.is_due(step)
-            if (missed := self._schedule.missed()) is not None:
-                self._leave_out(missed, "it heard too late that this step was to be saved; name a number of steps as every=")
+            if (missed := self._schedule.take_missed_step()) is not None:
+                self._skip_step(missed, "it heard too late that this step was to be saved; name a number of steps as every=")
             return due
         if isinstance(every, int):
             return (step + 1) % every == 0
-        elapsed = time.monotonic() - self._last_began
-        return elapsed >= self._interval() and (every != "auto" or self._last is None or self._last.done())
+        elapsed = time.monotonic() - self._last_save_started_at
+        return elapsed >= self._interval() and (every != "auto" or self._last_save is None or self._last_save.done())
 
     def _interval(self) -> float:
         """Seconds between two saves."""
         every: timedelta | Literal["auto"] = self._every if isinstance(self._every, timedelta) else "auto"
-        return interval_seconds(every, self._cost_seconds, self._failure_seconds)
+        return interval_seconds(every, self._cost_seconds, self._mean_time_to_failure_seconds)
 
     # --- lazy staging ------------------------------------------------------------------------------------------
 
@@ -372,21 +384,21 @@ class Checkpointer:
         not count (`.data`, a numpy view) is not found on a GPU, nor where it is of few elements: see docs/reference/saving.md.
         """
         for optimizer in optimizers:
-            inner, hook = _hooked(optimizer, self._before_step)
+            inner, hook = _register_step_hook(optimizer, self._before_step)
             self._hooks.append(hook)
             self._attached.append(inner)
 
     def _before_step(self, *_: Any) -> None:
-        if self._session is not None and self._made_by.is_this:
+        if self._session is not None and self._creator_process.is_current:
             (self._tiers or self._session).wait_staged()
 
     def _attached_memory(self) -> frozenset[int]:
         found: set[int] = set()
         for optimizer in self._attached:
             for group in optimizer.param_groups:
-                found.update(map(_address, group["params"]))
+                found.update(map(_data_address, group["params"]))
             for state in optimizer.state.values():
-                found.update(_address(v) for v in state.values() if hasattr(v, "data_ptr"))
+                found.update(_data_address(v) for v in state.values() if hasattr(v, "data_ptr"))
         found.discard(0)
         return frozenset(found)
 
@@ -397,21 +409,21 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the saves under way, and until each tier has what is due there; raise SaveFailed if one failed."""
-        session = self._open()
+        session = self._require_open()
         with pulses.phase("save"):
             if self._tiers is not None:
-                self._tiers.wait(self._progress("save"))
+                self._tiers.wait(self._progress_callback("save"))
                 return
             session.wait()
         session.raise_failed()
 
-    def _progress(self, phase: str) -> Callable[[], None] | None:
+    def _progress_callback(self, phase: str) -> Callable[[], None] | None:
         """Says that a long wait goes on."""
-        return None if self._pulse is None else partial(self._pulse.beat, pulses.PHASES.index(phase))
+        return None if self._heartbeat_page is None else partial(self._heartbeat_page.beat, pulses.PHASES.index(phase))
 
-    def _settle(self) -> None:
+    def _wait_ignoring_errors(self) -> None:
         """Wait for what is under way, whatever comes of it."""
-        (self._tiers.settle if self._tiers is not None else self._open().wait)()
+        (self._tiers.wait_ignoring_errors if self._tiers is not None else self._require_open().wait)()
 
     def close(self) -> None:
         """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed.
@@ -423,17 +435,17 @@ class Checkpointer:
     def _close(self, promote: bool) -> None:
         if self._session is None:
             return
-        session, self._session, self._calm = self._session, None, None
-        if not self._made_by.is_this:
+        session, self._session, self._idle_window = self._session, None, None
+        if not self._creator_process.is_current:
             return
-        if self._pulse is not None:  # what comes now is no step, and may take longer than one
-            self._pulse.beat(_END)
+        if self._heartbeat_page is not None:  # what comes now is no step, and may take longer than one
+            self._heartbeat_page.beat(_END)
         for hook in self._hooks:
             hook.remove()
         self._scrubber.close()
         if self._tiers is not None:
             with pulses.phase("end"):
-                self._tiers.close(promote, self._progress("end"))
+                self._tiers.close(promote, self._progress_callback("end"))
             return
         try:
             session.wait()
@@ -441,10 +453,10 @@ class Checkpointer:
         finally:
             sessions.leave(session)
 
-    def _open(self) -> sessions.Session:
+    def _require_open(self) -> sessions.Session:
         if self._session is None:
             raise CkptError("this Checkpointer is closed: open a new one")
-        self._made_by.require(
+        self._creator_process.require_current(
             f"the Checkpointer of {self._session.repo.url}",
             "make the Checkpointer in the process that saves, with another URL where both do",
         )
@@ -464,13 +476,13 @@ class Checkpointer:
             log.error("%s", failed)
 
 
-_GO_ON = (
+_CONTINUE_HINT = (
     "to go on from the last good step call restore(state) with a lower learning rate or other data, to keep this state all the "
     "same call save(step, state), or give step() no loss="
 )
 
 
-def _hooked(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]:
+def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]:
     """The optimizer that makes the steps, and the hook before each: of a wrapper, as accelerate's, the one inside of it."""
     inner = optimizer
     while inner is not None:
@@ -481,6 +493,6 @@ def _hooked(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]
     raise CkptError(f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer")
 
 
-def _address(tensor: Any) -> int:
+def _data_address(tensor: Any) -> int:
     """Where a tensor's memory begins; of a DTensor, the memory of its shard."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())

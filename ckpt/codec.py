@@ -21,76 +21,78 @@ from ckpt.leaves.base import Bytes
 from ckpt.select import matcher
 from ckpt.storage.errors import FormatError, InvalidArgument
 
-_SAFE = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
+_SAFE_CODEC_IDS = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
 """Lossless, bytes to bytes, and none of them runs code from the data (as `pickle` would)."""
 
 Codec = Any
-CodecWish = Codec | str | Mapping[str, Codec | str | None] | None
+CodecOption = Codec | str | Mapping[str, Codec | str | None] | None
 
 _CANDIDATES: tuple[dict[str, Any], ...] = (
     {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 2, "blocksize": 0},
     {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1, "blocksize": 0},
 )
 _SAMPLE_BYTES = 1 << 20
-_FREE = 4.0  # a codec this many times as fast as the store costs the training next to nothing
-_KNOWN_SECONDS = 2.0
+_MIN_SPEED_RATIO = 4.0  # a codec this many times as fast as the store costs the training next to nothing
+_MIN_MEASURED_SECONDS = 2.0
 """So long has been written before a codec is thought of. A fast store is done by then, without an import of numcodecs, which
 would cost each rank a tenth of a second."""
 
-_WORTH = 0.95  # stored fraction above which decoding on every load is not worth it
+_MAX_STORED_FRACTION = 0.95  # stored fraction above which decoding on every load is not worth it
 
 
 @lru_cache(maxsize=64)
-def codec(config: str) -> Codec:
+def codec_of(config: str) -> Codec:
     """Return the codec of a configuration in JSON; raise FormatError for one that may not be run."""
     import numcodecs
 
     try:
-        wish = json.loads(config)
-        if wish["id"] not in _SAFE:
-            raise FormatError(f"codec {wish['id']!r} is not used for checkpoints; use one of {', '.join(sorted(_SAFE))}")
-        return numcodecs.get_codec(wish)
+        parsed = json.loads(config)
+        if parsed["id"] not in _SAFE_CODEC_IDS:
+            raise FormatError(
+                f"codec {parsed['id']!r} is not used for checkpoints; use one of {', '.join(sorted(_SAFE_CODEC_IDS))}"
+            )
+        return numcodecs.get_codec(parsed)
     except FormatError:
         raise
     except Exception as error:
         raise FormatError(f"codec configuration {config[:200]!r} is not understood: {error}") from error
 
 
-def parse(wish: CodecWish) -> Callable[[str], str | None]:
+def parse_option(option: CodecOption) -> Callable[[str], str | None]:
     """From what a user asked for to a function: leaf name → `auto`, None, or a configuration in JSON.
 
     A wish is "auto", "none", None, a numcodecs codec or its configuration, or a mapping of name patterns to those (the
     first that matches counts; leaves that match none get "auto").
     """
-    if isinstance(wish, Mapping) and "id" not in wish:
-        if not wish:
+    if isinstance(option, Mapping) and "id" not in option:
+        if not option:
             raise InvalidArgument("codec={}: use 'auto', 'none', a numcodecs configuration, or {pattern: one of these}")
-        for pattern in wish:
+        for pattern in option:
             if not isinstance(pattern, str):
                 raise InvalidArgument(f"codec: {pattern!r} is no pattern of leaf names: write it as text, such as 'model.*'")
-        rules = [(matcher(pattern), _one(w)) for pattern, w in wish.items()]
+        rules = [(matcher(pattern), _parse_one(w)) for pattern, w in option.items()]
         return lambda name: next((w for match, w in rules if match(name)), "auto")
-    only = _one(wish)
+    only = _parse_one(option)
     return lambda _: only
 
 
-def _one(wish: Any) -> str | None:
-    if wish is None or wish == "none":
+def _parse_one(option: Any) -> str | None:
+    if option is None or option == "none":
         return None
-    if wish == "auto":
+    if option == "auto":
         return "auto"
-    if not isinstance(wish, Mapping):
-        get_config = getattr(wish, "get_config", None)
+    if not isinstance(option, Mapping):
+        get_config = getattr(option, "get_config", None)
         if get_config is None:
             raise FormatError(
-                f"codec {wish!r} is not understood; use 'auto', 'none', a numcodecs codec or its configuration, "
+                f"codec {option!r} is not understood; use 'auto', 'none', a numcodecs codec or its configuration, "
                 "or a mapping of leaf patterns to those"
             )
-        wish = get_config()
+        option = get_config()
     try:
-        config = json.dumps(wish, sort_keys=True)
+        config = json.dumps(option, sort_keys=True)
     except TypeError as error:
-        raise FormatError(f"codec configuration {wish!r} is not understood: {error}") from error
+        raise FormatError(f"codec configuration {option!r} is not understood: {error}") from error
     sample = np.zeros(64, np.uint8)
     encoded = encode(config, sample, 8)  # raises here for a level or a name that the codec refuses
     try:
@@ -104,7 +106,7 @@ def _one(wish: Any) -> str | None:
 
 def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
     """The encoded bytes. `itemsize` tells shuffling codecs where elements begin."""
-    made = codec(config)
+    made = codec_of(config)
     data: Any = raw
     if itemsize in (2, 4, 8) and len(raw) % itemsize == 0:
         data = raw.view(f"u{itemsize}")
@@ -119,14 +121,14 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
 
 def decode(config: str, stored: memoryview, out: Bytes) -> None:
     """Decode into `out`; raise IntegrityError where the result has another length. No memory is taken for more than `out`."""
-    bounded_decode.decode(codec(config), json.loads(config), stored, out)
+    bounded_decode.decode(codec_of(config), json.loads(config), stored, out)
 
 
 # --- auto ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CodecMeasurement:
     """One codec on one kind of data."""
 
     config: str
@@ -134,73 +136,77 @@ class Measured:
     bytes_per_second: float
 
 
-def choose(store_bytes_per_second: float, measured: list[Measured]) -> str | None:
+def choose_codec(store_bytes_per_second: float, measured: list[CodecMeasurement]) -> str | None:
     """The best codec for a store of that speed, None for none. Pure."""
-    fit = [m for m in measured if m.bytes_per_second >= _FREE * store_bytes_per_second and m.ratio <= _WORTH]
+    fit = [
+        m
+        for m in measured
+        if m.bytes_per_second >= _MIN_SPEED_RATIO * store_bytes_per_second and m.ratio <= _MAX_STORED_FRACTION
+    ]
     return min(fit, key=lambda m: m.ratio).config if fit else None
 
 
-class Tuner:
+class CodecTuner:
     """What was measured of one store and of the data sent there, shared by all threads of all saves to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._busy_since = 0.0
-        self._writing = 0
-        self._seconds = 0.0
-        self._bytes = 0
-        self._codecs: dict[str, list[Measured]] = {}
+        self._writer_count = 0
+        self._busy_seconds = 0.0
+        self._written_bytes = 0
+        self._measured: dict[str, list[CodecMeasurement]] = {}
 
     def write_began(self) -> None:
         """Note that a thread started to write to the store."""
         with self._lock:
-            if not self._writing:
+            if not self._writer_count:
                 self._busy_since = time.monotonic()
-            self._writing += 1
+            self._writer_count += 1
 
     def write_ended(self, nbytes: int) -> None:
         """Note that a thread has written `nbytes`."""
         with self._lock:
-            self._writing -= 1
+            self._writer_count -= 1
             now = time.monotonic()
-            self._seconds += now - self._busy_since
+            self._busy_seconds += now - self._busy_since
             self._busy_since = now
-            self._bytes += nbytes
-            if self._seconds > 20:  # forget slowly: a store's speed changes with the hour
-                self._seconds, self._bytes = self._seconds / 2, self._bytes // 2
+            self._written_bytes += nbytes
+            if self._busy_seconds > 20:  # forget slowly: a store's speed changes with the hour
+                self._busy_seconds, self._written_bytes = self._busy_seconds / 2, self._written_bytes // 2
 
-    def store_speed(self) -> float | None:
+    def store_bytes_per_second(self) -> float | None:
         """Bytes a second that the store takes, None before enough was written to tell."""
         with self._lock:
-            if self._seconds < _KNOWN_SECONDS:
+            if self._busy_seconds < _MIN_MEASURED_SECONDS:
                 return None
-            return self._bytes / max(self._seconds, 1e-9)
+            return self._written_bytes / max(self._busy_seconds, 1e-9)
 
-    def pick(self, kind: str, raw: Bytes, itemsize: int) -> str | None:
+    def pick(self, dtype: str, raw: Bytes, itemsize: int) -> str | None:
         """The codec for a block of `kind` (the name of its element type)."""
-        speed = self.store_speed()
+        speed = self.store_bytes_per_second()
         if speed is None or speed > 2e9:  # no codec here is four times as fast as that
             return None
-        measured = self._codecs.get(kind)
+        measured = self._measured.get(dtype)
         if measured is None:
-            measured = self._codecs[kind] = [_measure(c, raw[:_SAMPLE_BYTES], itemsize) for c in _CANDIDATES]
-        return choose(speed, measured)
+            measured = self._measured[dtype] = [_measure(c, raw[:_SAMPLE_BYTES], itemsize) for c in _CANDIDATES]
+        return choose_codec(speed, measured)
 
 
-def _measure(config: dict[str, Any], sample: Bytes, itemsize: int) -> Measured:
+def _measure(config: dict[str, Any], sample: Bytes, itemsize: int) -> CodecMeasurement:
     text = json.dumps(config, sort_keys=True)
     encode(text, sample[:4096], itemsize)  # the first call sets the library up
     began = time.perf_counter()
     encoded = encode(text, sample, itemsize)
     seconds = time.perf_counter() - began
-    return Measured(text, len(encoded) / max(1, len(sample)), len(sample) / max(seconds, 1e-9))
+    return CodecMeasurement(text, len(encoded) / max(1, len(sample)), len(sample) / max(seconds, 1e-9))
 
 
-_tuners: dict[str, Tuner] = {}
+_tuners: dict[str, CodecTuner] = {}
 
 
-def tuner(store_url: str) -> Tuner:
+def codec_tuner(store_url: str) -> CodecTuner:
     """The tuner of a store; a store's speed is that of what its URL begins with."""
     scheme, _, rest = store_url.partition("://")
     key = scheme if scheme == "file" else f"{scheme}://{rest.partition('/')[0]}"
-    return _tuners.setdefault(key, Tuner())
+    return _tuners.setdefault(key, CodecTuner())

@@ -14,11 +14,11 @@ from ckpt.storage.errors import CkptError, IntegrityError
 
 log = logging.getLogger("ckpt")
 
-_Files = tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]
+_StepFiles = tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]
 
-_complete: dict[_Files, None] = {}
+_complete_steps: dict[_StepFiles, None] = {}
 """The manifests and the trees, with their digests, of steps that were found complete. The digests determine that for ever."""
-_MOST_KEPT = 4096
+_MAX_REMEMBERED = 4096
 
 
 def is_complete(store: Store, commit: CommitRecord) -> bool:
@@ -26,7 +26,7 @@ def is_complete(store: Store, commit: CommitRecord) -> bool:
 
     They are read once in a process, and not where this process has committed the step.
     """
-    if (commit.manifests, commit.trees) in _complete:
+    if (commit.manifests, commit.trees) in _complete_steps:
         return True
     try:
         Checkpoint(store, commit).require_complete()
@@ -42,6 +42,6 @@ def is_complete(store: Store, commit: CommitRecord) -> bool:
 
 def note_complete(commit: CommitRecord) -> None:
     """The tree of this step was compared with its manifests, or this process has made both of the same rows."""
-    _complete[commit.manifests, commit.trees] = None
-    while len(_complete) > _MOST_KEPT:
-        _complete.pop(next(iter(_complete)), None)
+    _complete_steps[commit.manifests, commit.trees] = None
+    while len(_complete_steps) > _MAX_REMEMBERED:
+        _complete_steps.pop(next(iter(_complete_steps)), None)

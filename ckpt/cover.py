@@ -18,17 +18,17 @@ from ckpt.shard import Box
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-_MOST_AXES = 10
+_MAX_AXES = 10
 """Along which one array may be cut to be checked by corners, of which a box has 2**axes."""
 
-_KEYS = 1 << 23
+_BATCH_CORNERS = 1 << 23
 """Corners that are sorted at once."""
 
-_CELLS = float(1 << 60)
+_MAX_POINTS = float(1 << 60)
 """Points that are told apart by one key: numbers of 64 bits, one of them the sign."""
 
 
-def tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> Flags:
+def are_tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> Flags:
     """Which of several arrays of one number of axes are covered exactly, each element by one box.
 
     Array i has the boxes starts[i] to starts[i + 1] of `offset` and `shape`, which lie within it. Nothing is empty.
@@ -41,20 +41,20 @@ def tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> Flags
     cut: Flags = np.zeros(global_shapes.shape, bool)
     cut_rows = shape != global_shapes[array]
     if len(rows) and cut.shape[1]:
-        held = np.flatnonzero(counts)
-        cut[held] = np.logical_or.reduceat(cut_rows, starts[held], axis=0)
+        nonempty = np.flatnonzero(counts)
+        cut[nonempty] = np.logical_or.reduceat(cut_rows, starts[nonempty], axis=0)
     axes = np.count_nonzero(cut, axis=1)
     done &= axes == 0
     for count in arrow.distinct(axes[axes > 0]):
         members = np.flatnonzero((axes == count) & (counts > 1))
         cells = np.prod(global_shapes[members] + 1.0, axis=1, where=cut[members])
-        hard = (cells > _CELLS) | (count > _MOST_AXES)
+        hard = (cells > _MAX_POINTS) | (count > _MAX_AXES)
         for i in members[hard].tolist():
-            done[i] = _tiled_by_pairs(global_shapes[i], offset[starts[i] : starts[i + 1]], shape[starts[i] : starts[i + 1]])
+            done[i] = _is_tiled_by_pairs(global_shapes[i], offset[starts[i] : starts[i + 1]], shape[starts[i] : starts[i + 1]])
         members, cells = members[~hard], cells[~hard]
         order = np.argsort(~cut[members], axis=1, kind="stable")[:, :count]
         lengths = np.take_along_axis(global_shapes[members], order, 1)
-        batch = np.floor(np.cumsum(cells / _CELLS + counts[members] * (2.0**count / _KEYS)))
+        batch = np.floor(np.cumsum(cells / _MAX_POINTS + counts[members] * (2.0**count / _BATCH_CORNERS)))
         for number in np.unique(batch):
             now = np.flatnonzero(batch == number)
             which = np.repeat(np.arange(len(now)), counts[members[now]])
@@ -97,8 +97,8 @@ def _ranges(begins: Ints, counts: Ints) -> Ints:
     return np.arange(np.sum(counts)) + np.repeat(begins - np.cumsum(counts) + counts, counts)
 
 
-def _tiled_by_pairs(global_shape: Ints, offset: Ints, shape: Ints) -> bool:
-    return _volume(shape) == _volume(global_shape[None]) and overlap(offset, shape) is None
+def _is_tiled_by_pairs(global_shape: Ints, offset: Ints, shape: Ints) -> bool:
+    return _volume(shape) == _volume(global_shape[None]) and first_overlap(offset, shape) is None
 
 
 def _volume(shapes: Ints) -> int:
@@ -106,7 +106,7 @@ def _volume(shapes: Ints) -> int:
     return int(total)
 
 
-def overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
+def first_overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
     """Two boxes of one array that have an element in common, or None."""
     rows = np.flatnonzero(np.all(shape > 0, axis=1))
     low, high = offset[rows], (offset + shape)[rows]
@@ -116,16 +116,16 @@ def overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
     best: tuple[int, Any, Any] | None = None
     for axis in range(low.shape[1]):
         order = np.argsort(low[:, axis], kind="stable")
-        after = np.searchsorted(low[order, axis], high[order, axis], "left") - np.arange(len(order)) - 1
-        if best is None or np.sum(after) < best[0]:
-            best = int(np.sum(after)), order, after
+        pair_counts = np.searchsorted(low[order, axis], high[order, axis], "left") - np.arange(len(order)) - 1
+        if best is None or np.sum(pair_counts) < best[0]:
+            best = int(np.sum(pair_counts)), order, pair_counts
     assert best is not None
-    _, order, after = best
-    batch = np.cumsum(after) // (1 << 20)
+    _, order, pair_counts = best
+    batch = np.cumsum(pair_counts) // (1 << 20)
     for number in np.unique(batch):
         now = np.flatnonzero(batch == number)
-        a = order[np.repeat(now, after[now])]
-        b = order[_ranges(now + 1, after[now])]
+        a = order[np.repeat(now, pair_counts[now])]
+        b = order[_ranges(now + 1, pair_counts[now])]
         common = np.all((low[a] < high[b]) & (low[b] < high[a]), axis=1)
         if np.any(common):
             at = int(np.argmax(common))
@@ -134,7 +134,7 @@ def overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
     return None
 
 
-def uncovered(global_shape: tuple[int, ...], offset: Ints, shape: Ints) -> Box | None:
+def first_uncovered_box(global_shape: tuple[int, ...], offset: Ints, shape: Ints) -> Box | None:
     """The first box of an array that no box covers, as large as it goes, or None. The boxes lie within and are disjoint."""
     if 0 in global_shape:
         return None
@@ -146,13 +146,13 @@ def uncovered(global_shape: tuple[int, ...], offset: Ints, shape: Ints) -> Box |
     for axis, length in enumerate(global_shape):
         area = np.prod((high - low)[active, axis + 1 :], axis=1)
         full = int(np.prod(np.array(global_shape[axis + 1 :], np.int64)))
-        places, at = np.unique(np.concatenate([[0], low[active, axis], high[active, axis]]), return_inverse=True)
-        change = np.zeros(len(places), np.int64)
+        edges, at = np.unique(np.concatenate([[0], low[active, axis], high[active, axis]]), return_inverse=True)
+        change = np.zeros(len(edges), np.int64)
         np.add.at(change, at, np.concatenate([[0], area, -area]))
-        short = np.flatnonzero((np.cumsum(change) < full) & (places < length))
+        short = np.flatnonzero((np.cumsum(change) < full) & (edges < length))
         if not len(short):
             return None
-        point.append(int(places[short[0]]))
+        point.append(int(edges[short[0]]))
         active = active[(low[active, axis] <= point[-1]) & (high[active, axis] > point[-1])]
     if not global_shape:
         return Box((), ()) if not len(low) else None
@@ -160,7 +160,7 @@ def uncovered(global_shape: tuple[int, ...], offset: Ints, shape: Ints) -> Box |
     end = begin + 1
     for axis in reversed(range(len(point))):
         others = np.arange(len(point)) != axis
-        beside = np.all((low[:, others] < end[others]) & (high[:, others] > begin[others]), axis=1)
-        beyond = low[beside & (low[:, axis] >= end[axis]), axis]
+        in_line = np.all((low[:, others] < end[others]) & (high[:, others] > begin[others]), axis=1)
+        beyond = low[in_line & (low[:, axis] >= end[axis]), axis]
         end[axis] = int(np.min(beyond, initial=global_shape[axis]))
     return Box(tuple(point), tuple((end - begin).tolist()))

@@ -23,13 +23,22 @@ from typing import Any, Literal
 import numpy as np
 
 from ckpt import pulse as pulses
-from ckpt.cursor import Cursor, Last, Plan, contains, order, sample_seed, share, to_skip
+from ckpt.cursor import (
+    Cursor,
+    EpochPlan,
+    LastBatchRule,
+    epoch_order,
+    is_in_ranges,
+    rank_share,
+    sample_seed,
+    skipped_batches_from_env,
+)
 from ckpt.groups import as_group
 from ckpt.storage.errors import CkptError, InvalidArgument
-from ckpt.storage.words import count
+from ckpt.storage.words import format_count
 
 
-class _Position:
+class _ResumableBatches:
     """What Loader and Stream have in common: where they are, as an entry of a state."""
 
     def __init__(self, global_batch: int, rank: int | None, world_size: int | None) -> None:
@@ -43,11 +52,11 @@ class _Position:
         if global_batch < world_size:
             raise InvalidArgument(f"global_batch={global_batch} leaves some of {world_size} ranks without a sample")
         self._rank, self._world_size, self._global_batch = rank, world_size, global_batch
-        self._skip = to_skip(os.environ)
-        self._pulse = pulses.mine()
+        self._skipped_batches = skipped_batches_from_env(os.environ)
+        self._heartbeat_page = pulses.own_page()
         self._cursor = Cursor()
-        self._handed_out = -1
-        self._loads = 0
+        self._last_batch = -1
+        self._load_count = 0
 
     @property
     def epoch(self) -> int:
@@ -57,12 +66,12 @@ class _Position:
     @property
     def batch(self) -> int:
         """The number of the batch handed out last, over all epochs; -1 before the first since this object was made."""
-        return self._handed_out
+        return self._last_batch
 
-    def _hand_out(self, number: int, after: Cursor) -> None:
-        self._cursor, self._handed_out = after, number
-        if self._pulse is not None:
-            self._pulse.took(number)
+    def _record_batch(self, number: int, after: Cursor) -> None:
+        self._cursor, self._last_batch = after, number
+        if self._heartbeat_page is not None:
+            self._heartbeat_page.publish_batch(number)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches that are left of this epoch."""
@@ -84,10 +93,10 @@ class _Position:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there, in iterators that exist already, too."""
         self._cursor = Cursor(int(state["epoch"]), int(state["sample"]), int(state["batch"]))
-        self._loads += 1
+        self._load_count += 1
 
 
-class Loader(_Position):
+class Loader(_ResumableBatches):
     """Global batches of a map-style dataset, each split over the ranks, by a torch DataLoader with workers.
 
     Iterating gives what is left of the epoch, `forever()` goes on with the next. A batch counts as done once the loop has
@@ -118,7 +127,7 @@ class Loader(_Position):
         global_batch: int,
         seed: int = 0,
         shuffle: bool = True,
-        last: Last = "short",
+        last: LastBatchRule = "short",
         rank: int | None = None,
         world_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -128,22 +137,26 @@ class Loader(_Position):
         from torch.utils.data import DataLoader, default_collate
 
         super().__init__(global_batch, rank, world_size)
-        if ours := _OURS & options.keys():
+        if ours := _RESERVED_OPTIONS & options.keys():
             raise InvalidArgument(f"{', '.join(sorted(ours))}: Loader sees to the order and the size of batches itself")
         if last not in ("short", "drop", "pad"):
             raise InvalidArgument(f"last={last!r}: use 'short', 'drop' or 'pad'")
         if not hasattr(dataset, "__len__"):
             raise InvalidArgument(f"{type(dataset).__name__} has no length; use ckpt.data.Stream for what is only iterated")
         self._seed, self._shuffle = seed, shuffle
-        self._plan = Plan(len(dataset), global_batch, last, self._skip)
+        self._plan = EpochPlan(len(dataset), global_batch, last, self._skipped_batches)
         if self._plan.size < (global_batch if last == "drop" else 1):
             raise InvalidArgument(f"{self._plan.size} samples make no batch of {global_batch}")
         self._generator = Generator()
         self._loader = DataLoader(
-            _Fetch(dataset, collate_fn or default_collate), batch_size=None, sampler=_Keys(self), collate_fn=_as_it_is,
-            generator=self._generator, **options,
-        )  # fmt: skip
-        self._go_to(Cursor())
+            _ShareDataset(dataset, collate_fn or default_collate),
+            batch_size=None,
+            sampler=_ShareSampler(self),
+            collate_fn=_return_unchanged,
+            generator=self._generator,
+            **options,
+        )
+        self._set_cursor(Cursor())
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -152,13 +165,13 @@ class Loader(_Position):
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            loads = self._loads
+            loads = self._load_count
             # Workers take their first seed from here, and the loop's own generator is not drawn from.
             self._generator.manual_seed(sample_seed(self._seed, self.epoch, self._cursor.sample) >> 1)
             for data, batch in zip(self._loader, self._plan.rest(self._cursor), strict=True):
-                self._hand_out(batch.number, batch.after)
+                self._record_batch(batch.number, batch.after)
                 yield data
-                if self._loads != loads:  # restored meanwhile
+                if self._load_count != loads:  # restored meanwhile
                     break
             else:
                 return
@@ -166,7 +179,7 @@ class Loader(_Position):
     def keys(self) -> Iterator[tuple[int, int, list[int]]]:
         """What this rank fetches of the rest of the epoch: seed, epoch, indices."""
         at = self._cursor
-        samples = order(self._plan.size, self._seed, at.epoch, self._shuffle)
+        samples = epoch_order(self._plan.size, self._seed, at.epoch, self._shuffle)
         for batch in self._plan.rest(at):
             positions = np.asarray(batch.share(self._rank, self._world_size)) % self._plan.size
             yield self._seed, at.epoch, samples[positions].tolist()
@@ -183,21 +196,21 @@ class Loader(_Position):
             )
         super().load_state_dict(state)
         self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
-        self._go_to(self._cursor)
+        self._set_cursor(self._cursor)
 
-    def _go_to(self, at: Cursor) -> None:
+    def _set_cursor(self, at: Cursor) -> None:
         for done in (0, at.sample):
             left = (self._plan.size - done) % self._global_batch
             if self._plan.last == "short" and 0 < left < self._world_size:
-                few = f"{count(left, 'sample')} for {count(self._world_size, 'rank')}"
+                few = f"{format_count(left, 'sample')} for {format_count(self._world_size, 'rank')}"
                 raise InvalidArgument(f"the last batch of an epoch has {few}; use last='drop' or 'pad'")
-        self._cursor = self._plan.settled(at)
+        self._cursor = self._plan.skip_ahead(at)
 
 
-_OURS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"})
+_RESERVED_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"})
 
 
-class Stream(_Position):
+class Stream(_ResumableBatches):
     """Global batches of what a function of the epoch gives, anything that can be iterated, each split over the ranks.
 
     Every rank reads all items and keeps its part of each `global_batch` of them, so let items be cheap (names of files,
@@ -232,27 +245,27 @@ class Stream(_Position):
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            loads, at = self._loads, self._cursor
-            items = self._from(at)
+            loads, at = self._load_count, self._cursor
+            items = self._items_from(at)
             while chunk := list(itertools.islice(items, self._global_batch)):
                 if len(chunk) < self._global_batch and self._last == "drop":
                     break
                 at = Cursor(at.epoch, at.sample + len(chunk), at.batch + 1)
-                if contains(self._skip, at.batch - 1):
+                if is_in_ranges(self._skipped_batches, at.batch - 1):
                     self._cursor = at
                     continue
-                mine = share(len(chunk), self._rank, self._world_size)
+                mine = rank_share(len(chunk), self._rank, self._world_size)
                 data = self._collate(chunk[mine.start : mine.stop])
-                self._hand_out(at.batch - 1, at)
+                self._record_batch(at.batch - 1, at)
                 yield data
-                if self._loads != loads:  # restored meanwhile
+                if self._load_count != loads:  # restored meanwhile
                     break
-            if self._loads == loads:
+            if self._load_count == loads:
                 if at.sample:  # else there was no batch at all
                     self._cursor = Cursor(at.epoch + 1, 0, at.batch)
                 return
 
-    def _from(self, at: Cursor) -> Iterator[Any]:
+    def _items_from(self, at: Cursor) -> Iterator[Any]:
         if self._seek is not None:
             return iter(self._seek(at.epoch, at.sample))
         return itertools.islice(iter(self._make(at.epoch)), at.sample, None)
@@ -261,17 +274,17 @@ class Stream(_Position):
 # --- in the workers --------------------------------------------------------------------------------------------
 
 
-class _Keys:
+class _ShareSampler:
     """The sampler of the DataLoader: begins where the Loader is."""
 
     def __init__(self, owner: Loader) -> None:
-        self._owner = owner
+        self._loader = owner
 
     def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
-        return self._owner.keys()
+        return self._loader.keys()
 
 
-class _Fetch:
+class _ShareDataset:
     """The dataset of the DataLoader: one entry is this rank's part of a batch."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -280,23 +293,23 @@ class _Fetch:
 
     def __getitem__(self, key: tuple[int, int, list[int]]) -> Any:
         seed, epoch, indices = key
-        with _own_random():
+        with _preserve_random_state():
             if callable(several := getattr(self._dataset, "__getitems__", None)):
-                _seed(sample_seed(seed, epoch, indices[0]))
+                _seed_generators(sample_seed(seed, epoch, indices[0]))
                 return self._collate(several(indices))
             samples = []
             for index in indices:
-                _seed(sample_seed(seed, epoch, index))
+                _seed_generators(sample_seed(seed, epoch, index))
                 samples.append(self._dataset[index])
             return self._collate(samples)
 
 
-def _as_it_is(data: Any) -> Any:
+def _return_unchanged(data: Any) -> Any:
     return data
 
 
 @contextlib.contextmanager
-def _own_random() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     """The global generators are afterwards what they were. Not those of devices, which a dataset has no business with."""
     torch = sys.modules["torch"]
     python, numpy, of_torch = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
@@ -308,7 +321,7 @@ def _own_random() -> Iterator[None]:
         torch.set_rng_state(of_torch)
 
 
-def _seed(number: int) -> None:
+def _seed_generators(number: int) -> None:
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
     sys.modules["torch"].default_generator.manual_seed(number >> 1)

@@ -32,24 +32,24 @@ def is_cryptographic(algorithm: str) -> bool:
     return algorithm == "blake3"
 
 
-def of_hex(text: str | None) -> str:
+def algorithm_of_hex(text: str | None) -> str:
     """The algorithm of a digest in a record, by its length."""
     return "blake3" if text is not None and len(text) == 64 else "xxh3-128"
 
 
-def chosen(wish: str, signed: bool) -> str:
+def choose_algorithm(option: str, signed: bool) -> str:
     """The algorithm that a user wishes; "auto" is the fast one, and the cryptographic one where steps are signed."""
-    if signed and wish == "xxh3-128":
+    if signed and option == "xxh3-128":
         raise InvalidArgument(
             "digest='xxh3-128' with a key: a signature only protects what it names by digests that nobody can forge; use "
             "digest='auto' or 'blake3'"
         )
-    if wish == "auto":
-        wish = "blake3" if signed else "xxh3-128"
-    return require(wish)
+    if option == "auto":
+        option = "blake3" if signed else "xxh3-128"
+    return require_algorithm(option)
 
 
-def require(algorithm: str) -> str:
+def require_algorithm(algorithm: str) -> str:
     """Return `algorithm` if it can be computed here."""
     if algorithm == "blake3":
         _blake3()
@@ -74,4 +74,4 @@ def digest_and_cells(algorithm: str, data: memoryview) -> tuple[bytes, bytes]:
         cell = data[start : start + CELL_BYTES]
         whole.update(cell)
         cells.append(checksum(cell))
-    return whole.digest(), sums.packed(cells)
+    return whole.digest(), sums.pack_checksums(cells)

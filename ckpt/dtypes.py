@@ -59,7 +59,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return _FOREIGN[name]
     try:
         if name.startswith("numpy:"):
-            dtype = np.lib.format.descr_to_dtype(_tuples(json.loads(name[6:])))
+            dtype = np.lib.format.descr_to_dtype(_descr_with_tuples(json.loads(name[6:])))
         else:
             dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
     except Exception as error:
@@ -69,8 +69,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _tuples(descr: Any) -> Any:
+def _descr_with_tuples(descr: Any) -> Any:
     """JSON has no tuples; a descr is text, or a list of fields (name, descr[, shape]), a name being text or a pair."""
     if isinstance(descr, str):
         return descr
-    return [(tuple(f[0]) if isinstance(f[0], list) else f[0], _tuples(f[1]), *(tuple(s) for s in f[2:])) for f in descr]
+    return [
+        (tuple(f[0]) if isinstance(f[0], list) else f[0], _descr_with_tuples(f[1]), *(tuple(s) for s in f[2:])) for f in descr
+    ]

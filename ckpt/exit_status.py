@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
-STATUS = 120
+FAILED_CLEANUP_STATUS = 120
 """Python's status of a program whose clean-up failed."""
 
 
-class _FailedCleanUp:
+class _FailingFlushStream:
     """A text stream that writes as the one below, and whose flush fails."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -39,16 +39,16 @@ class _FailedCleanUp:
         raise OSError("a save failed; see the error above")
 
 
-def fail_clean_up() -> None:
+def fail_cleanup() -> None:
     """Let this program end with STATUS, from a function that `atexit` runs. An uncaught exception keeps its own status.
 
     A status that was given to sys.exit can't be seen from here, and becomes STATUS.
     """
     if getattr(sys, "last_value", None) is None:  # set by Python where an uncaught exception ends the program
-        sys.stderr = _FailedCleanUp(sys.stderr)
+        sys.stderr = _FailingFlushStream(sys.stderr)
 
 
-def before_the_threads_end(function: Callable[[], None]) -> Callable[[], None]:
+def register_before_thread_shutdown(function: Callable[[], None]) -> Callable[[], None]:
     """Register a function that the end of the program calls before the executors of concurrent.futures end, and before any
     function of `atexit`: saves need the executors, and what other packages release there."""
     register = getattr(threading, "_register_atexit", None) or atexit.register

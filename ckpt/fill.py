@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.alias_notes import AliasNote, alias_note
+from ckpt.alias_notes import AliasNote, read_alias_note
 from ckpt.dtypes import numpy_dtype
 from ckpt.leaves import as_leaf, empty_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.manifest import Saved
-from ckpt.modules import is_module, strangers
-from ckpt.optimizer_order import OtherParameters, in_order_of, modules_in
-from ckpt.optimizers import is_optimizer, with_moments
+from ckpt.modules import is_module, mismatched_keys
+from ckpt.optimizer_order import ParametersMismatch, modules_in, reorder_state
+from ckpt.optimizers import add_missing_moments, is_optimizer
 from ckpt.select import entries, select, suggest
-from ckpt.shard import whole
-from ckpt.stateful import Stateful, as_stateful, attribute, state_of
+from ckpt.shard import whole_box
+from ckpt.stateful import Stateful, as_stateful, get_attribute, state_of
 from ckpt.storage.errors import CkptError, IntegrityError, LeafMismatch, LeafNotFound
-from ckpt.tree import Node, PerRank, decode_key, empty_dict, join, rebuild, scalar_bytes
+from ckpt.tree import Node, PerRank, decode_key, empty_dict, join_path, rebuild, scalar_bytes
 from ckpt.wanted import Target
 
 log = logging.getLogger("ckpt")
@@ -35,7 +35,7 @@ log = logging.getLogger("ckpt")
 Finish = Callable[[], Any]
 
 
-class Filler:
+class TargetMatcher:
     """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
 
     `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages. `stored_bytes` tells by
@@ -45,7 +45,7 @@ class Filler:
     def __init__(
         self,
         saved: Mapping[str, Saved],
-        wanted: Callable[[str], bool] | None,
+        selector: Callable[[str], bool] | None,
         where: str,
         stored_bytes: Callable[[], Mapping[str, float]],
     ) -> None:
@@ -53,18 +53,18 @@ class Filler:
         self.aliases: dict[str, AliasNote] = {}
         """Of the targets in `like` those that were saved as views of shared memory, by leaf name."""
         self._saved = saved
-        self._wanted = wanted
+        self._selector = selector
         self._where = where
         self._stored_bytes = stored_bytes
-        self._root: Any = None  # all of `like`
-        self._made: dict[tuple[str, str, str | None], Finish] = {}
-        self._filled: dict[tuple[str, Hashable], Finish] = {}
+        self._like: Any = None  # all of `like`
+        self._new_arrays: dict[tuple[str, str, str | None], Finish] = {}
+        self._filled_targets: dict[tuple[str, Hashable], Finish] = {}
 
-    def reading(self) -> list[Target]:
+    def read_targets(self) -> list[Target]:
         """The targets by their shards."""
         found = []
         for name, leaf in self.targets:
-            parts = leaf.parts()
+            parts = leaf.shards()
             if parts is None:
                 found.append(Target(name, leaf, None))
             else:
@@ -78,7 +78,7 @@ class Filler:
     def _new_array(self, node: Node) -> Finish:
         name = node["array"]
         key = name, node["kind"], node.get("class")
-        finish = self._made.get(key)
+        finish = self._new_arrays.get(key)
         if finish is None:  # else tied: one array for all places
             saved = self._lookup(name, name)
             nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
@@ -88,7 +88,7 @@ class Filler:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:
                 raise type(error)(f"leaf {name} of {self._where}: {error}") from error
-            finish = self._made[key] = _once(leaf)
+            finish = self._new_arrays[key] = _finish_once(leaf)
             self.targets.append((name, leaf))
         return finish
 
@@ -103,12 +103,12 @@ class Filler:
 
     # --- with like -------------------------------------------------------------------------------------------
 
-    def fill(self, like: Any, node: Node, path: str = "") -> Finish | None:
+    def match(self, like: Any, node: Node, path: str = "") -> Finish | None:
         """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
         if isinstance(node, dict) and "object" in node and as_stateful(like, path) is None:
             node = node["object"]
-        if self._root is None:
-            self._root = like
+        if self._like is None:
+            self._like = like
         if type(like) is dict:
             return self._dict(like, node, path)
         if (leaf := self._leaf(like, path)) is not None:
@@ -125,14 +125,14 @@ class Filler:
             return self._tuple(like, node, path)
         if dataclasses.is_dataclass(like) and not isinstance(like, type):
             return self._dataclass(like, node, path)
-        if not self._keeps(path):
+        if not self._is_selected(path):
             return None
         if isinstance(node, dict) and "array" in node and node["kind"] != "bytes":
-            raise self._other_kind(like, node, path)
+            raise self._kind_mismatch(like, node, path)
         return self.rebuild(node)
 
     def _per_rank(self, like: PerRank, node: Node, path: str) -> Finish | None:
-        finish = self.fill(like.value, node, path)
+        finish = self.match(like.value, node, path)
         if finish is None:
             return None
 
@@ -142,8 +142,8 @@ class Filler:
 
         return load
 
-    def _keeps(self, path: str) -> bool:
-        return self._wanted is None or self._wanted(path or "(root)")
+    def _is_selected(self, path: str) -> bool:
+        return self._selector is None or self._selector(path or "(root)")
 
     def _leaf(self, value: Any, path: str) -> ArrayLeaf | None:
         try:
@@ -153,19 +153,19 @@ class Filler:
 
     def _dict(self, like: dict[Any, Any], node: Node, path: str) -> Finish | None:
         if not (isinstance(node, dict) and "dict" in node):
-            raise self._other_kind(like, node, path)
+            raise self._kind_mismatch(like, node, path)
         saved = {decode_key(k): v for k, v in node["dict"]}
         changed: list[tuple[Any, Finish]] = []
         for key, value in like.items():
-            name = join(path, key)
+            name = join_path(path, key)
             if key not in saved:
-                if self._wanted is None or self._holds_wanted(value, name):
+                if self._selector is None or self._has_selected_in_like(value, name):
                     raise LeafNotFound(
                         f"leaf {name} of `like` is not in {self._where}{suggest(str(key), map(str, saved))}; "
                         "take it out of `like`, or map names with rename="
                     )
                 continue
-            finish = self.fill(value, saved[key], name)
+            finish = self.match(value, saved[key], name)
             if finish is not None:
                 changed.append((key, finish))
 
@@ -176,19 +176,19 @@ class Filler:
 
         return finish_dict if changed else None
 
-    def _holds_wanted(self, value: Any, path: str) -> bool:
+    def _has_selected_in_like(self, value: Any, path: str) -> bool:
         if isinstance(value, dict):
-            return any(self._holds_wanted(v, join(path, k)) for k, v in value.items())
-        return self._keeps(path)
+            return any(self._has_selected_in_like(v, join_path(path, k)) for k, v in value.items())
+        return self._is_selected(path)
 
     def _items(self, like: Any, nodes: Any, names: list[Any], path: str) -> list[Finish | None]:
         if len(nodes) != len(like):
             raise LeafMismatch(f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}")
-        return [self.fill(v, n, join(path, name)) for v, n, name in zip(like, nodes, names, strict=True)]
+        return [self.match(v, n, join_path(path, name)) for v, n, name in zip(like, nodes, names, strict=True)]
 
     def _list(self, like: list[Any], node: Node, path: str) -> Finish | None:
         if not isinstance(node, list):
-            raise self._other_kind(like, node, path)
+            raise self._kind_mismatch(like, node, path)
         parts = self._items(like, node, list(range(len(like))), path)
 
         def finish() -> Any:
@@ -202,7 +202,7 @@ class Filler:
     def _tuple(self, like: tuple[Any, ...], node: Node, path: str) -> Finish | None:
         tag = "namedtuple" if hasattr(like, "_fields") else "tuple"
         if not (isinstance(node, dict) and tag in node):
-            raise self._other_kind(like, node, path)
+            raise self._kind_mismatch(like, node, path)
         names = list(getattr(like, "_fields", range(len(like))))
         parts = self._items(like, node[tag], names, path)
         if not any(parts):
@@ -212,7 +212,7 @@ class Filler:
     def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
         fields = [f.name for f in dataclasses.fields(like)]
         if not (isinstance(node, dict) and "dataclass" in node) or node["fields"] != fields:
-            raise self._other_kind(like, node, path)
+            raise self._kind_mismatch(like, node, path)
         parts = self._items([getattr(like, f) for f in fields], node["dataclass"], fields, path)
         if not any(parts):
             return None
@@ -231,10 +231,10 @@ class Filler:
         return finish
 
     def _array(self, leaf: ArrayLeaf, node: Node, path: str) -> Finish | None:
-        if not self._keeps(path):
+        if not self._is_selected(path):
             return None
         if not (isinstance(node, dict) and ("array" in node or "scalar" in node)):
-            raise self._other_kind(leaf.value, node, path)
+            raise self._kind_mismatch(leaf.value, node, path)
         saved = self._lookup(node["array"], path) if "array" in node else Saved(node["dtype"], ())
         if saved.shape != leaf.shape:
             raise LeafMismatch(
@@ -251,19 +251,19 @@ class Filler:
         except TypeError as error:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
-            return _inline(target, node)
-        if "alias" in node and (note := alias_note(node)) is not None:
+            return _fill_scalar(target, node)
+        if "alias" in node and (note := read_alias_note(node)) is not None:
             self.aliases[node["array"]] = note
         if target is leaf:
             self.targets.append((node["array"], target))
             return None
         identity = leaf.identity()
-        finish = None if identity is None else self._filled.get((node["array"], identity))
+        finish = None if identity is None else self._filled_targets.get((node["array"], identity))
         if finish is None:  # else tied there and here
-            finish = _once(target)
+            finish = _finish_once(target)
             self.targets.append((node["array"], target))
             if identity is not None:
-                self._filled[node["array"], identity] = finish
+                self._filled_targets[node["array"], identity] = finish
         return finish
 
     def _object(self, like: Any, stateful: Stateful, node: Node, path: str) -> Finish:
@@ -274,15 +274,15 @@ class Filler:
         """
         state = node["object"] if isinstance(node, dict) and "object" in node else node
         if callable(shape := getattr(like, "state_dict_like", None)):
-            target = shape(self._outline(state, path), self._wanted is None)
+            target = shape(self._saved_outline(state, path), self._selector is None)
             finish = self._dict(target, state, path) or (lambda: target)
         else:
             current = state_of(stateful, like, path)
             if is_module(like):
-                self._check_entries(like, current, state, path)
+                self._check_module_keys(like, current, state, path)
             if is_optimizer(like):
-                state = self._in_order(like, node, state, path)
-                current = with_moments(like, current, self._outline(state, path))
+                state = self._reorder_optimizer_state(like, node, state, path)
+                current = add_missing_moments(like, current, self._saved_outline(state, path))
             finish = self._merge(current, state, path)
 
         def load() -> Any:
@@ -290,18 +290,18 @@ class Filler:
                 stateful.set(finish())
             except Exception as error:
                 reason = " ".join(str(error).split())
-                message = f"leaf {path or '(root)'}: {_kind(like)} refused the state of {self._where}: {reason}"
+                message = f"leaf {path or '(root)'}: {_type_with_article(like)} refused the state of {self._where}: {reason}"
                 raise LeafMismatch(message) from error
             return like
 
         return load
 
-    def _in_order(self, optimizer: Any, node: Node, state: Node, path: str) -> Node:
+    def _reorder_optimizer_state(self, optimizer: Any, node: Node, state: Node, path: str) -> Node:
         """The saved state of an optimizer, under the numbers that its parameters have now."""
         kind = type(optimizer).__name__
         try:
-            found = in_order_of(optimizer, list(modules_in(self._root)), node, state)
-        except OtherParameters as error:
+            found = reorder_state(optimizer, list(modules_in(self._like)), node, state)
+        except ParametersMismatch as error:
             message = f"leaf {path or '(root)'}: the {kind} of `like` does not fit {self._where}: {error}"
             raise LeafMismatch(message) from error
         if found is None:
@@ -312,27 +312,28 @@ class Filler:
         )  # fmt: skip
         return found
 
-    def _check_entries(self, module: Any, current: Any, node: Node, path: str) -> None:
+    def _check_module_keys(self, module: Any, current: Any, node: Node, path: str) -> None:
         """Raise LeafMismatch where a module would refuse a state for its keys."""
         if not (isinstance(node, dict) and "dict" in node and isinstance(current, dict)):
             return
         saved = {decode_key(key): child for key, child in node["dict"]}
-        given = {key for key, child in saved.items() if self._node_wanted(child, join(path, key))}
-        if self._wanted is not None:
-            given |= current.keys()
-        missing, unknown = strangers(module, current.keys(), given)
-        said = [f"{self._where} lacks {_some(missing)}"] * bool(missing)
-        said += [f"{self._where} has {_some(unknown)} besides"] * bool(unknown)
-        if said:
+        loaded_keys = {key for key, child in saved.items() if self._has_selected_in_node(child, join_path(path, key))}
+        if self._selector is not None:
+            loaded_keys |= current.keys()
+        missing, unknown = mismatched_keys(module, current.keys(), loaded_keys)
+        differences = [f"{self._where} lacks {_first_few(missing)}"] * bool(missing)
+        differences += [f"{self._where} has {_first_few(unknown)} besides"] * bool(unknown)
+        if differences:
             raise LeafMismatch(
-                f"leaf {path or '(root)'}: {' and '.join(said)}, unlike the {type(module).__name__} of `like`; make that as it "
+                f"leaf {path or '(root)'}: {' and '.join(differences)}, unlike the {type(module).__name__} of `like`; make "
+                "that as it "
                 "was when saved, or load what both have with only="
             )
 
-    def _outline(self, node: Node, path: str) -> Any:
+    def _saved_outline(self, node: Node, path: str) -> Any:
         """What was saved there and is to be loaded, with a `Saved` for each array."""
-        if self._wanted is not None:
-            node = select(node, lambda name: self._keeps(join(path, name)))
+        if self._selector is not None:
+            node = select(node, lambda name: self._is_selected(join_path(path, name)))
         return rebuild(node, lambda array: lambda: self._lookup(array["array"], path))()
 
     def _merge(self, current: Any, node: Node, path: str) -> Finish:
@@ -341,13 +342,13 @@ class Filler:
             parts = []
             for key, child in node["dict"]:
                 key = decode_key(key)
-                name = join(path, key)
+                name = join_path(path, key)
                 if key in current:
                     parts.append((key, self._merge(current[key], child, name)))
-                elif self._wanted is None or self._node_wanted(child, name):
+                elif self._selector is None or self._has_selected_in_node(child, name):
                     parts.append((key, self.rebuild(child)))
-            extra = {} if self._wanted is None else dict(current)
-            metadata = attribute(current, "_metadata")
+            extra = {} if self._selector is None else dict(current)
+            metadata = get_attribute(current, "_metadata")
 
             def finish_dict() -> Any:
                 made = empty_dict(node)
@@ -361,24 +362,24 @@ class Filler:
 
             return finish_dict
         if isinstance(node, list) and isinstance(current, list) and len(node) == len(current):
-            parts_list = [self._merge(c, n, join(path, i)) for i, (c, n) in enumerate(zip(current, node, strict=True))]
+            parts_list = [self._merge(c, n, join_path(path, i)) for i, (c, n) in enumerate(zip(current, node, strict=True))]
             return lambda: [part() for part in parts_list]
         leaf = self._leaf(current, path)
         if leaf is not None and isinstance(node, dict) and "array" in node:
             return self._array(leaf, node, path) or (lambda: current)
-        if not self._keeps(path):
+        if not self._is_selected(path):
             return lambda: current
         return self.rebuild(node)
 
-    def _node_wanted(self, node: Node, path: str) -> bool:
-        return any(self._keeps(name) for name, _ in entries(node, path))
+    def _has_selected_in_node(self, node: Node, path: str) -> bool:
+        return any(self._is_selected(name) for name, _ in entries(node, path))
 
-    def _other_kind(self, like: Any, node: Node, path: str) -> LeafMismatch:
+    def _kind_mismatch(self, like: Any, node: Node, path: str) -> LeafMismatch:
         saved = type(node).__name__
         if isinstance(node, dict):
             saved = str(next(iter(node)))
         return LeafMismatch(
-            f"leaf {path or '(root)'}: {self._where} has {_with_article(saved)}, `like` has {_kind(like)}; "
+            f"leaf {path or '(root)'}: {self._where} has {_with_article(saved)}, `like` has {_type_with_article(like)}; "
             "give `like` the structure that was saved, or load without it"
         )
 
@@ -390,7 +391,7 @@ def _tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
         return type(like)(values)
 
 
-def _once(leaf: ArrayLeaf) -> Finish:
+def _finish_once(leaf: ArrayLeaf) -> Finish:
     made: list[Any] = []
 
     def finish() -> Any:
@@ -401,26 +402,26 @@ def _once(leaf: ArrayLeaf) -> Finish:
     return finish
 
 
-def _inline(target: ArrayLeaf, node: Node) -> Finish:
+def _fill_scalar(target: ArrayLeaf, node: Node) -> Finish:
     """Into an array without axes, from the tree."""
     data = np.frombuffer(scalar_bytes(node), np.uint8)
-    parts = target.parts()
+    parts = target.shards()
 
     def finish() -> Any:
         for leaf in [target] if parts is None else [part.leaf for part in parts]:
             if leaf.nbytes:
-                leaf.write(whole(()), data)
+                leaf.write(whole_box(()), data)
         return target.finish()
 
     return finish
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     """The first few of many names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _kind(value: Any) -> str:
+def _type_with_article(value: Any) -> str:
     return _with_article(type(value).__name__)
 
 

@@ -16,31 +16,31 @@ from pathlib import Path
 from ckpt import pulse
 
 
-def beside(page: str | os.PathLike[str]) -> Path:
+def report_path(page: str | os.PathLike[str]) -> Path:
     """The file of the rank with this page. It is there in one piece or not at all."""
     return Path(f"{os.fspath(page)}.imports")
 
 
-def tell() -> None:
+def write_report() -> None:
     """Write the file, where somebody looks after this process."""
-    page = os.environ.get(pulse.VARIABLE)
+    page = os.environ.get(pulse.PAGE_VARIABLE)
     if not page or os.environ.get("LOCAL_RANK") != "0":
         return
-    modules = {name: _origin(module) for name, module in [*sys.modules.items()]}
-    told = json.dumps({"modules": modules, "environ": _set_since_the_start()})
-    path = beside(page)
+    modules = {name: _module_origin(module) for name, module in [*sys.modules.items()]}
+    report = json.dumps({"modules": modules, "environ": _changed_environment()})
+    path = report_path(page)
     with contextlib.suppress(OSError):  # a job that is over, or no space: the next rank starts cold
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(told)
+        unfinished.write_text(report)
         unfinished.replace(path)
 
 
-def _origin(module: object) -> str | None:
+def _module_origin(module: object) -> str | None:
     origin = getattr(getattr(module, "__spec__", None), "origin", None) or getattr(module, "__file__", None)
     return origin if isinstance(origin, str) else None
 
 
-def _set_since_the_start() -> dict[str, str | None]:
+def _changed_environment() -> dict[str, str | None]:
     """Variables that are not what they were when the process began."""
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")

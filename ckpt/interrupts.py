@@ -27,18 +27,18 @@ def _command() -> str:
 
 
 _pending = False
-_NAME = _command()
+_COMMAND_NAME = _command()
 """As long as it imports; later sys.argv says something else."""
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
     try:
-        os.write(2, f"\n{_NAME}: interrupted\n".encode())
+        os.write(2, f"\n{_COMMAND_NAME}: interrupted\n".encode())
     finally:
         os._exit(STATUS)  # not by an exception: an import in the middle of native code may swallow it
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     global _pending
     _pending = True
     raise KeyboardInterrupt
@@ -46,8 +46,8 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 def as_exceptions() -> None:
     """From now on an interrupt is a KeyboardInterrupt again: there is something to be cleared away."""
-    if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, _raise)
+    if signal.getsignal(signal.SIGINT) is _exit_at_once:
+        signal.signal(signal.SIGINT, _raise_interrupt)
 
 
 def check() -> None:
@@ -56,5 +56,5 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
-if _NAME and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as by nohup
-    signal.signal(signal.SIGINT, _end)
+if _COMMAND_NAME and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as by nohup
+    signal.signal(signal.SIGINT, _exit_at_once)

@@ -13,14 +13,14 @@ from ckpt.storage.errors import InvalidArgument
 Every = int | timedelta | Literal["auto"] | None
 """How often to save: a number of steps, a time, the interval that loses the least, or only when asked."""
 
-MEAN_TIME_TO_FAILURE = 3 * 3600.0
+DEFAULT_MTBF_SECONDS = 3 * 3600.0
 """Seconds between failures where nothing better is known: "every few hours" on a large machine."""
 
-MTBF = "CKPT_MTBF"
+MTBF_VARIABLE = "CKPT_MTBF"
 """The environment variable by which `ckpt-run` tells the ranks how many seconds lie between two failures of this job."""
 
 
-def daly(cost_seconds: float, mean_time_to_failure: float = MEAN_TIME_TO_FAILURE) -> float:
+def daly_interval_seconds(cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS) -> float:
     """Seconds of work between two saves that loses the least time in all, for saves that stop the work for so long.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37.
@@ -32,7 +32,7 @@ def daly(cost_seconds: float, mean_time_to_failure: float = MEAN_TIME_TO_FAILURE
     return math.sqrt(2 * d * m) * (1 + r / 3 + r * r / 9) - d
 
 
-def mean_time_to_failure(uptime_seconds: float, failures: int, prior_seconds: float = MEAN_TIME_TO_FAILURE) -> float:
+def posterior_mtbf_seconds(uptime_seconds: float, failures: int, prior_seconds: float = DEFAULT_MTBF_SECONDS) -> float:
     """Seconds from one failure to the next, from what was seen and what was thought before.
 
     The mean rate of a Poisson process whose rate was thought to be one failure in `prior_seconds` (a gamma prior of one
@@ -41,20 +41,20 @@ def mean_time_to_failure(uptime_seconds: float, failures: int, prior_seconds: fl
     return (prior_seconds + uptime_seconds) / (1 + failures)
 
 
-def told_mean_time(environ: Mapping[str, str] = os.environ) -> float:
+def mtbf_seconds_from_env(environ: Mapping[str, str] = os.environ) -> float:
     """What the environment says, else MEAN_TIME_TO_FAILURE."""
-    text = environ.get(MTBF, "")
+    text = environ.get(MTBF_VARIABLE, "")
     try:
-        seconds = float(text) if text else MEAN_TIME_TO_FAILURE
+        seconds = float(text) if text else DEFAULT_MTBF_SECONDS
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise InvalidArgument(f"{MTBF}={text!r} is no number of seconds between two failures; unset it, or correct it")
+        raise InvalidArgument(f"{MTBF_VARIABLE}={text!r} is no number of seconds between two failures; unset it, or correct it")
     return seconds
 
 
 def interval_seconds(
-    every: timedelta | Literal["auto"], cost_seconds: float, mean_time_to_failure: float = MEAN_TIME_TO_FAILURE
+    every: timedelta | Literal["auto"], cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS
 ) -> float:
     """Seconds between two saves of this cost."""
-    return every.total_seconds() if isinstance(every, timedelta) else daly(cost_seconds, mean_time_to_failure)
+    return every.total_seconds() if isinstance(every, timedelta) else daly_interval_seconds(cost_seconds, mean_time_to_failure)

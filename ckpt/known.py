@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt.block_check import read_and_check
+from ckpt.block_check import verify_stored_block
 from ckpt.manifest import StoredBlock
 from ckpt.places import from_nearest
 from ckpt.read import is_bad_sector
@@ -19,7 +19,7 @@ log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class KnownBlock:
+class PreviousBlock:
     """Where a block of the previous step is stored."""
 
     pack: str
@@ -28,24 +28,24 @@ class KnownBlock:
     codec: str | None
     checksum: int | None
     """xxh3-64 of the stored bytes, None where those are the raw bytes."""
-    seen: bool = False
+    is_verified: bool = False
     """This process has written it, or read it since: it may be referred to. Another process's may have rotted, and a step
     that shares it would be no better than the one before."""
 
 
-KnownBlocks = dict[tuple[bytes, int], KnownBlock]
+PreviousBlocks = dict[tuple[bytes, int], PreviousBlock]
 """Blocks by digest and raw length."""
 
 
 class StepBlocks(NamedTuple):
     """What a committed step consists of."""
 
-    blocks: KnownBlocks
+    blocks: PreviousBlocks
     packs: dict[str, int]
     """All that the step names, with their lengths."""
 
 
-def referable(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:
+def referable_blocks(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:
     """What the next step may refer to, given the last `copies` steps: the blocks of the step `copies` before it that none of
     those in between refers to. Pure."""
     if len(newest_first) < copies:
@@ -57,9 +57,9 @@ def referable(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:
     return StepBlocks({k: b for k, b in found.blocks.items() if (b.pack, b.position) not in taken}, found.packs)
 
 
-def is_whole(
-    store: Store, algorithm: str, key: tuple[bytes, int], block: KnownBlock,
-    computing: Callable[[], AbstractContextManager[object]],
+def is_block_intact(
+    store: Store, algorithm: str, key: tuple[bytes, int], block: PreviousBlock,
+    compute_slot: Callable[[], AbstractContextManager[object]],
 ) -> bool:  # fmt: skip
     """Whether a block is as it was written; if not, it is told in the log, and remembered as bad. Raises StoreError.
 
@@ -70,7 +70,7 @@ def is_whole(
 
     def read(copy: Store) -> None:
         try:
-            read_and_check(copy, block.pack, algorithm, stated, computing)
+            verify_stored_block(copy, block.pack, algorithm, stated, compute_slot)
         except StoreError as error:
             if not is_bad_sector(error):
                 raise

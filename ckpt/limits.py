@@ -6,7 +6,7 @@ from ckpt.dtypes import LARGEST_ELEMENT
 
 BLOCK_BYTES = LARGEST_ELEMENT
 """Bytes of a block that ckpt writes, at most. A block holds whole elements, so it must hold the largest one."""
-LARGEST_BLOCK = 8 * BLOCK_BYTES
+MAX_BLOCK_BYTES = 8 * BLOCK_BYTES
 """Bytes of a block, raw or stored, that a load accepts, at most."""
-SMALL_BYTES = 4 << 20
+SMALL_LEAF_BYTES = 4 << 20
 """Leaves below this size share blocks."""

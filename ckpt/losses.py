@@ -8,72 +8,72 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.pulse import Bad, Pulse
-from ckpt.spikes import Spikes
+from ckpt.pulse import BadLoss, HeartbeatPage
+from ckpt.spikes import SpikeDetector
 from ckpt.storage.errors import InvalidArgument
 
-_MOST_LATE = 64
+_MAX_PENDING = 64
 """So many losses may be on their way from a device; then the oldest is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
+class _PendingLoss:
     """A loss that a device still computes."""
 
     step: int
     batch: int
-    ready: Callable[[], bool]
-    value: Callable[[], float]
+    is_ready: Callable[[], bool]
+    wait_for_value: Callable[[], float]
     """Waits for it."""
 
 
-class Losses:
+class LossMonitor:
     """Of one rank. A loss on the host is looked at once it is given; one on a device when it is there, a step later or so."""
 
-    def __init__(self, pulse: Pulse, spikes: Spikes | None) -> None:
-        self._pulse = pulse
-        self._spikes = spikes
-        self._late: deque[_Late] = deque()
-        self.bad: Bad | None = None
+    def __init__(self, page: HeartbeatPage, spike_detector: SpikeDetector | None) -> None:
+        self._heartbeat_page = page
+        self._spike_detector = spike_detector
+        self._pending: deque[_PendingLoss] = deque()
+        self.bad_loss: BadLoss | None = None
         """The first bad one: nothing is worth saving from there on."""
 
     @property
-    def calm(self) -> bool:
+    def can_skip_finite_losses(self) -> bool:
         """Whether a finite loss on the host needs no look."""
-        return self._spikes is None and not self._late
+        return self._spike_detector is None and not self._pending
 
-    def give(self, step: int, loss: Any) -> None:
+    def add(self, step: int, loss: Any) -> None:
         """The loss of a step: a number, or an array of one element."""
         if type(loss) is float:
-            self._look(step, self._pulse.batch(), loss)
+            self._check(step, self._heartbeat_page.last_batch(), loss)
             return
-        late = _late(step, self._pulse.batch(), loss)
-        if late is None:
-            self._look(step, self._pulse.batch(), as_number(loss))
+        pending = _pending_loss(step, self._heartbeat_page.last_batch(), loss)
+        if pending is None:
+            self._check(step, self._heartbeat_page.last_batch(), as_number(loss))
             return
-        self._late.append(late)
-        while self._late and (len(self._late) > _MOST_LATE or self._late[0].ready()):
-            self._take()
+        self._pending.append(pending)
+        while self._pending and (len(self._pending) > _MAX_PENDING or self._pending[0].is_ready()):
+            self._check_oldest()
 
     def wait(self) -> None:
         """Until all that was given has been looked at."""
-        while self._late:
-            self._take()
+        while self._pending:
+            self._check_oldest()
 
-    def _take(self) -> None:
-        late = self._late.popleft()
-        self._look(late.step, late.batch, late.value())
+    def _check_oldest(self) -> None:
+        late = self._pending.popleft()
+        self._check(late.step, late.batch, late.wait_for_value())
 
-    def _look(self, step: int, batch: int, loss: float) -> None:
-        self._pulse.loss(loss)
-        if self.bad is not None:
+    def _check(self, step: int, batch: int, loss: float) -> None:
+        self._heartbeat_page.publish_loss(loss)
+        if self.bad_loss is not None:
             return
         if not math.isfinite(loss):
-            self.bad = Bad(step, "not finite", loss, math.inf, batch)
-        elif self._spikes is not None and self._spikes.see(loss):
-            self.bad = Bad(step, "spike", loss, self._spikes.limit(), batch)
-        if self.bad is not None:
-            self._pulse.bad(self.bad)
+            self.bad_loss = BadLoss(step, "not finite", loss, math.inf, batch)
+        elif self._spike_detector is not None and self._spike_detector.observe(loss):
+            self.bad_loss = BadLoss(step, "spike", loss, self._spike_detector.limit(), batch)
+        if self.bad_loss is not None:
+            self._heartbeat_page.publish_bad_loss(self.bad_loss)
 
 
 def as_number(loss: Any) -> float:
@@ -81,25 +81,25 @@ def as_number(loss: Any) -> float:
     try:
         return float(loss.item() if hasattr(loss, "item") else loss)
     except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and _elements(loss) == 1:
+        if isinstance(error, RuntimeError) and _element_count(loss) == 1:
             raise  # of the device
-        raise _no_number(loss) from error
+        raise _not_a_number_error(loss) from error
 
 
-def _no_number(loss: Any) -> InvalidArgument:
+def _not_a_number_error(loss: Any) -> InvalidArgument:
     shape = getattr(loss, "shape", None)
     kind = type(loss).__name__ if shape is None else f"{type(loss).__name__} of shape {list(shape)}"
     return InvalidArgument(f"loss= is a {kind}, and must be a number or an array of one element: give its sum or mean")
 
 
-def _elements(loss: Any) -> int:
+def _element_count(loss: Any) -> int:
     return math.prod(getattr(loss, "shape", ()))
 
 
-def _late(step: int, batch: int, loss: Any) -> _Late | None:
+def _pending_loss(step: int, batch: int, loss: Any) -> _PendingLoss | None:
     """How to read a loss that is not on the host; None where it is. `float` of it would wait for all that the device does."""
-    if _elements(loss) != 1:
-        raise _no_number(loss)
+    if _element_count(loss) != 1:
+        raise _not_a_number_error(loss)
     if getattr(loss, "is_cuda", False):
         import torch
 
@@ -112,8 +112,8 @@ def _late(step: int, batch: int, loss: Any) -> _Late | None:
             copied.synchronize()
             return as_number(host)
 
-        return _Late(step, batch, copied.query, value)
+        return _PendingLoss(step, batch, copied.query, value)
     if hasattr(loss, "copy_to_host_async") and hasattr(loss, "is_ready"):  # jax
         loss.copy_to_host_async()
-        return _Late(step, batch, loss.is_ready, lambda: as_number(loss))
+        return _PendingLoss(step, batch, loss.is_ready, lambda: as_number(loss))
     return None

@@ -10,19 +10,19 @@ from ckpt.storage.errors import CkptError
 
 
 @dataclass(frozen=True, slots=True)
-class MakingProcess:
+class CreatorProcess:
     """The process that made an object; part of that object."""
 
     pid: int = field(default_factory=os.getpid)
 
     @property
-    def is_this(self) -> bool:
+    def is_current(self) -> bool:
         """Whether it is this process."""
         return os.getpid() == self.pid
 
-    def require(self, what: str, instead: str) -> None:
+    def require_current(self, what: str, instead: str) -> None:
         """Raise CkptError in a forked child. what: the object; instead: what to do there."""
-        if not self.is_this:
+        if not self.is_current:
             raise CkptError(
                 f"{what} belongs to process {self.pid}, and this is process {os.getpid()}, which was forked from it: {instead}"
             )

@@ -17,15 +17,23 @@ import numpy as np
 from ckpt import arrow
 from ckpt import table as tables
 from ckpt.digest import CELL_BYTES
-from ckpt.index import Index, indexed
-from ckpt.limits import LARGEST_BLOCK
-from ckpt.records import require_known
+from ckpt.index import RowIndex, index_rows
+from ckpt.limits import MAX_BLOCK_BYTES
+from ckpt.records import require_known_format
 from ckpt.shard import Box
 from ckpt.storage.errors import IntegrityError
 from ckpt.table import RowGroup, read_table, write_table
 
 __all__ = [
-    "Layout", "Manifest", "Row", "Saved", "StoredBlock", "decode", "encode", "read_table", "write_table",
+    "Manifest",
+    "PlannedColumns",
+    "Row",
+    "Saved",
+    "StoredBlock",
+    "decode",
+    "encode",
+    "read_table",
+    "write_table",
 ]  # fmt: skip
 
 
@@ -72,7 +80,7 @@ class StoredBlock(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class PlannedColumns:
     """The columns of `Row` that are known before anything is written, and the block of each piece (None: no bytes).
 
     What Arrow makes of them is kept, since a training loop writes the same columns every time.
@@ -85,76 +93,76 @@ class Layout:
     start: list[int]
     nbytes: list[int]
     block: list[int | None]
-    _columns: dict[str, Any] = field(default_factory=dict)
-    _cells: list[tuple[int, int, int]] = field(default_factory=list)
+    _arrow_columns: dict[str, Any] = field(default_factory=dict)
+    _cell_ranges: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def columns(self) -> dict[str, Any]:
+    def arrow_columns(self) -> dict[str, Any]:
         """As Arrow arrays; `block` is the index of each piece's block, counted from 1."""
-        if not self._columns:
-            self._columns = {
-                "leaf": arrow.texts(self.leaf),
-                "dtype": arrow.by_number(arrow.texts(self.dtype)),
-                "global_shape": arrow.lists_of(self.global_shape),
-                "offset": arrow.lists_of([b[0] for b in self.box]),
-                "shape": arrow.lists_of([b[1] for b in self.box]),
-                "start": arrow.numbers(self.start),
-                "nbytes": arrow.numbers(self.nbytes),
-                "block": arrow.numbers([0 if i is None else i + 1 for i in self.block]),
+        if not self._arrow_columns:
+            self._arrow_columns = {
+                "leaf": arrow.text_array(self.leaf),
+                "dtype": arrow.dictionary_encoded(arrow.text_array(self.dtype)),
+                "global_shape": arrow.list_array(self.global_shape),
+                "offset": arrow.list_array([b[0] for b in self.box]),
+                "shape": arrow.list_array([b[1] for b in self.box]),
+                "start": arrow.number_array(self.start),
+                "nbytes": arrow.number_array(self.nbytes),
+                "block": arrow.number_array([0 if i is None else i + 1 for i in self.block]),
             }
-        return self._columns
+        return self._arrow_columns
 
-    def cells(self, of_blocks: Sequence[bytes]) -> list[bytes]:
+    def cells_of_pieces(self, of_blocks: Sequence[bytes]) -> list[bytes]:
         """The checksums of the cells that each piece touches, out of those of all cells of each block."""
-        if not self._cells:
-            self._cells = [
+        if not self._cell_ranges:
+            self._cell_ranges = [
                 (-1, 0, 0) if i is None else (i, s // CELL_BYTES * 8, -(-(s + n) // CELL_BYTES) * 8)
                 for i, s, n in zip(self.block, self.start, self.nbytes, strict=True)
             ]
-        known = [*of_blocks, b""]  # the last one for -1
-        return [known[i][a:b] for i, a, b in self._cells]
+        with_none = [*of_blocks, b""]  # the last one for -1
+        return [with_none[i][a:b] for i, a, b in self._cell_ranges]
 
 
-def warm() -> None:
+def import_parquet() -> None:
     """Import what writing a manifest takes."""
     import pyarrow._compute  # see arrow.call
     import pyarrow.parquet  # noqa: F401
 
 
-def encode(layout: Layout, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
+def encode(columns: PlannedColumns, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
     """The manifest as a Parquet file with `metadata` in its schema."""
-    return write_table(made_table(layout, blocks), metadata)
+    return write_table(build_table(columns, blocks), metadata)
 
 
-def made_table(layout: Layout, blocks: Sequence[StoredBlock]) -> Any:
+def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
     """The rows as an Arrow table.
 
     Made column by column: a Python object for each cell of the table would hold up the training step.
     """
     import pyarrow as pa
 
-    known = layout.columns()
-    of_block = known["block"]
+    planned_columns = planned.arrow_columns()
+    of_block = planned_columns["block"]
     shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
 
     def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
         """A column of the blocks as one of the pieces; missing: for those that have no block."""
-        return arrow.call("take", kind([missing, *shared[column]]), of_block)
+        return arrow.compute_function("take", kind([missing, *shared[column]]), of_block)
 
     def numbers(column: int) -> Any:
-        return spread(column, arrow.numbers, 0)
+        return spread(column, arrow.number_array, 0)
 
     columns = {
-        **known,
-        "pack": arrow.by_number(spread(0, arrow.texts)),
+        **planned_columns,
+        "pack": arrow.dictionary_encoded(spread(0, arrow.text_array)),
         "position": numbers(1),
         "stored": numbers(2),
         "raw": numbers(3),
-        "codec": arrow.by_number(spread(4, arrow.texts)),
-        "digest": spread(5, arrow.blobs, b""),
-        "checksum": spread(6, lambda values: arrow.numbers(values, "uint64")),
-        "cells": arrow.blobs(layout.cells(shared[7])),
+        "codec": arrow.dictionary_encoded(spread(4, arrow.text_array)),
+        "digest": spread(5, arrow.binary_array, b""),
+        "checksum": spread(6, lambda values: arrow.number_array(values, "uint64")),
+        "cells": arrow.binary_array(planned.cells_of_pieces(shared[7])),
     }
-    return pa.table({name: columns[name] for name in tables.NAMES})
+    return pa.table({name: columns[name] for name in tables.COLUMNS})
 
 
 class Saved(NamedTuple):
@@ -174,22 +182,22 @@ class LeafTotal(NamedTuple):
     """Its share of the bytes in the packs."""
 
 
-Place = tuple[str, int, int, str | None, int | None]
+BlockLocation = tuple[str, int, int, str | None, int | None]
 """Where a block lies: the columns pack, position, stored, codec and checksum."""
 
 
 def decode(data: bytes, where: str) -> Manifest:
     """Open a Parquet manifest; raise IntegrityError where it is not one. `where` is for messages."""
-    groups, metadata = tables.read_groups(data, where)
+    groups, metadata = tables.read_row_groups(data, where)
     for name in ("format", "digest"):
         if name not in metadata:
             raise IntegrityError(f"{where} is not a manifest: it does not name its {name}")
     version = metadata["format"]
-    require_known(int(version) if version.isdecimal() else version, where)
+    require_known_format(int(version) if version.isdecimal() else version, where)
     return Manifest(groups, metadata["digest"], where)
 
 
-def joined(manifests: Sequence[Manifest]) -> Manifest:
+def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """Several as one."""
     if len(manifests) == 1:
         return manifests[0]
@@ -208,9 +216,9 @@ class Manifest:
         self.groups = groups
         self.digest_algorithm = digest_algorithm
         self.where = where
-        self._starts = np.cumsum([0, *(group.length for group in groups)])
+        self._starts = np.cumsum([0, *(group.row_count for group in groups)])
         self._lock = threading.Lock()  # one thread at a time may read a Parquet file
-        self._recent: dict[tuple[int, Sequence[str]], Any] = {}
+        self._recent_reads: dict[tuple[int, Sequence[str]], Any] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -222,8 +230,8 @@ class Manifest:
         if self._leaves is None:
             index = self._index()
             first = self._take(index.first_rows(), ("dtype", "global_shape"))
-            columns = (arrow.values_of(first.column(name)) for name in ("dtype", "global_shape"))
-            self._leaves = dict(zip(index.numbers, map(Saved._make, zip(*columns, strict=True)), strict=True))
+            columns = (arrow.python_values(first.column(name)) for name in ("dtype", "global_shape"))
+            self._leaves = dict(zip(index.leaf_numbers, map(Saved._make, zip(*columns, strict=True)), strict=True))
         return self._leaves
 
     _leaves: dict[str, Saved] | None = None
@@ -231,12 +239,12 @@ class Manifest:
     def totals(self) -> list[LeafTotal]:
         """Of each leaf, in the order in which they were saved."""
         index = self._index()
-        table = self._take(index.order, ("stored", "raw", "nbytes"))
-        stored, raw, nbytes = (arrow.array_of(table.column(n)) for n in ("stored", "raw", "nbytes"))
+        table = self._take(index.row_order, ("stored", "raw", "nbytes"))
+        stored, raw, nbytes = (arrow.numpy_array(table.column(n)) for n in ("stored", "raw", "nbytes"))
         share = stored * (nbytes / np.maximum(raw, 1))
-        sums = (np.add.reduceat(values, index.starts[:-1]).tolist() if len(raw) else [] for values in (nbytes, share))
-        first = _rows(self._take(index.first_rows(), tables.NAMES))
-        return list(map(LeafTotal._make, zip(index.numbers, first, *sums, strict=True)))
+        sums = (np.add.reduceat(values, index.leaf_starts[:-1]).tolist() if len(raw) else [] for values in (nbytes, share))
+        first = _rows(self._take(index.first_rows(), tables.COLUMNS))
+        return list(map(LeafTotal._make, zip(index.leaf_numbers, first, *sums, strict=True)))
 
     def bytes_of_leaves(self) -> dict[str, float]:
         """By leaf the bytes of all of its pieces. As floats: numbers that were made up must not wrap around.
@@ -245,43 +253,43 @@ class Manifest:
         """
         if self._leaf_bytes is None:
             index = self._index()
-            table = self._take(index.order, ("position", "stored", "raw", "start", "nbytes", "codec"))
+            table = self._take(index.row_order, ("position", "stored", "raw", "start", "nbytes", "codec"))
             self._check_lengths(table)
-            nbytes = arrow.array_of(table.column("nbytes")).astype(np.float64)
-            sums = np.add.reduceat(nbytes, index.starts[:-1]).tolist() if len(nbytes) else []
-            self._leaf_bytes = dict(zip(index.numbers, sums, strict=True))
+            nbytes = arrow.numpy_array(table.column("nbytes")).astype(np.float64)
+            sums = np.add.reduceat(nbytes, index.leaf_starts[:-1]).tolist() if len(nbytes) else []
+            self._leaf_bytes = dict(zip(index.leaf_numbers, sums, strict=True))
         return self._leaf_bytes
 
     _leaf_bytes: dict[str, float] | None = None
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def find(self, wanted: Sequence[tuple[str, Box | None]]) -> list[list[Row]]:
+    def find(self, queries: Sequence[tuple[str, Box | None]]) -> list[list[Row]]:
         """Of each leaf the rows that have elements in the box (None: all rows), in stored order.
 
         No rows for a leaf that is not there. Raises IntegrityError where a row found is no box of its array.
         """
         index = self._index()
-        names, boxes = [name for name, _ in wanted], [box for _, box in wanted]
+        names, boxes = [name for name, _ in queries], [box for _, box in queries]
         which, numbers = index.rows_of(names)
         if boxes.count(None) < len(boxes):
-            which, numbers = self._touching(which, numbers, boxes)
-        table = self._take(numbers, tables.NAMES)
-        self._check(table)
+            which, numbers = self._rows_touching(which, numbers, boxes)
+        table = self._take(numbers, tables.COLUMNS)
+        self._check_boxes(table)
         rows = _rows(table)
-        cuts = [0, *np.cumsum(np.bincount(which, minlength=len(wanted))).tolist()]
+        cuts = [0, *np.cumsum(np.bincount(which, minlength=len(queries))).tolist()]
         return [rows[a:b] for a, b in itertools.pairwise(cuts)]
 
     def select(self, leaves: Iterable[str]) -> Manifest:
         """The rows of these leaves, in memory; those that are not there are left out."""
         _, rows = self._index().rows_of(list(set(leaves)))
-        table = self._take(np.sort(rows), tables.NAMES)
-        return Manifest([tables.table_group(table, self.where)], self.digest_algorithm, self.where)
+        table = self._take(np.sort(rows), tables.COLUMNS)
+        return Manifest([tables.row_group_of(table, self.where)], self.digest_algorithm, self.where)
 
     @property
     def rows(self) -> list[Row]:
         """All rows as Python objects, for small uses."""
-        return [row for number in range(len(self.groups)) for row in _rows(self._read(number, tables.NAMES))]
+        return [row for number in range(len(self.groups)) for row in _rows(self._read(number, tables.COLUMNS))]
 
     def by_leaf(self) -> dict[str, list[Row]]:
         """All rows by leaf, in the order in which leaves were saved."""
@@ -292,43 +300,43 @@ class Manifest:
 
     # --- blocks ------------------------------------------------------------------------------------------------
 
-    def blocks(self, rank: int | None = None) -> dict[tuple[bytes, int], Place]:
+    def blocks(self, rank: int | None = None) -> dict[tuple[bytes, int], BlockLocation]:
         """Where each block lies, by digest and raw length. `rank`: only those in packs that this rank wrote."""
         names = ("digest", "raw", "pack", "position", "stored", "codec", "checksum")
-        found: dict[tuple[bytes, int], Place] = {}
+        found: dict[tuple[bytes, int], BlockLocation] = {}
         for number in range(len(self.groups)):
-            mine = _of_rank(self._read(number, ("pack",)).column("pack"), rank)
+            mine = _rows_of_rank(self._read(number, ("pack",)).column("pack"), rank)
             if len(mine):
-                table = arrow.taken(self._read(number, names).select(names), mine)
-                columns = [arrow.values_of(table.column(name)) for name in names]
+                table = arrow.take_rows(self._read(number, names).select(names), mine)
+                columns = [arrow.python_values(table.column(name)) for name in names]
                 found.update(zip(zip(*columns[:2], strict=True), zip(*columns[2:], strict=True), strict=True))
         return found
 
     def in_pack_order(self, at_once: int = 1 << 16) -> Iterator[list[Row]]:
         """All rows that have bytes in the order in which these lie, about so many at once; a block is never divided."""
-        order, blocks = self._places()
+        order, blocks = self._block_order()
         cuts = np.unique(blocks[np.searchsorted(blocks, np.arange(0, len(order), at_once), "right") - 1])
         for a, b in itertools.pairwise([*cuts.tolist(), len(order)]):
-            yield _rows(self._take(order[a:b], tables.NAMES))
+            yield _rows(self._take(order[a:b], tables.COLUMNS))
 
     def by_block(self) -> list[Row]:
         """One row of each block, in the order in which they lie."""
-        order, blocks = self._places()
-        return _rows(self._take(order[blocks], tables.NAMES))
+        order, blocks = self._block_order()
+        return _rows(self._take(order[blocks], tables.COLUMNS))
 
     def stored_bytes(self) -> int:
         """Bytes of all blocks, each counted once."""
-        order, blocks = self._places()
-        return int(np.sum(arrow.array_of(self._take(order[blocks], ("stored",)).column("stored"))))
+        order, blocks = self._block_order()
+        return int(np.sum(arrow.numpy_array(self._take(order[blocks], ("stored",)).column("stored"))))
 
-    def _places(self) -> tuple[Any, Any]:
+    def _block_order(self) -> tuple[Any, Any]:
         """The rows that have bytes in the order in which these lie, and where in it each block begins."""
         table = self._take(None, ("pack", "position"))
         pack = arrow.one_chunk(table.column("pack"))
         rows = arrow.valid_rows(pack)
-        codes, names = arrow.codes_of(arrow.taken(pack, rows))
+        codes, names = arrow.dictionary_codes(arrow.take_rows(pack, rows))
         rank = np.argsort(np.argsort(np.array(names, object), kind="stable")) if names else np.zeros(0, np.int64)
-        pack, position = rank[codes], arrow.array_of(table.column("position"))[rows]
+        pack, position = rank[codes], arrow.numpy_array(table.column("position"))[rows]
         order = np.lexsort((position, pack))
         pack, position = pack[order], position[order]
         new = (pack[1:] != pack[:-1]) | (position[1:] != position[:-1])
@@ -336,24 +344,24 @@ class Manifest:
 
     # --- reading -----------------------------------------------------------------------------------------------
 
-    def _index(self) -> Index:
-        if self._known_index is None:
-            self._known_index = indexed(self._read(number, ("leaf",)).column("leaf") for number in range(len(self.groups)))
-        return self._known_index
+    def _index(self) -> RowIndex:
+        if self._row_index is None:
+            self._row_index = index_rows(self._read(number, ("leaf",)).column("leaf") for number in range(len(self.groups)))
+        return self._row_index
 
-    _known_index: Index | None = None
+    _row_index: RowIndex | None = None
 
     def _read(self, group: int, names: Sequence[str]) -> Any:
         """Columns of a row group. The last few are kept: a reader asks for its arrays one after the other."""
         with self._lock:
             if len(self.groups) == 1:
-                names = tables.NAMES  # one read of all is faster than two of some
-            table = self._recent.pop((group, names), None)
+                names = tables.COLUMNS  # one read of all is faster than two of some
+            table = self._recent_reads.pop((group, names), None)
             if table is None:
                 table = self.groups[group].read(names)
-                while len(self._recent) >= _KEPT:
-                    del self._recent[next(iter(self._recent))]
-            self._recent[group, names] = table
+                while len(self._recent_reads) >= _MAX_RECENT_READS:
+                    del self._recent_reads[next(iter(self._recent_reads))]
+            self._recent_reads[group, names] = table
             return table
 
     def _take(self, rows: Any, names: Sequence[str]) -> Any:
@@ -362,7 +370,7 @@ class Manifest:
 
         if rows is None or (len(rows) == len(self) and _is_range(rows)):
             read = [self._read(number, names) for number in range(len(self.groups))]
-            return pa.concat_tables(read or [tables.no_rows(names)])
+            return pa.concat_tables(read or [tables.empty_table(names)])
         groups = np.searchsorted(self._starts, rows, "right") - 1
         order = None if np.all(groups[1:] >= groups[:-1]) else np.argsort(groups, kind="stable")
         if order is not None:
@@ -370,22 +378,22 @@ class Manifest:
         begins = np.flatnonzero(np.diff(groups, prepend=-1))
         numbers, cuts = groups[begins], [*begins.tolist(), len(rows)]
         taken = [
-            arrow.taken(self._read(number, names).select(names), rows[a:b] - self._starts[number])
+            arrow.take_rows(self._read(number, names).select(names), rows[a:b] - self._starts[number])
             for number, (a, b) in zip(numbers.tolist(), itertools.pairwise(cuts), strict=True)
         ]
-        table = pa.concat_tables(taken or [tables.no_rows(names)])
+        table = pa.concat_tables(taken or [tables.empty_table(names)])
         if order is not None:
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
-            table = arrow.taken(table, back)
+            table = arrow.take_rows(table, back)
         return table
 
-    def _touching(self, which: Any, rows: Any, boxes: list[Box | None]) -> tuple[Any, Any]:
+    def _rows_touching(self, which: Any, rows: Any, boxes: list[Box | None]) -> tuple[Any, Any]:
         """Those of the rows that have elements in the box wanted of them; `which` says which box that is."""
         axes = np.array([-1 if box is None else len(box.shape) for box in boxes])[which]
         keep = axes < 0
         table = self._take(rows, ("offset", "shape"))
-        (offset, begins), (shape, begins_shape) = (arrow.numbers_of(table.column(name)) for name in ("offset", "shape"))
+        (offset, begins), (shape, begins_shape) = (arrow.flat_lists(table.column(name)) for name in ("offset", "shape"))
         for count in arrow.distinct(axes[~keep]):
             at = np.flatnonzero(axes == count)
             if np.any(np.diff(begins)[at] != count) or np.any(np.diff(begins_shape)[at] != count):
@@ -400,13 +408,13 @@ class Manifest:
     def _check_lengths(self, table: Any) -> None:
         """Raise IntegrityError where a row states lengths that no block has."""
         names = ("position", "stored", "raw", "start", "nbytes")
-        position, stored, raw, start, nbytes = (arrow.array_of(table.column(name)) for name in names)
+        position, stored, raw, start, nbytes = (arrow.numpy_array(table.column(name)) for name in names)
         plain = np.ones(len(raw), bool)
         plain[arrow.valid_rows(arrow.one_chunk(table.column("codec")))] = False
         longest = np.maximum(stored, raw)
-        if np.any(longest > LARGEST_BLOCK):
+        if np.any(longest > MAX_BLOCK_BYTES):
             raise IntegrityError(
-                f"{self.where}: a block of {longest.max()} bytes is stated, and blocks have at most {LARGEST_BLOCK}; "
+                f"{self.where}: a block of {longest.max()} bytes is stated, and blocks have at most {MAX_BLOCK_BYTES}; "
                 "restore the manifest or load another step"
             )
         if np.any(np.minimum.reduce([position, stored, raw, start, nbytes]) < 0) or np.any(nbytes > raw - start):
@@ -417,16 +425,16 @@ class Manifest:
                 "another step"
             )
 
-    def _check(self, table: Any) -> None:
+    def _check_boxes(self, table: Any) -> None:
         """Raise IntegrityError where a row is not a box of its array."""
-        (whole, at), (offset, at_offset), (shape, at_shape) = (arrow.numbers_of(table.column(n)) for n in tables.LISTS)
+        (whole, at), (offset, at_offset), (shape, at_shape) = (arrow.flat_lists(table.column(n)) for n in tables.LIST_COLUMNS)
         if not (np.array_equal(at, at_offset) and np.array_equal(at, at_shape)):
             raise IntegrityError(f"{self.where}: a piece has another number of axes than its array")
         if np.any(offset < 0) or np.any(shape < 0) or np.any(shape > whole - offset):
             raise IntegrityError(f"{self.where}: a piece lies outside of its array")
 
 
-_KEPT = 16
+_MAX_RECENT_READS = 16
 """Reads of row groups that are kept: at most some hundred MB."""
 
 
@@ -437,18 +445,18 @@ def _is_range(rows: Any) -> bool:
 
 def _rows(table: Any) -> list[Row]:
     """The rows of a table with all columns, as Python objects."""
-    columns = {name: arrow.values_of(table.column(name)) for name in tables.NAMES}
+    columns = {name: arrow.python_values(table.column(name)) for name in tables.COLUMNS}
     boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
     ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
     return list(map(Row._make, zip(*ordered, strict=True)))
 
 
-def _of_rank(pack: Any, rank: int | None) -> Any:
+def _rows_of_rank(pack: Any, rank: int | None) -> Any:
     """Which rows lie in packs that `rank` wrote (None: in any)."""
     pack = arrow.one_chunk(pack)
     rows = arrow.valid_rows(pack)
     if rank is None or not len(rows):
         return rows
-    codes, names = arrow.codes_of(arrow.taken(pack, rows))
+    codes, names = arrow.dictionary_codes(arrow.take_rows(pack, rows))
     prefix = f"{rank}-"
     return rows[np.array([name.rpartition("/")[2].startswith(prefix) for name in names])[codes]]

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ckpt.leaves.base import Memory
+from ckpt.leaves.base import MemoryLayout
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -17,13 +17,13 @@ _MAX_WORK = 1 << 20
 """Steps that numpy may search for a common byte; views that people make take a few."""
 
 
-class Span(NamedTuple, Generic[K]):
+class AddressRange(NamedTuple, Generic[K]):
     """The range of addresses of one array."""
 
     begin: int
     axes: list[tuple[int, int]]
     """Step in bytes and length of each axis that has more than one index, the widest step first."""
-    memory: Memory
+    memory: MemoryLayout
     key: K
     """What the caller calls the array."""
 
@@ -41,33 +41,33 @@ class Span(NamedTuple, Generic[K]):
         return False
 
 
-def span_of(memory: Memory, key: K) -> Span[K]:
+def address_range_of(memory: MemoryLayout, key: K) -> AddressRange[K]:
     """The span of an array that has elements."""
     steps = [(s, n) for s, n in zip(memory.strides, memory.shape, strict=True) if n > 1]
     begin = memory.start + sum(s * (n - 1) for s, n in steps if s < 0)
-    return Span(begin, sorted(((abs(s), n) for s, n in steps), reverse=True), memory, key)
+    return AddressRange(begin, sorted(((abs(s), n) for s, n in steps), reverse=True), memory, key)
 
 
-def overlapping(spans: Sequence[Span[K]]) -> Iterator[tuple[Span[K], Span[K]]]:
+def overlapping_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[AddressRange[K], AddressRange[K]]]:
     """The pairs of spans on one device that have a byte in common."""
-    return ((a, b) for a, b in _near(spans) if _share(a.memory, b.memory))
+    return ((a, b) for a, b in _candidate_pairs(spans) if _share_memory(a.memory, b.memory))
 
 
-def adjacent(ranges: Sequence[tuple[int, int, T]]) -> list[list[T]]:
+def overlapping_groups(ranges: Sequence[tuple[int, int, T]]) -> list[list[T]]:
     """The groups of two and more whose ranges meet, of (first byte, end, item)."""
     begin = np.array([begin for begin, _, _ in ranges], np.int64)
     end = np.array([end for _, end, _ in ranges], np.int64)
     order = np.argsort(begin)
-    apart = begin[order][1:] >= np.maximum.accumulate(end[order])[:-1]
-    if np.all(apart):
+    separate = begin[order][1:] >= np.maximum.accumulate(end[order])[:-1]
+    if np.all(separate):
         return []
-    cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(ranges)]
+    cuts = [0, *(np.flatnonzero(separate) + 1).tolist(), len(ranges)]
     return [[ranges[i][2] for i in order[a:b]] for a, b in itertools.pairwise(cuts) if b - a > 1]
 
 
-def _near(spans: Sequence[Span[K]]) -> Iterator[tuple[Span[K], Span[K]]]:
+def _candidate_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[AddressRange[K], AddressRange[K]]]:
     """The pairs that may share memory: those that do, and few others."""
-    for run in adjacent([(span.begin, span.end(), span) for span in spans]):
+    for run in overlapping_groups([(span.begin, span.end(), span) for span in spans]):
         low = min(span.begin for span in run)
         step = max(span.axes[0][0] if span.axes else 0 for span in run)
         within, across = [], []
@@ -81,23 +81,23 @@ def _near(spans: Sequence[Span[K]]) -> Iterator[tuple[Span[K], Span[K]]]:
                 across.append(span)
         yield from itertools.combinations(across, 2)
         yield from itertools.product(across, within)
-        yield from _near(within)
+        yield from _candidate_pairs(within)
 
 
-class _Shadow:
+class _ArrayInterface:
     """An array for numpy to compare, never to look into: the memory may be a device's."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryLayout) -> None:
         self.__array_interface__ = {
             "version": 3, "typestr": f"|V{memory.itemsize}", "data": (memory.start, False),
             "shape": memory.shape, "strides": memory.strides,
         }  # fmt: skip
 
 
-def _share(a: Memory, b: Memory) -> bool:
+def _share_memory(a: MemoryLayout, b: MemoryLayout) -> bool:
     if a == b:
         return True
     try:
-        return np.shares_memory(np.asarray(_Shadow(a)), np.asarray(_Shadow(b)), _MAX_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(np.asarray(_ArrayInterface(a)), np.asarray(_ArrayInterface(b)), _MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

@@ -12,20 +12,20 @@ import numpy as np
 
 from ckpt import arrow
 from ckpt import table as tables
-from ckpt.copies import Described, require_same
-from ckpt.cover import Flags, Ints, overlap, tiled, uncovered
+from ckpt.copies import LeafDescription, require_same_description
+from ckpt.cover import Flags, Ints, are_tiled, first_overlap, first_uncovered_box
 from ckpt.groups.base import ranks_text
-from ckpt.index import Index, indexed
+from ckpt.index import RowIndex, index_rows
 from ckpt.shard import Box, intersect
 from ckpt.storage.errors import StepRefused
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_NOT_COPIES = "give each rank a box of its own, or say that they hold copies: ckpt.Shard(…, replica=(i, n))"
+_REPLICA_HINT = "give each rank a box of its own, or say that they hold copies: ckpt.Shard(…, replica=(i, n))"
 
 
-def merge(parts: Sequence[tuple[int, pa.Table]], held: Mapping[str, Described] | None = None) -> pa.Table:
+def merge_rows(parts: Sequence[tuple[int, pa.Table]], descriptions: Mapping[str, LeafDescription] | None = None) -> pa.Table:
     """The manifest of a step, given each rank's number and rows; the same whatever order they come in.
 
     held: what ranks take leaves for of which they may have stored nothing.
@@ -38,78 +38,78 @@ def merge(parts: Sequence[tuple[int, pa.Table]], held: Mapping[str, Described] |
 
     parts = sorted(parts, key=lambda part: part[0])
     _check_digests(parts)
-    table = _together([table for _, table in parts])
+    table = _concatenated([table for _, table in parts])
     ranks = np.repeat([rank for rank, _ in parts], [len(table) for _, table in parts])
-    index = indexed([table.column("leaf")])
-    keep = _Rows(table, ranks, index).checked(held or {})
-    if index.order is not None:
-        keep = index.order[keep]
-    if len(keep) < len(table) or index.order is not None:
-        table = pa.table({name: arrow.taken(arrow.one_chunk(table.column(name)), keep) for name in table.column_names})
+    index = index_rows([table.column("leaf")])
+    keep = _Rows(table, ranks, index).select_rows(descriptions or {})
+    if index.row_order is not None:
+        keep = index.row_order[keep]
+    if len(keep) < len(table) or index.row_order is not None:
+        table = pa.table({name: arrow.take_rows(arrow.one_chunk(table.column(name)), keep) for name in table.column_names})
     return table.replace_schema_metadata(parts[0][1].schema.metadata if parts else None)
 
 
 def _check_digests(parts: Sequence[tuple[int, pa.Table]]) -> None:
     """Raise StepRefused where two ranks' digests are of different algorithms."""
-    known: dict[bytes, int] = {}
+    rank_by_algorithm: dict[bytes, int] = {}
     for rank, table in parts:
-        known.setdefault((table.schema.metadata or {}).get(b"digest", b"?"), rank)
-    if len(known) > 1:
-        (a, rank_a), (b, rank_b), *_ = known.items()
+        rank_by_algorithm.setdefault((table.schema.metadata or {}).get(b"digest", b"?"), rank)
+    if len(rank_by_algorithm) > 1:
+        (a, rank_a), (b, rank_b), *_ = rank_by_algorithm.items()
         raise StepRefused(
             f"rank {rank_a} saved with digest={a.decode()!r}, rank {rank_b} with digest={b.decode()!r}; use one on all ranks"
         )
 
 
-def _together(parts: list[pa.Table]) -> pa.Table:
+def _concatenated(parts: list[pa.Table]) -> pa.Table:
     """All rows as one table, each column in one chunk."""
     import pyarrow as pa
 
-    plain = [part.replace_schema_metadata(None) for part in parts] or [tables.no_rows(tables.NAMES)]
+    plain = [part.replace_schema_metadata(None) for part in parts] or [tables.empty_table(tables.COLUMNS)]
     if len({part.schema for part in plain}) > 1:  # text, in some of them by number
-        plain = [tables.plain(part) for part in plain]
+        plain = [tables.as_plain_table(part) for part in plain]
     return pa.concat_tables(plain).combine_chunks()
 
 
 class _Rows:
     """The rows in the order of the manifest, and their boxes as numbers."""
 
-    def __init__(self, table: pa.Table, ranks: Ints, index: Index) -> None:
-        order = index.order
+    def __init__(self, table: pa.Table, ranks: Ints, index: RowIndex) -> None:
+        order = index.row_order
 
         def sort(column: Any) -> Any:
             column = arrow.one_chunk(column)
-            return column if order is None else arrow.taken(column, order)
+            return column if order is None else arrow.take_rows(column, order)
 
-        self.names = list(index.numbers)
-        self.starts: Ints = np.asarray(index.starts, np.int64)
+        self.names = list(index.leaf_numbers)
+        self.starts: Ints = np.asarray(index.leaf_starts, np.int64)
         self.first = self.starts[:-1]
         self.leaf = np.repeat(np.arange(len(self.names)), np.diff(self.starts))
         self.ranks = ranks if order is None else ranks[order]
-        self.dtype, self.dtypes = arrow.codes_of(sort(table.column("dtype")))
-        (self.whole, self.at), (self.offset, self.at_offset), (self.shape, self.at_shape) = (
-            arrow.numbers_of(sort(table.column(name))) for name in tables.LISTS
+        self.dtype, self.dtypes = arrow.dictionary_codes(sort(table.column("dtype")))
+        (self.whole, self.at), (self.offset, self.offset_starts), (self.shape, self.shape_starts) = (
+            arrow.flat_lists(sort(table.column(name))) for name in tables.LIST_COLUMNS
         )
-        self.bytes = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
+        self.byte_columns = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
 
-    def checked(self, held: Mapping[str, Described]) -> Ints:
+    def select_rows(self, descriptions: Mapping[str, LeafDescription]) -> Ints:
         """Which rows the manifest needs; raise StepRefused where those are not exactly what makes the leaves."""
-        self._check_claims()
-        self._check_held(held)
+        self._check_dtypes_and_shapes()
+        self._check_descriptions(descriptions)
         self._check_bounds()
-        keep = self._not_empty()
-        whole = self._is_tiled(np.arange(len(self.names)), keep)
-        if not np.all(whole):
-            suspects = np.flatnonzero(~whole)
+        keep = self._nonempty_rows()
+        tiled_leaves = self._is_tiled(np.arange(len(self.names)), keep)
+        if not np.all(tiled_leaves):
+            suspects = np.flatnonzero(~tiled_leaves)
             keep = self._without_copies(suspects, keep)
             suspects = suspects[~self._is_tiled(suspects, keep)]
             if len(suspects):
-                raise self._diagnosed(int(suspects[0]), keep)
+                raise self._diagnose(int(suspects[0]), keep)
         return np.flatnonzero(keep)
 
     # --- what ranks say of a leaf -------------------------------------------------------------------------------
 
-    def _check_claims(self) -> None:
+    def _check_dtypes_and_shapes(self) -> None:
         axes = np.diff(self.at)
         differs = (self.dtype != self.dtype[self.first][self.leaf]) | (axes != axes[self.first][self.leaf])
         for count in arrow.distinct(axes):
@@ -119,27 +119,29 @@ class _Rows:
             differs[rows[np.any(own != first, axis=1)]] = True
         if np.any(differs):
             row = int(np.argmax(differs))
-            require_same(self._name(row), self._described(int(self.first[self.leaf[row]])), self._described(row))
+            require_same_description(
+                self._name(row), self._description(int(self.first[self.leaf[row]])), self._description(row)
+            )
 
-    def _check_held(self, held: Mapping[str, Described]) -> None:
+    def _check_descriptions(self, descriptions: Mapping[str, LeafDescription]) -> None:
         number = {name: i for i, name in enumerate(self.names)}
-        for name, described in held.items():
+        for name, described in descriptions.items():
             if (leaf := number.get(name)) is not None:
-                require_same(name, self._described(int(self.first[leaf])), described)
+                require_same_description(name, self._description(int(self.first[leaf])), described)
 
     def _check_bounds(self) -> None:
-        wrong = (np.diff(self.at_offset) != np.diff(self.at)) | (np.diff(self.at_shape) != np.diff(self.at))
-        if not np.any(wrong):
+        invalid = (np.diff(self.offset_starts) != np.diff(self.at)) | (np.diff(self.shape_starts) != np.diff(self.at))
+        if not np.any(invalid):
             outside = (self.offset < 0) | (self.shape < 0) | (self.shape > self.whole - self.offset)
-            wrong[_row_of(self.at, np.flatnonzero(outside))] = True
-        if np.any(wrong):
-            row = int(np.argmax(wrong))
+            invalid[_row_of(self.at, np.flatnonzero(outside))] = True
+        if np.any(invalid):
+            row = int(np.argmax(invalid))
             raise StepRefused(
-                f"leaf {self._name(row)}: {_text(self._box(row))} of rank {self.ranks[row]} does not lie within shape "
+                f"leaf {self._name(row)}: {_slice_text(self._box(row))} of rank {self.ranks[row]} does not lie within shape "
                 f"{self._shape(row)}; check offset and global_shape of its ckpt.Shard"
             )
 
-    def _not_empty(self) -> Flags:
+    def _nonempty_rows(self) -> Flags:
         """All rows but those of boxes without elements, of which a leaf without elements needs one."""
         keep = np.ones(len(self.leaf), bool)
         keep[_row_of(self.at, np.flatnonzero(self.shape == 0))] = False
@@ -164,7 +166,7 @@ class _Rows:
             shapes = _matrix(self.whole, self.at[self.first[leaves[mine]]], count)
             starts = np.concatenate([[0], np.cumsum(counts[mine])])
             boxes = (_matrix(values, self.at[rows], count) for values in (self.offset, self.shape))
-            done[mine] = tiled(shapes, starts, *boxes) | np.any(shapes == 0, axis=1)
+            done[mine] = are_tiled(shapes, starts, *boxes) | np.any(shapes == 0, axis=1)
         return done
 
     def _without_copies(self, leaves: Ints, keep: Flags) -> Flags:
@@ -185,44 +187,47 @@ class _Rows:
             copies = np.flatnonzero(~head)
             first = mine[np.flatnonzero(head)[np.cumsum(head) - 1]][copies]
             copy = mine[copies]
-            equal = self._same_bytes(first, copy)
+            equal = self._has_same_bytes(first, copy)
             if not np.all(equal):
                 at = int(np.argmin(equal))
                 a, b = int(first[at]), int(copy[at])
                 raise StepRefused(
-                    f"leaf {self._name(a)}: ranks {self.ranks[a]} and {self.ranks[b]} both stored {_text(self._box(a))} of "
-                    f"shape {self._shape(a)}, an overlap of what may be different bytes; {_NOT_COPIES}"
+                    f"leaf {self._name(a)}: ranks {self.ranks[a]} and {self.ranks[b]} both stored "
+                    f"{_slice_text(self._box(a))} of "
+                    f"shape {self._shape(a)}, an overlap of what may be different bytes; {_REPLICA_HINT}"
                 )
             keep[copy] = False
         return keep
 
-    def _same_bytes(self, a: Ints, b: Ints) -> Flags:
+    def _has_same_bytes(self, a: Ints, b: Ints) -> Flags:
         equal = np.ones(len(a), bool)
-        for column in self.bytes:
-            equal &= arrow.flags_of(arrow.call("equal", arrow.taken(column, a), arrow.taken(column, b)))
+        for column in self.byte_columns:
+            equal &= arrow.bool_array(arrow.compute_function("equal", arrow.take_rows(column, a), arrow.take_rows(column, b)))
         return equal
 
-    def _diagnosed(self, leaf: int, keep: Flags) -> StepRefused:
+    def _diagnose(self, leaf: int, keep: Flags) -> StepRefused:
         """What is wrong with a leaf that is not covered exactly."""
         rows = np.flatnonzero(keep[self.starts[leaf] : self.starts[leaf + 1]]) + self.starts[leaf]
         shape = self._shape(int(self.starts[leaf]))
         offset, extent = (_matrix(values, self.at[rows], len(shape)) for values in (self.offset, self.shape))
         name = self.names[leaf]
-        pair = overlap(offset, extent)
+        pair = first_overlap(offset, extent)
         if pair is not None:
             a, b = (int(rows[i]) for i in pair)
             common = intersect(self._box(a), self._box(b))
             return StepRefused(
-                f"leaf {name}: {_text(self._box(a))} of rank {self.ranks[a]} and {_text(self._box(b))} of rank "
-                f"{self.ranks[b]} overlap in {_text(common)} of shape {shape}; {_NOT_COPIES}"
+                f"leaf {name}: {_slice_text(self._box(a))} of rank {self.ranks[a]} and {_slice_text(self._box(b))} of rank "
+                f"{self.ranks[b]} overlap in {_slice_text(common)} of shape {shape}; {_REPLICA_HINT}"
             )
-        gap = uncovered(shape, offset, extent)
+        gap = first_uncovered_box(shape, offset, extent)
         assert gap is not None
         begin = np.array(gap.offset, np.int64)
-        near = rows[np.all((offset <= begin + gap.shape) & (offset + extent >= begin), axis=1)]
-        beside = f", {ranks_text(np.unique(self.ranks[near]).tolist())} stored what lies beside it" if len(near) else ""
+        adjacent = rows[np.all((offset <= begin + gap.shape) & (offset + extent >= begin), axis=1)]
+        adjacent_text = (
+            f", {ranks_text(np.unique(self.ranks[adjacent]).tolist())} stored what lies beside it" if len(adjacent) else ""
+        )
         return StepRefused(
-            f"leaf {name}: no rank stored {_text(gap)} of shape {shape}{beside}; if only some ranks hold this "
+            f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; if only some ranks hold this "
             "leaf, or each holds a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
             "where a Shard says replica=(i, n), a rank must bring each i"
         )
@@ -237,12 +242,12 @@ class _Rows:
 
     def _box(self, row: int) -> Box:
         return Box(
-            tuple(self.offset[self.at_offset[row] : self.at_offset[row + 1]].tolist()),
-            tuple(self.shape[self.at_shape[row] : self.at_shape[row + 1]].tolist()),
+            tuple(self.offset[self.offset_starts[row] : self.offset_starts[row + 1]].tolist()),
+            tuple(self.shape[self.shape_starts[row] : self.shape_starts[row + 1]].tolist()),
         )
 
-    def _described(self, row: int) -> Described:
-        return Described(int(self.ranks[row]), self.dtypes[int(self.dtype[row])], self._shape(row))
+    def _description(self, row: int) -> LeafDescription:
+        return LeafDescription(int(self.ranks[row]), self.dtypes[int(self.dtype[row])], self._shape(row))
 
 
 def _matrix(flat: Ints, begins: Ints, count: int) -> Ints:
@@ -251,13 +256,13 @@ def _matrix(flat: Ints, begins: Ints, count: int) -> Ints:
     return matrix
 
 
-def _row_of(begins: Ints, places: Ints) -> Ints:
+def _row_of(begins: Ints, positions: Ints) -> Ints:
     """The rows that places in the flat numbers belong to."""
-    rows: Ints = np.searchsorted(begins, places, "right") - 1
+    rows: Ints = np.searchsorted(begins, positions, "right") - 1
     return rows
 
 
-def _text(box: Box | None) -> str:
+def _slice_text(box: Box | None) -> str:
     """A box as a slice: [0:4, 16:32]."""
     assert box is not None
     ranges = zip(box.offset, box.shape, strict=False)

@@ -13,10 +13,10 @@ import numpy as np
 
 from ckpt.leaves.base import Bytes
 
-NanWish = Literal["warn", "refuse", "allow"]
+NanOption = Literal["warn", "refuse", "allow"]
 """What to do about a NaN: one warning, no save, or nothing."""
 
-WHOLE_BYTES = 64 << 10
+FULL_CHECK_BYTES = 64 << 10
 """Pieces of at most so many bytes are looked at in full."""
 WINDOW_BYTES = 4 << 10
 WINDOWS = 16
@@ -24,27 +24,27 @@ WINDOWS = 16
 _CHUNK_BYTES = 256 << 10
 
 
-class _Float(NamedTuple):
+class _FloatFormat(NamedTuple):
     """How to tell a NaN by its bits: without the sign, as a whole number, it lies above `limit`."""
 
     bits: str
     limit: int
 
 
-_FLOATS = {
-    "float16": _Float("<u2", 0xF800),
-    "bfloat16": _Float("<u2", 0xFF00),
-    "float32": _Float("<u4", 0xFF00_0000),
-    "complex64": _Float("<u4", 0xFF00_0000),
-    "float64": _Float("<u8", 0xFFE0_0000_0000_0000),
-    "complex128": _Float("<u8", 0xFFE0_0000_0000_0000),
-    "float8_e5m2": _Float("u1", 0xF8),
-    "float8_e4m3fn": _Float("u1", 0xFC),
+_FLOAT_FORMATS = {
+    "float16": _FloatFormat("<u2", 0xF800),
+    "bfloat16": _FloatFormat("<u2", 0xFF00),
+    "float32": _FloatFormat("<u4", 0xFF00_0000),
+    "complex64": _FloatFormat("<u4", 0xFF00_0000),
+    "float64": _FloatFormat("<u8", 0xFFE0_0000_0000_0000),
+    "complex128": _FloatFormat("<u8", 0xFFE0_0000_0000_0000),
+    "float8_e5m2": _FloatFormat("u1", 0xF8),
+    "float8_e4m3fn": _FloatFormat("u1", 0xFC),
 }
 """Limits are shifted by one bit, as the numbers are, which drops the sign."""
 
 
-class Extent(NamedTuple):
+class CheckedRange(NamedTuple):
     """What is looked at as one: a large piece of a block, or small ones of one element type that follow each other."""
 
     dtype: str
@@ -57,7 +57,7 @@ class Extent(NamedTuple):
 
 def has_nan(data: Bytes, dtype: str) -> bool:
     """Whether a NaN is found in bytes of an element type, from an element's first one on."""
-    bits, limit = _FLOATS[dtype]
+    bits, limit = _FLOAT_FORMATS[dtype]
     numbers = data.view(bits)
     one = numbers.dtype.type(1)
     step = _CHUNK_BYTES // numbers.itemsize
@@ -66,7 +66,7 @@ def has_nan(data: Bytes, dtype: str) -> bool:
 
 def has_nan_in_windows(data: Bytes, dtype: str) -> bool:
     """The same for the windows of a large piece."""
-    bits, limit = _FLOATS[dtype]
+    bits, limit = _FLOAT_FORMATS[dtype]
     numbers = data.view(bits)
     length = WINDOW_BYTES // numbers.itemsize
     step = (len(numbers) - length) // (WINDOWS - 1)
@@ -75,28 +75,28 @@ def has_nan_in_windows(data: Bytes, dtype: str) -> bool:
     return max(int(np.max(spread << numbers.dtype.type(1))), int(np.max(numbers[-length:] << numbers.dtype.type(1)))) > limit
 
 
-def extents(pieces: Sequence[tuple[str, int, int]]) -> list[Extent]:
+def checked_ranges(pieces: Sequence[tuple[str, int, int]]) -> list[CheckedRange]:
     """What to look at in a block, given element type, first byte and end of each of its pieces."""
-    found: list[Extent] = []
-    joined: tuple[str, int, int] | None = None  # element type, first byte and number of the first of small pieces
+    found: list[CheckedRange] = []
+    small_pieces: tuple[str, int, int] | None = None  # element type, first byte and number of the first of small pieces
     for number, (dtype, begin, end) in enumerate([*pieces, ("", 0, 0)]):
-        small = end - begin <= WHOLE_BYTES
-        if joined is not None and not (small and dtype == joined[0]):
-            found.append(Extent(*joined[:2], pieces[number - 1][2], joined[2], number - 1))
-            joined = None
-        if dtype not in _FLOATS or begin == end:
+        small = end - begin <= FULL_CHECK_BYTES
+        if small_pieces is not None and not (small and dtype == small_pieces[0]):
+            found.append(CheckedRange(*small_pieces[:2], pieces[number - 1][2], small_pieces[2], number - 1))
+            small_pieces = None
+        if dtype not in _FLOAT_FORMATS or begin == end:
             continue
         if not small:
-            found.append(Extent(dtype, begin, end, number, number))
-        elif joined is None:
-            joined = dtype, begin, number
+            found.append(CheckedRange(dtype, begin, end, number, number))
+        elif small_pieces is None:
+            small_pieces = dtype, begin, number
     return found
 
 
-def first_nan(data: Bytes, pieces: Sequence[tuple[str, int, int]], looked_at: Sequence[Extent]) -> int | None:
+def first_nan(data: Bytes, pieces: Sequence[tuple[str, int, int]], ranges: Sequence[CheckedRange]) -> int | None:
     """The number of the first piece of a block in which a NaN is found, or None."""
-    for dtype, begin, end, first, last in looked_at:
-        if end - begin > WHOLE_BYTES and first == last:
+    for dtype, begin, end, first, last in ranges:
+        if end - begin > FULL_CHECK_BYTES and first == last:
             if has_nan_in_windows(data[begin:end], dtype):
                 return first
         elif has_nan(data[begin:end], dtype):  # between pieces there are zeros
@@ -110,13 +110,13 @@ def first_nan(data: Bytes, pieces: Sequence[tuple[str, int, int]], looked_at: Se
     return None
 
 
-Looked = dict[int, tuple[list[tuple[str, int, int]], list[Extent]]]
+CheckedBlocks = dict[int, tuple[list[tuple[str, int, int]], list[CheckedRange]]]
 """By the number of a block its pieces and what is looked at of them."""
 
-_recent: list[tuple[object, Looked]] = []
+_recent: list[tuple[object, CheckedBlocks]] = []
 
 
-def looked_at_in(blocks: object) -> Looked:
+def checked_ranges_of_plan(blocks: object) -> CheckedBlocks:
     """What has been found out of these very blocks: a training loop saves one plan over and over."""
     for known, looked in _recent:
         if known is blocks:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ckpt.modules import is_module
-from ckpt.optimizers import Modules, Names, names_by_group, names_of
-from ckpt.tree import Node, PerRank, decode_key, encode_key, join
+from ckpt.optimizers import NamedModules, ParameterNames, names_by_group, parameter_names
+from ckpt.tree import Node, PerRank, decode_key, encode_key, join_path
 
 
 def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -30,14 +30,14 @@ def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Itera
     elif dataclasses.is_dataclass(state) and not isinstance(state, type):
         below = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
     for key, value in below:
-        yield from modules_in(value, join(path, key), (*above, id(state)))
+        yield from modules_in(value, join_path(path, key), (*above, id(state)))
 
 
-class OtherParameters(Exception):
+class ParametersMismatch(Exception):
     """The state of an optimizer was saved for other parameters than it has now. The message says which."""
 
 
-def new_numbers(saved: Names, current: Names) -> list[int] | None:
+def new_numbers(saved: ParameterNames, current: ParameterNames) -> list[int] | None:
     """For each saved number of a parameter the number that it has now; None where none changes, or names are not known.
 
     Raises OtherParameters where some parameters are the same and others are not.
@@ -49,8 +49,9 @@ def new_numbers(saved: Names, current: Names) -> list[int] | None:
             return None
         if common := set(old) & set(new):
             if len(common) < len(old):
-                raise OtherParameters(
-                    f"it was saved for {_some(set(old) - common)}, for which `like` has {_some(set(new) - common)}; make it of "
+                raise ParametersMismatch(
+                    f"it was saved for {_first_few(set(old) - common)}, for which `like` has "
+                    f"{_first_few(set(new) - common)}; make it of "
                     "the saved parameters"
                 )
             numbers = {name: number for number, name in enumerate(new)}
@@ -67,7 +68,7 @@ def new_groups(saved: Sequence[Collection[int]], current: Sequence[Collection[in
     known = {frozenset(members): number for number, members in enumerate(saved)}
     for number, members in enumerate(current):
         if frozenset(members) not in known:
-            raise OtherParameters(
+            raise ParametersMismatch(
                 f"the parameters of its group {number} were saved in other groups, whose options differ; divide them as they "
                 "were saved, or save and load it in a ckpt.adapters.torch.ModelState, which goes by names"
             )
@@ -75,7 +76,7 @@ def new_groups(saved: Sequence[Collection[int]], current: Sequence[Collection[in
     return found
 
 
-def _some(names: Collection[str]) -> str:
+def _first_few(names: Collection[str]) -> str:
     first = sorted(names)
     return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
 
@@ -83,65 +84,65 @@ def _some(names: Collection[str]) -> str:
 # --- the saved state as a node ---------------------------------------------------------------------------------
 
 
-def in_order_of(optimizer: Any, modules: Modules, node: Node, state: Node) -> Node | None:
+def reorder_state(optimizer: Any, modules: NamedModules, node: Node, state: Node) -> Node | None:
     """The saved state under the numbers that the parameters of an optimizer have now; None where that changes nothing.
 
     node: what was saved of the optimizer, with the names of its parameters; state: its `state_dict()` in there.
     Raises OtherParameters.
     """
-    groups = _groups_of(state)
+    groups = _parameter_groups(state)
     if not groups:
         return None
     by_path = node.get("parameters") if isinstance(node, dict) and "object" in node else None
     if not isinstance(by_path, list) or not all(isinstance(name, str) for name in by_path):
         by_path = None
-    by_group = names_by_group([{"param_names": _value(group, "param_names")} for group in groups])
-    count = sum(len(_value(group, "params")) for group in groups)
-    saved = Names(*(names if names and len(names) == count else None for names in (by_path, by_group)))
-    numbers = new_numbers(saved, names_of(optimizer, modules))
-    return None if numbers is None else _renumbered(state, groups, numbers, optimizer.param_groups)
+    by_group = names_by_group([{"param_names": _dict_value(group, "param_names")} for group in groups])
+    count = sum(len(_dict_value(group, "params")) for group in groups)
+    saved = ParameterNames(*(names if names and len(names) == count else None for names in (by_path, by_group)))
+    numbers = new_numbers(saved, parameter_names(optimizer, modules))
+    return None if numbers is None else _renumber(state, groups, numbers, optimizer.param_groups)
 
 
-def _groups_of(state: Node) -> list[Node]:
+def _parameter_groups(state: Node) -> list[Node]:
     """The parameter groups of a saved state, none where they are not as torch has them: all numbers, each once."""
-    groups = _value(state, "param_groups") if isinstance(state, dict) and "dict" in state else None
+    groups = _dict_value(state, "param_groups") if isinstance(state, dict) and "dict" in state else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "dict" in group for group in groups):
         return []
-    members = [_value(group, "params") for group in groups]
+    members = [_dict_value(group, "params") for group in groups]
     if not all(isinstance(numbers, list) and all(type(n) is int for n in numbers) for numbers in members):
         return []
     every = [n for numbers in members for n in numbers]
     return groups if every == list(range(len(every))) else []
 
 
-def _value(node: Node, key: str) -> Node:
+def _dict_value(node: Node, key: str) -> Node:
     return next((child for name, child in node["dict"] if name == key), None)
 
 
-def _with(node: Node, changed: dict[str, Node]) -> Node:
+def _replace_values(node: Node, changed: dict[str, Node]) -> Node:
     """A dict node with other values for some of its keys."""
     return {**node, "dict": [[k, changed[k] if isinstance(k, str) and k in changed else v] for k, v in node["dict"]]}
 
 
-def _renumbered(state: Node, groups: list[Node], numbers: list[int], current: Sequence[dict[str, Any]]) -> Node:
-    saved = [[numbers[n] for n in _value(group, "params")] for group in groups]
+def _renumber(state: Node, groups: list[Node], numbers: list[int], current: Sequence[dict[str, Any]]) -> Node:
+    saved = [[numbers[n] for n in _dict_value(group, "params")] for group in groups]
     now: list[range] = []
     for group in current:
         first = now[-1].stop if now else 0
         now.append(range(first, first + len(group["params"])))
     chosen = []
     for which, members in zip(new_groups(saved, now), now, strict=True):
-        names = _value(groups[which], "param_names")
-        places = {number: place for place, number in enumerate(saved[which])}
-        order = [places[number] for number in members]
+        names = _dict_value(groups[which], "param_names")
+        position_of = {number: place for place, number in enumerate(saved[which])}
+        order = [position_of[number] for number in members]
         changed: dict[str, Node] = {"params": list(members), "param_names": names}
         if isinstance(names, list) and len(names) == len(order):
             changed["param_names"] = [names[place] for place in order]
-        chosen.append(_with(groups[which], changed))
-    entries = _value(state, "state")
+        chosen.append(_replace_values(groups[which], changed))
+    entries = _dict_value(state, "state")
     if isinstance(entries, dict) and "dict" in entries:
         entries = {**entries, "dict": [[_new_key(key, numbers), child] for key, child in entries["dict"]]}
-    return _with(state, {"param_groups": chosen, "state": entries})
+    return _replace_values(state, {"param_groups": chosen, "state": entries})
 
 
 def _new_key(key: Node, numbers: list[int]) -> Node:

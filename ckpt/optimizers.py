@@ -26,11 +26,11 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 # --- names -----------------------------------------------------------------------------------------------------
 
-Modules = Sequence[tuple[str, Any]]
+NamedModules = Sequence[tuple[str, Any]]
 """The modules of a state, each with its path there."""
 
 
-class Names(NamedTuple):
+class ParameterNames(NamedTuple):
     """What the parameters of an optimizer are called, in the order of their numbers. None where that is not known."""
 
     by_path: list[str] | None
@@ -39,23 +39,23 @@ class Names(NamedTuple):
     """By the optimizer itself, where torch was given names (`param_names`)."""
 
 
-def names_by_path(optimizer: Any, modules: Modules) -> list[str] | None:
+def names_by_path(optimizer: Any, modules: NamedModules) -> list[str] | None:
     """The name of each parameter by the first module that has it; None where one is of none of them.
 
     The names of an optimizer are remembered: each save asks for them, and they change only with its parameters.
     """
     ids = [id(parameter) for parameter in parameters_of(optimizer)]
     key = (ids, [(path, id(module)) for path, module in modules])
-    known = _known.get(optimizer)
+    known = _names_cache.get(optimizer)
     if known is None or known[0] != key:
-        known = _known[optimizer] = key, _names_by_path(ids, modules)
+        known = _names_cache[optimizer] = key, _names_by_path(ids, modules)
     return known[1]
 
 
-_known: WeakKeyDictionary[Any, tuple[Any, list[str] | None]] = WeakKeyDictionary()
+_names_cache: WeakKeyDictionary[Any, tuple[Any, list[str] | None]] = WeakKeyDictionary()
 
 
-def _names_by_path(ids: list[int], modules: Modules) -> list[str] | None:
+def _names_by_path(ids: list[int], modules: NamedModules) -> list[str] | None:
     names: dict[int, str] = {}
     for path, module in modules:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -64,9 +64,9 @@ def _names_by_path(ids: list[int], modules: Modules) -> list[str] | None:
     return found if found and all(found) else None
 
 
-def names_of(optimizer: Any, modules: Modules) -> Names:
+def parameter_names(optimizer: Any, modules: NamedModules) -> ParameterNames:
     """What the parameters of an optimizer are called now."""
-    return Names(names_by_path(optimizer, modules), names_by_group(optimizer.param_groups))
+    return ParameterNames(names_by_path(optimizer, modules), names_by_group(optimizer.param_groups))
 
 
 def names_by_group(groups: Any) -> list[str] | None:
@@ -95,25 +95,25 @@ def moment_like(key: str, dtype: str, shape: tuple[int, ...], parameter: Any) ->
     return sys.modules["torch"].zeros_like(parameter, dtype=made.dtype, requires_grad=False)
 
 
-def with_moments(optimizer: Any, current: Any, saved: Any) -> Any:
+def add_missing_moments(optimizer: Any, current: Any, saved: Any) -> Any:
     """The state of an optimizer with a tensor for each saved one that it lacks, for a load to fill.
 
     current: its `state_dict()`; saved: the saved one, with something that has `dtype` and `shape` for each array.
     """
-    known, wanted = (state.get("state") if isinstance(state, dict) else None for state in (current, saved))
-    if not isinstance(known, dict) or not isinstance(wanted, dict):
+    current_states, saved_states = (state.get("state") if isinstance(state, dict) else None for state in (current, saved))
+    if not isinstance(current_states, dict) or not isinstance(saved_states, dict):
         return current
-    state = dict(known)
+    state = dict(current_states)
     for number, parameter in enumerate(parameters_of(optimizer)):
-        if isinstance(entries := wanted.get(number), dict) and isinstance(have := known.get(number, {}), dict):
-            state[number] = {**_missing(entries, have, parameter), **have}
+        if isinstance(entries := saved_states.get(number), dict) and isinstance(have := current_states.get(number, {}), dict):
+            state[number] = {**_missing_moments(entries, have, parameter), **have}
     return {**current, "state": state}
 
 
-def _missing(entries: Mapping[str, Any], have: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+def _missing_moments(entries: Mapping[str, Any], existing: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
     made = {}
     for key, value in entries.items():
-        if key not in have and hasattr(value, "dtype") and hasattr(value, "shape"):
+        if key not in existing and hasattr(value, "dtype") and hasattr(value, "shape"):
             tensor = moment_like(key, value.dtype, tuple(value.shape), parameter)
             if tensor is not None:
                 made[key] = tensor

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from ckpt import codec, parts
-from ckpt.arguments import check_switch, checked_bytes, checked_seconds, positive
-from ckpt.digest import require
+from ckpt.arguments import check_switch, checked_bytes, checked_positive, checked_seconds
+from ckpt.digest import require_algorithm
 from ckpt.leaves.base import ArrayLeaf
-from ckpt.nan_check import NanWish
+from ckpt.nan_check import NanOption
 from ckpt.retention import Keep
 from ckpt.storage.errors import InvalidArgument
 
@@ -19,7 +19,7 @@ from ckpt.storage.errors import InvalidArgument
 class Options:
     """How to save. See `ckpt.save` for what each means to a user."""
 
-    codec: codec.CodecWish = "auto"
+    codec: codec.CodecOption = "auto"
     digest: str = "auto"
     memory: int | None = None
     keep: Keep | None = None
@@ -31,9 +31,9 @@ class Options:
     """Seconds to wait for the other ranks of a group."""
     verify_replicas: bool | None = None
     """Digest the copies of a shard that other ranks hold, so that the committer can compare them; None: a sample of them."""
-    nan: NanWish = "warn"
+    nan: NanOption = "warn"
     """What to do about a NaN in a leaf."""
-    propose: Callable[[], int] | None = None
+    propose_next_step: Callable[[], int] | None = None
     """The step to save next, asked at the commit by rank 0."""
 
     @property
@@ -42,14 +42,14 @@ class Options:
         return 1 if self.keep is None else self.keep.copies
 
     def __post_init__(self) -> None:
-        codec.parse(self.codec)  # a wrong wish is told before anything is written
+        codec.parse_option(self.codec)  # a wrong wish is told before anything is written
         if self.digest != "auto":
-            require(self.digest)
+            require_algorithm(self.digest)
         checked_bytes("memory", self.memory)
         checked_seconds("timeout", self.timeout)
         check_switch("overwrite", self.overwrite)
         if self.verify_replicas is not None:
             check_switch("verify_replicas", self.verify_replicas)
-        if self.nan not in get_args(NanWish):
+        if self.nan not in get_args(NanOption):
             raise InvalidArgument(f"nan={self.nan!r}: use 'warn', 'refuse' or 'allow'")
-        positive("in_flight", self.in_flight, "a positive number of saves")
+        checked_positive("in_flight", self.in_flight, "a positive number of saves")

@@ -10,10 +10,10 @@ from typing import Any
 from ckpt.leaves.sharded import Shard
 from ckpt.storage.errors import UnsupportedLeaf
 
-_FRAMEWORKS = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes")
+_FRAMEWORK_MODULES = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes")
 """Their own classes of arrays are known: what a load needs of them is stored."""
 
-_OF_TORCH = ("_is_param", "_is_buffer")
+_TORCH_ATTRIBUTES = ("_is_param", "_is_buffer")
 """What torch notes on a tensor of a subclass that is a parameter or buffer."""
 
 
@@ -39,18 +39,18 @@ def _instance_dict(value: Any) -> dict[str, Any]:
     return {} if found is value else dict(found)  # a dict may be the home of its own attributes
 
 
-_of_frameworks: dict[type, bool] = {}
+_framework_class_cache: dict[type, bool] = {}
 
 
 def require_plain_array(value: Any, path: str) -> None:
     """Raise UnsupportedLeaf for an array of a class of the user's own with attributes of its own."""
     kind = type(value)
-    known = _of_frameworks.get(kind)
+    known = _framework_class_cache.get(kind)
     if known is None:
-        known = issubclass(kind, Shard) or kind.__module__.partition(".")[0] in _FRAMEWORKS
-        _of_frameworks[kind] = known
-    if not known and (lost := own_attributes(value).keys() - set(_OF_TORCH)):
-        raise _lost(value, lost, path, "the plain array (torch: as_subclass(torch.Tensor), numpy: np.asarray)")
+        known = issubclass(kind, Shard) or kind.__module__.partition(".")[0] in _FRAMEWORK_MODULES
+        _framework_class_cache[kind] = known
+    if not known and (lost := own_attributes(value).keys() - set(_TORCH_ATTRIBUTES)):
+        raise _lost_attributes_error(value, lost, path, "the plain array (torch: as_subclass(torch.Tensor), numpy: np.asarray)")
 
 
 def require_plain_container(value: Any, path: str, stored: dict[str, Any]) -> None:
@@ -63,10 +63,10 @@ def require_plain_container(value: Any, path: str, stored: dict[str, Any]) -> No
         return
     lost = {k for k, v in attributes.items() if v is not None and not (k in stored and stored[k] is v)}
     if lost:
-        raise _lost(value, lost, path, "a plain dict, list or tuple")
+        raise _lost_attributes_error(value, lost, path, "a plain dict, list or tuple")
 
 
-def _lost(value: Any, names: Any, path: str, plain: str) -> UnsupportedLeaf:
+def _lost_attributes_error(value: Any, names: Any, path: str, plain: str) -> UnsupportedLeaf:
     kind = type(value)
     shown = sorted(names)
     several = len(shown) > 1

@@ -23,13 +23,13 @@ class PackFile:
     nbytes: int
 
 
-def lengths(store: Store, names: Iterable[str]) -> dict[str, int]:
+def file_lengths(store: Store, names: Iterable[str]) -> dict[str, int]:
     """The length of each object in the folders of these."""
     folders = {name.rpartition("/")[0] for name in names}
     return {entry.name: entry.nbytes for folder in folders for entry in store.list(folder)}
 
 
-class _Open:
+class _OpenPack:
     __slots__ = ("appending", "full", "name", "room", "writer")
 
     def __init__(self, name: str, writer: Writer) -> None:
@@ -49,17 +49,17 @@ class PackWriter:
     def __init__(self, store: Store, name_of: Callable[[int], str], expected_bytes: int) -> None:
         self._store = store
         self._name_of = name_of
-        self._expected = expected_bytes
+        self._expected_bytes = expected_bytes
         self._lock = threading.Lock()
-        self._current: _Open | None = None
+        self._open_pack: _OpenPack | None = None
         self._count = 0
-        self._done: list[PackFile] = []
+        self._durable_packs: list[PackFile] = []
         self._writers = ExitStack()
 
     def append(self, data: memoryview) -> tuple[str, int]:
         """Write one block; return the pack's name and the block's position in it."""
         with self._lock:
-            pack = self._current
+            pack = self._open_pack
             if pack is None or (pack.room < len(data) and pack.room < PACK_BYTES):
                 if pack is not None:
                     pack.full = True
@@ -67,10 +67,10 @@ class PackWriter:
                         self._finish(pack)
                 name = self._name_of(self._count)
                 self._count += 1
-                writer = self._store.create(name, min(self._expected, PACK_BYTES))
-                pack = self._current = _Open(name, self._writers.enter_context(writer))
+                writer = self._store.create(name, min(self._expected_bytes, PACK_BYTES))
+                pack = self._open_pack = _OpenPack(name, self._writers.enter_context(writer))
             pack.room -= len(data)
-            self._expected = max(0, self._expected - len(data))
+            self._expected_bytes = max(0, self._expected_bytes - len(data))
             pack.appending += 1
         failpoint("save.append")
         try:
@@ -85,14 +85,14 @@ class PackWriter:
 
     def close(self) -> list[PackFile]:
         """Make every pack durable and return them, when no append is under way any more."""
-        if self._current is not None:
-            self._finish(self._current)
-            self._current = None
-        return self._done
+        if self._open_pack is not None:
+            self._finish(self._open_pack)
+            self._open_pack = None
+        return self._durable_packs
 
-    def _finish(self, pack: _Open) -> None:
+    def _finish(self, pack: _OpenPack) -> None:
         failpoint("save.pack")
-        self._done.append(PackFile(pack.name, pack.writer.commit()))
+        self._durable_packs.append(PackFile(pack.name, pack.writer.commit()))
 
     def __enter__(self) -> PackWriter:
         return self

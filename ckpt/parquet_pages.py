@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_DEPTH = 32
+_MAX_DEPTH = 32
 _BOOL_TRUE, _BOOL_FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = (4, 5, 6)
 
@@ -19,11 +19,11 @@ Fields = dict[int, Value]
 _MAGIC = b"PAR1"
 
 
-class Column(NamedTuple):
+class ColumnChunk(NamedTuple):
     """What the footer says of one column of one row group."""
 
     name: str
-    uncompressed: int
+    uncompressed_bytes: int
     begin: int
     end: int
     has_dictionary: bool
@@ -32,11 +32,11 @@ class Column(NamedTuple):
 class Footer(NamedTuple):
     """What a file claims as a whole."""
 
-    rows: int
-    columns: list[Column]
+    row_count: int
+    columns: list[ColumnChunk]
 
 
-def footer(data: bytes) -> Footer:
+def read_footer(data: bytes) -> Footer:
     """The footer of a Parquet file; raise ValueError where it is none."""
     if len(data) < 12 or data[-4:] != _MAGIC:
         raise ValueError("not a Parquet file")
@@ -46,26 +46,26 @@ def footer(data: bytes) -> Footer:
         raise ValueError("its footer is longer than the file")
     try:
         groups = _struct(data, begin, end)[0][4]
-        columns = [_column(chunk[3]) for group in groups for chunk in group[1]]
+        columns = [_column_chunk(chunk[3]) for group in groups for chunk in group[1]]
         return Footer(sum(group[3] for group in groups), columns)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError("its footer is damaged") from error
 
 
-def _column(meta: Fields) -> Column:
+def _column_chunk(meta: Fields) -> ColumnChunk:
     data_page, dictionary = meta[9], meta.get(11)
     begin = data_page if not dictionary else min(data_page, dictionary)
     length = meta[7] if meta[5] > 0 else 0  # no page is read of a column without values, and its offsets may be wrong
-    return Column(b".".join(meta[3]).decode(errors="replace"), meta[6], begin, begin + length, bool(dictionary))
+    return ColumnChunk(b".".join(meta[3]).decode(errors="replace"), meta[6], begin, begin + length, bool(dictionary))
 
 
 class PageHeader(NamedTuple):
     """What a page claims."""
 
-    uncompressed: int
+    uncompressed_bytes: int
     """Bytes after decompression."""
-    compressed: int
-    values: int
+    compressed_bytes: int
+    value_count: int
 
 
 def page_headers(data: bytes, begin: int, end: int) -> Iterator[PageHeader]:
@@ -97,7 +97,7 @@ def _struct(data: bytes, at: int, end: int, depth: int = 0) -> tuple[Fields, int
     Each load parses hundreds of small values, so that the frequent cases stand here in full. A read beyond `data` raises
     IndexError; one beyond `end` only is found at the end of the struct.
     """
-    if depth > _DEPTH:
+    if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     found: Fields = {}
     number = 0

@@ -22,11 +22,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from ckpt import arrow, records
-from ckpt.claim import Attempt, Claim
-from ckpt.copies import Copies, Digests, agreed, compare, describe, lacking, require_equal, sharers
+from ckpt.claim import Attempt, WriterLease
+from ckpt.copies import (
+    PublishedDigests,
+    ReplicaDigests,
+    agreed_descriptions,
+    describe_leaves,
+    describe_sharers,
+    missing_copies_text,
+    require_equal_replicas,
+    require_equal_samples,
+)
 from ckpt.digest import digest
 from ckpt.groups.base import Group, ranks_text
-from ckpt.pack import lengths
+from ckpt.pack import file_lengths
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, step_folder
 from ckpt.storage.base import Store
@@ -41,9 +50,9 @@ from ckpt.storage.errors import (
     UnsupportedLeaf,
 )
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.threads import Threads
-from ckpt.tree import Flat, Node
-from ckpt.trees import merge_trees, settle
+from ckpt.storage.threads import DaemonThreadPool
+from ckpt.tree import FlatState, Node
+from ckpt.trees import keep_stored_arrays, merge_trees
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,18 +62,18 @@ log = logging.getLogger("ckpt")
 TIMEOUT_SECONDS = 600.0
 """How long the committer waits for the last rank. The others wait twice as long for its answer."""
 
-_POLL = (0.002, 0.5)  # seconds between looks: at first, and at most
-_FENCE_SECONDS = 1.0  # between looks for a newer generation
+_POLL_SECONDS = (0.002, 0.5)  # seconds between looks: at first, and at most
+_FENCE_CHECK_SECONDS = 1.0  # between looks for a newer generation
 T = TypeVar("T")
 
-_READERS = 8  # parts read at once: a store far away answers each in its own time
+_READ_THREADS = 8  # parts read at once: a store far away answers each in its own time
 
-_PART = re.compile(
+_PART_NAME = re.compile(
     r"(?P<rank>\d+)-(?P<generation>\d+)-(?P<serial>\d+)-(?P<number>\d+)-(?:(?P<digest>[0-9a-f]{32}|[0-9a-f]{64})\.arrow|failed\.json)"
 )
 
 
-class Listed(NamedTuple):
+class ListedPart(NamedTuple):
     """A file of a part folder, by what its name says."""
 
     name: str
@@ -74,7 +83,7 @@ class Listed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class MergedStep:
     """A step put together of all its parts."""
 
     table: pa.Table
@@ -83,7 +92,7 @@ class Whole:
     """Lengths by name."""
     written_bytes: int
     algorithm: str
-    parts: list[str]
+    part_files: list[str]
     """The files it was made of, of no use after the commit."""
 
 
@@ -91,35 +100,35 @@ class Whole:
 
 
 def part_metadata(
-    tree: bytes, flat: Flat, packs: Mapping[str, int], written_bytes: int, claim: Claim, digests: Digests
+    tree: bytes, flat: FlatState, packs: Mapping[str, int], written_bytes: int, lease: WriterLease, digests: PublishedDigests
 ) -> dict[str, str]:
     """What a part carries beside its rows."""
     return {
         "tree": tree.decode(),
-        "held": describe(flat),
-        "sharers": sharers(flat),
+        "held": describe_leaves(flat),
+        "sharers": describe_sharers(flat),
         "packs": json.dumps(dict(packs)),
         "written_bytes": str(written_bytes),
-        "world_size": str(claim.size),
+        "world_size": str(lease.size),
         **digests.metadata(flat),
     }
 
 
-def publish(repo: Repository, attempt: Attempt, table: bytes) -> None:
+def publish_part(repo: Repository, attempt: Attempt, table: bytes) -> None:
     """Leave a part, once the packs that it names are durable."""
     failpoint("ranks.part")
-    stem = _stem(attempt)
-    signature = repo.keys.sign("part", _signed_part(stem, table))
+    stem = _part_stem(attempt)
+    signature = repo.keys.sign("part", _signed_bytes(stem, table))
     named = digest("xxh3-128", table).hex() if signature is None else signature.hmac_sha256
     repo.store.put(f"{stem}-{named}.arrow", table)
 
 
-def _signed_part(stem: str, table: bytes) -> bytes:
+def _signed_bytes(stem: str, table: bytes) -> bytes:
     """What the code in the name of a part covers: its rank, try and step too, so that it can't be taken for another part."""
     return b"\n".join((stem.encode(), table))
 
 
-def publish_failure(store: Store, claim: Claim, group: Group, attempt: Attempt, error: BaseException) -> None:
+def publish_failure(store: Store, lease: WriterLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Report that this rank will not bring its part: to the group first, for the store may take long to fail."""
     reason = str(error) or type(error).__name__
     unreachable = isinstance(error, (StoreError, OSError))
@@ -127,82 +136,82 @@ def publish_failure(store: Store, claim: Claim, group: Group, attempt: Attempt, 
         reason = f"{store.url}: {reason}"
     # Of another rank the committer says it. Other errors of ours are what rank 0 found out about all ranks.
     if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
-        reason = _given_up(attempt, 0, reason)
-    said = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank}
-    data = records.encode("failure", said)
-    group.leave_note(_note_key(claim, attempt, attempt.rank == 0), data)
-    store.put(f"{_stem(attempt)}-failed.json", data)
+        reason = _give_up_reason(attempt, 0, reason)
+    failure = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank}
+    data = records.encode("failure", failure)
+    group.leave_note(_note_key(lease, attempt, attempt.rank == 0), data)
+    store.put(f"{_part_stem(attempt)}-failed.json", data)
 
 
-def note_unknown_end(store: Store, claim: Claim, group: Group, attempt: Attempt, error: BaseException) -> None:
+def note_unknown_outcome(store: Store, lease: WriterLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Of rank 0: report that the store failed while the step was committed, so that the other ranks look once more and end."""
     reason = (
         f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step is there: "
         f"{error}"
     )
-    said = {"reason": reason, "missing": False, "rank": 0}
-    group.leave_note(_note_key(claim, attempt, True), records.encode("failure", said))
+    failure = {"reason": reason, "missing": False, "rank": 0}
+    group.leave_note(_note_key(lease, attempt, True), records.encode("failure", failure))
 
 
-def note_end(claim: Claim, group: Group) -> None:
+def note_ended(lease: WriterLease, group: Group) -> None:
     """Report that this rank has ended its saves, where the store can't be reached: nobody need wait for more of it."""
     if group.size > 1:
-        group.leave_note(_end_key(claim, claim.rank == 0), str(claim.rank).encode())
+        group.leave_note(_end_key(lease, lease.rank == 0), str(lease.rank).encode())
 
 
-def _note_key(claim: Claim, attempt: Attempt, of_rank_0: bool) -> str:
+def _note_key(lease: WriterLease, attempt: Attempt, from_rank_0: bool) -> str:
     """The key of a note about an attempt: from rank 0 to all, or from another rank to rank 0."""
-    return f"{claim.token}/{claim.lane}/{attempt.step}/{attempt.number}/{'given-up' if of_rank_0 else 'failed'}"
+    return f"{lease.token}/{lease.group_number}/{attempt.step}/{attempt.number}/{'given-up' if from_rank_0 else 'failed'}"
 
 
-def _end_key(claim: Claim, of_rank_0: bool) -> str:
-    return f"{claim.token}/{claim.lane}/ended{'-0' if of_rank_0 else ''}"
+def _end_key(lease: WriterLease, from_rank_0: bool) -> str:
+    return f"{lease.token}/{lease.group_number}/ended{'-0' if from_rank_0 else ''}"
 
 
-def _noted_failure(claim: Claim, group: Group, attempt: Attempt) -> StepRefused | None:
+def _noted_failure(lease: WriterLease, group: Group, attempt: Attempt) -> StepRefused | None:
     """What a note says of this attempt: on rank 0 that another rank failed, elsewhere that rank 0 gave it up."""
-    data = group.note(_note_key(claim, attempt, claim.rank != 0))
+    data = group.note(_note_key(lease, attempt, lease.rank != 0))
     if data is None:
         return None
     try:
-        said = records.decode("failure", data, "a note of another rank")
-        reason, missing, rank = str(said["reason"]), bool(said["missing"]), int(said["rank"])
+        failure = records.decode("failure", data, "a note of another rank")
+        reason, missing, rank = str(failure["reason"]), bool(failure["missing"]), int(failure["rank"])
     except (CkptError, KeyError, TypeError, ValueError) as error:
         log.debug("a note is passed over: %s", error)
         return None
-    if claim.rank == 0:
-        return StepRefused(_given_up(attempt, rank, reason))
+    if lease.rank == 0:
+        return StepRefused(_give_up_reason(attempt, rank, reason))
     return _refusal(reason, missing)
 
 
-def _given_up(attempt: Attempt, rank: int, reason: object) -> str:
+def _give_up_reason(attempt: Attempt, rank: int, reason: object) -> str:
     return f"step {attempt.step} is given up because rank {rank} failed: {reason}"
 
 
-def _folder(step: int) -> str:
+def _part_folder(step: int) -> str:
     return f"{step_folder(step)}/part"
 
 
-def _stem(attempt: Attempt) -> str:
-    return f"{_folder(attempt.step)}/{attempt.name}-{attempt.number}"
+def _part_stem(attempt: Attempt) -> str:
+    return f"{_part_folder(attempt.step)}/{attempt.name}-{attempt.number}"
 
 
-def _listed(store: Store, attempt: Attempt) -> Iterator[Listed]:
+def _list_parts(store: Store, attempt: Attempt) -> Iterator[ListedPart]:
     """What has come for this try of the step."""
-    for entry in store.list(_folder(attempt.step)):
-        found = _PART.fullmatch(entry.name.rpartition("/")[2])
+    for entry in store.list(_part_folder(attempt.step)):
+        found = _PART_NAME.fullmatch(entry.name.rpartition("/")[2])
         if found and (int(found["generation"]), int(found["number"])) == (attempt.generation, attempt.number):
-            yield Listed(entry.name, int(found["rank"]), found["digest"])
+            yield ListedPart(entry.name, int(found["rank"]), found["digest"])
 
 
-def _elsewhere(store: Store, attempt: Attempt, ranks: Collection[int]) -> str:
+def _other_step_text(store: Store, attempt: Attempt, ranks: Collection[int]) -> str:
     """Of which other step the first of these ranks has brought a part that nobody committed, in words; "" if of none."""
     newest: dict[int, tuple[int, int]] = {}
     with suppress(CkptError):  # what is to be told is that they are missing
         names = {entry.name for entry in store.list("steps")}
         for name in names:
             folder, _, file = name.partition("/part/")
-            part = _PART.fullmatch(file)
+            part = _PART_NAME.fullmatch(file)
             if part is None or int(part["generation"]) != attempt.generation or f"{folder}/commit.json" in names:
                 continue
             rank, step = int(part["rank"]), int(folder.removeprefix("steps/"))
@@ -211,11 +220,11 @@ def _elsewhere(store: Store, attempt: Attempt, ranks: Collection[int]) -> str:
     return f" (rank {min(newest)} has come with step {newest[min(newest)][1]})" if newest else ""
 
 
-def _failure(store: Store, name: str) -> StepRefused:
+def _read_failure(store: Store, name: str) -> StepRefused:
     """What a rank has left instead of its part."""
     try:
-        said = records.load(store, "failure", name)
-        return _refusal(str(said["reason"]), bool(said.get("missing")))
+        failure = records.load(store, "failure", name)
+        return _refusal(str(failure["reason"]), bool(failure.get("missing")))
     except (NotFound, IntegrityError, KeyError) as error:
         return StepRefused(str(error))
 
@@ -231,59 +240,61 @@ def _refusal(reason: str, missing: bool) -> StepRefused:
 # --- the committer ---------------------------------------------------------------------------------------------
 
 
-def gather(repo: Repository, claim: Claim, group: Group, attempt: Attempt, timeout: float) -> list[Listed]:
+def gather_parts(
+    repo: Repository, lease: WriterLease, group: Group, attempt: Attempt, timeout_seconds: float
+) -> list[ListedPart]:
     """Wait for the parts of all ranks; return them by rank.
 
     Raises StepRefused where a rank says that it failed, RanksMissing after `timeout` seconds, or where a rank has ended its
     saves, Fenced where a newer generation has begun.
     """
-    found: dict[int, Listed] = {}
+    found: dict[int, ListedPart] = {}
 
-    def all_there() -> list[Listed] | None:
-        for part in _listed(repo.store, attempt):
-            if part.digest is None and part.rank != claim.rank:
-                reason = _failure(repo.store, part.name)
-                raise StepRefused(_given_up(attempt, part.rank, reason))
+    def find_all_parts() -> list[ListedPart] | None:
+        for part in _list_parts(repo.store, attempt):
+            if part.digest is None and part.rank != lease.rank:
+                reason = _read_failure(repo.store, part.name)
+                raise StepRefused(_give_up_reason(attempt, part.rank, reason))
             found[part.rank] = part
-        return [found[rank] for rank in sorted(found)] if len(found) == claim.size else None
+        return [found[rank] for rank in sorted(found)] if len(found) == lease.size else None
 
-    def never(missing: Sequence[int], why: str) -> RanksMissing:
-        one, instead = len(missing) == 1, _elsewhere(repo.store, attempt, missing)
+    def missing_error(missing: Sequence[int], why: str) -> RanksMissing:
+        one, instead = len(missing) == 1, _other_step_text(repo.store, attempt, missing)
         return RanksMissing(
-            f"{ranks_text(missing)} of {claim.size} did not bring {'its' if one else 'their'} part of step {attempt.step} "
+            f"{ranks_text(missing)} of {lease.size} did not bring {'its' if one else 'their'} part of step {attempt.step} "
             f"{why}; every rank of the group must save the same steps{instead}. Look at the log of "
             f"{'that rank' if one else 'those ranks'}; to save from one rank alone pass group=None"
         )
 
-    def given_up() -> StepRefused | None:
-        if (noted := _noted_failure(claim, group, attempt)) is not None:
+    def give_up_error() -> StepRefused | None:
+        if (noted := _noted_failure(lease, group, attempt)) is not None:
             return noted
-        left = claim.left() | _ended_rank(claim, group)  # what these had brought is there by now
-        if left and all_there() is None and (missing := sorted(left - found.keys())):
-            return never(missing, f"and {'has' if len(missing) == 1 else 'have'} ended")
+        ended = lease.ended_ranks() | _ended_ranks(lease, group)  # what these had brought is there by now
+        if ended and find_all_parts() is None and (missing := sorted(ended - found.keys())):
+            return missing_error(missing, f"and {'has' if len(missing) == 1 else 'have'} ended")
         return None
 
     failpoint("ranks.gather")
-    parts = _wait(all_there, claim, timeout, given_up)
+    parts = _poll(find_all_parts, lease, timeout_seconds, give_up_error)
     if parts is None:
-        raise never([rank for rank in range(claim.size) if rank not in found], f"within {timeout:g} s")
+        raise missing_error([rank for rank in range(lease.size) if rank not in found], f"within {timeout_seconds:g} s")
     return parts
 
 
-def _ended_rank(claim: Claim, group: Group) -> set[int]:
+def _ended_ranks(lease: WriterLease, group: Group) -> set[int]:
     """A rank that has ended its saves, by a note: on rank 0 one of the others, elsewhere rank 0."""
-    text = group.note(_end_key(claim, claim.rank != 0)) or b""
+    text = group.note(_end_key(lease, lease.rank != 0)) or b""
     return {int(text)} if text.isdigit() else set()
 
 
-def put_together(repo: Repository, step: int, listed: Sequence[Listed]) -> Whole:
+def merge_parts(repo: Repository, step: int, listed: Sequence[ListedPart]) -> MergedStep:
     """Read, verify and merge the parts; raise StepRefused where they do not make a whole step."""
-    with _refusing(step):
-        return _put_together(repo, listed)
+    with _naming_step(step):
+        return _merge_parts(repo, listed)
 
 
 @contextmanager
-def _refusing(step: int) -> Iterator[None]:
+def _naming_step(step: int) -> Iterator[None]:
     """Say of which step something is refused."""
     try:
         yield
@@ -291,68 +302,72 @@ def _refusing(step: int) -> Iterator[None]:
         raise StepRefused(f"step {step}: {error}") from None
 
 
-def _put_together(repo: Repository, listed: Sequence[Listed]) -> Whole:
-    from ckpt.merge import merge
+def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
+    from ckpt.merge import merge_rows
 
     failpoint("ranks.merge")
-    tables = _read_all(repo, listed)
-    told: dict[str, tuple[list[int], Node]] = {}
+    tables = _read_parts(repo, listed)
+    trees: dict[str, tuple[list[int], Node]] = {}
     packs: dict[str, int] = {}
     written = 0
     algorithms: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    held: dict[str, int] = {}
-    sharing: dict[str, list[int]] = {}
+    description_texts: dict[str, int] = {}
+    sharer_texts: dict[str, list[int]] = {}
     verify: dict[str, list[int]] = {}
-    copies: list[tuple[int, Copies]] = []
+    copies: list[tuple[int, ReplicaDigests]] = []
     samples: dict[tuple[str, str], list[int]] = {}
     for part, table in zip(listed, tables, strict=True):
-        said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-        if said["tree"] in told:
-            told[said["tree"]][0].append(part.rank)
+        metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+        if metadata["tree"] in trees:
+            trees[metadata["tree"]][0].append(part.rank)
         else:
-            told[said["tree"]] = ([part.rank], json.loads(said["tree"])["tree"])
-        packs.update(json.loads(said["packs"]))
-        written += int(said["written_bytes"])
-        algorithms.setdefault(said["digest"], part.rank)
-        sizes.setdefault(said["world_size"], part.rank)
-        held.setdefault(said["held"], part.rank)
-        sharing.setdefault(said["sharers"], []).append(part.rank)
-        verify.setdefault(said.get("verify", "false"), []).append(part.rank)
-        copies.append((part.rank, json.loads(said.get("copies", "[]"))))
-        samples.setdefault((said["held"], said.get("samples", "")), []).append(part.rank)
+            trees[metadata["tree"]] = ([part.rank], json.loads(metadata["tree"])["tree"])
+        packs.update(json.loads(metadata["packs"]))
+        written += int(metadata["written_bytes"])
+        algorithms.setdefault(metadata["digest"], part.rank)
+        sizes.setdefault(metadata["world_size"], part.rank)
+        description_texts.setdefault(metadata["held"], part.rank)
+        sharer_texts.setdefault(metadata["sharers"], []).append(part.rank)
+        verify.setdefault(metadata.get("verify", "false"), []).append(part.rank)
+        copies.append((part.rank, json.loads(metadata.get("copies", "[]"))))
+        samples.setdefault((metadata["held"], metadata.get("samples", "")), []).append(part.rank)
     ranks = [part.rank for part in listed]
-    _require_one("digests by", algorithms)
-    _require_one("counts its group as", sizes)
-    _require_all_verify(verify)
-    known = agreed(held)
-    compare(copies)
-    if cause := lacking(sharing, lambda names: _storing(names, ranks, tables)):  # first, for a gap may be of any leaf
+    _require_same_value("digests by", algorithms)
+    _require_same_value("counts its group as", sizes)
+    _require_same_verify(verify)
+    descriptions = agreed_descriptions(description_texts)
+    require_equal_replicas(copies)
+    if cause := missing_copies_text(
+        sharer_texts, lambda names: _ranks_storing(names, ranks, tables)
+    ):  # first, for a gap may be of any leaf
         raise StepRefused(cause)
-    require_equal(samples)
-    table = merge([(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], known)
-    tree = settle(merge_trees(list(told.values())), _leaf_names(table))
-    return Whole(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
+    require_equal_samples(samples)
+    table = merge_rows(
+        [(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], descriptions
+    )
+    tree = keep_stored_arrays(merge_trees(list(trees.values())), _leaf_names(table))
+    return MergedStep(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
 
 
-def _read_all(repo: Repository, listed: Sequence[Listed]) -> list[Any]:
+def _read_parts(repo: Repository, listed: Sequence[ListedPart]) -> list[Any]:
     """The tables of the parts, read by several threads."""
-    with Threads(min(_READERS, len(listed) or 1), "ckpt-parts") as pool:
-        return list(pool.map(lambda part: _read(repo, part), listed))
+    with DaemonThreadPool(min(_READ_THREADS, len(listed) or 1), "ckpt-parts") as pool:
+        return list(pool.map(lambda part: _read_part(repo, part), listed))
 
 
-def _read(repo: Repository, part: Listed) -> Any:
+def _read_part(repo: Repository, part: ListedPart) -> Any:
     from ckpt.table import read_part
 
     where = f"{repo.url}/{part.name}"
-    data = repo.store.get_up_to(part.name, records.PART_BYTES)
+    data = repo.store.get_up_to(part.name, records.MAX_PART_BYTES)
     stem, _, code = part.name.removesuffix(".arrow").rpartition("-")
     is_signed = len(code) == 64
     if is_signed and not repo.keys:
         raise StepRefused(f"rank {part.rank} signs with a key, and rank 0 has none; give all ranks the same key")
     if not is_signed and repo.keys:
         raise SignatureError(f"{where} has no signature: rank {part.rank} has no key; give all ranks the same key")
-    signer = next((key for key in repo.keys if hmac.compare_digest(key.code("part", _signed_part(stem, data)), code)), None)
+    signer = next((key for key in repo.keys if hmac.compare_digest(key.code("part", _signed_bytes(stem, data)), code)), None)
     if is_signed and signer is None:
         raise SignatureError(
             f"{where} is not signed with a key of rank 0: rank {part.rank} has another key, or the file was changed; give all "
@@ -363,21 +378,21 @@ def _read(repo: Repository, part: Listed) -> Any:
     return read_part(data, where)
 
 
-def _require_one(what: str, told: dict[str, int]) -> None:
-    if len(told) > 1:
-        (a, first), (b, second) = list(told.items())[:2]
+def _require_same_value(what: str, rank_by_value: dict[str, int]) -> None:
+    if len(rank_by_value) > 1:
+        (a, first), (b, second) = list(rank_by_value.items())[:2]
         raise StepRefused(f"rank {first} {what} {a}, rank {second} {b}; every rank must save with the same options")
 
 
-def _require_all_verify(verify: Mapping[str, Sequence[int]]) -> None:
+def _require_same_verify(ranks_by_option: Mapping[str, Sequence[int]]) -> None:
     """Copies are compared where every rank has digested its own in the same way."""
-    if len(verify) > 1:
-        options = sorted(verify.items(), reverse=True)
+    if len(ranks_by_option) > 1:
+        options = sorted(ranks_by_option.items(), reverse=True)
         chosen = ", ".join(f"{json.loads(option)} on {ranks_text(ranks)}" for option, ranks in options)
         raise StepRefused(f"verify_replicas={chosen}; every rank must save with the same options")
 
 
-def _storing(names: Collection[str], ranks: Sequence[int], tables: Sequence[pa.Table]) -> dict[str, set[int]]:
+def _ranks_storing(names: Collection[str], ranks: Sequence[int], tables: Sequence[pa.Table]) -> dict[str, set[int]]:
     """The ranks that have stored something of these leaves."""
     found: dict[str, set[int]] = {}
     for rank, table in zip(ranks, tables, strict=True):
@@ -387,94 +402,98 @@ def _storing(names: Collection[str], ranks: Sequence[int], tables: Sequence[pa.T
 
 
 def _leaf_names(table: pa.Table) -> set[str]:
-    return set(arrow.call("unique", table["leaf"]).to_pylist())
+    return set(arrow.compute_function("unique", table["leaf"]).to_pylist())
 
 
 def totals(table: pa.Table) -> tuple[int, int]:
     """The number of leaves of a merged table, and their bytes."""
-    return len(_leaf_names(table)), int(np.sum(arrow.array_of(table["nbytes"])))
+    return len(_leaf_names(table)), int(np.sum(arrow.numpy_array(table["nbytes"])))
 
 
-def require_whole(data: bytes, tree: Node, step: int, where: str) -> int:
+def require_complete_leaves(data: bytes, tree: Node, step: int, where: str) -> int:
     """The bytes of the leaves of a single process; raise StepRefused where its shards do not make whole leaves."""
     from ckpt.manifest import read_table
-    from ckpt.merge import merge
+    from ckpt.merge import merge_rows
 
-    with _refusing(step):
-        table = merge([(0, read_table(data, where))])
-        settle(tree, _leaf_names(table))
+    with _naming_step(step):
+        table = merge_rows([(0, read_table(data, where))])
+        keep_stored_arrays(tree, _leaf_names(table))
     return totals(table)[1]
 
 
 def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
     """Raise StepRefused where a pack that the step would name is not there whole."""
-    there = lengths(store, packs)
+    stored_bytes = file_lengths(store, packs)
     for name, nbytes in packs.items():
-        if there.get(name) != nbytes:
+        if stored_bytes.get(name) != nbytes:
             raise StepRefused(f"step {step} refers to {store.url}/{name}, which is missing or cut; save the step again")
 
 
 # --- the others ------------------------------------------------------------------------------------------------
 
 
-def await_commit(repo: Repository, claim: Claim, group: Group, attempt: Attempt, timeout: float) -> CommitRecord:
+def await_commit(repo: Repository, lease: WriterLease, group: Group, attempt: Attempt, timeout_seconds: float) -> CommitRecord:
     """Wait until rank 0 has committed this try of the step, and return the record.
 
     Raises StepRefused with the reason where rank 0 gave it up, RanksMissing where it says nothing for `timeout` seconds.
     """
 
-    def answer() -> CommitRecord | None:
-        said = list(_listed(repo.store, attempt))  # before the record: rank 0 gives up only what it has not committed
+    def find_commit() -> CommitRecord | None:
+        listed = list(_list_parts(repo.store, attempt))  # before the record: rank 0 gives up only what it has not committed
         try:
             commit = repo.record(attempt.step)
             if (commit.generation, commit.attempt) == (attempt.generation, attempt.number):
                 return commit
         except (NotFound, IntegrityError):
             pass
-        for part in said:
+        for part in listed:
             if part.rank == 0 and part.digest is None:
-                raise _failure(repo.store, part.name)
+                raise _read_failure(repo.store, part.name)
         return None
 
-    def given_up() -> StepRefused | None:
-        if (noted := _noted_failure(claim, group, attempt)) is not None:
+    def give_up_error() -> StepRefused | None:
+        if (noted := _noted_failure(lease, group, attempt)) is not None:
             return noted
-        if _ended_rank(claim, group):
-            return RanksMissing(f"rank 0 of {claim.size} has ended its saves: no step can be committed any more")
-        return claim.lost()
+        if _ended_ranks(lease, group):
+            return RanksMissing(f"rank 0 of {lease.size} has ended its saves: no step can be committed any more")
+        return lease.rank_0_error()
 
-    commit = _wait(answer, claim, timeout, given_up)
+    commit = _poll(find_commit, lease, timeout_seconds, give_up_error)
     if commit is None:
         raise RanksMissing(
-            f"rank 0 of {claim.size} has not committed step {attempt.step} within {timeout:g} s; look at its log. Every rank "
-            f"of the group must save the same steps{_elsewhere(repo.store, attempt, [0])}; to save from one rank alone pass "
+            f"rank 0 of {lease.size} has not committed step {attempt.step} within {timeout_seconds:g} s; look at its log. "
+            "Every rank "
+            f"of the group must save the same steps{_other_step_text(repo.store, attempt, [0])}; to save from one rank "
+            "alone pass "
             "group=None"
         )
     return commit
 
 
-def _wait(look: Callable[[], T | None], claim: Claim, timeout: float, given_up: Callable[[], StepRefused | None]) -> T | None:
+def _poll(
+    find: Callable[[], T | None], lease: WriterLease, timeout_seconds: float, give_up_error: Callable[[], StepRefused | None]
+) -> T | None:
     """What `look` finds, asked more and more slowly; None when the time is up.
 
     Raises Fenced where a newer generation has begun, StoreError where the repository is gone, and what `given_up` says; but
     looks once more before.
     """
-    deadline = time.monotonic() + timeout
-    pause = _POLL[0]
-    fence = time.monotonic() + _FENCE_SECONDS
+    deadline = time.monotonic() + timeout_seconds
+    pause = _POLL_SECONDS[0]
+    next_fence_check = time.monotonic() + _FENCE_CHECK_SECONDS
     while True:
-        if (found := look()) is not None:
+        if (found := find()) is not None:
             return found
-        claim.moves += 1
+        lease.progress_count += 1
         now = time.monotonic()
         if now >= deadline:
             return None
-        if now >= fence:
-            fence = now + _FENCE_SECONDS
-            hopeless = claim.over() or given_up()
+        if now >= next_fence_check:
+            next_fence_check = now + _FENCE_CHECK_SECONDS
+            hopeless = lease.lease_error() or give_up_error()
             if hopeless is not None:
-                if (found := look()) is not None:
+                if (found := find()) is not None:
                     return found
                 raise hopeless
         time.sleep(min(pause, max(0.0, deadline - now)))
-        pause = min(pause * 1.5, _POLL[1])
+        pause = min(pause * 1.5, _POLL_SECONDS[1])

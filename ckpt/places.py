@@ -20,7 +20,7 @@ log = logging.getLogger("ckpt")
 T = TypeVar("T")
 
 
-class Places(Store):
+class ReplicatedStore(Store):
     """Stores, the nearest first. The last is the one of record: its URL is that of all, and it takes what is written."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
@@ -30,16 +30,16 @@ class Places(Store):
     # --- reading -----------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> bytes:
-        return self._first(lambda store: store.get(name))
+        return self._ask_in_order(lambda store: store.get(name))
 
     def get_up_to(self, name: str, limit: int) -> bytes:
-        return self._first(lambda store: store.get_up_to(name, limit))
+        return self._ask_in_order(lambda store: store.get_up_to(name, limit))
 
     def open(self, name: str) -> Reader:
-        return self._first(lambda store: store.open(name))
+        return self._ask_in_order(lambda store: store.open(name))
 
     def exists(self, name: str) -> bool:
-        return any(self._asked(lambda store: store.exists(name)))
+        return any(self._ask_all(lambda store: store.exists(name)))
 
     def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:
         for store in self.stores:
@@ -50,16 +50,16 @@ class Places(Store):
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         found: dict[str, Entry] = {}
-        for entries in self._asked(lambda store: [*store.list(prefix)]):
+        for entries in self._ask_all(lambda store: [*store.list(prefix)]):
             for entry in entries:
                 found.setdefault(entry.name, entry)
         yield from found.values()
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        found = self._asked(lambda store: [*store.list_folders(prefix)])
+        found = self._ask_all(lambda store: [*store.list_folders(prefix)])
         yield from dict.fromkeys(name for names in found for name in names)
 
-    def _first(self, ask: Callable[[Store], T]) -> T:
+    def _ask_in_order(self, ask: Callable[[Store], T]) -> T:
         for store in self.stores[:-1]:
             try:
                 return ask(store)
@@ -69,7 +69,7 @@ class Places(Store):
                 log.warning("%s; the next tier is asked", error)
         return ask(self.stores[-1])
 
-    def _asked(self, ask: Callable[[Store], T]) -> Iterator[T]:
+    def _ask_all(self, ask: Callable[[Store], T]) -> Iterator[T]:
         """What each store answers; one that is near and does not answer is left out."""
         for store in self.stores:
             try:
@@ -96,11 +96,11 @@ class Places(Store):
 
 def copies_of(store: Store) -> tuple[Store, ...]:
     """The stores that may have a copy of a file, the nearest first."""
-    return store.stores if isinstance(store, Places) else (store,)
+    return store.stores if isinstance(store, ReplicatedStore) else (store,)
 
 
 def from_nearest(
-    store: Store, read: Callable[[Store], T], name: str, position: int = 0, absent: set[tuple[str, str]] | None = None
+    store: Store, read: Callable[[Store], T], name: str, position: int = 0, missing: set[tuple[str, str]] | None = None
 ) -> T:
     """What `read` makes of the nearest copy that is there, can be read, and passes its check.
 
@@ -109,23 +109,23 @@ def from_nearest(
     absent: the caller's memory of the copies that are not there, by URL and name.
     """
     copies = copies_of(store)
-    absent = set() if absent is None else absent
+    missing = set() if missing is None else missing
     damage: IntegrityError | None = None
     for copy in copies:
         last = copy is copies[-1]
-        if not last and (copy.url, name) in absent:
+        if not last and (copy.url, name) in missing:
             continue
-        if not last and (name, position) in _bad.get(copy.url, ()):
+        if not last and (name, position) in _bad_blocks.get(copy.url, ()):
             damage = IntegrityError(f"{copy.url}/{name} was found damaged at byte {position} before")
             continue
         try:
             return read(copy)
         except IntegrityError as error:
             if isinstance(error.__cause__, NotFound):
-                absent.add((copy.url, name))
+                missing.add((copy.url, name))
                 damage = damage or error
             else:
-                _found_bad(copy.url, name, position)
+                _mark_bad(copy.url, name, position)
                 damage = error
                 if not last:
                     log.error("bad copy in the tier %s: %s; the next tier is asked", copy.url, error)
@@ -139,28 +139,28 @@ def from_nearest(
 
 # --- copies that were found bad ----------------------------------------------------------------------------------
 
-_bad: dict[str, set[tuple[str, int]]] = {}
-_lock = threading.Lock()
+_bad_blocks: dict[str, set[tuple[str, int]]] = {}
+_bad_blocks_lock = threading.Lock()
 
 
-def _found_bad(url: str, name: str, position: int) -> None:
-    with _lock:
-        _bad.setdefault(url, set()).add((name, position))
+def _mark_bad(url: str, name: str, position: int) -> None:
+    with _bad_blocks_lock:
+        _bad_blocks.setdefault(url, set()).add((name, position))
 
 
-def bad_packs(url: str) -> set[str]:
+def bad_files(url: str) -> set[str]:
     """The files of a store that this process found damaged."""
-    with _lock:
-        return {name for name, _ in _bad.get(url, ())}
+    with _bad_blocks_lock:
+        return {name for name, _ in _bad_blocks.get(url, ())}
 
 
-def forgive(url: str, name: str) -> None:
+def clear_bad(url: str, name: str) -> None:
     """A file was written anew, or is gone."""
-    with _lock:
-        _bad[url] = {(other, position) for other, position in _bad.get(url, ()) if other != name}
+    with _bad_blocks_lock:
+        _bad_blocks[url] = {(other, position) for other, position in _bad_blocks.get(url, ()) if other != name}
 
 
-def put_aside(store: Store, is_whole: Callable[[Store, str], bool]) -> list[str]:
+def remove_bad_copies(store: Store, is_intact: Callable[[Store, str], bool]) -> list[str]:
     """Remove the bad copies that are not the last, and return which.
 
     Everything that counts on them in their place is seen to be damaged from then on: nothing refers to it, and no step that
@@ -169,19 +169,19 @@ def put_aside(store: Store, is_whole: Callable[[Store, str], bool]) -> list[str]
     is_whole: reads a copy and compares it with the digests of all that refer to it. A bad copy is removed only where this
         says that a further place has a good one: the other blocks of the bad copy may be the only good ones.
     """
-    gone = []
+    removed = []
     copies = copies_of(store)
     for number, copy in enumerate(copies[:-1]):
-        for name in bad_packs(copy.url):
-            here = _length(copy, name)
-            others = (other for other in copies[number + 1 :] if name not in bad_packs(other.url))
-            if here is None or any(_length(other, name) == here and is_whole(other, name) for other in others):
-                if here is not None:
+        for name in bad_files(copy.url):
+            length = _file_length(copy, name)
+            others = (other for other in copies[number + 1 :] if name not in bad_files(other.url))
+            if length is None or any(_file_length(other, name) == length and is_intact(other, name) for other in others):
+                if length is not None:
                     copy.delete([name])
-                forgive(copy.url, name)
-                gone.append(f"{copy.url}/{name}")
-    return gone
+                clear_bad(copy.url, name)
+                removed.append(f"{copy.url}/{name}")
+    return removed
 
 
-def _length(store: Store, name: str) -> int | None:
+def _file_length(store: Store, name: str) -> int | None:
     return next((e.nbytes for e in store.list(name.rpartition("/")[0]) if e.name == name), None)

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from ckpt.leaves.base import ArrayLeaf
-from ckpt.limits import BLOCK_BYTES, SMALL_BYTES
-from ckpt.manifest import Layout
-from ckpt.shard import Box, Replica, contiguous_start, split, whole
-from ckpt.share import Held, Range, shares
+from ckpt.limits import BLOCK_BYTES, SMALL_LEAF_BYTES
+from ckpt.manifest import PlannedColumns
+from ckpt.shard import Box, Replica, contiguous_start, split_into_boxes, whole_box
+from ckpt.share import ShardRange, ShardReplica, own_ranges
 
 PIECE_ALIGNMENT = 64
 """Where a leaf starts within a shared block: a cache line, so that it can be used in place by any vector code."""
 
 
-Kind = Literal["", "frozen", "buffer", "changes"]
+LeafKind = Literal["", "frozen", "buffer", "changes"]
 """What tells whether training changes a leaf: frozen parameters stay, most buffers are constants or change by themselves. Of
 some leaves earlier saves have found that they change where others of their block stay (`changes.py`)."""
 
@@ -42,11 +42,11 @@ class LeafSpec(NamedTuple):
     """Of the shard."""
     replica: Replica | None = None
     """Which copy this is, where several ranks hold it."""
-    kind: Kind = ""
+    kind: LeafKind = ""
     """Leaves of different kinds never share a block: if one of them changes, the others need not be written again."""
 
 
-class Piece(NamedTuple):
+class BlockPiece(NamedTuple):
     """A box of one leaf and where its bytes lie in the raw block."""
 
     leaf: int
@@ -63,85 +63,88 @@ class Piece(NamedTuple):
 class Block(NamedTuple):
     """Pieces that are stored together. All are of one codec wish, one element size, as shuffling codecs need, and one kind."""
 
-    pieces: list[Piece]
+    pieces: list[BlockPiece]
     nbytes: int
     itemsize: int
     codec: str | None
 
 
-class Plan(NamedTuple):
+class WritePlan(NamedTuple):
     """The blocks of a state, and the columns of its manifest that are known before anything is written."""
 
     blocks: list[Block]
-    layout: Layout
+    columns: PlannedColumns
 
 
-def plan(specs: Sequence[LeafSpec]) -> Plan:
+def plan_blocks(specs: Sequence[LeafSpec]) -> WritePlan:
     """Return the plan for leaves of these specs.
 
     A training loop saves one structure over and over: the plan of the last two is remembered.
     """
     specs = list(specs)
-    for known, made in _recent:
+    for known, made in _recent_plans:
         if known == specs:
             return made
-    made = _plan(specs)
-    _recent.insert(0, (specs, made))
-    del _recent[2:]
+    made = _plan_blocks(specs)
+    _recent_plans.insert(0, (specs, made))
+    del _recent_plans[2:]
     return made
 
 
-_recent: list[tuple[list[LeafSpec], Plan]] = []
+_recent_plans: list[tuple[list[LeafSpec], WritePlan]] = []
 
 
-def _plan(specs: list[LeafSpec]) -> Plan:
+def _plan_blocks(specs: list[LeafSpec]) -> WritePlan:
     blocks: list[Block] = []
     empty: list[int] = []
-    shared: dict[tuple[int, str | None, Kind], _Shared] = {}
-    for i, (spec, mine) in enumerate(zip(specs, _shares(specs), strict=True)):
+    open_blocks: dict[tuple[int, str | None, LeafKind], _OpenBlock] = {}
+    for i, (spec, ranges) in enumerate(zip(specs, _own_ranges(specs), strict=True)):
         if spec.nbytes == 0:
             if not math.prod(spec.global_shape or (0,)):  # else only this shard is empty, and others hold the array
                 empty.append(i)
             continue
-        for first, within in [(0, whole(spec.shape))] if mine is None else mine:
+        for first, within in [(0, whole_box(spec.shape))] if ranges is None else ranges:
             nbytes = within.size * spec.itemsize
             begin = first * spec.itemsize
-            if nbytes < SMALL_BYTES:
+            if nbytes < SMALL_LEAF_BYTES:
                 key = (spec.itemsize, spec.codec, spec.kind)
-                open_block = shared.get(key)
+                open_block = open_blocks.get(key)
                 if open_block is None or open_block.end + nbytes > BLOCK_BYTES:
-                    open_block = shared[key] = _Shared([], 0)
+                    open_block = open_blocks[key] = _OpenBlock([], 0)
                     blocks.append(Block(open_block.pieces, 0, spec.itemsize, spec.codec))
                 start = open_block.end
-                open_block.pieces.append(Piece(i, within, begin, start, nbytes))
+                open_block.pieces.append(BlockPiece(i, within, begin, start, nbytes))
                 open_block.end = -(-(start + nbytes) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
                 continue
-            for box in split(within.shape, spec.itemsize, BLOCK_BYTES):
+            for box in split_into_boxes(within.shape, spec.itemsize, BLOCK_BYTES):
                 at = contiguous_start(box, within.shape)
                 assert at is not None  # split makes only such boxes
                 length = box.size * spec.itemsize
-                piece = Piece(i, box.moved(within.offset), begin + at * spec.itemsize, 0, length)
+                piece = BlockPiece(i, box.moved(within.offset), begin + at * spec.itemsize, 0, length)
                 blocks.append(Block([piece], length, spec.itemsize, spec.codec))
     blocks = [b if b.nbytes else b._replace(nbytes=b.pieces[-1].start + b.pieces[-1].nbytes) for b in blocks]
-    return Plan(blocks, _layout(specs, blocks, empty))
+    return WritePlan(blocks, _planned_columns(specs, blocks, empty))
 
 
-def _shares(specs: list[LeafSpec]) -> list[list[Range] | None]:
+def _own_ranges(specs: list[LeafSpec]) -> list[list[ShardRange] | None]:
     """For each leaf what of it this rank writes, None for all of it."""
     if not any(spec.replica for spec in specs):
         return [None] * len(specs)
-    held = [Held(s.name, s.offset, s.shape, s.itemsize, s.nbytes, s.replica) if s.replica and s.nbytes else None for s in specs]
-    return shares(held)
+    shards = [
+        ShardReplica(s.name, s.offset, s.shape, s.itemsize, s.nbytes, s.replica) if s.replica and s.nbytes else None
+        for s in specs
+    ]
+    return own_ranges(shards)
 
 
-def _layout(specs: list[LeafSpec], blocks: list[Block], empty: list[int]) -> Layout:
-    pieces = [Piece(i, whole(specs[i].shape), 0, 0, 0) for i in empty]
+def _planned_columns(specs: list[LeafSpec], blocks: list[Block], empty: list[int]) -> PlannedColumns:
+    pieces = [BlockPiece(i, whole_box(specs[i].shape), 0, 0, 0) for i in empty]
     index: list[int | None] = [None] * len(empty)
     for n, block in enumerate(blocks):
         pieces += block.pieces
         index += [n] * len(block.pieces)
     of = [specs[p.leaf] for p in pieces]
-    return Layout(
+    return PlannedColumns(
         leaf=[s.name for s in of],
         dtype=[s.dtype for s in of],
         global_shape=[s.shape if s.global_shape is None else s.global_shape for s in of],
@@ -152,15 +155,15 @@ def _layout(specs: list[LeafSpec], blocks: list[Block], empty: list[int]) -> Lay
     )
 
 
-class _Shared:
+class _OpenBlock:
     __slots__ = ("end", "pieces")
 
-    def __init__(self, pieces: list[Piece], end: int) -> None:
+    def __init__(self, pieces: list[BlockPiece], end: int) -> None:
         self.pieces = pieces
         self.end = end
 
 
-def stage(block: Block, leaves: Sequence[ArrayLeaf], out: Any) -> None:
+def stage_block(block: Block, leaves: Sequence[ArrayLeaf], out: Any) -> None:
     """Copy the block's raw bytes to `out` (uint8, at least `block.nbytes`); gaps and the rest become zero."""
     end = 0
     for index, box, begin, start, nbytes in block.pieces:

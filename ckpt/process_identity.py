@@ -9,12 +9,12 @@ import socket
 import time
 from dataclasses import dataclass
 
-from ckpt.storage.descriptors import explained
+from ckpt.storage.descriptors import describe_os_error
 from ckpt.storage.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class ProcessIdentity:
     """A process, told apart from every other one that ever was."""
 
     host: str
@@ -26,7 +26,7 @@ class Owner:
     token: str
 
 
-def _read(path: str, must_look: bool = False) -> str:
+def _read_proc_file(path: str, raise_unreadable: bool = False) -> str:
     """The text of a file of /proc; "" where there is none to see.
 
     must_look: raise StoreError where this process can't look now, which says nothing about the one that was asked for.
@@ -35,57 +35,59 @@ def _read(path: str, must_look: bool = False) -> str:
         with open(path) as file:
             return file.read()
     except OSError as error:
-        if must_look and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise StoreError(f"reading {path} failed: {explained(error)}") from error
+        if raise_unreadable and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise StoreError(f"reading {path} failed: {describe_os_error(error)}") from error
         return ""
 
 
-def started(pid: int, must_look: bool = False) -> str:
+def process_start_ticks(pid: int, raise_unreadable: bool = False) -> str:
     """Start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" where it is gone.
 
     must_look: raise StoreError where this process can't look now. For a verdict about another; a note about itself says less.
     """
-    fields = _read(f"/proc/{pid}/stat", must_look).rpartition(")")[2].split()
+    fields = _read_proc_file(f"/proc/{pid}/stat", raise_unreadable).rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
-def _namespace() -> str:
+def _pid_namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
 
-def this_process() -> Owner:
+def this_process() -> ProcessIdentity:
     """This process as an owner."""
-    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    boot = _read_proc_file("/proc/sys/kernel/random/boot_id").strip()
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     pid = os.getpid()
-    return Owner(socket.gethostname(), boot, _namespace(), pid, started(pid), since, secrets.token_hex(8))
+    return ProcessIdentity(
+        socket.gethostname(), boot, _pid_namespace(), pid, process_start_ticks(pid), since, secrets.token_hex(8)
+    )
 
 
-def is_dead(owner: Owner, me: Owner) -> bool:
+def is_dead(process: ProcessIdentity, observer: ProcessIdentity) -> bool:
     """Whether the owner's process is seen to be gone; False as well where this process can't look now."""
     try:
-        return alive(owner, me) is False
+        return is_alive(process, observer) is False
     except StoreError:
         return False
 
 
-def alive(owner: Owner, me: Owner) -> bool | None:
+def is_alive(process: ProcessIdentity, observer: ProcessIdentity) -> bool | None:
     """Whether the owner's process lives; None where this host cannot tell. Raises StoreError where it can't look now.
 
     Only the boot id proves that both are on one host: several may have one name ("localhost", clones of an image), so that
     another boot may be another host that runs now, and not an earlier time of this one.
     """
-    if (owner.host, owner.boot, owner.namespace) != (me.host, me.boot, me.namespace):
+    if (process.host, process.boot, process.namespace) != (observer.host, observer.boot, observer.namespace):
         return None
-    if owner.started or me.started:
-        return started(owner.pid, must_look=True) == owner.started
+    if process.started or observer.started:
+        return process_start_ticks(process.pid, raise_unreadable=True) == process.started
     try:
-        os.kill(owner.pid, 0)  # no /proc here: a process of this number is taken to be the owner
+        os.kill(process.pid, 0)  # no /proc here: a process of this number is taken to be the owner
     except ProcessLookupError:
-        return False if me.boot else None
+        return False if observer.boot else None
     except PermissionError:
         pass
     return True

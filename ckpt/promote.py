@@ -16,8 +16,8 @@ from ckpt import publication
 from ckpt.block_check import is_good_block
 from ckpt.checkpoint import Checkpoint
 from ckpt.manifest import Row
-from ckpt.pack import lengths
-from ckpt.places import bad_packs, forgive, from_nearest
+from ckpt.pack import file_lengths
+from ckpt.places import bad_files, clear_bad, from_nearest
 from ckpt.read import is_bad_sector
 from ckpt.records import CommitRecord, FileRecord
 from ckpt.repository import Repository, commit_name
@@ -26,7 +26,7 @@ from ckpt.session import Session
 from ckpt.storage.base import ALIGNMENT, Reader, Store
 from ckpt.storage.errors import Fenced, IntegrityError, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.pages import pages
+from ckpt.storage.pages import map_huge_pages
 
 log = logging.getLogger("ckpt")
 
@@ -35,7 +35,7 @@ PIECE_BYTES = 16 << 20
 
 
 def promote(
-    source: Repository, step: int, target: Session, keep: Keep | None = None, left_over: set[str] | None = None,
+    source: Repository, step: int, target: Session, keep: Keep | None = None, orphaned_files: set[str] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> bool:  # fmt: skip
     """Make `step` exist in `target` as it is in `source`; whether it was copied. May be called again after any failure.
@@ -48,41 +48,41 @@ def promote(
     """
     began = time.monotonic()
     commit = source.commit(step)
-    retired = set() if left_over is None else left_over
+    files_to_sweep = set() if orphaned_files is None else orphaned_files
     missing: list[FileRecord] = []
     with suppress(NotFound, IntegrityError):
-        there = target.repo.record(step)
-        later = there.order > commit.order
-        missing = missing_packs(target.repo, there) if later or there == commit else []
-        if (later or there == commit) and not missing:
+        existing = target.repo.record(step)
+        is_newer = existing.save_order > commit.save_order
+        missing = missing_packs(target.repo, existing) if is_newer or existing == commit else []
+        if (is_newer or existing == commit) and not missing:
             return False
-        if not later:
+        if not is_newer:
             missing = []
-            retired.update(there.files())
+            files_to_sweep.update(existing.files())
     if missing:
         raise IntegrityError(
             f"{target.repo.url} has a later save of step {step} without {missing[0].name}; the copy in {source.url} is kept"
         )
-    retired.update(commit.files())
+    files_to_sweep.update(commit.files())
     target.prepare()
-    attempt = target.claim.begin(step)
-    target.pin(attempt, [*commit.files(), commit_name(step)])
+    attempt = target.lease.begin_attempt(step)
+    target.pin_packs(attempt, [*commit.files(), commit_name(step)])
     try:
         copied = _copy_files(Checkpoint(source.store, commit), target, progress)
         failpoint("promote.commit")
         if commit.line:
-            target.note_line(commit.on)
-        publication.publish(target.repo, target.claim, commit, partial(_require_later, target.repo, commit))
+            target.note_line(commit.training_line)
+        publication.publish_commit(target.repo, target.lease, commit, partial(_require_not_superseded, target.repo, commit))
         failpoint("promote.committed")
     finally:
-        target.claim.end(attempt)
-    target.forget()  # what a direct save would refer to
+        target.lease.end_attempt(attempt)
+    target.forget_previous()  # what a direct save would refer to
     log.info(
         "promoted step %d from %s to %s: %.3f GB copied, %.2f s",
         step, source.places[0].url, target.repo.url, copied / 1e9, time.monotonic() - began,
     )  # fmt: skip
-    target.sweep(keep, step, retired)
-    retired.clear()
+    target.sweep(keep, step, files_to_sweep)
+    files_to_sweep.clear()
     return True
 
 
@@ -95,11 +95,11 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
         blocks: dict[str | None, list[Row]] = {}
         for row in checkpoint.manifest().by_block():
             blocks.setdefault(row.pack, []).append(row)
-        buffer = memoryview(pages(PIECE_BYTES))  # as O_DIRECT wants it
+        buffer = memoryview(map_huge_pages(PIECE_BYTES))  # as O_DIRECT wants it
         for file in missing:
             failpoint("promote.pack")
             _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer, progress)
-            forgive(store.url, file.name)
+            clear_bad(store.url, file.name)
     for name, data in small.items():
         failpoint("promote.manifest")
         store.put(name, data)
@@ -108,21 +108,21 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
 
 def missing_packs(repo: Repository, commit: CommitRecord) -> list[FileRecord]:
     """The packs of a step that a repository lacks, has at another length, or has damaged as far as this process has seen."""
-    have, bad = lengths(repo.store, [file.name for file in commit.packs]), bad_packs(repo.url)
+    have, bad = file_lengths(repo.store, [file.name for file in commit.packs]), bad_files(repo.url)
     return [file for file in commit.packs if have.get(file.name) != file.nbytes or file.name in bad]
 
 
-def _pieces(blocks: list[Row], nbytes: int) -> Iterator[tuple[int, int, Row | None]]:
+def _copy_ranges(blocks: list[Row], nbytes: int) -> Iterator[tuple[int, int, Row | None]]:
     """A whole pack as (begin, end, the block that is there). What lies between blocks no step that is copied refers to."""
     at = 0
     for row in blocks:
-        yield from _gap(at, row.position)
+        yield from _gap_ranges(at, row.position)
         at = min(nbytes, row.position + -(-row.stored // ALIGNMENT) * ALIGNMENT)
         yield row.position, at, row
-    yield from _gap(at, nbytes)
+    yield from _gap_ranges(at, nbytes)
 
 
-def _gap(begin: int, end: int) -> Iterator[tuple[int, int, None]]:
+def _gap_ranges(begin: int, end: int) -> Iterator[tuple[int, int, None]]:
     for at in range(begin, end, PIECE_BYTES):
         yield at, min(end, at + PIECE_BYTES), None
 
@@ -133,8 +133,8 @@ def _copy_pack(
 ) -> None:  # fmt: skip
     algorithm = checkpoint.manifest().digest_algorithm
     absent: set[tuple[str, str]] = set()
-    with _Source(checkpoint.where, file.name) as source, store.create(file.name, file.nbytes) as writer:
-        for begin, end, row in _pieces(blocks, file.nbytes):
+    with _PackCopies(checkpoint.where, file.name) as source, store.create(file.name, file.nbytes) as writer:
+        for begin, end, row in _copy_ranges(blocks, file.nbytes):
             if end - begin > len(buffer):
                 raise IntegrityError(f"{file.name} of {checkpoint.where} has a block of {end - begin} bytes")
             view = buffer[: end - begin]
@@ -154,7 +154,7 @@ def _copy_pack(
             raise StoreError(f"copying {file.name} to {store.url}: it has not {file.nbytes} bytes there")
 
 
-class _Source:
+class _PackCopies:
     """The open copies of a pack."""
 
     def __init__(self, where: str, name: str) -> None:
@@ -164,21 +164,21 @@ class _Source:
 
     def read(self, copy: Store, position: int, buffer: memoryview) -> None:
         """Fill `buffer`; raise IntegrityError where this copy cannot."""
-        told = f"{copy.url}/{self._name} of {self._where}"
+        pack_name = f"{copy.url}/{self._name} of {self._where}"
         try:
             if (reader := self._readers.get(copy.url)) is None:
                 reader = self._readers[copy.url] = copy.open_once(self._name)
             count = reader.read_into(position, buffer)
         except NotFound as error:
-            raise IntegrityError(f"{told} is missing") from error
+            raise IntegrityError(f"{pack_name} is missing") from error
         except StoreError as error:
             if not is_bad_sector(error):
                 raise
-            raise IntegrityError(f"{told} cannot be read at byte {position}: {error}") from error
+            raise IntegrityError(f"{pack_name} cannot be read at byte {position}: {error}") from error
         if count != len(buffer):
-            raise IntegrityError(f"{told} ends at byte {position + count}, {len(buffer) - count} bytes early")
+            raise IntegrityError(f"{pack_name} ends at byte {position + count}, {len(buffer) - count} bytes early")
 
-    def __enter__(self) -> _Source:
+    def __enter__(self) -> _PackCopies:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -186,7 +186,7 @@ class _Source:
             reader.close()
 
 
-def _require_later(repo: Repository, commit: CommitRecord, there: CommitRecord | None) -> None:
+def _require_not_superseded(repo: Repository, commit: CommitRecord, existing: CommitRecord | None) -> None:
     """Raise Fenced where what is there is of a later save."""
-    if there is not None and there.order > commit.order:
+    if existing is not None and existing.save_order > commit.save_order:
         raise Fenced(f"step {commit.step} of {repo.url} was saved by a newer job meanwhile; stop this one")

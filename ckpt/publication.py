@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckpt.claim import Claim
-from ckpt.records import RECORD_BYTES, CommitRecord, decode_commit, encode_commit
+from ckpt.claim import WriterLease
+from ckpt.records import MAX_RECORD_BYTES, CommitRecord, decode_commit, encode_commit
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.base import Version
 from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, NotFound, Unavailable
@@ -19,7 +19,9 @@ from ckpt.storage.failpoints import failpoint
 _TRIES = 20
 
 
-def publish(repo: Repository, claim: Claim, commit: CommitRecord, may_replace: Callable[[CommitRecord | None], None]) -> None:
+def publish_commit(
+    repo: Repository, lease: WriterLease, commit: CommitRecord, require_replaceable: Callable[[CommitRecord | None], None]
+) -> None:
     """Make a step exist, in place of what is at its name where `may_replace` allows that.
 
     may_replace: raises where a record has to stay; None: a damaged one.
@@ -28,28 +30,28 @@ def publish(repo: Repository, claim: Claim, commit: CommitRecord, may_replace: C
     """
     store, name, data = repo.store, commit_name(commit.step), encode_commit(commit)
     replaces: Version | None = None
-    with claim.publishing:
+    with lease.publish_lock:
         for _ in range(_TRIES):
             try:
-                store.publish(name, data, claim.check, replaces)
+                store.publish(name, data, lease.require_newest, replaces)
                 break
             except (AlreadyExists, Changed):
-                claim.check()
+                lease.require_newest()
                 try:
-                    there, replaces = store.get_versioned(name, RECORD_BYTES)
+                    existing, replaces = store.get_versioned(name, MAX_RECORD_BYTES)
                 except NotFound:
                     replaces = None
                     continue
-                if there == data:  # a retry inside the store: the first try had arrived
+                if existing == data:  # a retry inside the store: the first try had arrived
                     break
-                may_replace(_decoded(there, f"{repo.url}/{name}"))
+                require_replaceable(_decode_undamaged(existing, f"{repo.url}/{name}"))
         else:
             raise Unavailable(f"{repo.url}/{name} changes all the time; let one job save there")
     failpoint("save.published")
-    claim.check()
+    lease.require_newest()
 
 
-def _decoded(data: bytes, where: str) -> CommitRecord | None:
+def _decode_undamaged(data: bytes, where: str) -> CommitRecord | None:
     try:
         return decode_commit(data, where)
     except IntegrityError:

@@ -15,34 +15,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _lock = threading.Lock()
-_pauses = 0
+_pause_count = 0
 _was_enabled = False
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """No collection while the context is open, in any thread; contexts may overlap."""
-    global _pauses, _was_enabled
+    global _pause_count, _was_enabled
     with _lock:
-        if not _pauses:
+        if not _pause_count:
             _was_enabled = gc.isenabled()
             gc.disable()
-        _pauses += 1
+        _pause_count += 1
     try:
         yield
     finally:
         with _lock:
-            _pauses -= 1
-            if not _pauses and _was_enabled:
+            _pause_count -= 1
+            if not _pause_count and _was_enabled:
                 gc.enable()
 
 
-def processors() -> int:
+def processor_count() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def be_nice() -> None:
+def lower_thread_priority() -> None:
     """Let the training step have the processor first: on Linux a thread has a priority of its own, inherited by its
     children."""
     if sys.platform == "linux":

@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt.digest import digest, of_hex
-from ckpt.lines import Left, Line, line_of
+from ckpt.digest import algorithm_of_hex, digest
+from ckpt.lines import Ancestry, TrainingLine, parse_line
 from ckpt.signature import NO_KEYS, Keys, Signature
 from ckpt.storage.base import Store
 from ckpt.storage.decode import Malformed
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 FORMAT_VERSION = 1
 
-RECORD_BYTES = 64 << 20
+MAX_RECORD_BYTES = 64 << 20
 """The longest record. A step of a million packs has one of this size."""
 
-MANIFEST_BYTES = 2 << 30
-TREE_BYTES = 1 << 30
-PART_BYTES = MANIFEST_BYTES + TREE_BYTES
+MAX_MANIFEST_BYTES = 2 << 30
+MAX_TREE_BYTES = 1 << 30
+MAX_PART_BYTES = MAX_MANIFEST_BYTES + MAX_TREE_BYTES
 """The longest files of other kinds. A step of ten million arrays stays below. Parsing takes some ten times as much memory."""
 
 
@@ -42,7 +42,7 @@ class FileRecord:
 
     def matches(self, data: bytes) -> bool:
         """Whether these are the bytes of the file."""
-        return len(data) == self.nbytes and digest(of_hex(self.digest), data).hex() == self.digest
+        return len(data) == self.nbytes and digest(algorithm_of_hex(self.digest), data).hex() == self.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +71,22 @@ class CommitRecord:
     """Of the software that wrote it."""
     line: int = 0
     """The line of training that the step is on."""
-    left: Left = ()
+    left: Ancestry = ()
     """Of older lines: the last step that belongs to the history of this one. See lines.py."""
     signature: Signature | None = None
     """Of all the rest of the record; None where it was saved without a key."""
 
     @property
-    def on(self) -> Line:
+    def training_line(self) -> TrainingLine:
         """The line that the step is on."""
-        return Line(self.line, self.left)
+        return TrainingLine(self.line, self.left)
 
     def files(self) -> list[str]:
         """The names of all files that make up the step, but for the record itself."""
         return [f.name for f in (*self.manifests, *self.trees, *self.packs)]
 
     @property
-    def order(self) -> tuple[int, int]:
+    def save_order(self) -> tuple[int, int]:
         """Grows with each save of a step: generation and serial number, which its files are named by."""
         attempt = self.manifests[0].name.rpartition("/")[2].partition(".")[0] if self.manifests else ""
         serial = attempt.rpartition("-")[2]
@@ -96,22 +96,24 @@ class CommitRecord:
 def encode(kind: str, body: dict[str, Any]) -> bytes:
     """The bytes of a record."""
     body = {**body, "kind": kind, "format": FORMAT_VERSION}
-    return _canonical({**body, "digest": _sum(body)})
+    return _canonical_json({**body, "digest": _body_digest(body)})
 
 
 def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     """The content of a record; IntegrityError where a byte was changed, FormatError where a newer version wrote it."""
-    if len(data) > RECORD_BYTES:
-        raise IntegrityError(f"{where} has {len(data)} bytes, and a record has at most {RECORD_BYTES}: {_damaged(where)}")
+    if len(data) > MAX_RECORD_BYTES:
+        raise IntegrityError(
+            f"{where} has {len(data)} bytes, and a record has at most {MAX_RECORD_BYTES}: {_damage_text(where)}"
+        )
     try:
         body = json.loads(data)
         claimed = body.pop("digest")
         version = body["format"]
-        if _canonical({**body, "digest": claimed}) != data or claimed != _sum(body):
+        if _canonical_json({**body, "digest": claimed}) != data or claimed != _body_digest(body):
             raise ValueError("its digest does not match")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(_damaged(where)) from error
-    require_known(version, where)
+        raise IntegrityError(_damage_text(where)) from error
+    require_known_format(version, where)
     if body.get("kind") != kind:
         raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record")
     return body  # type: ignore[no-any-return]
@@ -119,10 +121,10 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
 
 def load(store: Store, kind: str, name: str) -> dict[str, Any]:
     """The content of a record that lies in a store; raises NotFound, and what `decode` raises."""
-    return decode(kind, store.get_up_to(name, RECORD_BYTES), f"{store.url}/{name}")
+    return decode(kind, store.get_up_to(name, MAX_RECORD_BYTES), f"{store.url}/{name}")
 
 
-def require_known(version: Any, where: str) -> None:
+def require_known_format(version: Any, where: str) -> None:
     """Raise FormatError where a file is of a newer format."""
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise FormatError(
@@ -130,7 +132,7 @@ def require_known(version: Any, where: str) -> None:
         )
 
 
-def _damaged(where: str) -> str:
+def _damage_text(where: str) -> str:
     return f"{where} is damaged: it is not what was written; restore the file from a copy, or load another step"
 
 
@@ -139,23 +141,23 @@ def encode_commit(commit: CommitRecord) -> bytes:
     return encode("commit", _commit_body(commit))
 
 
-def signed(commit: CommitRecord, keys: Keys) -> CommitRecord:
+def sign_commit(commit: CommitRecord, keys: Keys) -> CommitRecord:
     """The record with the signature of the first key; without keys the record itself."""
     body = {**_commit_body(replace(commit, signature=None)), "kind": "commit", "format": FORMAT_VERSION}
-    return replace(commit, signature=keys.sign("commit", _canonical(body)))
+    return replace(commit, signature=keys.sign("commit", _canonical_json(body)))
 
 
 def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord:
     """The commit record in `data`. Raises SignatureError where keys are given and none of them signed it."""
     body = decode("commit", data, where)
-    commit = read(CommitRecord, body, where)
+    commit = parse_body(CommitRecord, body, where)
     try:
-        line_of(commit.line, commit.left)
+        parse_line(commit.line, commit.left)
     except ValueError as error:
-        raise IntegrityError(f"{_damaged(where)} ({error})") from error
+        raise IntegrityError(f"{_damage_text(where)} ({error})") from error
     if keys:
         body.pop("signature", None)
-        keys.check("commit", _canonical(body), commit.signature, where)
+        keys.check("commit", _canonical_json(body), commit.signature, where)
     return commit
 
 
@@ -168,17 +170,17 @@ def _commit_body(commit: CommitRecord) -> dict[str, Any]:
     return body
 
 
-def read(kind: type[T], body: dict[str, Any], where: str) -> T:
+def parse_body(kind: type[T], body: dict[str, Any], where: str) -> T:
     """The dataclass `kind` of the content of a record. Raises IntegrityError where a field is missing, or of another type."""
     try:
         return from_data(kind, body)
     except Malformed as error:
-        raise IntegrityError(f"{_damaged(where)} ({error})") from error
+        raise IntegrityError(f"{_damage_text(where)} ({error})") from error
 
 
-def _canonical(body: dict[str, Any]) -> bytes:
+def _canonical_json(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
-def _sum(body: dict[str, Any]) -> str:
-    return digest("xxh3-128", _canonical(body)).hex()
+def _body_digest(body: dict[str, Any]) -> str:
+    return digest("xxh3-128", _canonical_json(body)).hex()

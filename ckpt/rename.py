@@ -14,25 +14,25 @@ from ckpt.optimizer_order import modules_in
 from ckpt.select import children, suggest
 from ckpt.stateful import as_stateful, state_of
 from ckpt.storage.errors import InvalidArgument, LeafMismatch, LeafNotFound
-from ckpt.tree import Node, PerRank, encode_key, join
+from ckpt.tree import Node, PerRank, encode_key, join_path
 
 Rename = Callable[[str], str] | Mapping[str, str]
 """From names in `like` to saved names: a function, or regular expressions and their replacements."""
 
 
-def renamed(tree: Node, like: Any, rename: Rename, wanted: Callable[[str], bool] | None, where: str) -> Node:
+def rename_tree(tree: Node, like: Any, rename: Rename, selector: Callable[[str], bool] | None, where: str) -> Node:
     """A tree of the structure of `like`, with what was saved under the other name of each of its entries.
 
     An object that has moved as a whole is taken whole, so that a fresh optimizer gets the moments it has no names for; a
     module only what it has. Raises LeafNotFound where `tree` lacks an entry that is `wanted` (by its name in `like`).
     """
-    return _Renamer(tree, like, as_function(rename), wanted, where).node(like, "")
+    return _Renamer(tree, like, as_rename_function(rename), selector, where).node(like, "")
 
 
-def as_function(rename: Rename) -> Callable[[str], str]:
+def as_rename_function(rename: Rename) -> Callable[[str], str]:
     """A renaming as a function; patterns are applied one after the other."""
     if callable(rename):
-        return functools.partial(_name_by, rename)
+        return functools.partial(_call_rename, rename)
     patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
 
     def apply(name: str) -> str:
@@ -43,7 +43,7 @@ def as_function(rename: Rename) -> Callable[[str], str]:
     return apply
 
 
-def _name_by(rename: Callable[[str], str], name: str) -> str:
+def _call_rename(rename: Callable[[str], str], name: str) -> str:
     found = rename(name)
     if not isinstance(found, str):
         raise InvalidArgument(f"rename={rename!r} made {found!r} of the name {name}: a function must return a name for each")
@@ -52,13 +52,13 @@ def _name_by(rename: Callable[[str], str], name: str) -> str:
 
 class _Renamer:
     def __init__(
-        self, tree: Node, like: Any, rename: Callable[[str], str], wanted: Callable[[str], bool] | None, where: str
+        self, tree: Node, like: Any, rename: Callable[[str], str], selector: Callable[[str], bool] | None, where: str
     ) -> None:
         self._tree = tree
         self._like = like
-        self._saved = dict(_nodes(tree, ""))
+        self._saved = dict(_walk_nodes(tree, ""))
         self._rename = rename
-        self._wanted = wanted
+        self._selector = selector
         self._where = where
 
     def node(self, like: Any, path: str) -> Node:
@@ -66,9 +66,9 @@ class _Renamer:
             return self.node(like.value, path)
         if _is_object(like, path):
             return self._object(like, path)
-        if (below := _below(like)) is None or _is_leaf(like, path):
-            return self._entry(path)
-        parts = [(key, self.node(value, join(path, key))) for key, value in below]
+        if (below := _children_of(like)) is None or _is_leaf(like, path):
+            return self._saved_entry(path)
+        parts = [(key, self.node(value, join_path(path, key))) for key, value in below]
         if isinstance(like, dict):
             return {"dict": [[encode_key(key, path), part] for key, part in parts]}
         nodes = [part for _, part in parts]
@@ -78,11 +78,11 @@ class _Renamer:
             return {"namedtuple" if hasattr(like, "_fields") else "tuple": nodes}
         return {"dataclass": nodes, "fields": [key for key, _ in parts]}
 
-    def _entry(self, path: str) -> Node:
+    def _saved_entry(self, path: str) -> Node:
         name = self._rename(path or "(root)")
         if name in self._saved:
             return self._saved[name]
-        if self._wanted is not None and not self._wanted(path or "(root)"):
+        if self._selector is not None and not self._selector(path or "(root)"):
             return None
         raise LeafNotFound(f"leaf {path} of `like`, renamed to {name}, is not in {self._where}{suggest(name, self._saved)}")
 
@@ -90,62 +90,64 @@ class _Renamer:
         stateful = as_stateful(like, path)
         assert stateful is not None
         state = state_of(stateful, like, path)
-        if not is_module(like) and (home := self._home(state, path)) in self._saved:
-            return self._with_names_of_like(self._saved[home])
+        if not is_module(like) and (home := self._saved_path(state, path)) in self._saved:
+            return self._rename_parameters(self._saved[home])
         if callable(follow := getattr(like, "renamed", None)):
             state_node = follow(
-                self._tree, lambda name: self._rename(join(path, name)), lambda v, name: self.node(v, join(path, name))
+                self._tree,
+                lambda name: self._rename(join_path(path, name)),
+                lambda v, name: self.node(v, join_path(path, name)),
             )
         else:
             state_node = self.node(state, path)
         return {"object": state_node}
 
-    def _with_names_of_like(self, node: Node) -> Node:
+    def _rename_parameters(self, node: Node) -> Node:
         """An object with the names that its parameters have in `like`, where it is an optimizer whose parameters have names."""
         if not isinstance(node, dict) or not isinstance(node.get("parameters"), list):
             return node
         found = {}
         for path, module in modules_in(self._like):
             for name, _ in module.named_parameters(remove_duplicate=False):
-                name = bare_name(join(path, name))
+                name = bare_name(join_path(path, name))
                 found[self._rename(name)] = name
         return {**node, "parameters": [found.get(name) for name in node["parameters"]]}
 
-    def _home(self, state: Any, path: str) -> str | None:
+    def _saved_path(self, state: Any, path: str) -> str | None:
         """Where all entries of an object's state were saved together; None where they were not."""
-        homes = set()
-        for inner in _names(state, ""):
-            name = self._rename(join(path, inner))
+        saved_paths = set()
+        for inner in _entry_names(state, ""):
+            name = self._rename(join_path(path, inner))
             if name == inner:
-                homes.add("(root)")
+                saved_paths.add("(root)")
             elif name.endswith("." + inner):
-                homes.add(name[: -len(inner) - 1])
+                saved_paths.add(name[: -len(inner) - 1])
             else:
                 return None
-            if len(homes) > 1:
+            if len(saved_paths) > 1:
                 return None
-        return next(iter(homes), None)
+        return next(iter(saved_paths), None)
 
 
-def _nodes(node: Node, path: str) -> Iterator[tuple[str, Node]]:
+def _walk_nodes(node: Node, path: str) -> Iterator[tuple[str, Node]]:
     """Every node of a tree, containers too, with its path."""
     yield path or "(root)", node
     for name, child in children(node, path):
-        yield from _nodes(child, name)
+        yield from _walk_nodes(child, name)
 
 
-def _names(like: Any, path: str) -> Iterator[str]:
+def _entry_names(like: Any, path: str) -> Iterator[str]:
     """The entries of a state by name, none for one that is itself an array or plain value."""
-    below = None if _is_leaf(like, path) or _is_object(like, path) else _below(like)
+    below = None if _is_leaf(like, path) or _is_object(like, path) else _children_of(like)
     if below is None:
         if path:
             yield path
         return
     for key, value in below:
-        yield from _names(value.value if type(value) is PerRank else value, join(path, key))
+        yield from _entry_names(value.value if type(value) is PerRank else value, join_path(path, key))
 
 
-def _below(like: Any) -> list[tuple[Any, Any]] | None:
+def _children_of(like: Any) -> list[tuple[Any, Any]] | None:
     """The parts of a container with their keys; None for what is none."""
     if isinstance(like, dict):
         return list(like.items())

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from ckpt import records
 from ckpt.checkpoint import Checkpoint
-from ckpt.lines import Line, Order, by_number, in_order
+from ckpt.lines import StepOrder, TrainingLine, order_by_number, order_steps
 from ckpt.records import CommitRecord
-from ckpt.signature import NO_KEYS, Keys, KeyWish, as_keys
+from ckpt.signature import NO_KEYS, KeyOption, Keys, as_keys
 from ckpt.storage.base import Entry, Store
 from ckpt.storage.errors import (
     AlreadyExists,
@@ -40,7 +40,7 @@ log = logging.getLogger("ckpt")
 
 MARKER = "ckpt.json"
 
-DIRECTORY = "CKPT_DIR"
+DIRECTORY_VARIABLE = "CKPT_DIR"
 """The environment variable that names the repository where the program names none. `ckpt-run --dir` sets it."""
 
 Url = str | os.PathLike[str] | Store
@@ -61,7 +61,7 @@ def commit_name(step: int) -> str:
     return f"steps/{step}/commit.json"
 
 
-def _line_name(number: int) -> str:
+def _line_record_name(number: int) -> str:
     return f"lines/{number:08}.json"
 
 
@@ -91,7 +91,7 @@ class Repository:
 
     # --- the marker --------------------------------------------------------------------------------------------
 
-    def _is_marked(self) -> bool:
+    def _has_marker(self) -> bool:
         """Whether the marker is there; raise what is wrong with it."""
         try:
             records.load(self.store, "repository", MARKER)
@@ -102,34 +102,34 @@ class Repository:
     def identity(self) -> str:
         """What tells this repository from one that was at the same URL before; NotFound where there is none."""
         where = f"{self.url}/{MARKER}"
-        return records.read(_Marker, records.load(self.store, "repository", MARKER), where).id
+        return records.parse_body(_Marker, records.load(self.store, "repository", MARKER), where).id
 
     def check(self) -> None:
         """Raise StepNotFound where nothing is at the URL yet, FormatError where this version can read no repository there."""
-        if not self._is_marked():
+        if not self._has_marker():
             if any(self.store.list_folders("steps")):
-                raise FormatError(f"{self._unmarked()}; restore it from a copy")
-            if self._foreign() is None:
-                if self._is_marked():  # another process has made it meanwhile
+                raise FormatError(f"{self._missing_marker_text()}; restore it from a copy")
+            if self._foreign_file() is None:
+                if self._has_marker():  # another process has made it meanwhile
                     return
                 raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
             raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first")
 
-    def _unmarked(self) -> str:
+    def _missing_marker_text(self) -> str:
         return f"{self.url} has steps, and its {MARKER} is missing"
 
-    def _foreign(self) -> Entry | None:
+    def _foreign_file(self) -> Entry | None:
         """A file that is there, and is none of those by which ranks meet before the repository is made."""
         return next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
 
     def ensure(self) -> None:
         """Make the repository if it is not there; refuse a folder that holds something else."""
-        if self._is_marked():
+        if self._has_marker():
             return
-        foreign = self._foreign()
+        foreign = self._foreign_file()
         if foreign is not None and not self.store.exists(MARKER):  # else another process was faster
             if foreign.name.startswith("steps/"):
-                raise FormatError(f"{self._unmarked()}; restore it from a copy, or name an empty or a new folder")
+                raise FormatError(f"{self._missing_marker_text()}; restore it from a copy, or name an empty or a new folder")
             raise FormatError(
                 f"{self.url} holds other files (such as {foreign.name}) and is not a checkpoint repository; "
                 "name an empty or a new folder"
@@ -152,7 +152,7 @@ class Repository:
             commit = self.record(step)
         except NotFound:
             have = self.steps()
-            others = f"it has {listed(have)}" if have else "it has no committed step"
+            others = f"it has {steps_text(have)}" if have else "it has no committed step"
             raise StepNotFound(f"{self.url} has no committed step {step}; {others}") from None
         if commit.step != step:
             raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}")
@@ -160,7 +160,7 @@ class Repository:
 
     def record(self, step: int) -> CommitRecord:
         """What lies at the name of a commit record; NotFound where nothing does."""
-        return self.decode(step, self.store.get_up_to(commit_name(step), records.RECORD_BYTES))
+        return self.decode(step, self.store.get_up_to(commit_name(step), records.MAX_RECORD_BYTES))
 
     def decode(self, step: int, data: bytes) -> CommitRecord:
         """The commit record in `data`, its signature checked where there are keys."""
@@ -183,7 +183,7 @@ class Repository:
     def steps(self) -> list[int]:
         """The committed steps, the newest last. They ascend, but where a run went back to an older step: see `order`."""
         self.check()
-        return list(in_order({commit.step: commit.on for commit in self.commits()}).steps)
+        return list(order_steps({commit.step: commit.training_line for commit in self.commits()}).steps)
 
     # --- their order -------------------------------------------------------------------------------------------
 
@@ -192,19 +192,19 @@ class Repository:
         names = (entry.name.removeprefix("lines/").removesuffix(".json") for entry in self.store.list("lines"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def note_line(self, line: Line) -> None:
+    def note_line(self, line: TrainingLine) -> None:
         """Before the first commit on a line: from now on the order of steps is that of their records, not of their numbers."""
-        data = records.encode("line", {"line": line.number, "left": line.left})
+        data = records.encode("line", {"line": line.number, "left": line.ancestry})
         with suppress(AlreadyExists):
-            self.store.put_new(_line_name(line.number), data)
+            self.store.put_new(_line_record_name(line.number), data)
 
-    def lines(self) -> tuple[dict[int, Line], set[int]]:
+    def lines(self) -> tuple[dict[int, TrainingLine], set[int]]:
         """The line of each committed step, and the steps whose records can't be read."""
-        known: dict[int, Line] = {}
+        known: dict[int, TrainingLine] = {}
         unknown: set[int] = set()
         for step in self.step_numbers():
             try:
-                known[step] = self.record(step).on
+                known[step] = self.record(step).training_line
             except NotFound:
                 continue
             except CkptError as error:
@@ -212,18 +212,18 @@ class Repository:
                 unknown.add(step)
         return known, unknown
 
-    def order(self) -> Order:
+    def order(self) -> StepOrder:
         """The steps by when they were saved. Of steps that all are on one line no record is read, so that some may not be
         committed."""
         if not self.line_numbers():
-            return by_number(self.step_numbers())
-        return in_order(*self.lines())
+            return order_by_number(self.step_numbers())
+        return order_steps(*self.lines())
 
     def newest(self, wanted: Callable[[int], bool] = lambda step: True) -> tuple[int, int]:
         """Line and number of the newest committed step that is wanted; (-1, -1) where there is none. The pair can be compared
         with that of another tier."""
         lines = {} if not self.line_numbers() else self.lines()[0]
-        for step in reversed(in_order(lines).steps if lines else self.step_numbers()):
+        for step in reversed(order_steps(lines).steps if lines else self.step_numbers()):
             if wanted(step) and (step in lines or self.store.exists(commit_name(step))):
                 return lines[step].number if lines else 0, step
         return -1, -1
@@ -257,21 +257,23 @@ class Repository:
         return step in self.steps()
 
 
-def open_repository(url: Url, key: KeyWish | Keys = None) -> Repository:
+def open_repository(url: Url, key: KeyOption | Keys = None) -> Repository:
     """The repository at a URL (or on a store), unchecked. Without a key: that of the environment."""
-    return Repository(url if isinstance(url, Store) else _store(url), as_keys(key))
+    return Repository(url if isinstance(url, Store) else _open_store(url), as_keys(key))
 
 
-def named(url: Url | None) -> Url:
+def resolve_url(url: Url | None) -> Url:
     """What the program names, or else the environment."""
     if url is not None:
         return url
-    if not (told := os.environ.get(DIRECTORY)):
-        raise InvalidArgument(f"no repository is named: give its URL, or start this by `ckpt-run --dir URL` ({DIRECTORY})")
-    return told
+    if not (from_environment := os.environ.get(DIRECTORY_VARIABLE)):
+        raise InvalidArgument(
+            f"no repository is named: give its URL, or start this by `ckpt-run --dir URL` ({DIRECTORY_VARIABLE})"
+        )
+    return from_environment
 
 
-def _store(url: str | os.PathLike[str]) -> Store:
+def _open_store(url: str | os.PathLike[str]) -> Store:
     """The store of a URL, the namespace of many nodes among them."""
     text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     if not text or not isinstance(text, str) or "\0" in text:  # an empty one would mean the folder that one is in
@@ -284,7 +286,7 @@ def _store(url: str | os.PathLike[str]) -> Store:
     return open_store(text)
 
 
-def listed(steps: list[int]) -> str:
+def steps_text(steps: list[int]) -> str:
     """Some numbers, for a message."""
     if len(steps) > 8:
         return f"steps {', '.join(map(str, steps[:3]))} … {', '.join(map(str, steps[-3:]))}"

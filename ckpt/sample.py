@@ -12,10 +12,10 @@ from ckpt.leaves.base import ArrayLeaf, Bytes
 from ckpt.leaves.host import HostLeaf
 from ckpt.plan import Block
 
-SPOT_BYTES = 64
+END_BYTES = 64
 """A line of the cache: what is fetched for its first byte anyway."""
 
-Sample = list[bytes | None]
+BlockSample = list[bytes | None]
 """For each piece of a block; None where its bytes cannot be seen from here."""
 
 
@@ -24,24 +24,24 @@ def can_be_sampled(leaf: ArrayLeaf) -> bool:
     return leaf.flat is not None or not isinstance(leaf, HostLeaf)
 
 
-def sample(block: Block, leaves: Sequence[ArrayLeaf]) -> Sample:
+def sample_block(block: Block, leaves: Sequence[ArrayLeaf]) -> BlockSample:
     """What the pieces of a block hold now. Only memory of the host is looked at, and none that never changes."""
-    found: Sample = []
+    found: BlockSample = []
     for index, _, begin, _, nbytes in block.pieces:
         leaf = leaves[index]
-        flat = None if leaf.frozen() else leaf.flat
+        flat = None if leaf.is_frozen() else leaf.flat
         found.append(None if flat is None else _ends(flat, begin, begin + nbytes))
     return found
 
 
-def differing(block: Block, before: Sample, staged: Bytes) -> int | None:
+def first_changed_leaf(block: Block, earlier: BlockSample, staged: Bytes) -> int | None:
     """The first leaf whose staged bytes are not those that were sampled before."""
-    for (index, _, _, start, nbytes), ends in zip(block.pieces, before, strict=True):
+    for (index, _, _, start, nbytes), ends in zip(block.pieces, earlier, strict=True):
         if ends is not None and _ends(staged, start, start + nbytes) != ends:
             return index
     return None
 
 
 def _ends(data: Bytes, start: int, stop: int) -> bytes:
-    first: bytes = data[start : min(stop, start + SPOT_BYTES)].tobytes()
-    return first + data[max(start, stop - SPOT_BYTES) : stop].tobytes()
+    first: bytes = data[start : min(stop, start + END_BYTES)].tobytes()
+    return first + data[max(start, stop - END_BYTES) : stop].tobytes()

@@ -28,60 +28,63 @@ def next_step(now: int, step_seconds: float, interval_seconds: float) -> int:
 
 
 @dataclass(slots=True)
-class Schedule:
+class SaveSchedule:
     """One rank's knowledge of the next step to save. `interval` gives the seconds between two saves; rank 0 asks it."""
 
-    interval: Callable[[], float]
-    _due: int | None = None
-    _last: int | None = None
-    _gap: int = 100
-    _saving: SaveHandle | None = None
-    _now: int = 0
-    _began: float = 0.0
-    _steps: int = 0
+    interval_seconds: Callable[[], float]
+    _due_step: int | None = None
+    _last_step: int | None = None
+    _gap_steps: int = 100
+    _pending_save: SaveHandle | None = None
+    _current_step: int = 0
+    _started_at: float = 0.0
+    _step_count: int = 0
 
     def is_due(self, step: int) -> bool:
         """Whether to save this step. Call it at each step but those before `calm_until`."""
-        if self._steps == 0:
-            self._began, self._now = time.monotonic(), step - 1
-        self._now, self._steps = step, self._steps + max(1, step - self._now)  # those at which nothing is due pass unseen
-        if self._last is None:
+        if self._step_count == 0:
+            self._started_at, self._current_step = time.monotonic(), step - 1
+        self._current_step, self._step_count = (
+            step,
+            self._step_count + max(1, step - self._current_step),
+        )  # those at which nothing is due pass unseen
+        if self._last_step is None:
             return True
-        if self._saving is not None and self._saving.done():
-            self._learn(self._saving)
-        return self._due is not None and step == self._due
+        if self._pending_save is not None and self._pending_save.done():
+            self._update_from(self._pending_save)
+        return self._due_step is not None and step == self._due_step
 
-    def calm_until(self) -> int | None:
+    def next_due_step(self) -> int | None:
         """The next step that is due; None where that is not known yet."""
-        return None if self._saving is not None else self._due
+        return None if self._pending_save is not None else self._due_step
 
-    def missed(self) -> int | None:
+    def take_missed_step(self) -> int | None:
         """A step that was due, and that this rank heard of too late; it must tell the others. None again after that."""
-        if self._due is None or self._due >= self._now:
+        if self._due_step is None or self._due_step >= self._current_step:
             return None
-        missed, self._due = self._due, self._due + self._gap
+        missed, self._due_step = self._due_step, self._due_step + self._gap_steps
         return missed
 
-    def saving(self, step: int, handle: SaveHandle) -> None:
+    def save_started(self, step: int, handle: SaveHandle) -> None:
         """A save of this step has begun."""
-        self._last, self._saving, self._due = step, handle, None
+        self._last_step, self._pending_save, self._due_step = step, handle, None
 
-    def left_out(self, step: int) -> None:
+    def save_skipped(self, step: int) -> None:
         """This rank did not save a step that was due."""
-        self._last, self._saving, self._due = step, None, step + self._gap
+        self._last_step, self._pending_save, self._due_step = step, None, step + self._gap_steps
 
-    def propose(self) -> int:
+    def propose_next_step(self) -> int:
         """For rank 0, when it commits."""
-        passed = max(1, self._steps - 1)
-        return next_step(self._now, (time.monotonic() - self._began) / passed, self.interval())
+        passed = max(1, self._step_count - 1)
+        return next_step(self._current_step, (time.monotonic() - self._started_at) / passed, self.interval_seconds())
 
-    def _learn(self, handle: SaveHandle) -> None:
-        self._saving = None
+    def _update_from(self, handle: SaveHandle) -> None:
+        self._pending_save = None
         named = None if handle.unseen() or handle.failed() else handle.result().commit.next_save
-        assert self._last is not None
+        assert self._last_step is not None
         if named is not None:
-            self._due, self._gap = named, max(1, named - self._last)
+            self._due_step, self._gap_steps = named, max(1, named - self._last_step)
             return
         # After a save that failed they go on by the gap that all of them know, whenever each of them learns of it.
-        behind = max(0, self._now + LEAD_STEPS - self._last)
-        self._due = self._last + self._gap * (behind // self._gap + 1)
+        behind = max(0, self._current_step + LEAD_STEPS - self._last_step)
+        self._due_step = self._last_step + self._gap_steps * (behind // self._gap_steps + 1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckpt.storage.errors import LeafNotFound
-from ckpt.tree import Node, decode_key, join
+from ckpt.tree import Node, decode_key, join_path
 
 Patterns = str | Iterable[str]
 
@@ -26,16 +26,16 @@ def matcher(patterns: Patterns) -> Callable[[str], bool]:
 def children(node: Node, path: str) -> list[tuple[str, Node]]:
     """The named parts of a container node, none for a leaf."""
     if isinstance(node, list):
-        return [(join(path, i), n) for i, n in enumerate(node)]
+        return [(join_path(path, i), n) for i, n in enumerate(node)]
     if not isinstance(node, dict):
         return []
     if "dict" in node:
-        return [(join(path, decode_key(k)), n) for k, n in node["dict"]]
+        return [(join_path(path, decode_key(k)), n) for k, n in node["dict"]]
     if "tuple" in node:
-        return [(join(path, i), n) for i, n in enumerate(node["tuple"])]
+        return [(join_path(path, i), n) for i, n in enumerate(node["tuple"])]
     for tag in ("namedtuple", "dataclass"):
         if tag in node:
-            return [(join(path, f), n) for f, n in zip(node["fields"], node[tag], strict=True)]
+            return [(join_path(path, f), n) for f, n in zip(node["fields"], node[tag], strict=True)]
     if "object" in node:
         return children(node["object"], path) or [(path, node["object"])]
     return []
@@ -50,22 +50,22 @@ def entries(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield path or "(root)", node
 
 
-def select(node: Node, wanted: Callable[[str], bool]) -> Node:
+def select(node: Node, selector: Callable[[str], bool]) -> Node:
     """The tree with only what is wanted: dicts lose other entries, sequences keep their length with None in the gaps."""
-    kept = _select(node, "", wanted)
+    kept = _select(node, "", selector)
     return None if kept is _NOTHING else kept
 
 
 _NOTHING = object()
 
 
-def _select(node: Node, path: str, wanted: Callable[[str], bool]) -> Any:
+def _select(node: Node, path: str, selector: Callable[[str], bool]) -> Any:
     below = children(node, path)
     if not below:
-        return node if wanted(path or "(root)") else _NOTHING
+        return node if selector(path or "(root)") else _NOTHING
     if isinstance(node, dict) and "object" in node:
-        return _select(node["object"], path, wanted)
-    kept = [_select(child, name, wanted) for name, child in below]
+        return _select(node["object"], path, selector)
+    kept = [_select(child, name, selector) for name, child in below]
     if all(k is _NOTHING for k in kept):
         return _NOTHING
     if isinstance(node, list):

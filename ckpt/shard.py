@@ -30,7 +30,7 @@ class Box(NamedTuple):
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
 
-def whole(shape: tuple[int, ...]) -> Box:
+def whole_box(shape: tuple[int, ...]) -> Box:
     """The box that is all of an array of `shape`."""
     return Box((0,) * len(shape), shape)
 
@@ -59,15 +59,15 @@ class Replica(NamedTuple):
     """Which of several equal copies of a shard this rank holds."""
 
     number: int
-    of: int
+    total: int
     ranks: tuple[int, ...] | None = None
     """The ranks that hold the copies, where known. All of them see the same shards with this value, so that they can
     divide all of those among them as one; where it is unknown they divide each shard by itself."""
-    whole: bool = False
+    is_stored_whole: bool = False
     """Copy 0 is stored as a whole: the copies may differ, and a mixture of them would be a value that no rank had."""
 
 
-ONLY = Replica(0, 1)
+SINGLE_REPLICA = Replica(0, 1)
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -99,14 +99,14 @@ def _in_row(index: int, boxes: list[Box]) -> list[Box]:
     return [Box((index, *b.offset), (1, *b.shape)) for b in boxes]
 
 
-def split(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[Box]:
+def split_into_boxes(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[Box]:
     """Cut an array into boxes of at most `block_bytes`, about equal, each contiguous in C order.
 
     One axis is cut; those before it are stepped through one index at a time, those after it stay whole.
     """
     row = itemsize * math.prod(shape)
     if row <= block_bytes:
-        return [whole(shape)]
+        return [whole_box(shape)]
     axis = 0
     while (row := row // shape[axis]) > block_bytes:
         axis += 1

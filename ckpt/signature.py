@@ -17,13 +17,13 @@ from pathlib import Path
 
 from ckpt.storage.errors import InvalidArgument, SignatureError
 
-VARIABLE = "CKPT_KEY_FILE"
+KEY_FILE_VARIABLE = "CKPT_KEY_FILE"
 """The environment variable that names the key file where the program names none."""
 
-KeyWish = str | os.PathLike[str] | bytes | None
+KeyOption = str | os.PathLike[str] | bytes | None
 """What a user gives as a key: a key file, the key itself, or nothing."""
 
-_KEY_BYTES = 32
+_MIN_KEY_BYTES = 32
 _HOW_TO_MAKE_ONE = "`openssl rand -hex 32` makes one"
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
@@ -79,7 +79,7 @@ class Keys:
             raise SignatureError(
                 f"{where} has no signature, and a key was given: it was saved without a key, or somebody who may write there "
                 f"removed the signature. A step of yours that was saved without a key: load it without one (key=None, no "
-                f"{VARIABLE}) and save it with the key to a new URL"
+                f"{KEY_FILE_VARIABLE}) and save it with the key to a new URL"
             )
         key = next((key for key in self.keys if key.id == signature.key), None)
         if key is None:
@@ -98,15 +98,15 @@ class Keys:
 NO_KEYS = Keys()
 
 
-def as_keys(wish: KeyWish | Keys) -> Keys:
+def as_keys(option: KeyOption | Keys) -> Keys:
     """The keys that a user gives, or else the environment; raise InvalidArgument where they are of no use."""
-    if isinstance(wish, Keys):
-        return wish
-    if isinstance(wish, bytes):
-        return Keys((_checked(wish, "key="),))
-    if wish is not None:
-        return read_key_file(Path(wish))
-    return read_key_file(Path(named)) if (named := os.environ.get(VARIABLE)) else NO_KEYS
+    if isinstance(option, Keys):
+        return option
+    if isinstance(option, bytes):
+        return Keys((_checked_key(option, "key="),))
+    if option is not None:
+        return read_key_file(Path(option))
+    return read_key_file(Path(named)) if (named := os.environ.get(KEY_FILE_VARIABLE)) else NO_KEYS
 
 
 def read_key_file(file: Path) -> Keys:
@@ -121,13 +121,15 @@ def read_key_file(file: Path) -> Keys:
             where = f"line {number} of the key file {file}"
             if not _HEX.fullmatch(line):  # the line may be a secret: it is not shown
                 raise InvalidArgument(f"{where} is no key in hexadecimal digits; {_HOW_TO_MAKE_ONE}")
-            keys.append(_checked(bytes.fromhex(line), where))
+            keys.append(_checked_key(bytes.fromhex(line), where))
     if not keys:
         raise InvalidArgument(f"the key file {file} holds no key; {_HOW_TO_MAKE_ONE}")
     return Keys(tuple(keys))
 
 
-def _checked(secret: bytes, where: str) -> Key:
-    if len(secret) < _KEY_BYTES:
-        raise InvalidArgument(f"{where}: a key has at least {_KEY_BYTES} bytes, this one has {len(secret)}; {_HOW_TO_MAKE_ONE}")
+def _checked_key(secret: bytes, where: str) -> Key:
+    if len(secret) < _MIN_KEY_BYTES:
+        raise InvalidArgument(
+            f"{where}: a key has at least {_MIN_KEY_BYTES} bytes, this one has {len(secret)}; {_HOW_TO_MAKE_ONE}"
+        )
     return Key(secret)

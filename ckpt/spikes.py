@@ -10,16 +10,16 @@ from collections.abc import Mapping
 
 from ckpt.storage.errors import InvalidArgument
 
-FACTOR, LIMIT = "CKPT_SPIKE", "CKPT_SPIKE_LIMIT"
+FACTOR_VARIABLE, LIMIT_VARIABLE = "CKPT_SPIKE", "CKPT_SPIKE_LIMIT"
 """The environment variables by which `ckpt-run` asks for it; the second holds until enough was seen, as after a restart."""
 
 _WINDOW = 64
-_ENOUGH = 16
-_LEAST_SPREAD = 0.01
+_MIN_LOSSES = 16
+_MIN_SPREAD_RATIO = 0.01
 """Of the median: a loss that hardly moves may do so by this."""
 
 
-class Spikes:
+class SpikeDetector:
     """Looks at one loss after another.
 
     factor: a spike is so many times the spread above the median of the last 64 losses. The spread is that of the middle
@@ -39,13 +39,13 @@ class Spikes:
         """What the next loss must not be above."""
         found = self._sorted
         count = len(found)
-        if count < _ENOUGH:
+        if count < _MIN_LOSSES:
             return self._first_limit
         middle = found[count // 2]
         spread = (found[3 * count // 4] - found[count // 4]) / 1.349
-        return middle + self._factor * max(spread, _LEAST_SPREAD * abs(middle))
+        return middle + self._factor * max(spread, _MIN_SPREAD_RATIO * abs(middle))
 
-    def see(self, loss: float) -> bool:
+    def observe(self, loss: float) -> bool:
         """Whether this finite loss is a spike; else it is learned from. A few microseconds."""
         if loss > self.limit():
             return True
@@ -57,11 +57,11 @@ class Spikes:
         return False
 
 
-def asked_for(environ: Mapping[str, str] = os.environ) -> Spikes | None:
+def spike_detector_from_env(environ: Mapping[str, str] = os.environ) -> SpikeDetector | None:
     """What the environment says; None where nothing is looked for."""
-    if not (factor := environ.get(FACTOR)):
+    if not (factor := environ.get(FACTOR_VARIABLE)):
         return None
     try:
-        return Spikes(float(factor), float(environ.get(LIMIT, "inf")))
+        return SpikeDetector(float(factor), float(environ.get(LIMIT_VARIABLE, "inf")))
     except ValueError as error:
-        raise InvalidArgument(f"{FACTOR} and {LIMIT} must be numbers: {error}") from error
+        raise InvalidArgument(f"{FACTOR_VARIABLE} and {LIMIT_VARIABLE} must be numbers: {error}") from error

@@ -22,7 +22,7 @@ class Stateful:
     set: Callable[[Any], Any]
 
 
-def attribute(value: Any, name: str) -> Any:
+def get_attribute(value: Any, name: str) -> Any:
     """An attribute of an object of any class, None where it has none.
 
     A dict whose entries are its attributes may raise KeyError for one that is missing. Raises UnsupportedLeaf where the class
@@ -33,7 +33,9 @@ def attribute(value: Any, name: str) -> Any:
     except Exception as error:
         if inspect.getattr_static(type(value), name, None) is None:
             return None
-        raise UnsupportedLeaf(f"the {name} of a {_type_name(value)} cannot be read ({_said(error)}): {_LEAVE_OUT}") from error
+        raise UnsupportedLeaf(
+            f"the {name} of a {_type_name(value)} cannot be read ({_describe_error(error)}): {_LEAVE_OUT_HINT}"
+        ) from error
 
 
 def as_stateful(value: Any, path: str) -> Stateful | None:
@@ -41,7 +43,7 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
     if isinstance(value, type):
         return None
     try:
-        get, put = attribute(value, "state_dict"), attribute(value, "load_state_dict")
+        get, put = get_attribute(value, "state_dict"), get_attribute(value, "load_state_dict")
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error.__cause__
     if callable(get) and callable(put):
@@ -49,9 +51,9 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))
     if isinstance(value, np.random.Generator):
-        return _bit_generator(value.bit_generator)
+        return _bit_generator_state(value.bit_generator)
     if isinstance(value, np.random.BitGenerator):
-        return _bit_generator(value)
+        return _bit_generator_state(value)
     if isinstance(value, np.random.RandomState):
         return Stateful(lambda: value.get_state(legacy=False), value.set_state)
     if _is_torch_generator(value):
@@ -67,22 +69,23 @@ def state_of(stateful: Stateful, value: Any, path: str) -> Any:
         raise
     except Exception as error:
         raise UnsupportedLeaf(
-            f"leaf {path or '(root)'}: state_dict() of a {_type_name(value)} failed ({_said(error)}): {_LEAVE_OUT}"
+            f"leaf {path or '(root)'}: state_dict() of a {_type_name(value)} failed ({_describe_error(error)}): "
+            f"{_LEAVE_OUT_HINT}"
         ) from error
 
 
-_LEAVE_OUT = "mend that, store what it holds under entries of the state, or leave it out"
+_LEAVE_OUT_HINT = "mend that, store what it holds under entries of the state, or leave it out"
 
 
 def _type_name(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def is_random(value: Any) -> bool:
+def is_random_generator(value: Any) -> bool:
     """Whether `value` is a random generator, or all of them: what each rank of a group has of its own."""
     of_numpy = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
     return isinstance(value, (RandomState, random.Random, *of_numpy)) or _is_torch_generator(value)
@@ -93,7 +96,7 @@ def _is_torch_generator(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Generator)
 
 
-def _bit_generator(generator: Any) -> Stateful:
+def _bit_generator_state(generator: Any) -> Stateful:
     return Stateful(lambda: generator.state, lambda state: setattr(generator, "state", state))
 
 

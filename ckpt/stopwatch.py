@@ -11,12 +11,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-_MOST_LATE = 64
+_MAX_PENDING = 64
 """So many may be on their way; then the oldest is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimedWork:
     """Work on one stream."""
 
     stream: Any
@@ -24,27 +24,27 @@ class Span:
     ended: Any
 
 
-_late: deque[Span] = deque()
+_pending: deque[TimedWork] = deque()
 
 
-def begin() -> Span | None:
+def begin() -> TimedWork | None:
     """To be called before the work; None where torch uses no CUDA device, or records a graph, in which no time passes."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized() or cuda.is_current_stream_capturing():
         return None
-    span = Span(cuda.current_stream(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+    span = TimedWork(cuda.current_stream(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
     span.began.record(span.stream)
     return span
 
 
-def end(span: Span) -> int:
+def end(span: TimedWork) -> int:
     """To be called after it. Nanoseconds of all spans that have ended since the last call."""
     span.ended.record(span.stream)
-    _late.append(span)
+    _pending.append(span)
     found = 0.0
-    while _late and (len(_late) > _MOST_LATE or _late[0].ended.query()):
-        first = _late.popleft()
+    while _pending and (len(_pending) > _MAX_PENDING or _pending[0].ended.query()):
+        first = _pending.popleft()
         first.ended.synchronize()
         found += first.began.elapsed_time(first.ended)  # milliseconds
     return round(1e6 * found)

@@ -12,31 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt import arrow
-from ckpt.parquet_pages import Footer, footer, page_headers
+from ckpt.parquet_pages import Footer, page_headers, read_footer
 from ckpt.storage.errors import IntegrityError
 
-GROUP_ROWS = 32_768
+ROWS_PER_GROUP = 32_768
 """Rows of a row group, of which a reader takes those that hold its leaves. Smaller ones cost more than they save."""
 
-TEXT = ("leaf", "dtype", "pack", "codec")
-LISTS = ("global_shape", "offset", "shape")
-NUMBERS = ("position", "stored", "raw", "start", "nbytes")
-BINARY = ("digest", "cells")
-NAMES = (
+TEXT_COLUMNS = ("leaf", "dtype", "pack", "codec")
+LIST_COLUMNS = ("global_shape", "offset", "shape")
+NUMBER_COLUMNS = ("position", "stored", "raw", "start", "nbytes")
+BINARY_COLUMNS = ("digest", "cells")
+COLUMNS = (
     "leaf", "dtype", "global_shape", "offset", "shape", "pack", "position", "stored", "raw", "start", "nbytes", "codec",
     "digest", "checksum", "cells",
 )  # fmt: skip
 """All columns, in the order of the file."""
 
-_EXPANSION = 256
-_SMALL = 16 << 20
+_MAX_EXPANSION = 256
+_EXTRA_BYTES = 16 << 20
 """A manifest may take so many times its length in memory, and so much more. Real ones take some 20 times their length."""
 
-_COLUMN_BYTES = 1 << 30
+_MAX_COLUMN_BYTES = 1 << 30
 """Of a binary column of a row group, at most, where it is decoded from a dictionary."""
 
-_NULLABLE = {"pack", "codec", "checksum"}
-_WHAT_ARROW_RAISES = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
+_NULLABLE_COLUMNS = {"pack", "codec", "checksum"}
+_ARROW_ERRORS = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
 """ArrowInvalid and ArrowTypeError are among them; a file that is none raises what it likes."""
 
 
@@ -45,13 +45,13 @@ class RowGroup:
     """Some rows of a manifest; `read` gives a table of the columns that are asked for."""
 
     where: str
-    length: int
+    row_count: int
     _read: Callable[[list[str]], Any]
 
-    def read(self, names: Sequence[str] = NAMES) -> Any:
+    def read(self, names: Sequence[str] = COLUMNS) -> Any:
         """These columns as an Arrow table of the specified types; raise IntegrityError where they are of others."""
-        with _told(self.where):
-            return _fitting(self._read(list(names)))
+        with _raising_integrity_error(self.where):
+            return _cast_to_specified(self._read(list(names)))
 
 
 def write_table(table: Any, metadata: dict[str, str]) -> bytes:
@@ -62,10 +62,10 @@ def write_table(table: Any, metadata: dict[str, str]) -> bytes:
     pq.write_table(
         table.replace_schema_metadata(metadata),
         sink,
-        row_group_size=GROUP_ROWS,
+        row_group_size=ROWS_PER_GROUP,
         compression="zstd",
         compression_level=1,
-        use_dictionary=list(TEXT),
+        use_dictionary=list(TEXT_COLUMNS),
         write_statistics=False,  # no reader of ours asks for them, and each load parses them
     )
     return sink.getvalue()
@@ -73,8 +73,8 @@ def write_table(table: Any, metadata: dict[str, str]) -> bytes:
 
 def read_table(data: bytes, where: str) -> Any:
     """All of a Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError where it is none."""
-    with _told(where):
-        return _fitting(_open(data).read(columns=list(NAMES), use_threads=False))
+    with _raising_integrity_error(where):
+        return _cast_to_specified(_open_parquet(data).read(columns=list(COLUMNS), use_threads=False))
 
 
 def require_plausible(data: bytes) -> Footer:
@@ -82,17 +82,17 @@ def require_plausible(data: bytes) -> Footer:
 
     Its footer and the header of each page claim lengths, and Arrow allocates what the pages claim.
     """
-    found = footer(data)
-    most = _EXPANSION * len(data) + _SMALL
+    found = read_footer(data)
+    most = _MAX_EXPANSION * len(data) + _EXTRA_BYTES
     stated = in_pages = values = 0
     for column in found.columns:
-        stated += column.uncompressed
+        stated += column.uncompressed_bytes
         for page in page_headers(data, column.begin, column.end):
-            in_pages += page.uncompressed
-            values += page.values
-    if max(stated, in_pages, values, found.rows) > most:
+            in_pages += page.uncompressed_bytes
+            values += page.value_count
+    if max(stated, in_pages, values, found.row_count) > most:
         raise ValueError(
-            f"it claims {found.rows} rows, {values} values and {max(stated, in_pages)} bytes, out of {len(data)} bytes"
+            f"it claims {found.row_count} rows, {values} values and {max(stated, in_pages)} bytes, out of {len(data)} bytes"
         )
     return found
 
@@ -102,7 +102,7 @@ def write_part(table: Any, metadata: dict[str, str]) -> bytes:
     ranks, and a Parquet file takes 15 times as long to open."""
     import pyarrow as pa
 
-    described = plain(table).replace_schema_metadata(metadata)
+    described = as_plain_table(table).replace_schema_metadata(metadata)
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, described.schema) as stream:
         stream.write_table(described)
@@ -113,9 +113,9 @@ def read_part(data: bytes, where: str) -> Any:
     """The counterpart of `write_part`; raise IntegrityError where it is none."""
     import pyarrow as pa
 
-    with _told(where):
+    with _raising_integrity_error(where):
         require_uncompressed(data)
-        return _fitting(pa.ipc.open_stream(pa.BufferReader(data)).read_all())
+        return _cast_to_specified(pa.ipc.open_stream(pa.BufferReader(data)).read_all())
 
 
 def require_uncompressed(data: bytes) -> None:
@@ -153,45 +153,45 @@ def _is_compressed(message: memoryview) -> bool:
     return field(batch, 3) is not None
 
 
-def read_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, str]]:
+def read_row_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, str]]:
     """The row groups of a Parquet manifest, not yet read, and its metadata; raise IntegrityError where it is none."""
     import pyarrow as pa
 
-    with _told(where):
-        file = _open(data)
+    with _raising_integrity_error(where):
+        file = _open_parquet(data)
         schema = file.schema_arrow
-        for name in NAMES:
+        for name in COLUMNS:
             kind = schema.field(name).type
-            _kind(kind.value_type if name in BINARY and pa.types.is_dictionary(kind) else kind, name)
+            _target_type(kind.value_type if name in BINARY_COLUMNS and pa.types.is_dictionary(kind) else kind, name)
         lengths = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        groups = [RowGroup(where, n, _reader(file, i)) for i, n in enumerate(lengths)]
+        groups = [RowGroup(where, n, _row_group_reader(file, i)) for i, n in enumerate(lengths)]
         return groups, {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
 
 
-def table_group(table: Any, where: str) -> RowGroup:
+def row_group_of(table: Any, where: str) -> RowGroup:
     """A table in memory as a row group."""
     return RowGroup(where, table.num_rows, table.select)
 
 
-def no_rows(names: Sequence[str]) -> Any:
+def empty_table(names: Sequence[str]) -> Any:
     """An empty table of these columns."""
     import pyarrow as pa
 
-    return pa.table({name: pa.nulls(0, _specified(name)) for name in names})
+    return pa.table({name: pa.nulls(0, _specified_type(name)) for name in names})
 
 
-def plain(table: Any) -> Any:
+def as_plain_table(table: Any) -> Any:
     """The table with all columns of the specified types, text as text."""
     import pyarrow as pa
 
-    return pa.table({name: arrow.cast(table[name], _specified(name)) for name in NAMES})
+    return pa.table({name: arrow.cast(table[name], _specified_type(name)) for name in COLUMNS})
 
 
-def _reader(file: Any, group: int) -> Callable[[list[str]], Any]:
+def _row_group_reader(file: Any, group: int) -> Callable[[list[str]], Any]:
     return lambda names: file.read_row_group(group, columns=names, use_threads=False)
 
 
-def _open(data: bytes) -> Any:
+def _open_parquet(data: bytes) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -201,12 +201,15 @@ def _open(data: bytes) -> Any:
     # value may be referred to by each row. Columns of bytes that ckpt writes have none.
     with_dictionary = {column.name for column in found.columns if column.has_dictionary}
     return pq.ParquetFile(
-        pa.BufferReader(data), pre_buffer=False, read_dictionary=[*TEXT, *(n for n in BINARY if n in with_dictionary)],
-        thrift_string_size_limit=len(data), thrift_container_size_limit=len(data),
-    )  # fmt: skip
+        pa.BufferReader(data),
+        pre_buffer=False,
+        read_dictionary=[*TEXT_COLUMNS, *(n for n in BINARY_COLUMNS if n in with_dictionary)],
+        thrift_string_size_limit=len(data),
+        thrift_container_size_limit=len(data),
+    )
 
 
-def _decoded(column: Any, name: str) -> Any:
+def _without_dictionary(column: Any, name: str) -> Any:
     """A binary column without its dictionaries; raise ValueError where that takes too much memory."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -215,53 +218,53 @@ def _decoded(column: Any, name: str) -> Any:
     for chunk in column.chunks:
         lengths = pc.binary_length(chunk.dictionary)
         total += pc.sum(pc.cast(pc.take(lengths, chunk.indices), pa.int64())).as_py() or 0
-    if total > _COLUMN_BYTES:
+    if total > _MAX_COLUMN_BYTES:
         raise ValueError(f"column {name} decodes to {total} bytes")
     return column.cast(column.type.value_type)
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
+def _raising_integrity_error(where: str) -> Iterator[None]:
     import pyarrow as pa
 
     try:
         yield
-    except (pa.ArrowException, *_WHAT_ARROW_RAISES) as error:
+    except (pa.ArrowException, *_ARROW_ERRORS) as error:
         raise IntegrityError(f"{where} is not a manifest: {error}") from error
 
 
-def _fitting(table: Any) -> Any:
+def _cast_to_specified(table: Any) -> Any:
     """The table with columns of the specified types; other writers may have used wider or narrower ones."""
     import pyarrow as pa
 
     for i, name in enumerate(table.column_names):
         column = table.column(i)
-        if name in BINARY and pa.types.is_dictionary(column.type):
-            column = _decoded(column, name)
+        if name in BINARY_COLUMNS and pa.types.is_dictionary(column.type):
+            column = _without_dictionary(column, name)
             table = table.set_column(i, name, column)
-        kind = _kind(column.type, name)
+        kind = _target_type(column.type, name)
         if kind != column.type:
             table = table.set_column(i, name, arrow.cast(column, kind))
-        if column.null_count and name not in _NULLABLE:
+        if column.null_count and name not in _NULLABLE_COLUMNS:
             raise ValueError(f"column {name} has rows without a value")
     return table
 
 
-def _kind(found: Any, name: str) -> Any:
+def _target_type(found: Any, name: str) -> Any:
     """The type that a column should have, given the one it has; raise TypeError where one can't be made the other."""
     import pyarrow as pa
 
     types = pa.types
-    specified = _specified(name)
+    specified = _specified_type(name)
     if found == specified:
         return found
-    if name in TEXT:
+    if name in TEXT_COLUMNS:
         if types.is_dictionary(found) and types.is_string(found.value_type):
             return found
         fits = types.is_string(found) or types.is_large_string(found)
-    elif name in LISTS:
+    elif name in LIST_COLUMNS:
         fits = (types.is_list(found) or types.is_large_list(found)) and types.is_integer(found.value_type)
-    elif name in BINARY:
+    elif name in BINARY_COLUMNS:
         fits = types.is_large_binary(found) or types.is_fixed_size_binary(found)
     else:
         fits = types.is_integer(found)
@@ -270,13 +273,13 @@ def _kind(found: Any, name: str) -> Any:
     return specified
 
 
-def _specified(name: str) -> Any:
+def _specified_type(name: str) -> Any:
     import pyarrow as pa
 
-    if name in TEXT:
+    if name in TEXT_COLUMNS:
         return pa.string()
-    if name in LISTS:
+    if name in LIST_COLUMNS:
         return pa.list_(pa.int64())
-    if name in BINARY:
+    if name in BINARY_COLUMNS:
         return pa.binary()
     return pa.uint64() if name == "checksum" else pa.int64()

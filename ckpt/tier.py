@@ -39,20 +39,20 @@ log = logging.getLogger("ckpt")
 MEMORY = "memory"
 """The URL of the memory tier."""
 
-VARIABLE = "CKPT_MEMORY"
+MEMORY_VARIABLE = "CKPT_MEMORY"
 """Names the memory that `ckpt-run` keeps for the job: it outlives the ranks."""
 
-BEFORE = "CKPT_MEMORY_BEFORE"
+PREVIOUS_MEMORY_VARIABLE = "CKPT_MEMORY_BEFORE"
 """Names, with spaces between, memory that the job had before on other hosts. It is only read."""
 
-WAIT = "CKPT_MEMORY_WAIT"
+MEMORY_WAIT_VARIABLE = "CKPT_MEMORY_WAIT"
 """SECONDS URL: how long to wait for one of these memories where its hosts do not answer. It may have the newest steps."""
 
-NOTE = "tier.json"
+TIER_NOTE_NAME = "tier.json"
 """In a near place: which repository it belongs to."""
 
 _SHARE_OF_MEMORY = 0.5
-_AGAIN_SECONDS = 0.5
+_RETRY_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 """Who holds memory and takes longer to answer is taken for lost."""
 
@@ -91,7 +91,7 @@ def checked_tiers(tiers: Any) -> tuple[Tier, ...]:
     return found
 
 
-def held_bytes(repo: Repository) -> int:
+def stored_step_bytes(repo: Repository) -> int:
     """Of all steps."""
     return sum(entry.nbytes for entry in repo.store.list("steps"))
 
@@ -99,29 +99,29 @@ def held_bytes(repo: Repository) -> int:
 # --- where a tier is --------------------------------------------------------------------------------------------
 
 
-def is_own_memory(tier: Tier) -> bool:
+def is_host_memory(tier: Tier) -> bool:
     """Whether it is memory that no agent keeps: that of this host."""
-    return tier.url == MEMORY and not os.environ.get(VARIABLE)
+    return tier.url == MEMORY and not os.environ.get(MEMORY_VARIABLE)
 
 
-def store_of(tier: Tier, record: str) -> Url:
+def tier_location(tier: Tier, record: str) -> Url:
     if tier.url != MEMORY:
         return tier.url
-    name = name_of(record)
-    if kept := os.environ.get(VARIABLE):
-        return _memory_store(below(kept, name))
-    return MemoryStore(own_memory() / name)
+    name = memory_folder_name(record)
+    if kept := os.environ.get(MEMORY_VARIABLE):
+        return _memory_store(url_of_subfolder(kept, name))
+    return MemoryStore(own_memory_folder() / name)
 
 
-def kept_before(record: Repository) -> list[Repository]:
+def previous_memories(record: Repository) -> list[Repository]:
     """Memory on other hosts that holds steps of the repository of record, the newest first."""
     found = []
-    seconds, awaited = _wait()
-    for url in os.environ.get(BEFORE, "").split():
-        repo = open_repository(below(url, name_of(record.url)), record.keys)
+    seconds, awaited = _memory_wait_from_env()
+    for url in os.environ.get(PREVIOUS_MEMORY_VARIABLE, "").split():
+        repo = open_repository(url_of_subfolder(url, memory_folder_name(record.url)), record.keys)
         try:
             until = time.monotonic() + (seconds if url == awaited else 0.0)
-            if _answers(repo.store, until) and holds_steps_of(repo, record):
+            if _can_have_steps(repo.store, until) and has_steps_of(repo, record):
                 found.append(repo)
                 log.info("%s is read, too: the memory of the attempt before", repo.url)
         except StoreError as error:
@@ -129,26 +129,28 @@ def kept_before(record: Repository) -> list[Repository]:
     return found
 
 
-def _wait() -> tuple[float, str]:
+def _memory_wait_from_env() -> tuple[float, str]:
     """How long to wait, and for which memory."""
-    text = os.environ.get(WAIT, "")
+    text = os.environ.get(MEMORY_WAIT_VARIABLE, "")
     seconds, _, url = text.partition(" ")
     try:
         return float(seconds or 0.0), url
     except ValueError as error:
-        raise InvalidArgument(f"{WAIT}={text!r} is not SECONDS URL; unset it: ckpt-run sets it for its ranks") from error
+        raise InvalidArgument(
+            f"{MEMORY_WAIT_VARIABLE}={text!r} is not SECONDS URL; unset it: ckpt-run sets it for its ranks"
+        ) from error
 
 
-def _answers(store: Store, until: float) -> bool:
+def _can_have_steps(store: Store, deadline: float) -> bool:
     """Whether steps may be there. A host that is slow is asked again until the moment `until`. Raises Unavailable."""
     while True:
         try:
             return store.answers(_ANSWER_SECONDS)
         except Unavailable as error:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise
-            log.warning("%s; it is asked again for at most %.0f s", error, until - time.monotonic())
-            time.sleep(_AGAIN_SECONDS)
+            log.warning("%s; it is asked again for at most %.0f s", error, deadline - time.monotonic())
+            time.sleep(_RETRY_SECONDS)
 
 
 def _memory_store(url: str) -> Url:
@@ -156,18 +158,18 @@ def _memory_store(url: str) -> Url:
     return MemoryStore(store.root) if type(store) is LocalStore else store
 
 
-def name_of(record: str) -> str:
+def memory_folder_name(record: str) -> str:
     """The folder in memory of the repository at a URL: readable, and no other's."""
     words = re.sub(r"[^A-Za-z0-9_-]+", "-", record.rstrip("/").rpartition("/")[2]).strip("-")[:40]
     return f"{words or 'run'}-{hashlib.sha256(record.encode()).hexdigest()[:12]}"
 
 
-def below(url: str, name: str) -> str:
+def url_of_subfolder(url: str, name: str) -> str:
     path, mark, query = url.partition("?")
     return f"{path.rstrip('/')}/{name}{mark}{query}"
 
 
-def own_memory(base: Path = Path("/dev/shm")) -> Path:
+def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
     """A folder in shared memory that is this user's alone."""
     folder = base / f"ckpt-{os.getuid()}"
     try:
@@ -175,21 +177,24 @@ def own_memory(base: Path = Path("/dev/shm")) -> Path:
         found = folder.lstat()
     except OSError as error:
         raise StoreError(
-            f'Tier("memory"): {folder} cannot be used: {error.strerror}; mount a tmpfs on {base}, set {VARIABLE} to a folder '
+            f'Tier("memory"): {folder} cannot be used: {error.strerror}; mount a tmpfs on {base}, set {MEMORY_VARIABLE} to '
+            "a folder "
             "that is in memory, or leave the tier out"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise StoreError(f'Tier("memory"): {folder} belongs to another user; remove it, or set {VARIABLE} to a folder of yours')
+        raise StoreError(
+            f'Tier("memory"): {folder} belongs to another user; remove it, or set {MEMORY_VARIABLE} to a folder of yours'
+        )
     return folder
 
 
-def limit_of(tier: Tier, repo: Repository) -> int | None:
+def capacity_bytes(tier: Tier, repo: Repository) -> int | None:
     """The bytes that a tier may hold."""
     limit = tier.limit
     if limit is None and tier.url == MEMORY and isinstance(repo.store, LocalStore):
-        limit = int(_SHARE_OF_MEMORY * (_free_bytes(repo.store.root) + held_bytes(repo)))
+        limit = int(_SHARE_OF_MEMORY * (_free_bytes(repo.store.root) + stored_step_bytes(repo)))
     elif limit is None and tier.url == MEMORY and repo.url.startswith("ckpt://"):
-        limit = int(_SHARE_OF_MEMORY * (_free_bytes("/dev/shm") * _hosts_for_a_copy(repo.url) + held_bytes(repo)))
+        limit = int(_SHARE_OF_MEMORY * (_free_bytes("/dev/shm") * _hosts_per_copy(repo.url) + stored_step_bytes(repo)))
     if limit is not None:
         log.info("the tier %s may hold %.3f GB", repo.url, limit / 1e9)
     return limit
@@ -204,25 +209,25 @@ def _free_bytes(folder: str) -> int:
     return min(found.f_bavail * found.f_frsize, available_memory())
 
 
-def _hosts_for_a_copy(url: str) -> float:
+def _hosts_per_copy(url: str) -> float:
     """Of a namespace in the memory of hosts that are alike: how many of them there are for each copy of a step."""
-    from ckpt.aggregator.members import parse_url
+    from ckpt.aggregator.members import parse_namespace_url
 
-    config, _ = parse_url(url)
+    config, _ = parse_namespace_url(url)
     return len(config.members) / config.redundancy.overhead
 
 
 # --- what belongs together --------------------------------------------------------------------------------------
 
 
-def belong_together(repos: Sequence[Repository], write: bool) -> None:
+def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
     """Refuse near places that hold steps of another repository; note in each which one it belongs to."""
     *near, record = repos
     identity = record.identity()
     note = records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
     for repo in near:
         try:
-            known = note_of(repo)
+            known = read_tier_note(repo)
         except IntegrityError as error:
             _require_shared_step(repo, record, error)
             log.warning("%s; it is written again", error)
@@ -232,9 +237,9 @@ def belong_together(repos: Sequence[Repository], write: bool) -> None:
                 f"{repo.url} holds steps of a repository that was at {known['places'][-1]} before, not of the one that is at "
                 f"{record.url}; delete it if they are not wanted any more, or name another place"
             )
-    if write:
+    if write_notes:
         for repo in near:
-            repo.store.put(NOTE, note)
+            repo.store.put(TIER_NOTE_NAME, note)
 
 
 def _require_shared_step(repo: Repository, record: Repository, damage: IntegrityError) -> None:
@@ -243,7 +248,7 @@ def _require_shared_step(repo: Repository, record: Repository, damage: Integrity
 
     In memory the name of the folder is derived from the URL of the repository. Elsewhere one step must be the same in both.
     """
-    if repo.url.rstrip("/").endswith(f"/{name_of(record.url)}"):
+    if repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}"):
         return
     steps = repo.step_numbers()
     for step in steps:
@@ -252,36 +257,37 @@ def _require_shared_step(repo: Repository, record: Repository, damage: Integrity
                 return
     if steps:
         raise InvalidArgument(
-            f"{damage}. {repo.url} holds steps, and nothing else proves that they belong to {record.url}: delete {NOTE} there "
+            f"{damage}. {repo.url} holds steps, and nothing else proves that they belong to {record.url}: delete "
+            f"{TIER_NOTE_NAME} there "
             "if they do; else name another place, or delete the whole folder"
         )
 
 
-def holds_steps_of(repo: Repository, record: Repository) -> bool:
+def has_steps_of(repo: Repository, record: Repository) -> bool:
     """Whether steps of the repository of record can be read there, though it may be that none can be written: of two nodes
     with a copy each one is lost."""
     try:
-        note = note_of(repo)
+        note = read_tier_note(repo)
         return note is not None and note["id"] == record.identity() and bool(repo.step_numbers())
     except IntegrityError:  # the name of a folder in memory is derived from the URL of the repository
-        return repo.url.rstrip("/").endswith(f"/{name_of(record.url)}") and bool(repo.step_numbers())
+        return repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}") and bool(repo.step_numbers())
     except CkptError:
         return False
 
 
-def note_of(repo: Repository) -> dict[str, Any] | None:
+def read_tier_note(repo: Repository) -> dict[str, Any] | None:
     """The note of a near place, None where it has none. Raises IntegrityError where the note is damaged."""
-    where = f"{repo.url}/{NOTE}"
+    where = f"{repo.url}/{TIER_NOTE_NAME}"
     try:
-        note = records.load(repo.store, "tier", NOTE)
+        note = records.load(repo.store, "tier", TIER_NOTE_NAME)
     except NotFound:
         return None
-    records.read(_Note, note, where)
+    records.parse_body(_TierNote, note, where)
     return note
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _TierNote:
     """What a note must hold."""
 
     id: str
@@ -292,7 +298,7 @@ class _Note:
             raise ValueError("it names no place")
 
 
-def mend_marker(repo: Repository, tier: Tier) -> None:
+def repair_marker(repo: Repository, tier: Tier) -> None:
     """Write the marker of a near place anew where it is damaged, or was removed: its steps are verified by themselves."""
     try:
         try:
@@ -318,5 +324,5 @@ def _was_cleared(repo: Repository, tier: Tier) -> bool:
     What still came after that is no step. One there may be that of another repository, but in memory: its name says whose.
     """
     names = [entry.name for entry in repo.store.list()]
-    ours = all(name == NOTE or name.startswith(("steps/", "generations/", "lines/", "meet/")) for name in names)
+    ours = all(name == TIER_NOTE_NAME or name.startswith(("steps/", "generations/", "lines/", "meet/")) for name in names)
     return bool(names) and ours and (tier.url == MEMORY or not any(name.endswith("/commit.json") for name in names))

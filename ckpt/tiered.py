@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ckpt.places import Places
+from ckpt.places import ReplicatedStore
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository, commit_name
 from ckpt.storage.errors import IntegrityError, NotFound, StoreError
@@ -16,16 +16,16 @@ log = logging.getLogger("ckpt")
 class TieredRepository(Repository):
     """Repositories, the nearest first; the last is the one of record. For reading."""
 
-    def __init__(self, places: Sequence[Repository]) -> None:
-        super().__init__(Places([place.store for place in places]))
-        self._places = tuple(places)
+    def __init__(self, repositories: Sequence[Repository]) -> None:
+        super().__init__(ReplicatedStore([place.store for place in repositories]))
+        self._repositories = tuple(repositories)
 
     @property
     def places(self) -> tuple[Repository, ...]:
-        return self._places
+        return self._repositories
 
     def check(self) -> None:
-        self._places[-1].check()
+        self._repositories[-1].check()
 
     def record(self, step: int) -> CommitRecord:
         """The record of the last save of this step: after a roll-back a tier may have an earlier one, too.
@@ -34,8 +34,8 @@ class TieredRepository(Repository):
         """
         found: CommitRecord | None = None
         damage: IntegrityError | None = None
-        unread: StoreError | None = None
-        for place in self._places:
+        store_failure: StoreError | None = None
+        for place in self._repositories:
             try:
                 record = place.record(step)
             except NotFound:
@@ -44,13 +44,13 @@ class TieredRepository(Repository):
                 damage = error
                 log.error("bad copy in the tier %s: %s; the next tier is asked", place.url, error)
             except StoreError as error:
-                if place is self._places[-1]:
+                if place is self._repositories[-1]:
                     raise
-                unread = error
+                store_failure = error
                 log.warning("%s; the next tier is asked", error)
             else:
-                if found is None or record.order > found.order:
+                if found is None or record.save_order > found.save_order:
                     found = record
         if found is None:
-            raise damage or unread or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
+            raise damage or store_failure or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
         return found

@@ -23,14 +23,14 @@ from typing import Any
 
 from ckpt import pulse
 from ckpt import session as sessions
-from ckpt.claim import Series
+from ckpt.claim import SerialCounter
 from ckpt.damage_registry import damaged_steps
-from ckpt.groups.base import Alone, Group
+from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.handle import SaveHandle
 from ckpt.interval import Every, interval_seconds
 from ckpt.lineage import Lineage
 from ckpt.options import Options
-from ckpt.places import put_aside
+from ckpt.places import remove_bad_copies
 from ckpt.promote import missing_packs, promote
 from ckpt.promoter import Promoter
 from ckpt.repository import Repository, Url, commit_name, open_repository
@@ -51,42 +51,42 @@ from ckpt.storage.errors import (
 )
 from ckpt.tier import (
     MEMORY,
-    NOTE,
+    TIER_NOTE_NAME,
     Tier,
-    belong_together,
-    below,
-    held_bytes,
-    holds_steps_of,
-    is_own_memory,
-    kept_before,
-    limit_of,
-    mend_marker,
-    note_of,
-    store_of,
+    bind_to_repository,
+    capacity_bytes,
+    has_steps_of,
+    is_host_memory,
+    previous_memories,
+    read_tier_note,
+    repair_marker,
+    stored_step_bytes,
+    tier_location,
+    url_of_subfolder,
 )
 from ckpt.tiered import TieredRepository
-from ckpt.whole_copy import is_whole_copy
-from ckpt.write import leave_out, planned_bytes
+from ckpt.whole_copy import is_intact_copy
+from ckpt.write import planned_bytes, skip_step
 from ckpt.write import save as run_save
 
 log = logging.getLogger("ckpt")
 
-_MOST_SKIPPED = 6  # a place that could not take a save is passed over for 1, 2, 4 … 64 saves
+_MAX_SKIP_EXPONENT = 6  # a place that could not take a save is passed over for 1, 2, 4 … 64 saves
 
 
 @dataclass(slots=True)
-class _Place:
+class _OpenTier:
     """A tier that is open. The last one is the repository of record."""
 
-    tier: Tier
+    spec: Tier
     session: Session
-    limit: int | None = None
-    held_bytes: int = 0
+    capacity_bytes: int | None = None
+    stored_bytes: int = 0
     promoter: Promoter | None = None
-    promoted: float = field(default_factory=time.monotonic)
-    skip: int = 0
+    last_promotion_at: float = field(default_factory=time.monotonic)
+    saves_to_skip: int = 0
     """Saves that pass this place over."""
-    failures: int = 0
+    consecutive_failures: int = 0
     """In a row."""
 
     @property
@@ -94,25 +94,25 @@ class _Place:
         return self.session.repo.url
 
     def is_due(self, step: int) -> bool:
-        every = self.tier.every
+        every = self.spec.every
         if every is None or isinstance(every, int):
-            return self.tier.counts(step)
-        cost = self.promoter.seconds if self.promoter else 0.0
-        return time.monotonic() - self.promoted >= interval_seconds(every, cost)
+            return self.spec.counts(step)
+        cost = self.promoter.last_copy_seconds if self.promoter else 0.0
+        return time.monotonic() - self.last_promotion_at >= interval_seconds(every, cost)
 
-    def measure(self) -> None:
-        if self.limit is not None:
-            self.held_bytes = held_bytes(self.session.repo)
+    def measure_stored_bytes(self) -> None:
+        if self.capacity_bytes is not None:
+            self.stored_bytes = stored_step_bytes(self.session.repo)
 
 
-class Tiers:
+class TierManager:
     """The places of a Checkpointer. Opening takes the right to write to all of them; every rank of the group must."""
 
     def __init__(
         self, url: Url, every: Every, keep: int | Keep | None, tiers: Sequence[Tier], group: Group, keys: Keys = NO_KEYS
     ) -> None:
         record = open_repository(url, keys)
-        repos = [*(open_repository(store_of(tier, record.url), keys) for tier in tiers), record]
+        repos = [*(open_repository(tier_location(tier, record.url), keys) for tier in tiers), record]
         if any(kept is not None and kept.copies > 1 for kept in map(as_keep, (keep, *(tier.keep for tier in tiers)))):
             raise InvalidArgument(
                 "ckpt.Keep(copies=…) with tiers: which steps come to a tier is not known when they are saved, so that all of "
@@ -121,16 +121,16 @@ class Tiers:
         if len({repo.url for repo in repos}) < len(repos):
             raise InvalidArgument(f"tiers and {record.url}: a place is named twice; each must be another one")
         self._group = group
-        self._places: list[_Place] = []
-        self._last: SaveHandle | None = None
+        self._open_tiers: list[_OpenTier] = []
+        self._last_save: SaveHandle | None = None
         self._step_bytes: int | None = None
-        self._position: tuple[int, int] | None = None  # line and step: what this job restored, or has saved since
+        self._line_and_step: tuple[int, int] | None = None  # line and step: what this job restored, or has saved since
         self._caught_up = False
-        series = Series(repos)
+        series = SerialCounter(repos)
         try:
             # Of record first: who is refused there has changed nothing.
-            self._enter(Tier(url, every, keep), record, series, record.store)
-            if group.size > 1 and any(map(is_own_memory, tiers)) and not group.one_host():
+            self._enter_tier(Tier(url, every, keep), record, series, record.store)
+            if group.size > 1 and any(map(is_host_memory, tiers)) and not group.one_host():
                 raise InvalidArgument(
                     'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, which '
                     "keeps it for all hosts, or says what it needs for that, or name nodes that run on them: "
@@ -138,227 +138,228 @@ class Tiers:
                 )
             for tier, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
                 try:
-                    self._enter(tier, repo, series, record.store)
+                    self._enter_tier(tier, repo, series, record.store)
                 except StoreError as error:  # of a group, every rank is told the same
                     message = f"the tier {repo.url} is left out, saves go to the next: {error}"
                     log.error(message)
                     warnings.warn(message, stacklevel=3)
-            entered = [place.session.repo for place in self._places]
-            belong_together(entered, group.rank == 0)
-            self._before = kept_before(record) if any(tier.url == MEMORY for tier in tiers) else []
-            near = [r for r in repos[:-1] if r in entered or holds_steps_of(r, record)]
-            self.repository = TieredRepository([*near, *self._before, record])
+            entered = [place.session.repo for place in self._open_tiers]
+            bind_to_repository(entered, group.rank == 0)
+            self._previous_memories = previous_memories(record) if any(tier.url == MEMORY for tier in tiers) else []
+            near = [r for r in repos[:-1] if r in entered or has_steps_of(r, record)]
+            self.repository = TieredRepository([*near, *self._previous_memories, record])
             # One for all: a save in the nearest place may go on from a step that was restored from another one.
             writer = self.nearest
-            newest = max(place.session.lineage.newest for place in self._places)
-            lineage = Lineage(self.repository, writer.claim.generation, partial(damaged_steps, writer.repo), newest)
-            for place in self._places:
+            newest = max(place.session.lineage.newest_step for place in self._open_tiers)
+            lineage = Lineage(self.repository, writer.lease.generation, partial(damaged_steps, writer.repo), newest)
+            for place in self._open_tiers:
                 place.session.lineage = lineage
             if group.rank == 0:
-                self._prepare()
+                self._start_promoters()
         except BaseException:
-            self._leave()
+            self._leave_sessions()
             raise
 
-    def _enter(self, tier: Tier, repo: Repository, series: Series, where: Store) -> None:
+    def _enter_tier(self, tier: Tier, repo: Repository, series: SerialCounter, rendezvous_store: Store) -> None:
         """where: the ranks meet at the repository of record, for a tier that can't be written is no place to agree on that."""
-        if self._places and self._group.rank == 0:
-            mend_marker(repo, tier)
-            _forget_freed(repo, self._places[-1].session.repo)
-        self._places.insert(0, _Place(tier, sessions.enter(repo, self._group, series, where)))
+        if self._open_tiers and self._group.rank == 0:
+            repair_marker(repo, tier)
+            _remove_freed_commits(repo, self._open_tiers[-1].session.repo)
+        self._open_tiers.insert(0, _OpenTier(tier, sessions.enter(repo, self._group, series, rendezvous_store)))
 
-    def _prepare(self) -> None:
+    def _start_promoters(self) -> None:
         """What rank 0 does for all."""
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self._open_tiers):
             repo = place.session.repo
-            place.session.spared = partial(self._needed, number)
+            place.session.spared_steps = partial(self._steps_to_promote_from, number)
             if number:
                 place.promoter = Promoter(
-                    self._all_but(repo), place.session, as_keep(place.tier.keep), partial(_report_durable, place)
+                    self._repositories_except(repo), place.session, as_keep(place.spec.keep), partial(_publish_durable, place)
                 )
             if repo is not self.repository.places[-1]:
-                place.limit = limit_of(place.tier, repo)
-                place.measure()
+                place.capacity_bytes = capacity_bytes(place.spec, repo)
+                place.measure_stored_bytes()
 
-    def _all_but(self, repo: Repository) -> TieredRepository:
+    def _repositories_except(self, repo: Repository) -> TieredRepository:
         return TieredRepository([other for other in self.repository.places if other is not repo])
 
-    def _leave(self) -> None:
-        for place in self._places:
+    def _leave_sessions(self) -> None:
+        for place in self._open_tiers:
             sessions.leave(place.session)
 
     @property
     def every(self) -> Every:
         """When a save is due in the nearest place."""
-        return self._places[0].tier.every
+        return self._open_tiers[0].spec.every
 
     @property
     def nearest(self) -> Session:
         """Of the place where saves land."""
-        return self._places[0].session
+        return self._open_tiers[0].session
 
     @property
     def record(self) -> Repository:
         """The repository of record."""
-        return self._places[-1].session.repo
+        return self._open_tiers[-1].session.repo
 
     @property
     def _promoters(self) -> list[Promoter]:
-        return [place.promoter for place in self._places if place.promoter is not None]
+        return [place.promoter for place in self._open_tiers if place.promoter is not None]
 
-    def _needed(self, number: int) -> set[int]:
+    def _steps_to_promote_from(self, number: int) -> set[int]:
         """Steps of a place that are still to be copied from it."""
-        further = (place.promoter for place in self._places[number + 1 :] if place.promoter is not None)
-        return set[int]().union(*(promoter.needed() for promoter in further))
+        further = (place.promoter for place in self._open_tiers[number + 1 :] if place.promoter is not None)
+        return set[int]().union(*(promoter.needed_steps() for promoter in further))
 
     # --- saving ------------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
         """Whether a further place wants this step by its number."""
-        return any(place.tier.counts(step) for place in self._places[1:])
+        return any(place.spec.counts(step) for place in self._open_tiers[1:])
 
-    def save(self, step: int, state: Any, options: Options, blocking: bool, everywhere: bool) -> SaveHandle:
+    def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> SaveHandle:
         """Save in the nearest place that can take it. everywhere: the step is due in all."""
         for promoter in self._promoters:
             promoter.raise_fenced()
         self.catch_up()
-        start = self._choose()
-        due = {n for n, place in enumerate(self._places) if n and (everywhere or place.is_due(step))}
-        for number, place in enumerate(self._places[start:], start):
-            further = [self._places[n] for n in due if n > number]
-            for other in further:
+        start = self._choose_first_tier()
+        due = {n for n, place in enumerate(self._open_tiers) if n and (all_tiers or place.is_due(step))}
+        for number, place in enumerate(self._open_tiers[start:], start):
+            further_tiers = [self._open_tiers[n] for n in due if n > number]
+            for other in further_tiers:
                 if other.promoter is not None:
                     other.promoter.expect(step)
             try:
-                handle = self._save_at(place, step, state, options, blocking)
+                handle = self._save_to_tier(place, step, state, options, blocking)
             except BaseException as error:
-                self._drop(further, step)
-                if number == len(self._places) - 1 or not self._falls_through(error):
+                self._cancel_promotion(further_tiers, step)
+                if number == len(self._open_tiers) - 1 or not self._can_fall_through(error):
                     raise
-                self._passed_over(number, step, error)
+                self._skip_after_failure(number, step, error)
                 if self._group.size > 1 and not blocking:  # the others are told later: they are beyond this step then
-                    return self._given_up(place, step, error)
+                    return self._failed_handle(place, step, error)
                 continue
-            self._last = handle
-            handle.when_done(partial(self._ended, handle, number, further))
+            self._last_save = handle
+            handle.when_done(partial(self._save_ended, handle, number, further_tiers))
             return handle
         raise AssertionError("the last place raises")
 
-    def _save_at(self, place: _Place, step: int, state: Any, options: Options, blocking: bool) -> SaveHandle:
-        if place.limit is not None:
+    def _save_to_tier(self, tier: _OpenTier, step: int, state: Any, options: Options, blocking: bool) -> SaveHandle:
+        if tier.capacity_bytes is not None:
             try:
-                self._require_room(place, state, options)
+                self._require_room(tier, state, options)
             except NoSpace as error:
                 if self._group.size > 1:
-                    leave_out(place.session, step, error)
+                    skip_step(tier.session, step, error)
                 raise
-        return run_save(place.session, state, step, dataclasses.replace(options, keep=as_keep(place.tier.keep)), blocking)
+        return run_save(tier.session, state, step, dataclasses.replace(options, keep=as_keep(tier.spec.keep)), blocking)
 
-    def _require_room(self, place: _Place, state: Any, options: Options) -> None:
+    def _require_room(self, tier: _OpenTier, state: Any, options: Options) -> None:
         if self._step_bytes is None:
             self._step_bytes = planned_bytes(state, options, self._group) * self._group.size
-        assert place.limit is not None
-        if place.held_bytes + self._step_bytes > place.limit:
+        assert tier.capacity_bytes is not None
+        if tier.stored_bytes + self._step_bytes > tier.capacity_bytes:
             raise NoSpace(
-                f"{place.url} holds {place.held_bytes / 1e9:.3f} GB of at most {place.limit / 1e9:.3f} GB, and a step has "
+                f"{tier.url} holds {tier.stored_bytes / 1e9:.3f} GB of at most {tier.capacity_bytes / 1e9:.3f} GB, and a "
+                "step has "
                 f"{self._step_bytes / 1e9:.3f} GB: give its Tier a higher limit=, or a lower keep="
             )
 
-    def leave_out(self, step: int, error: BaseException) -> None:
+    def skip_step(self, step: int, error: BaseException) -> None:
         """This rank does not save a step that the others may save."""
-        number = self._choose()
-        place = self._places[number]
-        leave_out(place.session, step, error)
-        if number < len(self._places) - 1:  # the others see this step fail there
+        number = self._choose_first_tier()
+        place = self._open_tiers[number]
+        skip_step(place.session, step, error)
+        if number < len(self._open_tiers) - 1:  # the others see this step fail there
             self._skip(place)
 
-    def _choose(self) -> int:
+    def _choose_first_tier(self) -> int:
         """Where the next save begins, once the one before has ended: the same on all ranks."""
-        if self._last is not None:
-            self._last.require_end()
-        for number, place in enumerate(self._places[:-1]):
-            if not place.skip:
+        if self._last_save is not None:
+            self._last_save.require_end()
+        for number, place in enumerate(self._open_tiers[:-1]):
+            if not place.saves_to_skip:
                 return number
-            place.skip -= 1
-        return len(self._places) - 1
+            place.saves_to_skip -= 1
+        return len(self._open_tiers) - 1
 
-    def _ended(self, handle: SaveHandle, number: int, further: Sequence[_Place]) -> None:
-        place, error = self._places[number], handle.error()
+    def _save_ended(self, handle: SaveHandle, number: int, further_tiers: Sequence[_OpenTier]) -> None:
+        place, error = self._open_tiers[number], handle.error()
         if error is not None:
-            self._drop(further, handle.step)
-            if number < len(self._places) - 1 and self._falls_through(error):
-                self._excuse(place, handle)
-                self._passed_over(number, handle.step, error)
+            self._cancel_promotion(further_tiers, handle.step)
+            if number < len(self._open_tiers) - 1 and self._can_fall_through(error):
+                self._excuse_until_next_save(place, handle)
+                self._skip_after_failure(number, handle.step, error)
             return
-        for other in self._places:
-            other.session.excused = None
-        place.failures = 0
-        place.promoted = time.monotonic()
-        _report_durable(place, handle.step)
+        for other in self._open_tiers:
+            other.session.excused_save = None
+        place.consecutive_failures = 0
+        place.last_promotion_at = time.monotonic()
+        _publish_durable(place, handle.step)
         commit = handle.checkpoint().commit
-        self._position = commit.line, handle.step
+        self._line_and_step = commit.line, handle.step
         self._step_bytes = commit.raw_bytes
         with suppress(StoreError):
-            place.measure()
-        for other in further:
+            place.measure_stored_bytes()
+        for other in further_tiers:
             if other.promoter is not None:
-                other.promoted = time.monotonic()
+                other.last_promotion_at = time.monotonic()
                 other.promoter.offer(handle.step)
-        if self._before and not any(promoter.needed() - {handle.step} for promoter in self._promoters):
-            self._forget_before()
+        if self._previous_memories and not any(promoter.needed_steps() - {handle.step} for promoter in self._promoters):
+            self._release_previous_memories()
 
-    def _falls_through(self, error: BaseException) -> bool:
+    def _can_fall_through(self, error: BaseException) -> bool:
         """Whether the next place may do better. In a group only what all ranks see, for they must choose alike."""
         if self._group.size == 1:
             return isinstance(error, StoreError)
         full = isinstance(error, NoSpace) or getattr(error.__cause__, "errno", None) == errno.ENOSPC
         return full or (isinstance(error, StepRefused) and not isinstance(error, RanksMissing))
 
-    def _passed_over(self, number: int, step: int, error: BaseException) -> None:
-        place = self._places[number]
+    def _skip_after_failure(self, number: int, step: int, error: BaseException) -> None:
+        place = self._open_tiers[number]
         self._skip(place)
         log.warning(
             "step %d could not be saved to the tier %s: %s; saves go to %s for the next %d",
-            step, place.url, error, self._places[number + 1].url, place.skip,
+            step, place.url, error, self._open_tiers[number + 1].url, place.saves_to_skip,
         )  # fmt: skip
 
-    def _skip(self, place: _Place) -> None:
-        place.skip = 1 << min(place.failures, _MOST_SKIPPED)
-        place.failures += 1
+    def _skip(self, tier: _OpenTier) -> None:
+        tier.saves_to_skip = 1 << min(tier.consecutive_failures, _MAX_SKIP_EXPONENT)
+        tier.consecutive_failures += 1
 
-    def _drop(self, places: Iterable[_Place], step: int) -> None:
-        for place in places:
+    def _cancel_promotion(self, tiers: Iterable[_OpenTier], step: int) -> None:
+        for place in tiers:
             if place.promoter is not None:
                 place.promoter.drop(step)
 
-    def _given_up(self, place: _Place, step: int, error: BaseException) -> SaveHandle:
+    def _failed_handle(self, tier: _OpenTier, step: int, error: BaseException) -> SaveHandle:
         handle = SaveHandle(step)
-        self._excuse(place, handle)
+        self._excuse_until_next_save(tier, handle)
         handle.end(None, error)
-        self._last = handle
+        self._last_save = handle
         return handle
 
-    def _excuse(self, place: _Place, handle: SaveHandle) -> None:
+    def _excuse_until_next_save(self, tier: _OpenTier, handle: SaveHandle) -> None:
         """The next save makes up for this one, in a further place."""
         handle.excuse()
-        place.session.excused = handle
+        tier.session.excused_save = handle
 
-    def _forget_before(self) -> None:
+    def _release_previous_memories(self) -> None:
         """There is a newer step: ckpt-run may give that memory free."""
-        before, self._before = self._before, []
+        before, self._previous_memories = self._previous_memories, []
         self.repository = TieredRepository([r for r in self.repository.places if r not in before])
         self.nearest.lineage.repo = self.repository
-        for place in self._places:
+        for place in self._open_tiers:
             if place.promoter is not None:
-                place.promoter.reads(self._all_but(place.session.repo))
+                place.promoter.set_source(self._repositories_except(place.session.repo))
 
     # --- promoting ---------------------------------------------------------------------------------------------
 
-    def restored(self, step: int) -> None:
+    def load_ended(self, step: int) -> None:
         """A load has ended: with this step, -1 where there was none. Bad copies that it met are put aside."""
-        self._position = self._line_of(step), step
+        self._line_and_step = self._training_line_of(step), step
         try:
-            for name in put_aside(self.repository.store, partial(is_whole_copy, self.repository)):
+            for name in remove_bad_copies(self.repository.store, partial(is_intact_copy, self.repository)):
                 message = f"{name} was damaged, and is removed: a further tier has a copy, which was read and is whole"
                 log.error(message)
                 warnings.warn(message, stacklevel=3)
@@ -366,7 +367,7 @@ class Tiers:
             log.warning("a damaged copy is still there, and is not used: %s", error)
         self.catch_up()
 
-    def _line_of(self, step: int) -> int:
+    def _training_line_of(self, step: int) -> int:
         try:
             return self.repository.record(step).line if step >= 0 and self.repository.line_numbers() else 0
         except CkptError as error:
@@ -379,15 +380,15 @@ class Tiers:
         if self._caught_up:
             return
         self._caught_up = True
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self._open_tiers):
             if place.promoter is None:
                 continue
             there = place.session.repo.newest()
-            _report_durable(place, there[1])
-            wanted = place.tier.counts if isinstance(place.tier.every, int) else _any
-            nearer = [*(other.session.repo for other in self._places[:number]), *self._before]
-            newest = max(repo.newest(wanted) for repo in nearer)
-            if newest > there and (self._position is None or newest <= self._position):
+            _publish_durable(place, there[1])
+            is_due = place.spec.counts if isinstance(place.spec.every, int) else _accept_any
+            nearer = [*(other.session.repo for other in self._open_tiers[:number]), *self._previous_memories]
+            newest = max(repo.newest(is_due) for repo in nearer)
+            if newest > there and (self._line_and_step is None or newest <= self._line_and_step):
                 place.promoter.offer(newest[1])
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
@@ -395,7 +396,7 @@ class Tiers:
 
         progress: called now and then, as long as the copying goes on.
         """
-        for place in self._places:
+        for place in self._open_tiers:
             place.session.wait()
         errors = []
         for promoter in reversed(self._promoters):  # of record first; each, whatever becomes of the others
@@ -407,21 +408,21 @@ class Tiers:
         if errors:
             raise errors[0]
 
-    def settle(self) -> None:
+    def wait_ignoring_errors(self) -> None:
         """Wait for what is under way, whatever comes of it."""
-        for place in self._places:
+        for place in self._open_tiers:
             place.session.wait()
         for promoter in self._promoters:
             with suppress(SaveFailed):
                 promoter.wait()
 
     def wait_staged(self) -> None:
-        for place in self._places:
+        for place in self._open_tiers:
             place.session.wait_staged()
 
     def raise_failed(self) -> None:
         """Raise what went wrong in the background and can't be mended by waiting."""
-        for place in self._places:
+        for place in self._open_tiers:
             place.session.raise_failed()
             if place.promoter is not None:
                 place.promoter.raise_fenced()
@@ -429,61 +430,63 @@ class Tiers:
     def close(self, promote: bool, progress: Callable[[], None] | None = None) -> None:
         """End. promote: bring the newest step to the repository of record, and give the memory free."""
         try:
-            for place in self._places:
+            for place in self._open_tiers:
                 place.session.wait()
             if promote:
                 step = self._promote_newest()
                 self.wait(progress)
-                self._free(step)
+                self._free_memory(step)
             else:
-                self._tell_what_stays()
+                self._warn_of_unpromoted_step()
                 self.raise_failed()
-            for place in self._places:
+            for place in self._open_tiers:
                 place.session.raise_excused()
         finally:
             for promoter in self._promoters:
                 promoter.close(wait=promote)
-            self._leave()
+            self._leave_sessions()
 
     def _promote_newest(self) -> int:
         """Begin to copy the newest step to the repository of record. Its number, -1 where there is none."""
         self.catch_up()
-        record = self._places[-1]
+        record = self._open_tiers[-1]
         if record.promoter is None:
             return -1
-        newest = self._position
+        newest = self._line_and_step
         if newest is None:
-            newest = max(repo.newest() for repo in [*(place.session.repo for place in self._places), *self._before])
+            newest = max(
+                repo.newest() for repo in [*(place.session.repo for place in self._open_tiers), *self._previous_memories]
+            )
         step = newest[1]
         if step >= 0:
             record.promoter.offer(step)
         return step
 
-    def _tell_what_stays(self) -> None:
+    def _warn_of_unpromoted_step(self) -> None:
         """Where a program fails, nobody may have the time to wait for a copy."""
-        record, newest = self._places[-1].session.repo, self._position
+        record, newest = self._open_tiers[-1].session.repo, self._line_and_step
         if self._group.rank == 0 and newest is not None and newest > (there := record.newest()):
             log.warning(
                 "step %d is in %s, and %s has step %d: the next job with these tiers goes on from there", newest[1],
-                self._places[0].url, record.url, there[1],
+                self._open_tiers[0].url, record.url, there[1],
             )  # fmt: skip
 
-    def _free(self, step: int) -> None:
+    def _free_memory(self, step: int) -> None:
         """Give the memory back, once the repository of record is seen to have the newest step."""
-        record = self._places[-1].session.repo
+        record = self._open_tiers[-1].session.repo
         try:
             if self._group.rank == 0 and step >= 0 and record.record(step).step != step:
                 raise IntegrityError(f"{record.url}/{commit_name(step)} is not the record of step {step}")
         except CkptError as error:
             log.warning("the memory is kept: step %d can't be read from %s (%s)", step, record.url, error)
             return
-        for place in self._places[:-1]:
+        for place in self._open_tiers[:-1]:
             store = place.session.repo.store
-            if self._group.rank == 0 and place.tier.url == MEMORY and place.session.holders == 1:
+            if self._group.rank == 0 and place.spec.url == MEMORY and place.session.user_count == 1:
                 try:
                     names = [entry.name for entry in store.list("steps")]
-                    if self._group.size > 1 and self._position is not None:  # another rank may still wait for this record
-                        names = [name for name in names if name != commit_name(self._position[1])]
+                    if self._group.size > 1 and self._line_and_step is not None:  # another rank may still wait for this record
+                        names = [name for name in names if name != commit_name(self._line_and_step[1])]
                     store.delete([name for name in names if name.endswith("/commit.json")])
                     store.delete(names)
                     store.sweep_temporaries("")
@@ -491,7 +494,7 @@ class Tiers:
                     log.warning("the memory at %s is not free yet: %s", place.url, error)
 
 
-def _forget_freed(repo: Repository, record: Repository) -> None:
+def _remove_freed_commits(repo: Repository, record: Repository) -> None:
     """Remove the commits that `_free` has left for ranks which waited for them: of their steps nothing else is there.
 
     Only where the repository of record has a readable record of the same save or a later one: else this may be the only one.
@@ -501,21 +504,21 @@ def _forget_freed(repo: Repository, record: Repository) -> None:
         if [entry.name for entry in repo.store.list(f"steps/{step}")] != [name]:
             continue
         with suppress(NotFound, IntegrityError):
-            if record.record(step).order >= repo.record(step).order:
+            if record.record(step).save_order >= repo.record(step).save_order:
                 repo.store.delete([name])
 
 
-def _report_durable(place: _Place, step: int) -> None:
+def _publish_durable(tier: _OpenTier, step: int) -> None:
     """Let `ckpt-run` know that a step is not only in the memory of hosts."""
-    if place.tier.url != MEMORY and (page := pulse.mine()) is not None:
-        page.durable(step)
+    if tier.spec.url != MEMORY and (page := pulse.own_page()) is not None:
+        page.publish_durable(step)
 
 
-def _any(step: int) -> bool:
+def _accept_any(step: int) -> bool:
     return True
 
 
-def _holds_steps(repo: Repository) -> bool:
+def _has_steps(repo: Repository) -> bool:
     """Whether a step is committed there."""
     return any(repo.store.exists(commit_name(step)) for step in reversed(repo.step_numbers()))
 
@@ -526,28 +529,28 @@ def drain(memory: Url, *before: Url) -> str:
 
     before: memory of earlier times, the newest first, for repositories of which there is no step in the later ones.
     """
-    said, done = [], set[str]()
+    messages, drained_names = [], set[str]()
     for each in (memory, *before):
         store = open_repository(each).store
         try:
             names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
         except StoreError as error:
-            if done:
+            if drained_names:
                 log.info("%s is not needed any more, and can't be read: %s", store.url, error)
             else:
-                said.append(f"{store.url} {NOT_DRAINED}: {error}")
+                messages.append(f"{store.url} {NOT_DRAINED}: {error}")
             continue
         for name in names:
-            if name in done:
+            if name in drained_names:
                 continue
-            repo = open_repository(below(store.url if isinstance(each, Store) else os.fspath(each), name))
+            repo = open_repository(url_of_subfolder(store.url if isinstance(each, Store) else os.fspath(each), name))
             try:
-                said.append(_drained(repo))
-                if _holds_steps(repo):  # files of attempts that never committed do not replace an older memory
-                    done.add(name)
+                messages.append(_drain_repository(repo))
+                if _has_steps(repo):  # files of attempts that never committed do not replace an older memory
+                    drained_names.add(name)
             except (CkptError, OSError) as error:
-                said.append(f"{repo.url} {NOT_DRAINED}: {error}")
-    return "\n".join(filter(None, said))
+                messages.append(f"{repo.url} {NOT_DRAINED}: {error}")
+    return "\n".join(filter(None, messages))
 
 
 NOT_DRAINED = "could not be drained"
@@ -555,22 +558,22 @@ NOT_DRAINED = "could not be drained"
 _ANSWER_SECONDS = 10.0
 
 
-def _readable_note(repo: Repository) -> dict[str, Any] | None:
+def _require_tier_note(repo: Repository) -> dict[str, Any] | None:
     """The note of a near place. None where no step can be lost there; raises IntegrityError where the place holds steps and
     nothing says to which repository they belong."""
     try:
-        note = note_of(repo)
+        note = read_tier_note(repo)
     except IntegrityError as error:
-        if not _holds_steps(repo):
+        if not _has_steps(repo):
             return None
         raise IntegrityError(f"{error}. {repo.url} holds steps and counts as not drained") from error
-    if note is None and _holds_steps(repo):
-        raise IntegrityError(f"{repo.url}/{NOTE} is missing, and {repo.url} holds steps: it counts as not drained")
+    if note is None and _has_steps(repo):
+        raise IntegrityError(f"{repo.url}/{TIER_NOTE_NAME} is missing, and {repo.url} holds steps: it counts as not drained")
     return note
 
 
-def _drained(repo: Repository) -> str:
-    note = _readable_note(repo)
+def _drain_repository(repo: Repository) -> str:
+    note = _require_tier_note(repo)
     if note is None:
         return ""
     repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]
@@ -583,16 +586,16 @@ def _drained(repo: Repository) -> str:
     if step < 0:
         return ""
     with suppress(NotFound, IntegrityError):
-        newer = there > newest and record.record(there[1]).order > source.commit(step).order
+        newer = there > newest and record.record(there[1]).save_order > source.commit(step).save_order
         if newer and not missing_packs(record, record.record(there[1])):
             return f"{record.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
-    series = Series(repos)
+    series = SerialCounter(repos)
     opened: list[Session] = []
     try:
-        opened.append(sessions.enter(record, Alone(), series))
+        opened.append(sessions.enter(record, SingleProcessGroup(), series))
         for near in repos[:-1]:
             try:
-                opened.append(sessions.enter(near, Alone(), series))
+                opened.append(sessions.enter(near, SingleProcessGroup(), series))
             except StoreError as error:  # as where a host is lost: the right to write to the record is what counts
                 log.info("%s is only read: %s", near.url, error)
         done = promote(source, step, opened[0])

@@ -20,23 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.alias_notes import add_alias_notes, alias_notes
+from ckpt.alias_notes import add_alias_notes, find_alias_notes
 from ckpt.dtypes import dtype_name, numpy_dtype
 from ckpt.leaves import as_leaf
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf, NumpyScalarLeaf
-from ckpt.modules import is_module, members_of
+from ckpt.modules import is_module, module_entries
 from ckpt.optimizers import is_optimizer, names_by_path
 from ckpt.own_attributes import require_plain_array, require_plain_container
-from ckpt.stateful import Stateful, as_stateful, attribute, is_random, state_of
-from ckpt.storage.errors import MORE_MEMORY, FormatError, StagingFailed, UnsupportedLeaf, first_line
+from ckpt.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
+from ckpt.storage.errors import MORE_MEMORY_ADVICE, FormatError, StagingFailed, UnsupportedLeaf, first_line
 
 Node = Any
 namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names from a file, so no static type fits
 INLINE_BYTES = 64 << 10
 """Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole. Of a group, leaves of each rank."""
 
-_LIKE_OWN = re.compile(r"@\d+$")  # a path that could be taken for the name of something of one rank
+_RANK_SUFFIX = re.compile(r"@\d+$")  # a path that could be taken for the name of something of one rank
 _SAFE_INTEGER = 1 << 53  # beyond it, other JSON readers would round
 _DECIMAL_BITS = 2048  # Python refuses to convert longer ones than a limit, which is 640 digits at least, from and to decimal
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -46,12 +46,12 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 
 
 @dataclasses.dataclass(slots=True)
-class Flat:
+class FlatState:
     """A state taken apart: its node and its array leaves by name, in the order of the tree."""
 
     node: Node
     leaves: dict[str, ArrayLeaf]
-    own: set[str] = dataclasses.field(default_factory=set)
+    per_rank: set[str] = dataclasses.field(default_factory=set)
     """Leaves that belong to this rank alone, whatever other ranks have under the same path."""
     buffers: set[str] = dataclasses.field(default_factory=set)
     """Leaves that are buffers of a torch module, which may differ between ranks."""
@@ -73,7 +73,7 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-def flatten(state: Any, rank: int | None = None) -> Flat:
+def flatten(state: Any, rank: int | None = None) -> FlatState:
     """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored.
 
     rank: of this process, where it is one of several.
@@ -89,7 +89,7 @@ def encode_tree(node: Node) -> bytes:
     return json.dumps({"format": 1, "tree": node}, separators=(",", ":")).encode()
 
 
-def join(path: str, key: Any) -> str:
+def join_path(path: str, key: Any) -> str:
     """The name of an entry: keys joined by dots."""
     return f"{path}.{key}" if path else str(key)
 
@@ -98,26 +98,26 @@ class _Flattener:
     def __init__(self, rank: int | None = None) -> None:
         self.leaves: dict[str, ArrayLeaf] = {}
         self._rank = rank
-        self._own: set[str] | None = None  # while something of this rank alone is taken apart
-        self._all_own: set[str] = set()
-        self._kinds: dict[str, set[str]] = {}  # by path, the set that the name of the leaf there belongs to
+        self._current_per_rank: set[str] | None = None  # while something of this rank alone is taken apart
+        self._per_rank: set[str] = set()
+        self._name_sets: dict[str, set[str]] = {}  # by path, the set that the name of the leaf there belongs to
         self._buffers: set[str] = set()
         self._frozen: set[str] = set()
         self._modules: list[tuple[str, Any]] = []
         self._optimizers: list[tuple[Any, Node]] = []
-        self._tied: dict[Hashable, str] = {}
-        self._at: dict[int, str] = {}  # the first leaf at each address
+        self._name_of_identity: dict[Hashable, str] = {}
+        self._name_at_address: dict[int, str] = {}  # the first leaf at each address
         self._addresses: list[int | None] = []  # of each of the leaves
-        self._open: set[int] = set()  # containers on the way down, to find a state that contains itself
+        self._open_containers: set[int] = set()  # containers on the way down, to find a state that contains itself
 
-    def run(self, state: Any) -> Flat:
+    def run(self, state: Any) -> FlatState:
         node = self.node(state, "")
-        if notes := alias_notes(self.leaves, self._addresses, self._rank):
+        if notes := find_alias_notes(self.leaves, self._addresses, self._rank):
             add_alias_notes(node, notes)
         for optimizer, described in self._optimizers:
             if self._modules and (names := names_by_path(optimizer, self._modules)) is not None:
                 described["parameters"] = names
-        return Flat(node, self.leaves, self._all_own, self._buffers, self._frozen)
+        return FlatState(node, self.leaves, self._per_rank, self._buffers, self._frozen)
 
     def node(self, value: Any, path: str) -> Node:
         kind = type(value)
@@ -126,7 +126,7 @@ class _Flattener:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
-            return value if -_SAFE_INTEGER < value < _SAFE_INTEGER else {"int": _integer(value)}
+            return value if -_SAFE_INTEGER < value < _SAFE_INTEGER else {"int": _integer_text(value)}
         if kind is float:
             return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
         try:
@@ -135,35 +135,35 @@ class _Flattener:
             raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error
         except MemoryError as error:
             why = first_line(error)
-            raise StagingFailed(f"leaf {path or '(root)'}: no memory to copy it ({why}): {MORE_MEMORY}") from error
+            raise StagingFailed(f"leaf {path or '(root)'}: no memory to copy it ({why}): {MORE_MEMORY_ADVICE}") from error
         if leaf is not None:
             require_plain_array(value, path)
             if self._rank is not None and type(leaf) is NumpyScalarLeaf:
                 return self._scalar(leaf, path)
             return self._array(leaf, path)
-        return self._other(value, kind, path)
+        return self._other_value(value, kind, path)
 
-    def _other(self, value: Any, kind: type, path: str) -> Node:
+    def _other_value(self, value: Any, kind: type, path: str) -> Node:
         if kind is list:
             return self._container(value, path, self._list)
         if isinstance(value, tuple):
             return self._container(value, path, self._tuple)
         if kind is bytes or kind is bytearray:
             if len(value) > INLINE_BYTES:
-                if self._may_differ():
-                    return self._of_rank(value, path)
+                if self._can_differ_by_rank():
+                    return self._per_rank_node(value, path)
                 return self._array(BytesLeaf(np.frombuffer(value, np.uint8), kind), path)
             return {"bytes": base64.b64encode(value).decode(), **({"type": "bytearray"} if kind is bytearray else {})}
         if kind is complex:
             return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
         if kind in (set, frozenset):
-            items = sorted(value, key=lambda item: _shown(item, path))
-            return {kind.__name__: [self.node(item, join(path, "{}")) for item in items]}
+            items = sorted(value, key=lambda item: _require_repr(item, path))
+            return {kind.__name__: [self.node(item, join_path(path, "{}")) for item in items]}
         if kind is PerRank:
-            return self._of_rank(value.value, path)
+            return self._per_rank_node(value.value, path)
         if (stateful := as_stateful(value, path)) is not None:
-            if self._may_differ() and is_random(value):
-                return self._of_rank(value, path)
+            if self._can_differ_by_rank() and is_random_generator(value):
+                return self._per_rank_node(value, path)
             return self._container(value, path, lambda _, p: self._object(stateful, value, p))
         if isinstance(value, dict):
             return self._container(value, path, self._dict)
@@ -178,30 +178,34 @@ class _Flattener:
             "load_state_dict(), turn it into arrays and plain values, or leave it out of the state"
         )
 
-    def _may_differ(self) -> bool:
+    def _can_differ_by_rank(self) -> bool:
         """Whether other ranks may have something else under this path."""
-        return self._rank is not None and self._own is None
+        return self._rank is not None and self._current_per_rank is None
 
-    def _of_rank(self, value: Any, path: str) -> Node:
+    def _per_rank_node(self, value: Any, path: str) -> Node:
         """What only this rank has: its arrays get names of their own."""
-        if self._own is not None:
+        if self._current_per_rank is not None:
             return self.node(value, path)
-        self._own = self._all_own
-        known, self._tied, self._at = (self._tied, self._at), {}, {}  # an array of these may have another name on other ranks
+        self._current_per_rank = self._per_rank
+        outer, self._name_of_identity, self._name_at_address = (
+            (self._name_of_identity, self._name_at_address),
+            {},
+            {},
+        )  # an array of these may have another name on other ranks
         try:
             return {"ranks": {str(self._rank or 0): self.node(value, path)}}
         finally:
-            self._own = None
-            self._tied, self._at = known
+            self._current_per_rank = None
+            self._name_of_identity, self._name_at_address = outer
 
     def _container(self, value: Any, path: str, encode: Callable[[Any, str], Node]) -> Node:
-        if id(value) in self._open:
+        if id(value) in self._open_containers:
             raise UnsupportedLeaf(f"leaf {path}: the state contains itself here: leave this one out")
-        self._open.add(id(value))
+        self._open_containers.add(id(value))
         try:
             return encode(value, path)
         finally:
-            self._open.discard(id(value))
+            self._open_containers.discard(id(value))
 
     def _dict(self, value: dict[Any, Any], path: str) -> Node:
         prefix = path + "." if path else ""
@@ -216,26 +220,26 @@ class _Flattener:
             for known in (collections.OrderedDict, collections.Counter, collections.defaultdict):
                 if isinstance(value, known):
                     node["type"] = known.__name__
-            metadata = _metadata(value)
+            metadata = _torch_metadata(value)
             stored = value if metadata is None else {**value, "_metadata": metadata}
             require_plain_container(value, path, stored)
             if isinstance(value, collections.defaultdict) and value.default_factory is not None:
-                node["factory"] = _factory(value.default_factory, path)
+                node["factory"] = _factory_name(value.default_factory, path)
             if metadata is not None:
-                node["metadata"] = self.node(metadata, join(path, "_metadata"))
+                node["metadata"] = self.node(metadata, join_path(path, "_metadata"))
         return node
 
     def _list(self, value: list[Any], path: str) -> Node:
         if type(value) is not list:
             require_plain_container(value, path, {})
-        return [self.node(item, join(path, i)) for i, item in enumerate(value)]
+        return [self.node(item, join_path(path, i)) for i, item in enumerate(value)]
 
     def _tuple(self, value: tuple[Any, ...], path: str) -> Node:
         fields = getattr(value, "_fields", None)
         if type(value) is not tuple:
             require_plain_container(value, path, {})
         names = fields if fields is not None else range(len(value))
-        items = [self.node(item, join(path, name)) for name, item in zip(names, value, strict=True)]
+        items = [self.node(item, join_path(path, name)) for name, item in zip(names, value, strict=True)]
         if fields is not None:
             return {"namedtuple": items, "class": _type_name(type(value)), "fields": list(fields)}
         return {"tuple": items}
@@ -244,7 +248,7 @@ class _Flattener:
         values = {f.name: self._field(value, f.name, path) for f in dataclasses.fields(value)}
         require_plain_container(value, path, values)
         return {
-            "dataclass": [self.node(item, join(path, name)) for name, item in values.items()],
+            "dataclass": [self.node(item, join_path(path, name)) for name, item in values.items()],
             "class": _type_name(type(value)),
             "fields": list(values),
         }
@@ -254,14 +258,15 @@ class _Flattener:
             return getattr(value, name)
         except Exception as error:
             raise UnsupportedLeaf(
-                f"leaf {join(path, name)}: this field of a {_type_name(type(value))} cannot be read ({type(error).__name__}: "
+                f"leaf {join_path(path, name)}: this field of a {_type_name(type(value))} cannot be read "
+                f"({type(error).__name__}: "
                 f"{first_line(error)}): set it before the save"
             ) from error
 
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
-        buffers, frozen = members_of(value)
-        self._kinds.update((join(path, name), self._buffers) for name in buffers)
-        self._kinds.update((join(path, name), self._frozen) for name in frozen)
+        buffers, frozen = module_entries(value)
+        self._name_sets.update((join_path(path, name), self._buffers) for name in buffers)
+        self._name_sets.update((join_path(path, name), self._frozen) for name in frozen)
         node = {"object": self.node(state_of(stateful, value, path), path), "class": _type_name(type(value))}
         if is_module(value):
             self._modules.append((path, value))
@@ -273,18 +278,18 @@ class _Flattener:
         """A numpy scalar of a rank of a group: a plain value, and not an array, which would be taken for a copy of theirs."""
         if leaf.nbytes <= INLINE_BYTES:
             return {"scalar": base64.b64encode(leaf.array.tobytes()).decode(), "dtype": leaf.dtype}
-        return self._of_rank(leaf.value, path) if self._may_differ() else self._array(leaf, path)
+        return self._per_rank_node(leaf.value, path) if self._can_differ_by_rank() else self._array(leaf, path)
 
     def _array(self, leaf: ArrayLeaf, path: str) -> Node:
         address, identity, name = leaf.address(), None, None
-        if leaf.nbytes and (address is None or address in self._at):
+        if leaf.nbytes and (address is None or address in self._name_at_address):
             identity = self._identity(leaf, address)
-            name = self._tied.get(identity) if identity is not None else None
+            name = self._name_of_identity.get(identity) if identity is not None else None
         if name is None:
             name = path or "(root)"
-            if self._own is not None:
+            if self._current_per_rank is not None:
                 name += f"@{self._rank or 0}"
-            elif "@" in name and _LIKE_OWN.search(name):
+            elif "@" in name and _RANK_SUFFIX.search(name):
                 name += "~"
             if not name.isascii():
                 _require_utf8(name)
@@ -292,14 +297,14 @@ class _Flattener:
                 name += "~"
             self.leaves[name] = leaf
             self._addresses.append(address)
-            if self._own is not None:
-                self._own.add(name)
+            if self._current_per_rank is not None:
+                self._current_per_rank.add(name)
             if identity is not None:
-                self._tied[identity] = name
+                self._name_of_identity[identity] = name
             elif address is not None:
-                self._at[address] = name
-            if path in self._kinds:
-                self._kinds[path].add(name)
+                self._name_at_address[address] = name
+            if path in self._name_sets:
+                self._name_sets[path].add(name)
         node: dict[str, Any] = {"array": name, "kind": leaf.kind}
         if attributes := leaf.attributes():
             node.update(attributes)
@@ -310,8 +315,8 @@ class _Flattener:
     def _identity(self, leaf: ArrayLeaf, address: int | None) -> Hashable | None:
         """That of a leaf which may be the same array as an earlier one. The first leaf at an address has needed none so far."""
         if address is not None:
-            first = self._at[address]
-            self._tied.setdefault(self.leaves[first].identity(), first)
+            first = self._name_at_address[address]
+            self._name_of_identity.setdefault(self.leaves[first].identity(), first)
         return leaf.identity()
 
 
@@ -329,7 +334,7 @@ def encode_key(key: Any, path: str) -> Node:
     if type(key) is np.str_:
         return [{"scalar": base64.b64encode(np.asarray(key).tobytes()).decode(), "dtype": dtype_name(key.dtype)}]
     if key is None or type(key) in (bool, int, float, bytes, tuple):
-        _shown(key, path)  # it becomes part of names
+        _require_repr(key, path)  # it becomes part of names
         flat = _Flattener()
         node = flat.node(key, path)
         if not flat.leaves:
@@ -340,13 +345,13 @@ def encode_key(key: Any, path: str) -> Node:
     )
 
 
-def _metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
+def _torch_metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
     """The versions that a torch module keeps with its state."""
-    found = attribute(value, "_metadata")
+    found = get_attribute(value, "_metadata")
     return found if isinstance(found, dict) else None
 
 
-def _factory(factory: Callable[[], Any], path: str) -> str:
+def _factory_name(factory: Callable[[], Any], path: str) -> str:
     """The name of what a defaultdict makes its values with."""
     for name, known in _FACTORIES.items():
         if factory is known:
@@ -357,7 +362,7 @@ def _factory(factory: Callable[[], Any], path: str) -> str:
     )
 
 
-def _shown(value: Any, path: str) -> str:
+def _require_repr(value: Any, path: str) -> str:
     try:
         return repr(value)
     except ValueError as error:  # beyond Python's limit for decimal digits
@@ -365,7 +370,7 @@ def _shown(value: Any, path: str) -> str:
         raise UnsupportedLeaf(f"{where}: so long an integer can be a value, but no dict key and not in a set") from error
 
 
-def _integer(value: int) -> str:
+def _integer_text(value: int) -> str:
     return str(value) if value.bit_length() <= _DECIMAL_BITS else hex(value)
 
 
@@ -440,19 +445,19 @@ def _no_array(node: Node) -> Callable[[], Any]:
 
 def _rebuild_namedtuple(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     fields = tuple(node["fields"])
-    found: Any = _imported(node["class"])
+    found: Any = _find_imported(node["class"])
     if not (isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields):
-        found = namedtuple_type(_short(node["class"]), fields, rename=True)
+        found = namedtuple_type(_short_class_name(node["class"]), fields, rename=True)
     return _sequence(node["namedtuple"], make_array, lambda values: tuple.__new__(found, values))
 
 
 def _rebuild_dataclass(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     fields = node["fields"]
-    found = _imported(node["class"])
+    found = _find_imported(node["class"])
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)) or (
         [f.name for f in dataclasses.fields(found)] != fields
     ):
-        found = dataclasses.make_dataclass(_short(node["class"]), fields)
+        found = dataclasses.make_dataclass(_short_class_name(node["class"]), fields)
 
     def build(values: list[Any]) -> Any:
         made = object.__new__(found)  # not the constructor: a file must not choose what code runs
@@ -463,12 +468,12 @@ def _rebuild_dataclass(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     return _sequence(node["dataclass"], make_array, build)
 
 
-def _short(name: str) -> str:
+def _short_class_name(name: str) -> str:
     short = name.rpartition(":")[2].rpartition(".")[2]
     return short if short.isidentifier() else "Saved"
 
 
-def _imported(name: str) -> Any:
+def _find_imported(name: str) -> Any:
     """The class of this name if its module is imported already; nothing is imported for a file's sake."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
@@ -477,7 +482,7 @@ def _imported(name: str) -> Any:
     return found
 
 
-def _value(make: Callable[[Any], Any], tag: str) -> Callable[[Node, MakeArray], Callable[[], Any]]:
+def _plain_value_builder(make: Callable[[Any], Any], tag: str) -> Callable[[Node, MakeArray], Callable[[], Any]]:
     def build(node: Node, _: MakeArray) -> Callable[[], Any]:
         value = make(node[tag])
         return lambda: value
@@ -509,9 +514,9 @@ _BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {
     "namedtuple": _rebuild_namedtuple,
     "dataclass": _rebuild_dataclass,
     "object": lambda node, make_array: rebuild(node["object"], make_array),
-    "int": _value(lambda text: int(text, 0), "int"),
-    "float": _value(lambda text: struct.unpack(">d", bytes.fromhex(text))[0], "float"),
-    "complex": _value(lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))), "complex"),
+    "int": _plain_value_builder(lambda text: int(text, 0), "int"),
+    "float": _plain_value_builder(lambda text: struct.unpack(">d", bytes.fromhex(text))[0], "float"),
+    "complex": _plain_value_builder(lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))), "complex"),
     "bytes": _rebuild_bytes,
     "scalar": _rebuild_scalar,
     "set": lambda node, make_array: _sequence(node["set"], make_array, set),

@@ -16,11 +16,11 @@ from ckpt.quiet import collector_paused
 from ckpt.shard import Box, contiguous_start, intersect
 from ckpt.storage.errors import IntegrityError
 
-_WORTH = 0.8
+_MAX_PARTIAL_SHARE = 0.8
 """Cells of several pieces are read instead of all the block where they are less of it than that."""
 
 
-_XXH3_BYTES = 16
+_XXH3_DIGEST_BYTES = 16
 """A longer digest is blake3. The sums of cells are xxh3, which anybody can forge: such a block is read whole and compared with
 its digest, whatever is wanted of it."""
 
@@ -35,28 +35,28 @@ class Target(NamedTuple):
     """The part of the global array that it holds; None: all of it."""
 
 
-Place = tuple[int, int, Bytes]
+Destination = tuple[int, int, Bytes]
 """Bytes of a raw block, from and to, and the memory that they fill."""
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """A part of a row that goes somewhere."""
 
     row: Row
     leaf: ArrayLeaf
     box: Box
     """In the global array; the very `row.box` where that is wanted whole."""
-    at: Box
+    leaf_box: Box
     """In `leaf`."""
 
-    def span(self) -> tuple[int, int]:
+    def raw_range(self) -> tuple[int, int]:
         """The bytes of the raw block from the first to the last that is wanted."""
         row = self.row
         itemsize = row.nbytes // max(1, row.box.size)
-        first, last = _span(self.box.relative_to(row.box), row.box.shape)
+        first, last = _element_range(self.box.relative_to(row.box), row.box.shape)
         return row.start + first * itemsize, row.start + last * itemsize
 
-    def place(self) -> Place | None:
+    def destination(self) -> Destination | None:
         """Where its bytes lie and go to; None where they are not contiguous on both sides."""
         row, leaf, box, at = self
         flat = leaf.flat
@@ -69,122 +69,122 @@ class Piece(NamedTuple):
         else:
             if contiguous_start(box.relative_to(row.box), row.box.shape) is None:
                 return None
-            begin, end = self.span()
+            begin, end = self.raw_range()
         start = contiguous_start(at, leaf.shape)
         if start is None:
             return None
         start *= leaf.itemsize
         return begin, end, flat[start : start + end - begin]
 
-    def cells(self) -> tuple[int, int]:
+    def cell_range(self) -> tuple[int, int]:
         """What of an uncompressed block must be read for this piece, from and to: whole cells."""
         row = self.row
-        first, last = (row.start, row.start + row.nbytes) if self.box is row.box else self.span()
+        first, last = (row.start, row.start + row.nbytes) if self.box is row.box else self.raw_range()
         return first // CELL_BYTES * CELL_BYTES, min(row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
 
 
-def places_of(pieces: Iterable[Piece]) -> list[Place] | None:
+def destinations_of(pieces: Iterable[RowPiece]) -> list[Destination] | None:
     """Where pieces go; None where one of them has no place."""
-    found: list[Place] = []
+    found: list[Destination] = []
     for piece in pieces:
-        place = piece.place()
+        place = piece.destination()
         if place is None:
             return None
         found.append(place)
     return found
 
 
-Cells = tuple[int, int, Piece]
+PieceCells = tuple[int, int, RowPiece]
 """A piece and the cells that it touches, from and to."""
 
 
-class Run(NamedTuple):
+class CellRun(NamedTuple):
     """Cells of a block that lie beside each other, of which all are wanted."""
 
     begin: int
     end: int
-    pieces: list[Cells]
+    pieces: list[PieceCells]
     """Those that lie in them, in the order in which their cells begin."""
 
 
 @dataclass(slots=True)
-class Wanted:
+class BlockRead:
     """A block and the pieces of it that go somewhere. `row` is one of those that lie in it."""
 
     row: Row
-    pieces: list[Piece] = field(default_factory=list)
-    once: bool = False
+    pieces: list[RowPiece] = field(default_factory=list)
+    bypass_cache: bool = False
     """To be read past the page cache: no other process of this host is known to read it, nor this one again."""
-    _runs: list[Run] | None = None
-    _places: list[Place] | None = None
+    _cell_runs: list[CellRun] | None = None
+    _destinations: list[Destination] | None = None
 
-    def runs(self) -> list[Run]:
+    def cell_runs(self) -> list[CellRun]:
         """The cells that are read instead of all of the block; none where that is not worth it."""
-        if self._runs is None:
-            self._runs = self._found_runs()
-        return self._runs
+        if self._cell_runs is None:
+            self._cell_runs = self._find_cell_runs()
+        return self._cell_runs
 
-    def _found_runs(self) -> list[Run]:
+    def _find_cell_runs(self) -> list[CellRun]:
         row, pieces = self.row, self.pieces
-        if row.codec is not None or len(row.digest) > _XXH3_BYTES:
+        if row.codec is not None or len(row.digest) > _XXH3_DIGEST_BYTES:
             return []
         if len(pieces) == 1:
             if pieces[0].box is pieces[0].row.box and pieces[0].row.nbytes * 2 >= row.raw:
                 return []
-            cells = pieces[0].cells()
-            return [Run(*cells, [(*cells, pieces[0])])]
-        most = _WORTH * row.raw
-        if row.raw <= CELL_BYTES or sum(p.row.nbytes for p in pieces if p.box is p.row.box) > most:
+            cells = pieces[0].cell_range()
+            return [CellRun(*cells, [(*cells, pieces[0])])]
+        max_partial_bytes = _MAX_PARTIAL_SHARE * row.raw
+        if row.raw <= CELL_BYTES or sum(p.row.nbytes for p in pieces if p.box is p.row.box) > max_partial_bytes:
             return []
-        runs: list[Run] = []
+        runs: list[CellRun] = []
         total = 0
-        for begin, end, piece in sorted(((*piece.cells(), piece) for piece in pieces), key=lambda found: found[:2]):
+        for begin, end, piece in sorted(((*piece.cell_range(), piece) for piece in pieces), key=lambda found: found[:2]):
             if runs and begin <= runs[-1].end:
                 last = runs[-1]
                 total += max(0, end - last.end)
                 last.pieces.append((begin, end, piece))
-                runs[-1] = Run(last.begin, max(end, last.end), last.pieces)
+                runs[-1] = CellRun(last.begin, max(end, last.end), last.pieces)
             else:
                 total += end - begin
-                runs.append(Run(begin, end, [(begin, end, piece)]))
-        return runs if total <= most else []
+                runs.append(CellRun(begin, end, [(begin, end, piece)]))
+        return runs if total <= max_partial_bytes else []
 
-    def run_at(self, begin: int) -> Run:
+    def run_at(self, begin: int) -> CellRun:
         """The one in which a byte of the block lies."""
-        return next(run for run in self.runs() if run.begin <= begin < run.end)
+        return next(run for run in self.cell_runs() if run.begin <= begin < run.end)
 
-    def places(self) -> list[Place] | None:
+    def destinations(self) -> list[Destination] | None:
         """Where its pieces go; None where one of them has no place."""
-        if self._places is None:
-            self._places = places_of(self.pieces)
-        return self._places
+        if self._destinations is None:
+            self._destinations = destinations_of(self.pieces)
+        return self._destinations
 
-    def is_streamed(self) -> bool:
+    def can_stream(self) -> bool:
         """Whether it can go to its places chunk by chunk: where nothing needs all of it at once."""
-        return self.once and self.row.codec is None and self.places() is not None
+        return self.bypass_cache and self.row.codec is None and self.destinations() is not None
 
-    def stretches(self) -> list[tuple[int, int]]:
+    def raw_ranges(self) -> list[tuple[int, int]]:
         """What of the raw block is read, each from and to."""
-        return [run[:2] for run in self.runs()] or [(0, self.row.raw)]
+        return [run[:2] for run in self.cell_runs()] or [(0, self.row.raw)]
 
-    def stored(self) -> list[tuple[int, int]]:
+    def stored_ranges(self) -> list[tuple[int, int]]:
         """What is read of it as it is stored, each from and to."""
-        return [run[:2] for run in self.runs()] or [(0, self.row.stored)]
+        return [run[:2] for run in self.cell_runs()] or [(0, self.row.stored)]
 
-    def to_read(self) -> int:
+    def read_bytes(self) -> int:
         """The bytes that are read of it, as stored."""
-        return sum(end - begin for begin, end in self.stored())
+        return sum(end - begin for begin, end in self.stored_ranges())
 
 
-def wanted_blocks(manifest: Manifest, targets: Sequence[Target], where: str) -> list[Wanted]:
+def plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> list[BlockRead]:
     """The blocks to read, in the order in which they lie."""
     with collector_paused():
-        return _wanted(manifest, targets, where)
+        return _plan_reads(manifest, targets, where)
 
 
-def _wanted(manifest: Manifest, targets: Sequence[Target], where: str) -> list[Wanted]:
+def _plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> list[BlockRead]:
     """The blocks to read, in the order in which they lie."""
-    blocks: dict[tuple[str, int], Wanted] = {}
+    blocks: dict[tuple[str, int], BlockRead] = {}
     found = manifest.find([(name, box) for name, _, box in targets])
     for (name, leaf, target), rows in zip(targets, found, strict=True):
         covered = 0
@@ -193,25 +193,25 @@ def _wanted(manifest: Manifest, targets: Sequence[Target], where: str) -> list[W
                 continue
             box = at = row.box
             if target is not None:
-                box, at = _within(box, target)
+                box, at = _clip(box, target)
             covered += row.nbytes if box is row.box else box.size * leaf.itemsize
             key = (row.pack, row.position)
             if (block := blocks.get(key)) is None:
-                block = blocks[key] = Wanted(row)
-            block.pieces.append(Piece(row, leaf, box, at))
+                block = blocks[key] = BlockRead(row)
+            block.pieces.append(RowPiece(row, leaf, box, at))
         if covered != leaf.nbytes:
             raise IntegrityError(f"leaf {name} of {where}: the manifest covers {covered} of {leaf.nbytes} bytes")
     return [blocks[key] for key in sorted(blocks)]
 
 
-def _within(box: Box, target: Box) -> tuple[Box, Box]:
+def _clip(box: Box, target: Box) -> tuple[Box, Box]:
     """The part of `box` that lies in `target`, `box` itself where that is all of it; and where it lies in there."""
     common = intersect(box, target)
     assert common is not None  # the manifest found it
     return box if common == box else common, common.relative_to(target)
 
 
-def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
+def _element_range(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
     """First and one past the last element of `box` in an array of `shape`, C order."""
     first = last = 0
     for offset, extent, length in zip(box.offset, box.shape, shape, strict=True):

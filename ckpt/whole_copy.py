@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ckpt.block_check import is_good_block
 from ckpt.checkpoint import Checkpoint
-from ckpt.limits import LARGEST_BLOCK
+from ckpt.limits import MAX_BLOCK_BYTES
 from ckpt.manifest import Row
 from ckpt.records import CommitRecord
 from ckpt.repository import Repository
@@ -20,16 +20,16 @@ from ckpt.storage.errors import CkptError, NotFound
 log = logging.getLogger("ckpt")
 
 
-def is_whole_copy(repo: Repository, copy: Store, name: str) -> bool:
+def is_intact_copy(repo: Repository, copy: Store, name: str) -> bool:
     """Whether `copy` has a whole file of this name, by all records of the repository.
 
     False where no step refers to it, and where any record or manifest that may refer to it can't be read.
     """
     found = False
     try:
-        for commit in _commits(repo):
+        for commit in _commits_of_all_tiers(repo):
             if name in commit.files():
-                if not _fits(Checkpoint(repo.store, commit), copy, name):
+                if not _is_intact_for(Checkpoint(repo.store, commit), copy, name):
                     return False
                 found = True
     except CkptError as error:
@@ -38,7 +38,7 @@ def is_whole_copy(repo: Repository, copy: Store, name: str) -> bool:
     return found
 
 
-def _commits(repo: Repository) -> Iterator[CommitRecord]:
+def _commits_of_all_tiers(repo: Repository) -> Iterator[CommitRecord]:
     """The records of all tiers: after a roll-back a near one has another save of the same step."""
     for place in repo.places:
         for step in place.step_numbers():
@@ -48,7 +48,7 @@ def _commits(repo: Repository) -> Iterator[CommitRecord]:
                 continue
 
 
-def _fits(checkpoint: Checkpoint, copy: Store, name: str) -> bool:
+def _is_intact_for(checkpoint: Checkpoint, copy: Store, name: str) -> bool:
     commit = checkpoint.commit
     for file in (*commit.manifests, *commit.trees):
         if file.name == name:
@@ -56,11 +56,11 @@ def _fits(checkpoint: Checkpoint, copy: Store, name: str) -> bool:
     manifest = checkpoint.manifest()
     rows = [row for row in manifest.by_block() if row.pack == name]
     with copy.open_once(name) as reader:
-        return all(_is_good(reader, manifest.digest_algorithm, row) for row in rows)
+        return all(_is_intact_block(reader, manifest.digest_algorithm, row) for row in rows)
 
 
-def _is_good(reader: Reader, algorithm: str, row: Row) -> bool:
-    if row.stored > LARGEST_BLOCK:
+def _is_intact_block(reader: Reader, algorithm: str, row: Row) -> bool:
+    if row.stored > MAX_BLOCK_BYTES:
         return False
     stored = memoryview(bytearray(row.stored))
     return reader.read_into(row.position, stored) == row.stored and is_good_block(algorithm, row, stored)

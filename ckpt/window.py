@@ -25,75 +25,79 @@ import numpy as np
 from ckpt.arena import round_up
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.leaves.base import Bytes
-from ckpt.process_identity import Owner, is_dead, this_process
+from ckpt.process_identity import ProcessIdentity, is_dead, this_process
 from ckpt.storage.decode import decode
 from ckpt.storage.errors import GroupError
 from ckpt.storage.failpoints import failpoint
 
-_WAITS = 0.0003, 0.003
+_POLL_SECONDS = 0.0003, 0.003
 """Seconds between two looks, at first and at most: a block of 8 MiB takes some milliseconds to read."""
 
-_LOOK_SECONDS = 0.5
+_LIVENESS_SECONDS = 0.5
 """Between two looks whether the others still live."""
 
-_YES = b"1"
+_MAPPED = b"1"
 
 
 class RankFailed(Exception):
     """Another rank has given up; it tells why itself."""
 
 
-class Window:
+class SharedWindow:
     """Blocks of at most `slot_bytes` that go round in one load, read in so many parts. Every rank has one, by `meet`.
 
     A context: a rank that leaves it by an error gives up, so that no other waits for it.
     """
 
-    def __init__(self, group: Group, memory: mmap.mmap, slot_bytes: int, parts: int, owners: list[Owner]) -> None:
+    def __init__(self, group: Group, memory: mmap.mmap, slot_bytes: int, parts: int, owners: list[ProcessIdentity]) -> None:
         self._group = group
         self._owners = owners
         seen = np.frombuffer(memory, np.uint8)
-        told = _told_bytes(group.size, parts)
-        self._passed = seen[: 64 * group.size].view(np.int64)[::8]  # a line of the processor's cache for each rank
+        told = _header_bytes(group.size, parts)
+        self._released = seen[: 64 * group.size].view(np.int64)[::8]  # a line of the processor's cache for each rank
         self._failed = seen[64 * group.size : 65 * group.size]
         self._ready = seen[65 * group.size : 65 * group.size + parts]
         self._slots = seen[told:].reshape(-1, slot_bytes)
 
     @classmethod
-    def meet(cls, group: Group, slots: int, slot_bytes: int, parts: int) -> Window | None:
+    def create(cls, group: Group, slots: int, slot_bytes: int, parts: int) -> SharedWindow | None:
         """One for `group`, all of whose ranks run on this host; None where one of them can't have it. Collective."""
         slot_bytes = round_up(slot_bytes)
-        nbytes = _told_bytes(group.size, parts) + slots * slot_bytes
-        fd = _new(nbytes) if group.rank == 0 else None
+        nbytes = _header_bytes(group.size, parts) + slots * slot_bytes
+        fd = _create_memory(nbytes) if group.rank == 0 else None
         try:
-            mine = {"fd": fd, "file": _identity(fd), "owner": asdict(this_process())}
-            told = [json.loads(answer) for answer in group.all_gather(json.dumps(mine).encode())]
-            owners = [decode(Owner, answer["owner"]) for answer in told]
+            mine = {"fd": fd, "file": _file_identity(fd), "owner": asdict(this_process())}
+            answers_of_open = [json.loads(answer) for answer in group.all_gather(json.dumps(mine).encode())]
+            owners = [decode(ProcessIdentity, answer["owner"]) for answer in answers_of_open]
             maker, me = owners[0], owners[group.rank]
             memory = None
-            if told[0]["fd"] is not None and maker.namespace == me.namespace:  # else the number is another process's
-                memory = _opened(f"/proc/{maker.pid}/fd/{told[0]['fd']}", told[0]["file"], nbytes)
-            answers = group.all_gather(b"" if memory is None else _YES)
+            if answers_of_open[0]["fd"] is not None and maker.namespace == me.namespace:  # else the number is another process's
+                memory = _map_memory_of_rank_0(
+                    f"/proc/{maker.pid}/fd/{answers_of_open[0]['fd']}", answers_of_open[0]["file"], nbytes
+                )
+            answers = group.all_gather(b"" if memory is None else _MAPPED)
         finally:
             if fd is not None:
                 os.close(fd)
-        if memory is None or any(answer != _YES for answer in answers):
+        if memory is None or any(answer != _MAPPED for answer in answers):
             return None
         return cls(group, memory, slot_bytes, parts, owners)
 
-    def __enter__(self) -> Window:
+    def __enter__(self) -> SharedWindow:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.give_up()
+            self.mark_failed()
         # The mapping goes with its views: the frames of an error may live as long as that.
-        del self._passed, self._failed, self._ready, self._slots
+        del self._released, self._failed, self._ready, self._slots
 
-    def to_fill(self, block: int) -> Bytes:
+    def wait_for_free_slot(self, block: int) -> Bytes:
         """The slot of a block, once nobody needs what was there before."""
         before = block - len(self._slots)
-        self._wait(lambda: bool((self._passed > before).all()), lambda: np.flatnonzero(self._passed <= before).tolist())
+        self._poll_until(
+            lambda: bool((self._released > before).all()), lambda: np.flatnonzero(self._released <= before).tolist()
+        )
         return self.slot(block)
 
     def mark_ready(self, part: int) -> None:
@@ -101,37 +105,37 @@ class Window:
         failpoint("load.window")
         self._ready[part] = 1
 
-    def wait_for(self, part: int, reader: int) -> None:
+    def wait_until_ready(self, part: int, reader: int) -> None:
         """Come back when a part is in its place, where `reader` puts it."""
-        self._wait(lambda: bool(self._ready[part]), lambda: [reader])
+        self._poll_until(lambda: bool(self._ready[part]), lambda: [reader])
 
     def slot(self, block: int) -> Bytes:
         """Where a block is, from when its parts are ready until this rank passes on."""
         found: Bytes = self._slots[block % len(self._slots)]
         return found
 
-    def pass_on(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """Say that this rank needs neither this block any more nor one before it."""
-        self._passed[self._group.rank] = block + 1
+        self._released[self._group.rank] = block + 1
 
-    def give_up(self) -> None:
+    def mark_failed(self) -> None:
         """Let no other rank wait for this one."""
         self._failed[self._group.rank] = 1
 
-    def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        pause, longest = _WAITS
-        begun = looked = time.monotonic()
+    def _poll_until(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        pause, longest = _POLL_SECONDS
+        started = last_check = time.monotonic()
         while not done():
             failed = bool(self._failed.any())
             now = time.monotonic()
-            if failed or now > looked + _LOOK_SECONDS:
-                looked = now
+            if failed or now > last_check + _LIVENESS_SECONDS:
+                last_check = now
                 me = self._owners[self._group.rank]
                 if dead := [rank for rank, owner in enumerate(self._owners) if is_dead(owner, me)]:
                     raise GroupError(f"{self._group!r}: {ranks_text(dead)} died in a load; restart the job")
             if failed:
                 raise RankFailed
-            if now > begun + TIMEOUT_SECONDS:
+            if now > started + TIMEOUT_SECONDS:
                 raise GroupError(
                     f"{self._group!r}: {ranks_text(missing())} did not go on with a load for {TIMEOUT_SECONDS:g} s; see "
                     "whether one stands still or its storage does not answer, and restart the job"
@@ -140,12 +144,12 @@ class Window:
             pause = min(longest, pause * 1.5)
 
 
-def _told_bytes(size: int, parts: int) -> int:
+def _header_bytes(size: int, parts: int) -> int:
     """What lies before the slots: a counter and a mark of failure for each rank, a mark for each part."""
     return round_up(65 * size + parts)
 
 
-def _new(nbytes: int) -> int | None:
+def _create_memory(nbytes: int) -> int | None:
     """Memory of zeros that other processes can open; None where this system has none."""
     if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"):
         return None
@@ -160,18 +164,18 @@ def _new(nbytes: int) -> int | None:
     return None
 
 
-def _identity(fd: int | None) -> list[int]:
+def _file_identity(fd: int | None) -> list[int]:
     """What tells the memory from any other file."""
     found = None if fd is None else os.fstat(fd)
     return [] if found is None else [found.st_dev, found.st_ino]
 
 
-def _opened(path: str, identity: list[int], nbytes: int) -> mmap.mmap | None:
+def _map_memory_of_rank_0(path: str, identity: list[int], nbytes: int) -> mmap.mmap | None:
     """The memory of rank 0; None where this process does not see it, as from another container."""
     with suppress(OSError, ValueError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         try:
-            if _identity(fd) == identity:
+            if _file_identity(fd) == identity:
                 return mmap.mmap(fd, nbytes)
         finally:
             os.close(fd)

@@ -20,28 +20,28 @@ from typing import Any
 from ckpt import tier
 from ckpt.recovery import course as courses
 from ckpt.recovery import host, launch, memories, memory, metrics
-from ckpt.recovery.accounts import Accounts
-from ckpt.recovery.agents import LOST_SECONDS, SAY_SECONDS, Report, Wrong, listen, readable
-from ckpt.recovery.console import Console
+from ckpt.recovery.accounts import TimeAccounting
+from ckpt.recovery.agents import LOST_SECONDS, REPORT_SECONDS, AgentReport, HostFailure, decode_reports, find_living_agents
+from ckpt.recovery.console import LogConsole
 from ckpt.recovery.coordinator import Coordinator
-from ckpt.recovery.course import Course, Member, Spec
-from ckpt.recovery.decide import in_words
-from ckpt.recovery.guardian import Guardian
-from ckpt.recovery.keeper import Guard, Keeper, nodes_with_objects
-from ckpt.recovery.launch import Share
-from ckpt.recovery.lease import Lease
-from ckpt.recovery.ledger import Name, totals
-from ckpt.recovery.limits import Limits
+from ckpt.recovery.course import AttemptHost, RunSpec, RunState
+from ckpt.recovery.decide import describe_failure
+from ckpt.recovery.guardian import OrphanGuard
+from ckpt.recovery.keeper import MemoryNodes, NodeSecurity, nodes_with_objects
+from ckpt.recovery.launch import LaunchSpec
+from ckpt.recovery.lease import HostLease
+from ckpt.recovery.ledger import TimeCategory, total_seconds_by_category
+from ckpt.recovery.limits import HangLimits
 from ckpt.recovery.rank_environment import allowed_environment
 from ckpt.recovery.signals import Signals
-from ckpt.recovery.state import Draft, Entry, State
-from ckpt.recovery.voice import Voice
-from ckpt.recovery.warm import WarmStarts
-from ckpt.recovery.watch import Watch
+from ckpt.recovery.state import Draft, LogEntry, RunLog
+from ckpt.recovery.voice import AgentHeartbeat
+from ckpt.recovery.warm import ForkServers
+from ckpt.recovery.watch import RankMonitor
 from ckpt.storage.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.web import Web
-from ckpt.storage.words import count
+from ckpt.storage.web import HttpPages
+from ckpt.storage.words import format_count
 
 log = logging.getLogger("ckpt.run")
 
@@ -54,7 +54,7 @@ _READ_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class HostOptions:
     """What is this host's own."""
 
     name: str
@@ -62,118 +62,122 @@ class Here:
     """Its lock, its ledger, the logs."""
     address: str = "127.0.0.1"
     """Where the ranks of other hosts reach its own."""
-    limits: Limits = field(default_factory=Limits)
-    show: str = "0"
+    limits: HangLimits = field(default_factory=HangLimits)
+    shown_output: str = "0"
     """Whose output goes to the console: "0", "all" or "none"."""
-    warm: bool = True
+    use_fork_server: bool = True
     """Ranks are forked from a process that has imported what they import, where that can be."""
     metrics: tuple[str, int] | None = None
     """Where /metrics is served."""
     through_mpi: bool = False
     """mpiexec starts the ranks, for programs that use MPI's own world."""
-    again: bool = False
+    begin_anew: bool = False
     """Begin anew where a run of several hosts has come to its end."""
-    guard: Guard | None = None
+    security: NodeSecurity | None = None
     """Of the nodes in the memory of this host, where there are several hosts; None: there are none."""
 
 
 class Agent:
     """The agent of this host, from the main thread."""
 
-    def __init__(self, spec: Spec, here: Here, state: State, say: Callable[[str], None]) -> None:
+    def __init__(self, spec: RunSpec, options: HostOptions, state: RunLog, print_line: Callable[[str], None]) -> None:
         self._spec = spec
-        self._here = here
+        self._options = options
         self._state = state
-        self._out = say
+        self._print_line = print_line
         self._incarnation = secrets.token_hex(8)
-        self._mark = f"{launch.AGENT}={self._incarnation}"
-        self._run = ""
-        self._joined = time.time()
-        self._port = launch.free_port(here.address)
-        self._course = Course()
-        self._log: list[Entry] = []
-        self._watch: Watch | None = None
-        self._accounts: Accounts | None = None
-        self._warm = WarmStarts(spec.command) if here.warm and not here.through_mpi else None
-        self._memory = memory.folder_of(here.folder) if spec.hosts == 1 else None
-        self._held_bytes = 0
-        self._keeper: Keeper | None = None
+        self._mark = f"{launch.AGENT_VARIABLE}={self._incarnation}"
+        self._run_id = ""
+        self._joined_at = time.time()
+        self._port = launch.free_port(options.address)
+        self._run_state = RunState()
+        self._log: list[LogEntry] = []
+        self._monitor: RankMonitor | None = None
+        self._time_accounting: TimeAccounting | None = None
+        self._fork_servers = ForkServers(spec.command) if options.use_fork_server and not options.through_mpi else None
+        self._memory_folder = memory.memory_folder(options.folder) if spec.hosts == 1 else None
+        self._memory_used_bytes = 0
+        self._memory_nodes: MemoryNodes | None = None
         self._unlisted: frozenset[str] = frozenset()
         self._attempt = -1
-        self._best = -1
-        self._wrong: Wrong | None = None  # of ranks that could not be started
+        self._best_step = -1
+        self._failure: HostFailure | None = None  # of ranks that could not be started
         self._signals = Signals()
         self._read_at = self._tidy_at = 0.0
         self._status: int | None = None
-        self._trouble = self._waits = ""
-        self._said = ""
-        self._told_stop = -1
-        self._leaves = False
+        self._state_error = self._pending_text = ""
+        self._last_printed = ""
+        self._printed_stop_attempt = -1
+        self._is_leaving = False
 
     def run(self) -> int:
         """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
         host.adopt_orphans()
-        with contextlib.closing(selectors.DefaultSelector()) as self._select, self._signals.heard(self._select):
-            self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory()))
+        with contextlib.closing(selectors.DefaultSelector()) as self._select, self._signals.installed(self._select):
+            self._pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory_folder()))
             try:
                 return self._run_with_pages()
             finally:
                 shutil.rmtree(self._pages, ignore_errors=True)
 
     def _run_with_pages(self) -> int:
-        self._guardian = Guardian(self._mark, self._pages, LOST_SECONDS if self._spec.hosts > 1 else 0.0)
-        self._console = Console(self._here.show)
+        self._orphan_guard = OrphanGuard(self._mark, self._pages, LOST_SECONDS if self._spec.hosts > 1 else 0.0)
+        self._console = LogConsole(self._options.shown_output)
         web = None
         try:
-            web = self._serve()
-            self._keeper = self._keep_memory()
+            web = self._serve_metrics()
+            self._memory_nodes = self._start_memory_nodes()
             self._join()
-            self._unlisted = self._unlisted_nodes()
+            self._unlisted = self._find_unlisted_nodes()
             if self._status is not None:
                 return self._status
-            alone = self._spec.hosts == 1
-            self._coordinator = Coordinator(self._state, alone)
-            self._accounts = Accounts(self._here.folder, self._here.name, alone, self._log, self._coordinator)
-            with contextlib.closing(Lease(self._state, self._guardian, self._here.name, self._spec.least)) as self._lease:
-                self._voice = Voice(self._state, self._report(), self._lease)
+            single_host = self._spec.hosts == 1
+            self._coordinator = Coordinator(self._state, single_host)
+            self._time_accounting = TimeAccounting(
+                self._options.folder, self._options.name, single_host, self._log, self._coordinator
+            )
+            with contextlib.closing(
+                HostLease(self._state, self._orphan_guard, self._options.name, self._spec.least)
+            ) as self._lease:
+                self._heartbeat = AgentHeartbeat(self._state, self._make_report(), self._lease)
                 try:
-                    return self._until_over()
+                    return self._run_until_end()
                 finally:
                     self._stop_ranks()
                     if self._status is not None:
-                        self._bring_home()
-                    self._voice.close()
+                        self._drain_memory()
+                    self._heartbeat.close()
         finally:
-            if self._keeper is not None:
-                self._keeper.close(free := self._frees_memory())
-                if self._status is None and not free and memories.named(self._course.memory):
-                    self._say("the run has not ended, and the memory is kept: start ckpt-run again")
+            if self._memory_nodes is not None:
+                self._memory_nodes.close(free := self._can_free_memory())
+                if self._status is None and not free and memories.node_addresses(self._run_state.memory):
+                    self._print("the run has not ended, and the memory is kept: start ckpt-run again")
             if web is not None:
                 web.close()
-            if self._warm is not None:
-                self._warm.close()
+            if self._fork_servers is not None:
+                self._fork_servers.close()
             self._console.close()
-            self._guardian.close()
-            if self._accounts is not None:
-                self._accounts.close(self._course)
+            self._orphan_guard.close()
+            if self._time_accounting is not None:
+                self._time_accounting.close(self._run_state)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone, a full disk: the log has it
-            self._out(text)
+            self._print_line(text)
 
-    def _until_over(self) -> int:
+    def _run_until_end(self) -> int:
         while True:
-            self._look()
-            self._follow_lease()
+            self._poll_ranks()
+            self._handle_contact_loss()
             try:
-                while self._status is None and (self._follow() or self._lead()):
+                while self._status is None and (self._follow_log() or self._coordinate()):
                     pass
-                self._trouble = self._waits = ""
+                self._state_error = self._pending_text = ""
             except StoreError as error:
-                self._went_wrong(error)
+                self._handle_state_error(error)
             if self._status is not None:
                 return self._status
-            if self._signals.first and self._may_leave():
+            if self._signals.first and self._can_leave():
                 return 128 + self._signals.first
             self._wait()
 
@@ -184,373 +188,437 @@ class Agent:
         until = time.monotonic() + _JOIN_SECONDS
         while True:
             try:
-                if self._joins():
+                if self._try_join():
                     return
             except Unavailable:
                 if self._signals.first or time.monotonic() > until:
                     raise
-                time.sleep(SAY_SECONDS)
+                time.sleep(REPORT_SECONDS)
 
-    def _joins(self) -> bool:
-        self._read()
-        course, alone = self._course, self._spec.hosts == 1
-        known = self._state.reports()
-        goes_on = course.last is not None and not course.over
-        comes_to = goes_on and not alone and course.spec == self._spec and not course.requested
-        locked = alone and not self._state.remote
-        asks = known and not locked and (self._here.name in known or not comes_to)  # who of them lives: that takes a while
-        living = listen(self._state) if asks else {}
-        if self._here.name in living:
-            raise CkptError(f"another host of this run is called {self._here.name}; give this one another --name")
-        if goes_on and living and (alone or course.spec != self._spec):
+    def _try_join(self) -> bool:
+        self._read_log()
+        run_state, single_host = self._run_state, self._spec.hosts == 1
+        reports = self._state.reports()
+        is_under_way = run_state.last is not None and not run_state.has_ended
+        can_join = is_under_way and not single_host and run_state.spec == self._spec and not run_state.end_request
+        locked = single_host and not self._state.is_remote
+        must_listen = (
+            reports and not locked and (self._options.name in reports or not can_join)
+        )  # who of them lives: that takes a while
+        living = find_living_agents(self._state) if must_listen else {}
+        if self._options.name in living:
+            raise CkptError(f"another host of this run is called {self._options.name}; give this one another --name")
+        if is_under_way and living and (single_host or run_state.spec != self._spec):
             same = "the same command and options as on the other hosts"
-            then = "for one job on several hosts give --nnodes on each" if alone else f"give {same}"
-            raise CkptError(f"another run is under way there ({_words(course.spec)}); {then}, or another --run-dir or --state")
-        if comes_to:
-            self._run = course.run
+            then = "for one job on several hosts give --nnodes on each" if single_host else f"give {same}"
+            raise CkptError(
+                f"another run is under way there ({_describe_spec(run_state.spec)}); {then}, or another --run-dir or --state"
+            )
+        if can_join:
+            self._run_id = run_state.run
             return True
-        left = not living and memories.named(course.memory)  # steps that are only in memory: the next run brings them home
-        if course.final and not alone and course.spec == self._spec and not self._here.again and not left:
-            assert course.last is not None
-            self._status = int(course.last.facts["status"])
-            self._say(f"the run has ended: {course.last.text}; to begin another, give --again")
+        has_undrained_memory = not living and memories.node_addresses(
+            run_state.memory
+        )  # steps that are only in memory: the next run brings them home
+        if (
+            run_state.is_final
+            and not single_host
+            and run_state.spec == self._spec
+            and not self._options.begin_anew
+            and not has_undrained_memory
+        ):
+            assert run_state.last is not None
+            self._status = int(run_state.last.facts["status"])
+            self._print(f"the run has ended: {run_state.last.text}; to begin another, give --again")
             return True
-        if course.last is None and self._keeper is not None and (nodes := nodes_with_objects(self._keeper.folder)):
+        if (
+            run_state.last is None
+            and self._memory_nodes is not None
+            and (nodes := nodes_with_objects(self._memory_nodes.folder))
+        ):
             raise CkptError(
                 f"the log of the run is empty, and {nodes[0]} holds steps of a run: the log was lost, or this is another "
                 "--state. Give the --state of that run, or another --run-dir; if nobody needs these steps, remove "
-                f"{self._keeper.folder}"
+                f"{self._memory_nodes.folder}"
             )
-        self._run = secrets.token_hex(6)
+        self._run_id = secrets.token_hex(6)
         drafts = [
-            courses.run(course.attempt + 1, self._run, self._spec, _cut_off(course, known)),
-            Draft(course.attempt + 1, "lead", f"{self._here.name} coordinates", {"name": self._here.name}),
+            courses.draft_run(run_state.attempt + 1, self._run_id, self._spec, _unfinished_reports(run_state, reports)),
+            Draft(run_state.attempt + 1, "lead", f"{self._options.name} coordinates", {"name": self._options.name}),
         ]
-        mine = self._report()
-        self._state.report(mine.name, mine.facts())  # before it leads: the others take who says nothing for lost
-        if not self._state.append(course.number, drafts):
-            self._state.withdraw(mine.name)
+        own_report = self._make_report()
+        self._state.publish_report(
+            own_report.name, own_report.to_facts()
+        )  # before it leads: the others take who says nothing for lost
+        if not self._state.append(run_state.number, drafts):
+            self._state.remove_report(own_report.name)
             return False
-        if course.spec is not None and course.spec.command != self._spec.command:
-            before = " ".join(course.spec.command)
-            self._say(f"another job was run there ({before}): the record and the ledger go on; give each its own --run-dir")
+        if run_state.spec is not None and run_state.spec.command != self._spec.command:
+            before = " ".join(run_state.spec.command)
+            self._print(f"another job was run there ({before}): the record and the ledger go on; give each its own --run-dir")
         failpoint("agent.begun")
-        for name in known.keys() - living.keys() - {mine.name}:
-            self._state.withdraw(name)
-        self._read()
+        for name in reports.keys() - living.keys() - {own_report.name}:
+            self._state.remove_report(name)
+        self._read_log()
         return True
 
-    def _read(self) -> list[Entry]:
+    def _read_log(self) -> list[LogEntry]:
         """What was written since."""
-        entries = self._state.entries(self._course.number)
+        entries = self._state.entries(self._run_state.number)
         self._read_at = time.monotonic()
-        self._course = self._course.went_on(entries)
+        self._run_state = self._run_state.apply_entries(entries)
         self._log += entries
         return entries
 
     # --- following the log -------------------------------------------------------------------------------------
 
-    def _follow(self) -> bool:
+    def _follow_log(self) -> bool:
         """Make the ranks be as the log says; whether there was something to be done."""
-        if self._is_fresh():
+        if self._is_log_fresh():
             return False
-        for entry in self._read():
-            if entry.kind == "run" and entry.facts["run"] != self._run:
+        for entry in self._read_log():
+            if entry.kind == "run" and entry.facts["run"] != self._run_id:
                 raise CkptError("another run was begun there, and this one is over; give each its own --run-dir or --state")
-            self._tell(entry)
+            self._print_entry(entry)
             if entry.kind == "end":
                 self._status = int(entry.facts["status"])
                 return True
-        course, last = self._course, self._course.last
+        run_state, last = self._run_state, self._run_state.last
         assert last is not None
-        goes_on = last.kind in ("start", "stop") and course.attempt == self._attempt
-        if self._watch is not None and not goes_on:
+        attempt_goes_on = last.kind in ("start", "stop") and run_state.attempt == self._attempt
+        if self._monitor is not None and not attempt_goes_on:
             self._account("decide")
-            if last.kind == "failure" or (course.failures and course.failures[-1].cause in ("hang", "stopped")):
-                self._watch.keep_stacks()
+            if last.kind == "failure" or (run_state.failures and run_state.failures[-1].cause in ("hang", "stopped")):
+                self._monitor.save_stacks()
             self._stop_ranks()
             return True
-        mine = next((i for i, member in enumerate(course.members) if self._is_me(member)), None)
-        if last.kind == "start" and mine is not None and course.attempt != self._attempt:
-            self._account("spawn" if course.attempt == 0 else "decide")
-            self._start(course.members[mine], mine, last)
+        own_index = next((i for i, member in enumerate(run_state.members) if self._is_this_agent(member)), None)
+        if last.kind == "start" and own_index is not None and run_state.attempt != self._attempt:
+            self._account("spawn" if run_state.attempt == 0 else "decide")
+            self._start_ranks(run_state.members[own_index], own_index, last)
             return True
-        if last.kind == "stop" and self._watch is not None:
-            self._watch.stop(int(last.facts["step"]), bool(last.facts["agreed"]))
+        if last.kind == "stop" and self._monitor is not None:
+            self._monitor.request_stop(int(last.facts["step"]), bool(last.facts["agreed"]))
         return False
 
-    def _is_fresh(self) -> bool:
+    def _is_log_fresh(self) -> bool:
         """Whether the log was read a moment ago, and this agent has not written to it since."""
-        alone = self._spec.hosts == 1 or self._course.leader == self._here.name
-        return not alone and time.monotonic() - self._read_at < _READ_SECONDS
+        is_only_writer = self._spec.hosts == 1 or self._run_state.leader == self._options.name
+        return not is_only_writer and time.monotonic() - self._read_at < _READ_SECONDS
 
-    def _is_me(self, member: Member) -> bool:
-        return (member.name, member.incarnation) == (self._here.name, self._incarnation)
+    def _is_this_agent(self, member: AttemptHost) -> bool:
+        return (member.name, member.incarnation) == (self._options.name, self._incarnation)
 
-    def _tell(self, entry: Entry) -> None:
+    def _print_entry(self, entry: LogEntry) -> None:
         """What the user should know at once."""
-        given_up = entry.kind == "end" and entry.facts["status"] == 1 and entry.text != self._said
+        given_up = entry.kind == "end" and entry.facts["status"] == 1 and entry.text != self._last_printed
         remark = entry.kind == "note" and entry.facts
-        if entry.kind == "stop" and self._told_stop != entry.attempt:
-            self._told_stop = entry.attempt
-            self._say(f"{entry.text}: the ranks save and end, within {self._spec.grace_seconds:g} s")
+        if entry.kind == "stop" and self._printed_stop_attempt != entry.attempt:
+            self._printed_stop_attempt = entry.attempt
+            self._print(f"{entry.text}: the ranks save and end, within {self._spec.grace_seconds:g} s")
         elif entry.kind == "decision" or given_up or remark or (self._spec.hosts > 1 and entry.kind in ("lead", "start")):
-            self._say(entry.text)
-        self._said = entry.text
+            self._print(entry.text)
+        self._last_printed = entry.text
 
-    def _start(self, member: Member, number: int, entry: Entry) -> None:
-        self._attempt, self._wrong = entry.attempt, None
-        self._lease.begin()
-        facts, logs = entry.facts, self._here.folder / "logs" / str(entry.attempt)
-        share = Share(
-            self._course.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
-            int(facts["port"]), {**allowed_environment(facts.get("environment", {})), **self._own_environment()},
+    def _start_ranks(self, member: AttemptHost, number: int, entry: LogEntry) -> None:
+        self._attempt, self._failure = entry.attempt, None
+        self._lease.begin_attempt()
+        facts, logs = entry.facts, self._options.folder / "logs" / str(entry.attempt)
+        launch_spec = LaunchSpec(
+            self._run_state.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
+            int(facts["port"]), {**allowed_environment(facts.get("environment", {})), **self._host_environment()},
         )  # fmt: skip
-        self._share = share
+        self._launch_spec = launch_spec
         failpoint("agent.start")
         try:
-            ranks = launch.start(self._spec.command, share, self._pages, logs, self._warm, self._here.through_mpi)
+            ranks = launch.start(
+                self._spec.command, launch_spec, self._pages, logs, self._fork_servers, self._options.through_mpi
+            )
         except CkptError as error:
-            self._wrong = Wrong("exit", tuple(range(member.first, member.first + member.count)), f"did not start: {error}")
+            self._failure = HostFailure(
+                "exit", tuple(range(member.first, member.first + member.count)), f"did not start: {error}"
+            )
             if self._spec.hosts == 1 and not isinstance(error, Unavailable):
-                self._state.append(self._course.number, [Draft(entry.attempt, "end", str(error), {"status": 1})])
+                self._state.append(self._run_state.number, [Draft(entry.attempt, "end", str(error), {"status": 1})])
                 raise
             return
         for rank in ranks:
-            self._guardian.add(rank.process.pid)
+            self._orphan_guard.add(rank.process.pid)
             self._select.register(rank.pidfd, selectors.EVENT_READ, rank)
-        self._lease.protect([rank.process.pid for rank in ranks])
-        best = max(self._best, *(failure.step for failure in self._course.failures), -1)  # a spare has seen none of it
-        self._watch = Watch(ranks, self._here.limits, best, self._spec.straggler_seconds)
+        self._lease.set_sessions([rank.process.pid for rank in ranks])
+        best = max(self._best_step, *(failure.step for failure in self._run_state.failures), -1)  # a spare has seen none of it
+        self._monitor = RankMonitor(ranks, self._options.limits, best, self._spec.straggler_seconds)
         self._console.follow(ranks)
         failpoint("agent.started")
 
-    def _own_environment(self) -> dict[str, str]:
+    def _host_environment(self) -> dict[str, str]:
         """What the ranks of this host are told beside."""
-        told = {launch.AGENT: self._incarnation, "TORCHELASTIC_MAX_RESTARTS": str(self._spec.restarts)}
-        course, name = self._course, self._here.name
-        now, *before = [each.url(name) for each in course.memory] or [""]
-        if where := now if self._memory is None else str(self._memory):
-            told[tier.VARIABLE] = where
+        variables = {launch.AGENT_VARIABLE: self._incarnation, "TORCHELASTIC_MAX_RESTARTS": str(self._spec.restarts)}
+        run_state, name = self._run_state, self._options.name
+        now, *before = [each.url(name) for each in run_state.memory] or [""]
+        if memory_url := now if self._memory_folder is None else str(self._memory_folder):
+            variables[tier.MEMORY_VARIABLE] = memory_url
         if before:
-            told[tier.BEFORE] = " ".join(before)
-        if course.newest.memory in course.memory[1:] and course.memory_seconds:
-            told[tier.WAIT] = f"{course.memory_seconds:g} {course.newest.memory.url(name)}"
-        return told
+            variables[tier.PREVIOUS_MEMORY_VARIABLE] = " ".join(before)
+        if run_state.newest.memory in run_state.memory[1:] and run_state.memory_wait_seconds:
+            variables[tier.MEMORY_WAIT_VARIABLE] = f"{run_state.memory_wait_seconds:g} {run_state.newest.memory.url(name)}"
+        return variables
 
     # --- what is only in memory --------------------------------------------------------------------------------
 
-    def _keep_memory(self) -> Keeper | None:
+    def _start_memory_nodes(self) -> MemoryNodes | None:
         """Where there are several hosts: what serves the memory of this one to all."""
-        here = self._here
-        if self._spec.hosts == 1 or here.guard is None:
+        options = self._options
+        if self._spec.hosts == 1 or options.security is None:
             return None
-        folder = memory.folder_of(here.folder, here.name)
-        return None if folder is None else Keeper(folder, here.address, here.guard)
+        folder = memory.memory_folder(options.folder, options.name)
+        return None if folder is None else MemoryNodes(folder, options.address, options.security)
 
-    def _unlisted_nodes(self) -> frozenset[str]:
+    def _find_unlisted_nodes(self) -> frozenset[str]:
         """Nodes that hold objects, and that no entry of the log names: nothing proves that nobody needs them."""
-        if self._keeper is None:
+        if self._memory_nodes is None:
             return frozenset()
-        listed = {at for entry in self._log for at in memories.named(memories.from_facts(entry.facts.get("memory") or []))}
-        found = frozenset(self._keeper.node_at(path) for path in nodes_with_objects(self._keeper.folder)) - listed
+        listed = {
+            at for entry in self._log for at in memories.node_addresses(memories.from_facts(entry.facts.get("memory") or []))
+        }
+        found = (
+            frozenset(self._memory_nodes.node_address(path) for path in nodes_with_objects(self._memory_nodes.folder)) - listed
+        )
         if found:
-            self._say(
+            self._print(
                 f"{', '.join(sorted(found))}: the log of the run does not name these nodes, and they hold steps; they are "
-                f"kept. If nobody needs them, remove their folders in {self._keeper.folder} once this run has ended"
+                f"kept. If nobody needs them, remove their folders in {self._memory_nodes.folder} once this run has ended"
             )
         return found
 
-    def _frees_memory(self) -> bool:
+    def _can_free_memory(self) -> bool:
         """At the end of this agent, whether nothing that its memory holds is needed any more."""
         if self._status is None:  # others go on; or an error has come between
-            return self._leaves and not self._memory_needed()
-        return not memories.named(self._course.memory) and not self._unlisted
+            return self._is_leaving and not self._is_memory_needed()
+        return not memories.node_addresses(self._run_state.memory) and not self._unlisted
 
-    def _memory_needed(self) -> bool:
+    def _is_memory_needed(self) -> bool:
         """Whether steps can't be read any more without the memory of this host."""
-        name, reports = self._here.name, self._coordinator.reports()
+        name, reports = self._options.name, self._coordinator.reports()
         staying = {other: report for other, report in reports.items() if other != name and not report.leaving}
-        return memories.is_needed(self._course.memory, name, staying)
+        return memories.is_needed(self._run_state.memory, name, staying)
 
-    def _bring_home(self) -> None:
+    def _drain_memory(self) -> None:
         """What is only in memory comes to where it belongs: on several hosts by who leads, for whom the others wait."""
-        if self._memory is None:
-            self._see_home()
+        if self._memory_folder is None:
+            self._wait_for_drain()
             return
-        if not (said := memory.bring_home(self._memory)):
+        if not (text := memory.drain_folder(self._memory_folder)):
             return
-        if "has step" not in said:
-            self._say(said)
+        if "has step" not in text:
+            self._print(text)
         with contextlib.suppress(StoreError):
-            self._state.append(self._course.number, [Draft(max(0, self._course.attempt), "note", said)])
+            self._state.append(self._run_state.number, [Draft(max(0, self._run_state.attempt), "note", text)])
 
-    def _see_home(self) -> None:
+    def _wait_for_drain(self) -> None:
         """Until it is done, or one is asked once more to end."""
         signals, until = self._signals.count, time.monotonic() + self._spec.give_up_seconds
-        while self._is_open() and self._signals.count == signals and time.monotonic() < until:
-            mine = replace(self._report(), leaving=0)  # who leads now leads to the end
-            self._voice.say(mine)
+        while self._is_drain_pending() and self._signals.count == signals and time.monotonic() < until:
+            own_report = replace(self._make_report(), leaving=0)  # who leads now leads to the end
+            self._heartbeat.set_report(own_report)
             try:
-                if self._course.leader == self._here.name:
-                    self._drain()
+                if self._run_state.leader == self._options.name:
+                    self._drain_as_leader()
                 else:
-                    self._coordinator.turn(self._course, mine)
-                for entry in self._read():
-                    if entry.kind == "memory" and (memory.BROUGHT in entry.text or entry.facts["memory"]):
-                        self._say(entry.text)
+                    self._coordinator.coordinate(self._run_state, own_report)
+                for entry in self._read_log():
+                    if entry.kind == "memory" and (memory.BROUGHT_TEXT in entry.text or entry.facts["memory"]):
+                        self._print(entry.text)
                 until = time.monotonic() + self._spec.give_up_seconds
             except StoreError as error:
-                self._went_wrong(error)
-            self._look()
+                self._handle_state_error(error)
+            self._poll_ranks()
             self._wait()
-        if self._is_open():
-            self._say("what may be only in memory was not brought home; the memory is kept: start ckpt-run again")
+        if self._is_drain_pending():
+            self._print("what may be only in memory was not brought home; the memory is kept: start ckpt-run again")
 
-    def _drain(self) -> None:
-        course = self._course
-        done, said = memory.drain([each.url() for each in course.memory if each.nodes])
+    def _drain_as_leader(self) -> None:
+        run_state = self._run_state
+        done, text = memory.drain_urls([each.url() for each in run_state.memory if each.nodes])
         failpoint("agent.home")
-        kept = () if done else course.memory
-        self._state.append(course.number, [courses.remembered(course, kept, said or "no step was only in memory")])
+        kept = () if done else run_state.memory
+        self._state.append(run_state.number, [courses.draft_memory(run_state, kept, text or "no step was only in memory")])
 
-    def _is_open(self) -> bool:
+    def _is_drain_pending(self) -> bool:
         """Whether the run has ended, and what is only in memory was not looked after yet."""
-        course = self._course
-        return course.run == self._run and course.over and not course.home and bool(memories.named(course.memory))
+        run_state = self._run_state
+        return (
+            run_state.run == self._run_id
+            and run_state.has_ended
+            and not run_state.memory_drained
+            and bool(memories.node_addresses(run_state.memory))
+        )
 
     def _stop_ranks(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is None:
             return
-        self._best = max(self._best, watch.newest)
-        self._lease.protect(())
+        self._best_step = max(self._best_step, monitor.newest)
+        self._lease.set_sessions(())
         failpoint("agent.stop")
-        for rank in watch.ranks:
+        for rank in monitor.ranks:
             with contextlib.suppress(KeyError):
                 self._select.unregister(rank.pidfd)
-        launch.stop(watch.ranks, self._mark)
-        for rank in watch.ranks:
-            self._guardian.remove(rank.process.pid)
-        self._port = launch.free_port(self._here.address)
+        launch.stop(monitor.ranks, self._mark)
+        for rank in monitor.ranks:
+            self._orphan_guard.remove(rank.process.pid)
+        self._port = launch.free_port(self._options.address)
         self._account("stop")
 
-    def _follow_lease(self) -> None:
+    def _handle_contact_loss(self) -> None:
         """Where contact with the others was lost the ranks have been ended: what is left of them is ended, and reported."""
-        self._lease.others(self._coordinator.reports())
-        loss, watch = self._lease.take_loss(), self._watch
-        if loss is None or watch is None or (watch.over and watch.wrong is None):  # all had ended well before
+        self._lease.set_reports(self._coordinator.reports())
+        loss, monitor = self._lease.take_loss(), self._monitor
+        if loss is None or monitor is None or (monitor.has_ended and monitor.failure is None):  # all had ended well before
             return
-        self._say(loss.text)
+        self._print(loss.user_message)
         self._stop_ranks()
-        self._wrong = Wrong("lost", (), loss.detail, loss.seconds)
-        self._voice.say(self._report())
+        self._failure = HostFailure("lost", (), loss.detail, loss.seconds)
+        self._heartbeat.set_report(self._make_report())
 
     # --- what the ranks do -------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        if self._keeper is not None:
-            self._keeper.look(memories.named(self._course.memory) | self._unlisted)
-        if self._watch is not None:
-            self._watch.leaving = bool(self._signals.first)
-            for rank in self._watch.look(time.monotonic()):
+    def _poll_ranks(self) -> None:
+        if self._memory_nodes is not None:
+            self._memory_nodes.update(memories.node_addresses(self._run_state.memory) | self._unlisted)
+        if self._monitor is not None:
+            self._monitor.is_leaving = bool(self._signals.first)
+            for rank in self._monitor.poll(time.monotonic()):
                 self._select.unregister(rank.pidfd)
             if time.monotonic() >= self._tidy_at:
                 self._tidy_at = time.monotonic() + _TIDY_SECONDS
-                host.reap()
-                self._guardian.look()
-                if (folder := self._memory if self._keeper is None else self._keeper.folder) is not None:
-                    self._held_bytes = memory.held_bytes(folder)
-                if self._warm is not None:
-                    launch.prepare(self._warm, self._share, self._pages)
+                host.reap_orphans()
+                self._orphan_guard.ensure_running()
+                if (folder := self._memory_folder if self._memory_nodes is None else self._memory_nodes.folder) is not None:
+                    self._memory_used_bytes = memory.used_bytes(folder)
+                if self._fork_servers is not None:
+                    launch.prepare_fork_server(self._fork_servers, self._launch_spec, self._pages)
 
-    def _report(self) -> Report:
-        watch, here = self._watch, self._here
-        said = Report(
-            here.name, self._incarnation, self._joined, os.getpid(), str(self._pages), str(here.folder / "logs"), here.address,
-            self._port, self._attempt, wrong=self._wrong, leaving=self._signals.first, hurry=self._signals.count > 1,
-            warm="" if self._warm is None else self._warm.said, held_bytes=self._held_bytes,
-        )  # fmt: skip
-        if (keeper := self._keeper) is not None:
-            said = replace(said, memory=keeper.state, nodes=keeper.nodes, fresh=keeper.fresh)
-        if watch is None:
-            return said
-        line, committed = watch.newest_committed
+    def _make_report(self) -> AgentReport:
+        monitor, options = self._monitor, self._options
+        report = AgentReport(
+            options.name,
+            self._incarnation,
+            self._joined_at,
+            os.getpid(),
+            str(self._pages),
+            str(options.folder / "logs"),
+            options.address,
+            self._port,
+            self._attempt,
+            wrong=self._failure,
+            leaving=self._signals.first,
+            hurry=self._signals.count > 1,
+            warm="" if self._fork_servers is None else self._fork_servers.status_text,
+            held_bytes=self._memory_used_bytes,
+        )
+        if (memory_nodes := self._memory_nodes) is not None:
+            report = replace(report, memory=memory_nodes.state, nodes=memory_nodes.nodes, fresh=memory_nodes.fresh)
+        if monitor is None:
+            return report
+        line, committed = monitor.newest_committed
         return replace(
-            said, doing="over" if watch.over else "running", wrong=watch.wrong, heard=watch.heard, step=watch.step,
-            newest=watch.newest, committed=committed, line=line, durable=watch.durable, saved=watch.saved,
-            restored=watch.restored, stop=watch.stops, stop_step=watch.stop_step, step_seconds=watch.step_seconds,
-            spent=watch.spent, slowest=watch.slowest(time.monotonic()), paces=watch.paces,
-        )  # fmt: skip
+            report,
+            doing="over" if monitor.has_ended else "running",
+            wrong=monitor.failure,
+            heard=monitor.uses_ckpt,
+            step=monitor.step,
+            newest=monitor.newest,
+            committed=committed,
+            line=line,
+            durable=monitor.durable,
+            saved=monitor.saved,
+            restored=monitor.restored,
+            stop=monitor.stop_progress,
+            stop_step=monitor.stop_step,
+            step_seconds=monitor.step_seconds,
+            spent=monitor.time_category,
+            slowest=monitor.slowest_rank(time.monotonic()),
+            paces=monitor.paces,
+        )
 
-    def _lead(self) -> bool:
+    def _coordinate(self) -> bool:
         """Take part in deciding; whether something was written."""
-        mine = self._report()
-        self._voice.say(mine)
-        before = self._course
-        assert self._accounts is not None
+        own_report = self._make_report()
+        self._heartbeat.set_report(own_report)
+        before = self._run_state
+        assert self._time_accounting is not None
         try:
-            return self._coordinator.turn(before, mine)
+            return self._coordinator.coordinate(before, own_report)
         finally:  # also where it can't be known whether something was written: what was heard is heard once
-            self._accounts.turn(before, mine)
+            self._time_accounting.account_by_reports(before, own_report)
 
-    def _account(self, name: Name) -> None:
-        assert self._accounts is not None
-        self._accounts.spent(self._course, name)
+    def _account(self, name: TimeCategory) -> None:
+        assert self._time_accounting is not None
+        self._time_accounting.account(self._run_state, name)
 
-    def _serve(self) -> Web | None:
-        if self._here.metrics is None:
+    def _serve_metrics(self) -> HttpPages | None:
+        if self._options.metrics is None:
             return None
-        host, port = self._here.metrics
+        host, port = self._options.metrics
         try:
-            return metrics.serve(host, port, self._metrics)
+            return metrics.serve(host, port, self._render_metrics)
         except OSError as error:
-            self._say(f"no metrics are served: {host}:{port} can't be listened on: {error.strerror}; give another --metrics")
+            self._print(f"no metrics are served: {host}:{port} can't be listened on: {error.strerror}; give another --metrics")
             return None
 
-    def _metrics(self) -> str:
-        watch = self._watch
-        beats = {} if watch is None else watch.beats
-        return metrics.text(list(self._log), totals(self._here.folder), True, beats, time.monotonic(), self._held_bytes)
+    def _render_metrics(self) -> str:
+        monitor = self._monitor
+        beats = {} if monitor is None else monitor.heartbeats
+        return metrics.render_metrics(
+            list(self._log),
+            total_seconds_by_category(self._options.folder),
+            True,
+            beats,
+            time.monotonic(),
+            self._memory_used_bytes,
+        )
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def _may_leave(self) -> bool:
+    def _can_leave(self) -> bool:
         """Whether the run can do without this agent, which was asked to end."""
-        last = self._course.last
+        last = self._run_state.last
         assert last is not None
-        if self._watch is None and self._spec.hosts > 1 and last.kind == "decision":
-            self._leaves = True
-        if self._watch is None and last.kind == "start" and not any(map(self._is_me, self._course.members)):
-            self._leaves = True
-        if self._leaves and not self._memory_needed():
+        if self._monitor is None and self._spec.hosts > 1 and last.kind == "decision":
+            self._is_leaving = True
+        if self._monitor is None and last.kind == "start" and not any(map(self._is_this_agent, self._run_state.members)):
+            self._is_leaving = True
+        if self._is_leaving and not self._is_memory_needed():
             return True
-        return time.monotonic() - self._signals.first_at > self._patience  # nobody decides any more
+        return time.monotonic() - self._signals.first_at > self._leave_seconds  # nobody decides any more
 
-    def _went_wrong(self, error: StoreError) -> None:
+    def _handle_state_error(self, error: StoreError) -> None:
         """The state does not answer: the ranks go on, and only what goes wrong meanwhile has to wait."""
-        if not self._trouble:
-            self._say(f"{error}. The ranks go on; what happens to them is dealt with when it answers again")
-        self._trouble = str(error)
-        waits, self._waits = self._waits, self._waiting()
-        if self._waits and self._waits != waits:
-            self._say(self._waits)
+        if not self._state_error:
+            self._print(f"{error}. The ranks go on; what happens to them is dealt with when it answers again")
+        self._state_error = str(error)
+        waits, self._pending_text = self._pending_text, self._describe_pending()
+        if self._pending_text and self._pending_text != waits:
+            self._print(self._pending_text)
 
-    def _waiting(self) -> str:
+    def _describe_pending(self) -> str:
         """What has come to pass, and has to wait for the state; "" nothing."""
-        watch = self._watch
+        monitor = self._monitor
         if self._signals.first:
             name = signal.Signals(self._signals.first).name
-            return f"{name}: without the state the ranks can't be asked to save; they are ended within {self._patience:g} s"
-        if watch is not None and watch.wrong is not None:
-            wrong = watch.wrong
-            return f"{in_words(wrong.ranks, wrong.detail)}; what is done about it is decided when the state answers"
-        if watch is not None and watch.over:
+            return (
+                f"{name}: without the state the ranks can't be asked to save; they are ended within {self._leave_seconds:g} s"
+            )
+        if monitor is not None and monitor.failure is not None:
+            failure = monitor.failure
+            return f"{describe_failure(failure.ranks, failure.detail)}; what is done about it is decided when the state answers"
+        if monitor is not None and monitor.has_ended:
             return "all ranks of this host have ended well; the run ends when the state answers, or by another signal"
         return ""
 
     @property
-    def _patience(self) -> float:
+    def _leave_seconds(self) -> float:
         """Seconds that it waits for who decides, once it was asked to end."""
         return self._spec.grace_seconds + 2 * LOST_SECONDS
 
@@ -558,22 +626,22 @@ class Agent:
         """Until something happens, and not for long."""
         for key, _ in self._select.select(_TICK_SECONDS):
             if key.data is self._signals:
-                self._signals.awake()
+                self._signals.clear_wakeup()
 
 
-def _cut_off(course: Course, known: Mapping[str, Mapping[str, Any]]) -> list[Report]:
+def _unfinished_reports(run_state: RunState, facts_by_name: Mapping[str, Mapping[str, Any]]) -> list[AgentReport]:
     """The reports of the newest attempt, where the agents ended before one of them wrote what became of it."""
-    if course.last is None or course.last.kind not in ("start", "stop"):
+    if run_state.last is None or run_state.last.kind not in ("start", "stop"):
         return []
-    return [each for each in readable(known).values() if each.attempt == course.attempt]
+    return [each for each in decode_reports(facts_by_name).values() if each.attempt == run_state.attempt]
 
 
-def _shared_memory() -> str | None:
+def _shared_memory_folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _words(spec: Spec | None) -> str:
+def _describe_spec(spec: RunSpec | None) -> str:
     if spec is None:
         return ""
-    ranks = f"{count(spec.ranks, 'rank')}{' each' if spec.hosts > 1 else ''}"
-    return f"{count(spec.hosts, 'host')} with {ranks}: {' '.join(spec.command)}"
+    ranks = f"{format_count(spec.ranks, 'rank')}{' each' if spec.hosts > 1 else ''}"
+    return f"{format_count(spec.hosts, 'host')} with {ranks}: {' '.join(spec.command)}"

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ckpt.pulse import Bad
-from ckpt.recovery.decide import WANTED, Cause
-from ckpt.recovery.ledger import Name
-from ckpt.recovery.state import State
-from ckpt.recovery.straggle import Pace
+from ckpt.pulse import BadLoss
+from ckpt.recovery.decide import PLANNED_CAUSES, Cause
+from ckpt.recovery.ledger import TimeCategory
+from ckpt.recovery.state import RunLog
+from ckpt.recovery.straggle import RankPace
 from ckpt.storage.decode import Malformed, decode
 
 log = logging.getLogger("ckpt.run")
@@ -21,15 +21,15 @@ log = logging.getLogger("ckpt.run")
 LOST_SECONDS = 3.0
 """An agent that says nothing for so long is lost."""
 
-SAY_SECONDS = 0.5
+REPORT_SECONDS = 0.5
 """An agent says that it lives so often, at least."""
 
 
-_DEAF_SECONDS = 1.0
+_UNOBSERVED_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class HostFailure:
     """What went wrong first with the ranks of a host."""
 
     cause: Cause
@@ -37,12 +37,12 @@ class Wrong:
     detail: str
     silent_seconds: float = 0.0
     """How long before it was noticed."""
-    bad: Bad | None = None
+    bad: BadLoss | None = None
     """The loss by which it diverged."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slowest:
+class SlowestRank:
     """Of the ranks of a host, the one that is behind."""
 
     rank: int
@@ -50,12 +50,12 @@ class Slowest:
     silent_seconds: float
     phase: str
 
-    def in_words(self, logs: str, more: str = "") -> str:
+    def describe(self, logs: str, more: str = "") -> str:
         return f"said nothing for {self.silent_seconds:.1f} s in phase {self.phase!r} (stacks in {logs}{more})"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AgentReport:
     """One agent."""
 
     name: str
@@ -75,7 +75,7 @@ class Report:
     """Of the ranks that it runs, or ran last."""
     doing: Literal["idle", "running", "over"] = "idle"
     """over: all of its ranks have ended well."""
-    wrong: Wrong | None = None
+    wrong: HostFailure | None = None
     leaving: int = 0
     """The signal by which it was asked to end."""
     hurry: bool = False
@@ -93,10 +93,10 @@ class Report:
     """Of the step to stop after: its ranks have not all come to hear of it; they have; one is past it and had not."""
     stop_step: int | None = None
     """Which step that is."""
-    spent: Name = "spawn"
+    spent: TimeCategory = "spawn"
     """What its first rank spends its time on."""
-    slowest: Slowest | None = None
-    paces: tuple[Pace, ...] = ()
+    slowest: SlowestRank | None = None
+    paces: tuple[RankPace, ...] = ()
     """How fast its ranks were of late; of those of which enough was seen."""
     warm: str = ""
     """Whether its next start is a warm one, in words."""
@@ -119,96 +119,96 @@ class Report:
     beat: int = 0
     """Counts what it has said."""
 
-    def facts(self) -> dict[str, Any]:
+    def to_facts(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def report(facts: Mapping[str, Any]) -> Report:
+def decode_report(facts: Mapping[str, Any]) -> AgentReport:
     """From its facts. What a newer version adds is ignored. Raises Malformed."""
-    found = decode(Report, facts)
+    found = decode(AgentReport, facts)
     if not 0 <= found.leaving < signal.NSIG or not 0 <= found.port < 1 << 16:
         raise Malformed(f"{found.leaving} is no signal, or {found.port} no port")
-    if found.wrong is not None and found.wrong.cause in WANTED:
+    if found.wrong is not None and found.wrong.cause in PLANNED_CAUSES:
         raise Malformed(f"{found.wrong.cause!r} is nothing that goes wrong")
     return found
 
 
-def readable(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Report]:
+def decode_reports(facts_by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, AgentReport]:
     """The reports of all agents, by name. One that is malformed is passed over: a warning names it, once."""
     found = {}
-    for name, facts in told.items():
+    for name, facts in facts_by_name.items():
         try:
-            found[name] = report(facts)
+            found[name] = decode_report(facts)
             if found[name].name != name:
                 raise Malformed(f"it is of {found.pop(name).name!r}")
         except Malformed as error:
-            if name not in _warned:
-                _warned.add(name)
+            if name not in _warned_agents:
+                _warned_agents.add(name)
                 log.warning("the report of agent %s can't be read, and is passed over: %s", name, error)
     return found
 
 
-_warned: set[str] = set()
+_warned_agents: set[str] = set()
 
 
 @dataclass(slots=True)
-class _Seen:
-    report: Report
-    at: float
-    moved: bool
+class _ObservedReport:
+    report: AgentReport
+    observed_at: float
+    has_changed: bool
 
 
 @dataclass(slots=True)
-class Roll:
+class AgentLiveness:
     """Who lives, as one agent sees it: by its own clock only, so that the clocks of hosts need not agree."""
 
     lost_seconds: float = LOST_SECONDS
-    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _observed: dict[str, _ObservedReport] = field(default_factory=dict)
     _now: float = 0.0
 
-    def hear(self, told: Mapping[str, Report], now: float) -> None:
+    def observe(self, reports: Mapping[str, AgentReport], now: float) -> None:
         """What all have said last. now: by CLOCK_MONOTONIC."""
         gap, self._now = now - self._now, now
-        if gap > _DEAF_SECONDS:  # nobody is lost because it was this host that did not listen, or the state that was away
-            for seen in self._seen.values():
-                seen.at += gap - _DEAF_SECONDS
-        for name in self._seen.keys() - told.keys():
-            del self._seen[name]
-        for name, said in told.items():
-            before = self._seen.get(name)
-            if before is None or (before.report.incarnation, before.report.beat) != (said.incarnation, said.beat):
-                self._seen[name] = _Seen(said, now, before is not None)
+        if gap > _UNOBSERVED_SECONDS:  # nobody is lost because it was this host that did not listen, or the state that was away
+            for seen in self._observed.values():
+                seen.observed_at += gap - _UNOBSERVED_SECONDS
+        for name in self._observed.keys() - reports.keys():
+            del self._observed[name]
+        for name, report in reports.items():
+            before = self._observed.get(name)
+            if before is None or (before.report.incarnation, before.report.beat) != (report.incarnation, report.beat):
+                self._observed[name] = _ObservedReport(report, now, before is not None)
 
-    def living(self) -> dict[str, Report]:
+    def living(self) -> dict[str, AgentReport]:
         """Those that were heard to say something new of late."""
-        return {name: report for name, report in self.perhaps().items() if self._seen[name].moved}
+        return {name: report for name, report in self.maybe_living().items() if self._observed[name].has_changed}
 
-    def perhaps(self) -> dict[str, Report]:
+    def maybe_living(self) -> dict[str, AgentReport]:
         """Those that live, and those that may: they were not listened to for long enough."""
-        return {name: seen.report for name, seen in self._seen.items() if self._now - seen.at <= self.lost_seconds}
+        return {name: seen.report for name, seen in self._observed.items() if self._now - seen.observed_at <= self.lost_seconds}
 
-    def silent(self) -> dict[str, Report]:
+    def silent(self) -> dict[str, AgentReport]:
         """What those reported last that are neither seen to live nor known to have ended."""
-        perhaps = self.perhaps()
-        return {name: seen.report for name, seen in self._seen.items() if name not in perhaps}
+        perhaps = self.maybe_living()
+        return {name: seen.report for name, seen in self._observed.items() if name not in perhaps}
 
-    def unheard(self, since: float) -> frozenset[str]:
+    def silent_since(self, since: float) -> frozenset[str]:
         """Who has said nothing since then, by CLOCK_MONOTONIC."""
-        return frozenset(name for name, seen in self._seen.items() if seen.at <= since)
+        return frozenset(name for name, seen in self._observed.items() if seen.observed_at <= since)
 
     def silent_seconds(self, name: str) -> float:
         """Since it was heard last; 0 where it never was."""
-        seen = self._seen.get(name)
-        return 0.0 if seen is None else self._now - seen.at
+        seen = self._observed.get(name)
+        return 0.0 if seen is None else self._now - seen.observed_at
 
 
-def listen(state: State, seconds: float = 3 * SAY_SECONDS) -> dict[str, Report]:
+def find_living_agents(state: RunLog, seconds: float = 3 * REPORT_SECONDS) -> dict[str, AgentReport]:
     """The agents that say something new while one listens for so long, or until all that are known have."""
-    roll, until = Roll(), time.monotonic() + seconds
+    liveness, until = AgentLiveness(), time.monotonic() + seconds
     while (now := time.monotonic()) < until:
-        told = readable(state.reports())
-        roll.hear(told, now)
-        if len(roll.living()) == len(told):
+        reports = decode_reports(state.reports())
+        liveness.observe(reports, now)
+        if len(liveness.living()) == len(reports):
             break
         time.sleep(0.05)
-    return roll.living()
+    return liveness.living()

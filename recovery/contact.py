@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 
 from ckpt.recovery.agents import LOST_SECONDS
 
-LOOK_SECONDS = 0.75
+PROBE_SECONDS = 0.75
 """How long a look takes at most. Three of them end within a lease, and two of these ask the other hosts."""
 _FRESH_SECONDS = 2.0
 """Who was away for longer knows nothing of the time between."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Probe:
     """One attempt to reach the state and the other hosts. Times are of CLOCK_MONOTONIC."""
 
     began: float
     ended: float
-    state: bool
+    is_state_reached: bool
     """Whether a machine of the state is in reach."""
-    hosts: frozenset[str] = frozenset()
+    tried: frozenset[str] = frozenset()
     """Those that were tried."""
-    absent: frozenset[str] = frozenset()
+    unreachable: frozenset[str] = frozenset()
     """Those of them that are out of reach."""
 
 
@@ -38,38 +38,43 @@ class Contact:
 
     acknowledged_at: float
     """When the newest report was sent that the state has acknowledged: the others may count from then on."""
-    least: int = 1
+    min_hosts: int = 1
     """So many hosts can go on (--min)."""
-    looks: tuple[Look, ...] = ()
+    probes: tuple[Probe, ...] = ()
     """The last two since then."""
 
-    def acknowledged(self, at: float) -> Contact:
+    def after_acknowledgement(self, at: float) -> Contact:
         """After a report that was sent at this time has been acknowledged."""
-        return replace(self, acknowledged_at=max(at, self.acknowledged_at), looks=())
+        return replace(self, acknowledged_at=max(at, self.acknowledged_at), probes=())
 
-    def looked(self, look: Look) -> Contact:
+    def after_probe(self, probe: Probe) -> Contact:
         """After one look more. One that began before the last acknowledged report proves nothing."""
-        return replace(self, looks=(*self.looks, look)[-2:]) if look.began >= self.acknowledged_at else self
+        return replace(self, probes=(*self.probes, probe)[-2:]) if probe.began >= self.acknowledged_at else self
 
     def silent_seconds(self, now: float) -> float:
         """How long the others may have had no report."""
         return now - self.acknowledged_at
 
-    def is_state_away(self, now: float) -> bool:
+    def is_state_unreachable(self, now: float) -> bool:
         """Whether the last look was just now, and has not found the state."""
-        return bool(self.looks) and _is_fresh(self.looks[-1], now) and not self.looks[-1].state
+        return bool(self.probes) and _is_fresh(self.probes[-1], now) and not self.probes[-1].is_state_reached
 
     def is_lost(self, now: float) -> bool:
         """Whether the others may go on without this host by now, and it can't know."""
-        if self.silent_seconds(now) < LOST_SECONDS or len(self.looks) < 2:
+        if self.silent_seconds(now) < LOST_SECONDS or len(self.probes) < 2:
             return False
-        first, second = self.looks
-        if first.state or second.state or not _is_fresh(first, second.began) or not _is_fresh(second, now):
+        first, second = self.probes
+        if (
+            first.is_state_reached
+            or second.is_state_reached
+            or not _is_fresh(first, second.began)
+            or not _is_fresh(second, now)
+        ):
             return False
-        tried, absent = len(second.hosts), len(first.absent & second.absent)
-        return tried > 0 and absent >= min(self.least, tried)
+        tried, absent = len(second.tried), len(first.unreachable & second.unreachable)
+        return tried > 0 and absent >= min(self.min_hosts, tried)
 
 
-def _is_fresh(look: Look, now: float) -> bool:
+def _is_fresh(probe: Probe, now: float) -> bool:
     """Whether it says how it is now. Not where this process stood still meanwhile: it must look again first."""
-    return look.ended - look.began < _FRESH_SECONDS and now - look.ended < _FRESH_SECONDS
+    return probe.ended - probe.began < _FRESH_SECONDS and now - probe.ended < _FRESH_SECONDS

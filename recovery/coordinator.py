@@ -9,101 +9,103 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from ckpt.recovery.advance import View, advance
-from ckpt.recovery.agents import Report, Roll, readable
-from ckpt.recovery.course import Course
-from ckpt.recovery.state import Draft, State
+from ckpt.recovery.advance import DecisionInput, draft_next_entries
+from ckpt.recovery.agents import AgentLiveness, AgentReport, decode_reports
+from ckpt.recovery.course import RunState
+from ckpt.recovery.state import Draft, RunLog
 from ckpt.storage.failpoints import failpoint
 
-_LISTEN_SECONDS = 0.1
+_LEADER_READ_SECONDS = 0.1
 """How often the leader asks what the agents say."""
 
-_GLANCE_SECONDS = 0.5
+_FOLLOWER_READ_SECONDS = 0.5
 """How often the others do."""
 
 
 class Coordinator:
     """One agent's part in deciding."""
 
-    def __init__(self, state: State, alone: bool) -> None:
+    def __init__(self, state: RunLog, single_host: bool) -> None:
         self._state = state
-        self._alone = alone
-        self._roll = Roll()
-        self._listened = 0.0
-        self._told: dict[str, Report] = {}
+        self._single_host = single_host
+        self._liveness = AgentLiveness()
+        self._reports_read_at = 0.0
+        self._living: dict[str, AgentReport] = {}
         self._entry: tuple[str, int] | None = None
         self._entry_at = time.monotonic()
         self._began_at = time.monotonic()
-        self._wrong_at: float | None = None
+        self._failure_seen_at: float | None = None
 
-    def turn(self, course: Course, mine: Report) -> bool:
+    def coordinate(self, run_state: RunState, own_report: AgentReport) -> bool:
         """Do what there is to be done now; whether something was. Raises Unavailable where the state does not answer."""
         now = time.monotonic()
-        self._note(course, now)
-        view = self._view(course, mine, now)
-        if course.leader != mine.name:
-            return self._takes_the_lead(course, view, mine)
-        drafts = advance(view)
+        self._note_entry_time(run_state, now)
+        view = self._decision_input(run_state, own_report, now)
+        if run_state.leader != own_report.name:
+            return self._try_to_lead(run_state, view, own_report)
+        drafts = draft_next_entries(view)
         if not drafts:
             return False
         failpoint(f"coordinator.{drafts[0].kind}")
-        written = self._state.append(course.number, drafts)
+        written = self._state.append(run_state.number, drafts)
         failpoint(f"coordinator.{drafts[0].kind}.written")
         return written
 
-    def reports(self) -> dict[str, Report]:
+    def reports(self) -> dict[str, AgentReport]:
         """Of all agents that live, as heard last."""
-        return self._told
+        return self._living
 
     def silent_seconds(self, name: str) -> float:
         """How long an agent has said nothing; 0 where nothing is known of it."""
-        return self._roll.silent_seconds(name)
+        return self._liveness.silent_seconds(name)
 
-    def _note(self, course: Course, now: float) -> None:
+    def _note_entry_time(self, run_state: RunState, now: float) -> None:
         """When the entries came, by the clock of this host: of several of one kind, the first."""
-        last = course.last
+        last = run_state.last
         entry = None if last is None else (last.kind, last.attempt)
         if entry != self._entry:
             self._entry, self._entry_at = entry, now
             if entry is not None and entry[0] == "start":
                 self._began_at = now
 
-    def _view(self, course: Course, mine: Report, now: float) -> View:
-        leads = course.leader == mine.name
-        if not self._alone and now - self._listened >= (_LISTEN_SECONDS if leads else _GLANCE_SECONDS):
-            self._listened = now
-            told = {name: said for name, said in readable(self._state.reports()).items() if name != mine.name}
-            self._roll.hear(told, time.monotonic())
-        me = {mine.name: mine}
-        self._told = self._roll.living() | me
-        perhaps = self._roll.perhaps() | me
-        return View(
-            course,
-            self._told,
-            perhaps,
+    def _decision_input(self, run_state: RunState, own_report: AgentReport, now: float) -> DecisionInput:
+        leads = run_state.leader == own_report.name
+        if not self._single_host and now - self._reports_read_at >= (_LEADER_READ_SECONDS if leads else _FOLLOWER_READ_SECONDS):
+            self._reports_read_at = now
+            others = {name: said for name, said in decode_reports(self._state.reports()).items() if name != own_report.name}
+            self._liveness.observe(others, time.monotonic())
+        own_reports = {own_report.name: own_report}
+        self._living = self._liveness.living() | own_reports
+        maybe_living = self._liveness.maybe_living() | own_reports
+        return DecisionInput(
+            run_state,
+            self._living,
+            maybe_living,
             now - self._entry_at,
             now - self._began_at,
-            self._roll.silent(),
-            self._unheard(course, perhaps, now),
+            self._liveness.silent(),
+            self._silent_since_failure(run_state, maybe_living, now),
         )
 
-    def _unheard(self, course: Course, perhaps: Mapping[str, Report], now: float) -> frozenset[str]:
+    def _silent_since_failure(self, run_state: RunState, maybe_living: Mapping[str, AgentReport], now: float) -> frozenset[str]:
         """Who has said nothing since something was wrong; what is heard in the next round may have been said before."""
-        if not any(r.wrong is not None and r.attempt == course.attempt for r in perhaps.values()):
-            self._wrong_at = None
+        if not any(r.wrong is not None and r.attempt == run_state.attempt for r in maybe_living.values()):
+            self._failure_seen_at = None
             return frozenset()
-        if self._wrong_at is None:
-            self._wrong_at = now
-        return self._roll.unheard(self._wrong_at + _LISTEN_SECONDS)
+        if self._failure_seen_at is None:
+            self._failure_seen_at = now
+        return self._liveness.silent_since(self._failure_seen_at + _LEADER_READ_SECONDS)
 
-    def _takes_the_lead(self, course: Course, view: View, mine: Report) -> bool:
-        if course.leader in view.perhaps or mine.leaving:
+    def _try_to_lead(self, run_state: RunState, view: DecisionInput, own_report: AgentReport) -> bool:
+        if run_state.leader in view.maybe_living or own_report.leaving:
             return False
-        heirs = {name: r for name, r in view.perhaps.items() if not r.leaving}
-        if min(heirs.values(), key=lambda r: (r.joined, r.name)).name != mine.name:
+        heirs = {name: r for name, r in view.maybe_living.items() if not r.leaving}
+        if min(heirs.values(), key=lambda r: (r.joined, r.name)).name != own_report.name:
             return False
         failpoint("coordinator.lead")
-        text = f"{mine.name} coordinates from now on" + (f", as {course.leader} is gone" if course.leader else "")
-        written = self._state.append(course.number, [Draft(max(0, course.attempt), "lead", text, {"name": mine.name})])
+        text = f"{own_report.name} coordinates from now on" + (f", as {run_state.leader} is gone" if run_state.leader else "")
+        written = self._state.append(
+            run_state.number, [Draft(max(0, run_state.attempt), "lead", text, {"name": own_report.name})]
+        )
         failpoint("coordinator.lead.written")
         return written

@@ -8,20 +8,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt.cursor import Ranges
-from ckpt.interval import MTBF, mean_time_to_failure
+from ckpt.interval import MTBF_VARIABLE, posterior_mtbf_seconds
 from ckpt.recovery import memories
-from ckpt.recovery.agents import Report
-from ckpt.recovery.decide import WANTED, Budget, Failure, still_before, worth_waiting_seconds
-from ckpt.recovery.memories import Memory, Newest
-from ckpt.recovery.rollback import environment
-from ckpt.recovery.state import Draft, Entry
+from ckpt.recovery.agents import AgentReport
+from ckpt.recovery.decide import PLANNED_CAUSES, Budget, Failure, next_restore_limit, worth_waiting_seconds
+from ckpt.recovery.memories import MemoryNamespace, NewestStep
+from ckpt.recovery.rollback import rollback_environment
+from ckpt.recovery.state import Draft, LogEntry
 from ckpt.storage.decode import decode
 
 log = logging.getLogger("ckpt.run")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class RunSpec:
     """What is to be run, and how: the same on all hosts."""
 
     command: tuple[str, ...]
@@ -49,7 +49,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class AttemptHost:
     """A host that takes part in an attempt."""
 
     name: str
@@ -60,19 +60,19 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunState:
     """A run, up to an entry of its log."""
 
     number: int = 0
     """Of the last entry."""
     run: str = ""
     """A random name."""
-    spec: Spec | None = None
+    spec: RunSpec | None = None
     leader: str = ""
-    last: Entry | None = None
+    last: LogEntry | None = None
     """The last entry that moves the run on: neither lead nor request."""
     attempt: int = -1
-    members: tuple[Member, ...] = ()
+    members: tuple[AttemptHost, ...] = ()
     """Of this attempt, or of the last one."""
     failures: tuple[Failure, ...] = ()
     budget: Budget = field(default_factory=Budget)
@@ -84,9 +84,9 @@ class Course:
     """What loss is too much, until the ranks have seen enough."""
     saved: int = -1
     """The newest step of the run before this one, if that was the same job; -1 nothing is known."""
-    requested: str = ""
+    end_request: str = ""
     """Somebody wants the run to end: in words. "" nobody."""
-    slow: Mapping[int, str] = field(default_factory=dict)
+    stragglers: Mapping[int, str] = field(default_factory=dict)
     """Stragglers of this attempt, in words, by rank."""
     left_out: str = ""
     """The host without which all are to start again, as it is slow."""
@@ -98,13 +98,13 @@ class Course:
     """Silent hosts that are waited for, as was noted last, because they may hold the newest steps."""
     restored: int | None = None
     """The step that this attempt went on from, where that was said: it is an older one than was saved."""
-    memory: tuple[Memory, ...] = ()
+    memory: tuple[MemoryNamespace, ...] = ()
     """Of several hosts: the one that steps are saved to, and those before it that may hold steps; of earlier runs, too."""
-    newest: Newest = field(default_factory=Newest)
+    newest: NewestStep = field(default_factory=NewestStep)
     """Which of them has the newest step, and what it costs to do without."""
     other_job: bool = False
     """Whether some of them may have steps of another command, which this run does not make anew."""
-    home: bool = False
+    memory_drained: bool = False
     """After the end: what was only in memory is where it belongs, or was tried to be brought there."""
 
     @property
@@ -113,7 +113,7 @@ class Course:
         return self.failures[-1].committed if self.failures else self.saved
 
     @property
-    def memory_seconds(self) -> float:
+    def memory_wait_seconds(self) -> float:
         """How long to wait for the memory that has the newest step where its hosts are silent."""
         most = 0.0 if self.spec is None or not self.newest.memory.nodes else self.spec.give_up_seconds
         return worth_waiting_seconds(self.newest.at_stake, self.newest.step_seconds, most)
@@ -121,110 +121,123 @@ class Course:
     @property
     def environment(self) -> dict[str, str]:
         """What the ranks of the next attempt are told of those before."""
-        failed = [failure.ran_seconds for failure in self.failures if failure.cause not in WANTED]
+        failed = [failure.ran_seconds for failure in self.failures if failure.cause not in PLANNED_CAUSES]
         ran = sum(failure.ran_seconds for failure in self.failures)
-        return environment(self.skip, self.before, self.limit) | {MTBF: str(mean_time_to_failure(ran, len(failed)))}
+        return rollback_environment(self.skip, self.before, self.limit) | {
+            MTBF_VARIABLE: str(posterior_mtbf_seconds(ran, len(failed)))
+        }
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.last is not None and self.last.kind == "end"
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Whether it has come to its end by itself: it was not asked to, and there were enough hosts."""
-        return self.over and self.last is not None and bool(self.last.facts.get("final"))
+        return self.has_ended and self.last is not None and bool(self.last.facts.get("final"))
 
-    def went_on(self, entries: Sequence[Entry]) -> Course:
+    def apply_entries(self, entries: Sequence[LogEntry]) -> RunState:
         """After some more entries. One that does not follow from those before it is passed over, with a warning."""
-        course = self
+        run_state = self
         for entry in entries:
             try:
-                course = _after(course, entry)
+                run_state = _apply_entry(run_state, entry)
             except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
                 log.warning("entry %d of the log of the run (%s) is passed over: %r", entry.number, entry.kind, error)
-                course = replace(course, number=entry.number)
-        return course
+                run_state = replace(run_state, number=entry.number)
+        return run_state
 
 
-def _after(course: Course, entry: Entry) -> Course:
+def _apply_entry(run_state: RunState, entry: LogEntry) -> RunState:
     facts = entry.facts
-    course = replace(course, number=entry.number)
+    run_state = replace(run_state, number=entry.number)
     if entry.kind == "note":
-        return _noted(course, entry)
+        return _apply_note(run_state, entry)
     if entry.kind == "lead":
-        return replace(course, leader=str(facts["name"]))
+        return replace(run_state, leader=str(facts["name"]))
     if entry.kind == "request":
-        return replace(course, requested=entry.text)
+        return replace(run_state, end_request=entry.text)
     if entry.kind == "memory":
         memory = memories.from_facts(facts["memory"])
-        return replace(course, memory=memory, home=course.over, other_job=course.other_job and len(memory) > 1)
-    _require_order(course, entry)
-    course = replace(course, last=entry)
+        return replace(
+            run_state, memory=memory, memory_drained=run_state.has_ended, other_job=run_state.other_job and len(memory) > 1
+        )
+    _require_order(run_state, entry)
+    run_state = replace(run_state, last=entry)
     if entry.kind == "run":
-        spec = decode(Spec, facts["spec"])
+        spec = decode(RunSpec, facts["spec"])
         budget = Budget(spec.restarts, spec.restarts)
-        same = course.spec is not None and course.spec.command == spec.command
-        newest = course.newest
+        same = run_state.spec is not None and run_state.spec.command == spec.command
+        newest = run_state.newest
         if facts.get("cut_off") is not None:
-            known = {**facts["cut_off"], "cause": "lost", "ranks": (), "detail": "", "step": -1, "ran_seconds": 0.0}
-            cut_off = decode(Failure, known)
-            newest = newest.after(cut_off, _written(course), course.before is not None)
-        return Course(
-            entry.number, str(facts["run"]), spec, last=entry, attempt=entry.attempt - 1, budget=budget, memory=course.memory,
-            saved=newest.step if same else -1, newest=newest if same else Newest(),
-            other_job=bool(memories.named(course.memory)) and (course.other_job or not same),
-        )  # fmt: skip
+            cut_off_facts = {**facts["cut_off"], "cause": "lost", "ranks": (), "detail": "", "step": -1, "ran_seconds": 0.0}
+            cut_off = decode(Failure, cut_off_facts)
+            newest = newest.after(cut_off, _current_memory(run_state), run_state.before is not None)
+        return RunState(
+            entry.number,
+            str(facts["run"]),
+            spec,
+            last=entry,
+            attempt=entry.attempt - 1,
+            budget=budget,
+            memory=run_state.memory,
+            saved=newest.step if same else -1,
+            newest=newest if same else NewestStep(),
+            other_job=bool(memories.node_addresses(run_state.memory)) and (run_state.other_job or not same),
+        )
     if entry.kind == "start":
-        members = tuple(decode(Member, member) for member in facts["members"])
+        members = tuple(decode(AttemptHost, member) for member in facts["members"])
         memory = memories.from_facts(facts.get("memory", ()))
-        anew = replace(course, slow={}, left_out="", came=None, awaited=(), restored=None)
+        anew = replace(run_state, stragglers={}, left_out="", came=None, awaited=(), restored=None)
         return replace(anew, attempt=entry.attempt, members=members, memory=memory)
     if entry.kind == "failure":
         failure = decode(Failure, {**facts, "detail": entry.text})
-        before = still_before(course.before, failure, course.budget)
-        newest = course.newest.after(failure, _written(course), course.before is not None)
-        return replace(course, failures=(*course.failures, failure), before=before, newest=newest)
+        before = next_restore_limit(run_state.before, failure, run_state.budget)
+        newest = run_state.newest.after(failure, _current_memory(run_state), run_state.before is not None)
+        return replace(run_state, failures=(*run_state.failures, failure), before=before, newest=newest)
     if entry.kind == "decision":
-        told = {name: facts[name] for name in ("before", "limit") if facts.get(name) is not None}
+        changes = {name: facts[name] for name in ("before", "limit") if facts.get(name) is not None}
         if facts.get("skip") is not None:
-            told["skip"] = tuple((first, last) for first, last in facts["skip"])
-        return replace(course, budget=course.budget.after(course.failures[-1], course.before is not None), **told)
-    return course
+            changes["skip"] = tuple((first, last) for first, last in facts["skip"])
+        return replace(
+            run_state, budget=run_state.budget.after(run_state.failures[-1], run_state.before is not None), **changes
+        )
+    return run_state
 
 
-def _written(course: Course) -> Memory:
+def _current_memory(run_state: RunState) -> MemoryNamespace:
     """The memory that the attempt saves to."""
-    return course.memory[0] if course.memory else Memory()
+    return run_state.memory[0] if run_state.memory else MemoryNamespace()
 
 
-def _require_order(course: Course, entry: Entry) -> None:
+def _require_order(run_state: RunState, entry: LogEntry) -> None:
     """Raise ValueError where the entries that must come before this one are missing, as they could not be read."""
-    if not course.members and entry.kind == "stop":
+    if not run_state.members and entry.kind == "stop":
         raise ValueError("nothing was started before it")
-    if not course.failures and entry.kind == "decision":
+    if not run_state.failures and entry.kind == "decision":
         raise ValueError("nothing has failed before it")
 
 
-def _noted(course: Course, entry: Entry) -> Course:
+def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:
     """What is said once is remembered."""
     facts = entry.facts
     if "straggler" in facts:
-        course = replace(course, slow={**course.slow, int(facts["straggler"]): entry.text})
+        run_state = replace(run_state, stragglers={**run_state.stragglers, int(facts["straggler"]): entry.text})
     if "awaited" in facts:
-        course = replace(course, awaited=tuple(facts["awaited"]))
-    known = {name: facts[name] for name in ("left_out", "spares", "came", "restored") if name in facts}
-    return replace(course, **known)
+        run_state = replace(run_state, awaited=tuple(facts["awaited"]))
+    noted = {name: facts[name] for name in ("left_out", "spares", "came", "restored") if name in facts}
+    return replace(run_state, **noted)
 
 
-def is_failure(entry: Entry) -> bool:
+def is_failure(entry: LogEntry) -> bool:
     """Not an end that somebody wanted."""
-    return entry.kind == "failure" and entry.facts["cause"] not in WANTED
+    return entry.kind == "failure" and entry.facts["cause"] not in PLANNED_CAUSES
 
 
 # --- entries -----------------------------------------------------------------------------------------------------
 
 
-def run(attempt: int, name: str, spec: Spec, reports: Sequence[Report] = ()) -> Draft:
+def draft_run(attempt: int, name: str, spec: RunSpec, reports: Sequence[AgentReport] = ()) -> Draft:
     """A new run begins; its first attempt has this number. reports: of the attempt before, where the log has no end of it."""
     cut_off = None
     if reports:
@@ -239,11 +252,11 @@ def run(attempt: int, name: str, spec: Spec, reports: Sequence[Report] = ()) -> 
     return Draft(attempt, "run", " ".join(spec.command), {"run": name, "spec": asdict(spec), "cut_off": cut_off})
 
 
-def failed(attempt: int, failure: Failure) -> Draft:
+def draft_failure(attempt: int, failure: Failure) -> Draft:
     facts: dict[str, Any] = asdict(failure)
     return Draft(attempt, "failure", facts.pop("detail"), facts)
 
 
-def remembered(course: Course, memory: Sequence[Memory], text: str) -> Draft:
+def draft_memory(run_state: RunState, memory: Sequence[MemoryNamespace], text: str) -> Draft:
     """From now on these memories are in use, and no others."""
-    return Draft(max(0, course.attempt), "memory", text, {"memory": memories.facts(memory)})
+    return Draft(max(0, run_state.attempt), "memory", text, {"memory": memories.to_facts(memory)})

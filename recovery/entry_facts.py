@@ -10,22 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckpt.recovery.course import Member, Spec
+from ckpt.recovery.course import AttemptHost, RunSpec
 from ckpt.recovery.decide import Failure
-from ckpt.recovery.state import Entry, passed_over
-from ckpt.recovery.stopping import Stop
+from ckpt.recovery.state import LogEntry, placeholder_entry
+from ckpt.recovery.stopping import StopRequest
 from ckpt.storage.decode import Malformed, decode, read_json
 
-_Memories = tuple[tuple[tuple[str, str], ...], ...]
+_MemoryNodeLists = tuple[tuple[tuple[str, str], ...], ...]
 """Of each memory, host and HOST:PORT of its nodes."""
 
 _MOST_RANKS = 1 << 24
-_LATEST = 253_402_300_799.0
+_LATEST_TIME = 253_402_300_799.0
 """The last second of the year 9999."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _EntryFields:
     """What all entries have."""
 
     at: float
@@ -35,14 +35,14 @@ class _Line:
     facts: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.at <= _LATEST:
+        if not 0 <= self.at <= _LATEST_TIME:
             raise ValueError(f"{self.at} is no time")
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _RunFacts:
     run: str
-    spec: Spec
+    spec: RunSpec
     cut_off: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -51,17 +51,17 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lead:
+class _LeadFacts:
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class _StartFacts:
     ranks: int
-    members: tuple[Member, ...]
+    members: tuple[AttemptHost, ...]
     address: str
     port: int
-    memory: _Memories = ()
+    memory: _MemoryNodeLists = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Checked by rank_environment.py."""
     command: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class _Start:
 
 
 @dataclass(frozen=True, slots=True)
-class _Decision:
+class _DecisionFacts:
     action: Literal["restart", "halt"]
     status: int | None = None
     wait: float = 0.0
@@ -93,12 +93,12 @@ class _Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
-    memory: _Memories
+class _MemoryFacts:
+    memory: _MemoryNodeLists
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _NoteFacts:
     straggler: int | None = None
     host: str | None = None
     times: float | None = None
@@ -114,53 +114,62 @@ class _Note:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _EndFacts:
     status: int
     final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Nothing:
+class _NoFacts:
     pass
 
 
-def _of(kind: type[Any]) -> Callable[[_Line], object]:
+def _facts_check(kind: type[Any]) -> Callable[[_EntryFields], object]:
     return lambda line: decode(kind, line.facts)
 
 
-_FACTS: Mapping[str, Callable[[_Line], object]] = {
-    "run": _of(_Run), "lead": _of(_Lead), "start": _of(_Start), "request": _of(_Nothing), "stop": _of(Stop),
-    "failure": lambda line: decode(Failure, {**line.facts, "detail": line.text}), "decision": _of(_Decision),
-    "memory": _of(_Memory), "note": _of(_Note), "end": _of(_End),
-}  # fmt: skip
+_FACTS_CHECKS: Mapping[str, Callable[[_EntryFields], object]] = {
+    "run": _facts_check(_RunFacts),
+    "lead": _facts_check(_LeadFacts),
+    "start": _facts_check(_StartFacts),
+    "request": _facts_check(_NoFacts),
+    "stop": _facts_check(StopRequest),
+    "failure": lambda line: decode(Failure, {**line.facts, "detail": line.text}),
+    "decision": _facts_check(_DecisionFacts),
+    "memory": _facts_check(_MemoryFacts),
+    "note": _facts_check(_NoteFacts),
+    "end": _facts_check(_EndFacts),
+}
 """How the facts of each kind are checked. They stay as they are: a newer version reads more of them."""
 
 
-def read_entry(number: int, value: bytes) -> Entry:
+def read_entry(number: int, value: bytes) -> LogEntry:
     """The entry of a JSON list: at, attempt, kind, text, facts. Never raises: a note stands for what is not readable."""
     try:
         row = read_json(value)
         if not isinstance(row, list):
             raise Malformed("is no list")
-        return _checked(number, decode(_Line, dict(zip(("at", "attempt", "kind", "text", "facts"), row, strict=False))))
+        return _check_entry(
+            number, decode(_EntryFields, dict(zip(("at", "attempt", "kind", "text", "facts"), row, strict=False)))
+        )
     except Malformed as error:
-        return passed_over(number, f"it can't be read: {error}")
+        return placeholder_entry(number, f"it can't be read: {error}")
 
 
-def read_row(number: int, at: object, attempt: object, kind: object, text: object, facts: object) -> Entry:
+def read_row(number: int, at: object, attempt: object, kind: object, text: object, facts: object) -> LogEntry:
     """The entry of a row of a table, whose facts are JSON. Never raises, likewise."""
     try:
         if not isinstance(facts, str | bytes):
             raise Malformed(f"its facts are a {type(facts).__name__}, not JSON")
-        told = {"at": at, "attempt": attempt, "kind": kind, "text": text, "facts": read_json(facts)}
-        return _checked(number, decode(_Line, told))
+        fields = {"at": at, "attempt": attempt, "kind": kind, "text": text, "facts": read_json(facts)}
+        return _check_entry(number, decode(_EntryFields, fields))
     except Malformed as error:
-        return passed_over(number, f"it can't be read: {error}")
+        return placeholder_entry(number, f"it can't be read: {error}")
 
 
-def _checked(number: int, line: _Line) -> Entry:
-    check = _FACTS.get(line.kind)
+def _check_entry(number: int, fields: _EntryFields) -> LogEntry:
+    check = _FACTS_CHECKS.get(fields.kind)
     if check is None:
-        return passed_over(number, f"its kind {line.kind[:40]!r} is unknown; a newer version may have written it")
-    check(line)
-    return Entry(number, line.at, line.attempt, line.kind, line.text, dict(line.facts))
+        return placeholder_entry(number, f"its kind {fields.kind[:40]!r} is unknown; a newer version may have written it")
+    check(fields)
+    return LogEntry(number, fields.at, fields.attempt, fields.kind, fields.text, dict(fields.facts))

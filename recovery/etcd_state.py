@@ -16,58 +16,58 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.aggregator.etcd import parse_url
-from ckpt.aggregator.etcd_client import Etcd, Item
+from ckpt.aggregator.etcd import parse_etcd_url
+from ckpt.aggregator.etcd_client import EtcdClient, EtcdItem
 from ckpt.recovery.entry_facts import read_entry
-from ckpt.recovery.signing import Signer, Unsigned, unchecked
-from ckpt.recovery.state import Draft, Entry, State, passed_over
+from ckpt.recovery.signing import Signer, UntrustedValue, strip_signature
+from ckpt.recovery.state import Draft, LogEntry, RunLog, placeholder_entry
 from ckpt.storage.decode import Malformed, read_json
 from ckpt.storage.errors import InvalidArgument, Refused
 
 log = logging.getLogger("ckpt.run")
 
-_SECONDS = 1.0
+_TIMEOUT_SECONDS = 1.0
 """How long a call waits. The ranks go on without; only what is noticed meanwhile waits."""
 
 
-class EtcdState(State):
+class EtcdRunLog(RunLog):
     """etcd://HOST:PORT,…/NAME. Raises InvalidArgument where the URL is none.
 
     token: of the job; all agents have the same. read_only: entries and reports are read without it, too, with a warning that
     nobody has checked them.
     """
 
-    remote = True
+    is_remote = True
 
     def __init__(self, url: str, token: str | None = None, read_only: bool = False) -> None:
         if not re.fullmatch(r"etcd://[^/]+/[\w.-]+", url):
             raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it a file in --run-dir is the state")
-        endpoints, name = parse_url(url)
-        self._etcd = Etcd(endpoints, _SECONDS)
-        self._folder = f"/ckpt-run/{name}/"
+        endpoints, name = parse_etcd_url(url)
+        self._etcd = EtcdClient(endpoints, _TIMEOUT_SECONDS)
+        self._prefix = f"/ckpt-run/{name}/"
         self._signer = Signer(token)
-        self._trusts_all = read_only and not self._signer.signs
+        self._accepts_unchecked = read_only and not self._signer.has_token
         self._warned: set[str] = set()
-        if not self._signer.signs and not read_only and not self._etcd.is_loopback:
-            self._warn(
+        if not self._signer.has_token and not read_only and not self._etcd.is_loopback:
+            self._warn_once(
                 url, "whoever can write to %s decides what the ranks of this run do, as there is no token to sign its entries; "
                 "give --token-file (or CKPT_TOKEN, CKPT_TOKEN_FILE) on all hosts"
             )  # fmt: skip
 
-    def entries(self, after: int = 0) -> list[Entry]:
-        folder = f"{self._folder}log/"
-        found = {item.key: item for item in self._etcd.range(folder, _key(folder, after + 1))}
-        entries: list[Entry] = []
+    def entries(self, after: int = 0) -> list[LogEntry]:
+        folder = f"{self._prefix}log/"
+        found = {item.key: item for item in self._etcd.range(folder, _entry_key(folder, after + 1))}
+        entries: list[LogEntry] = []
         refused = 0
-        while (item := found.pop(_key(folder, number := after + 1 + len(entries)), None)) is not None:
+        while (item := found.pop(_entry_key(folder, number := after + 1 + len(entries)), None)) is not None:
             try:
-                entries.append(read_entry(number, self._checked(item)))
-            except Unsigned as error:
+                entries.append(read_entry(number, self._trusted_value(item)))
+            except UntrustedValue as error:
                 refused += 1
-                entries.append(passed_over(number, f"{error}. Look for who else writes to {item.key} in etcd"))
+                entries.append(placeholder_entry(number, f"{error}. Look for who else writes to {item.key} in etcd"))
         for key in found:
-            self._warn(key, "%s in etcd is no entry that follows the others: it is ignored")
-        if refused and not after and (refused == len(entries) or not self._signer.signs):
+            self._warn_once(key, "%s in etcd is no entry that follows the others: it is ignored")
+        if refused and not after and (refused == len(entries) or not self._signer.has_token):
             raise Refused(
                 f"the log of the run in {folder} is of a job with another token: of {len(entries)} entries {refused} can't be "
                 "trusted. Give the token of that run (--token-file, CKPT_TOKEN_FILE), or another NAME in --state"
@@ -75,9 +75,9 @@ class EtcdState(State):
         return entries
 
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
-        folder, now = f"{self._folder}log/", time.time()
+        folder, now = f"{self._prefix}log/", time.time()
         puts = {
-            (key := _key(folder, after + 1 + i)): self._signer.signed(
+            (key := _entry_key(folder, after + 1 + i)): self._signer.sign(
                 key, json.dumps([now, d.attempt, d.kind, d.text, d.facts]).encode()
             )
             for i, d in enumerate(drafts)
@@ -85,44 +85,46 @@ class EtcdState(State):
         return self._etcd.put_new(puts)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        folder = f"{self._folder}agents/"
+        folder = f"{self._prefix}agents/"
         found = {}
         for item in self._etcd.range(folder):
             try:
-                facts = read_json(self._checked(item))
+                facts = read_json(self._trusted_value(item))
                 if not isinstance(facts, dict):
                     raise Malformed(f"it is a {type(facts).__name__}")
                 found[item.key.removeprefix(folder)] = facts
             except ValueError as error:  # Unsigned, Malformed
-                self._warn(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
+                self._warn_once(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
         return found
 
-    def report(self, name: str, facts: Mapping[str, Any]) -> None:
-        key = f"{self._folder}agents/{name}"
-        self._etcd.put(key, self._signer.signed(key, json.dumps(facts).encode()))
+    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
+        key = f"{self._prefix}agents/{name}"
+        self._etcd.put(key, self._signer.sign(key, json.dumps(facts).encode()))
 
-    def withdraw(self, name: str) -> None:
-        self._etcd.delete(f"{self._folder}agents/{name}")
+    def remove_report(self, name: str) -> None:
+        self._etcd.delete(f"{self._prefix}agents/{name}")
 
     def endpoints(self) -> list[tuple[str, int]]:
-        return self._etcd.places
+        return self._etcd.host_ports
 
     def close(self) -> None:
         pass  # it holds no connection
 
-    def _checked(self, item: Item) -> bytes:
-        if not self._trusts_all:
-            return self._signer.checked(item.key, item.value)
-        if (value := unchecked(item.value)) != item.value:
-            self._warn(self._folder, "what stands in %s is signed, and was not checked, as there is no token (CKPT_TOKEN_FILE)")
+    def _trusted_value(self, item: EtcdItem) -> bytes:
+        if not self._accepts_unchecked:
+            return self._signer.verify(item.key, item.value)
+        if (value := strip_signature(item.value)) != item.value:
+            self._warn_once(
+                self._prefix, "what stands in %s is signed, and was not checked, as there is no token (CKPT_TOKEN_FILE)"
+            )
         return value
 
-    def _warn(self, what: str, text: str) -> None:
+    def _warn_once(self, what: str, text: str) -> None:
         """Once for each key."""
         if what not in self._warned:
             self._warned.add(what)
             log.warning(text, what)
 
 
-def _key(folder: str, number: int) -> str:
+def _entry_key(folder: str, number: int) -> str:
     return f"{folder}{number:012d}"

@@ -27,12 +27,12 @@ def adopt_orphans() -> None:
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The state of a process as /proc has it: R, S, D, T (stopped), Z …; "" where there is none."""
-    return (_fields(pid) or [""])[0]
+    return (_stat_fields(pid) or [""])[0]
 
 
-def _fields(pid: int) -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     """What /proc says of a process behind its name: state, parent, group, session …; empty where there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -41,19 +41,19 @@ def _fields(pid: int) -> list[str]:
         return []
 
 
-def members(sessions: Iterable[int], mark: str = "") -> list[int]:
+def find_processes(sessions: Iterable[int], mark: str = "") -> list[int]:
     """All living processes of some sessions, and those that were started with `mark` (NAME=value) in their environment: a child
     that has left its session has kept that."""
-    wanted, sought = {str(session) for session in sessions}, mark.encode()
+    session_ids, sought = {str(session) for session in sessions}, mark.encode()
     found = []
     for name in os.listdir("/proc"):
-        fields = _fields(int(name)) if name.isdigit() else []
-        if fields and fields[0] != "Z" and (fields[3] in wanted or _has(int(name), sought)):
+        fields = _stat_fields(int(name)) if name.isdigit() else []
+        if fields and fields[0] != "Z" and (fields[3] in session_ids or _has_mark(int(name), sought)):
             found.append(int(name))
     return found
 
 
-def _has(pid: int, mark: bytes) -> bool:
+def _has_mark(pid: int, mark: bytes) -> bool:
     if not mark:
         return False
     try:
@@ -63,58 +63,58 @@ def _has(pid: int, mark: bytes) -> bool:
         return False
 
 
-def end(sessions: Iterable[int], mark: str = "") -> None:
+def kill_sessions(sessions: Iterable[int], mark: str = "") -> None:
     """Kill all processes of some sessions, and those that bear a mark, stopped ones too."""
-    wanted = list(sessions)
-    kill(wanted)  # at once; then those that have left its group
+    session_ids = list(sessions)
+    kill_process_groups(session_ids)  # at once; then those that have left its group
     for _ in range(200):  # a process that is just being started is found in the next round
-        left = members(wanted, mark)
-        if not left:
+        remaining = find_processes(session_ids, mark)
+        if not remaining:
             return
-        for pid in left:
-            _signal(pid, signal.SIGKILL)
-        reap()
+        for pid in remaining:
+            _send_signal(pid, signal.SIGKILL)
+        reap_orphans()
         time.sleep(0.005)
 
 
-def kill(sessions: Iterable[int]) -> None:
+def kill_process_groups(sessions: Iterable[int]) -> None:
     """Kill the leaders of some sessions and their process groups, without waiting for anything."""
     for leader in sessions:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
 
 
-def reap() -> None:
+def reap_orphans() -> None:
     """Take leave of orphans that have ended. Not of our own children, whose exit somebody waits for."""
     for pid in _orphans():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
-_own: set[int] = set()
+_registered_children: set[int] = set()
 
 
-def own(pid: int) -> None:
+def register_child(pid: int) -> None:
     """A child that is waited for elsewhere."""
-    _own.add(pid)
+    _registered_children.add(pid)
 
 
 def _orphans() -> list[int]:
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(pid) for pid in file.read().split() if int(pid) not in _own]
+            return [int(pid) for pid in file.read().split() if int(pid) not in _registered_children]
     except OSError:
         return []
 
 
-def _signal(pid: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
-def memory_kills() -> int:
+def oom_kill_count() -> int:
     """How many processes of this control group the kernel has killed for memory."""
-    for path in _memory_counts():
+    for path in _oom_count_files():
         with contextlib.suppress(OSError), open(path) as file:
             for line in file:
                 key, _, value = line.partition(" ")
@@ -123,7 +123,7 @@ def memory_kills() -> int:
     return 0
 
 
-def _memory_counts() -> Iterator[str]:
+def _oom_count_files() -> Iterator[str]:
     """Where the kernel counts them: for the group itself, or what a container sees as the root."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         groups = [line.rstrip("\n").split(":", 2) for line in file]

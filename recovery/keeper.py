@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt.run")
 
-_AGAIN_SECONDS = 1.0
+_RESTART_SECONDS = 1.0
 """After it has ended by itself."""
-_COMES_SECONDS = 20.0
+_FRESH_SECONDS = 20.0
 """Who is not ready after so long is not waited for."""
-_LOCKED_SECONDS = 2.0
+_PROCESS_END_SECONDS = 2.0
 """The process before may take so long to end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class NodeSecurity:
     """What keeps strangers out of nodes that other hosts can reach. The token is that of the clients, in the environment."""
 
     token: bool = False
@@ -61,7 +61,7 @@ class Guard:
     """File of who has signed the certificates of all hosts: clients speak TLS then."""
     insecure: bool = False
 
-    def lacks(self, address: str) -> str:
+    def missing_options(self, address: str) -> str:
         """The options that are missing for nodes at this address; "" none."""
         tls = {"--tls-cert": self.certificate, "--tls-key": self.key, "--ca-file": self.authority}
         lacking = [name for name, file in tls.items() if not file]
@@ -70,22 +70,22 @@ class Guard:
         return ", ".join(lacking if self.token else ["--token-file", *lacking])
 
 
-class Keeper:
+class MemoryNodes:
     """Its caller's side; all but `look` and `close` may be read at any time. Nothing here waits but `close`."""
 
-    def __init__(self, folder: Path, address: str, guard: Guard) -> None:
+    def __init__(self, folder: Path, address: str, security: NodeSecurity) -> None:
         self.nodes: tuple[str, ...] = ()
         """HOST:PORT of all that are served."""
         self.fresh = ""
         """One of them, that is empty."""
         self.folder = folder
         """In the memory of this host, with all that the nodes hold."""
-        self._at = f"[{address}]" if ":" in address else address
-        self._told = json.dumps([str(folder), address, guard.certificate, guard.key])
-        self._ready = self._asked = False
-        self._lacks_since = time.monotonic()
-        self._not_before = 0.0
-        self._said = ""
+        self._host = f"[{address}]" if ":" in address else address
+        self._configuration = json.dumps([str(folder), address, security.certificate, security.key])
+        self._ready = self._fresh_requested = False
+        self._fresh_missing_since = time.monotonic()
+        self._retry_at = 0.0
+        self._last_warning = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
@@ -94,47 +94,47 @@ class Keeper:
         """Whether there is a fresh node, or will be in a moment."""
         if self._ready and self.fresh in self.nodes:
             return "ready"
-        return "coming" if time.monotonic() - self._lacks_since < _COMES_SECONDS else "off"
+        return "coming" if time.monotonic() - self._fresh_missing_since < _FRESH_SECONDS else "off"
 
-    def look(self, named: Collection[str]) -> None:
+    def update(self, used_nodes: Collection[str]) -> None:
         """Hear what it says, and see to it that one node is fresh, and no node is there for nothing. Call it often.
 
         named: the nodes that are in use, or may be.
         """
         now = time.monotonic()
-        self._listen()
+        self._read_lines()
         if self._process is None:
-            if now >= self._not_before:
+            if now >= self._retry_at:
                 self._start()
             return
         if not self._ready:
             return
-        if self.fresh in named:
-            self.fresh, self._lacks_since = "", now
+        if self.fresh in used_nodes:
+            self.fresh, self._fresh_missing_since = "", now
         for at in self.nodes:
-            if at not in named and at != self.fresh:
-                self._tell(f"drop {at}")
-        self.nodes = tuple(at for at in self.nodes if at in named or at == self.fresh)
-        if self.fresh not in self.nodes and not self._asked and now >= self._not_before:
-            self._asked = True
-            self._tell("fresh")
+            if at not in used_nodes and at != self.fresh:
+                self._send_line(f"drop {at}")
+        self.nodes = tuple(at for at in self.nodes if at in used_nodes or at == self.fresh)
+        if self.fresh not in self.nodes and not self._fresh_requested and now >= self._retry_at:
+            self._fresh_requested = True
+            self._send_line("fresh")
 
-    def node_at(self, path: Path) -> str:
+    def node_address(self, path: Path) -> str:
         """HOST:PORT of the node whose folder this is."""
-        return f"{self._at}:{path.name}"
+        return f"{self._host}:{path.name}"
 
-    def close(self, free: bool) -> None:
+    def close(self, remove: bool) -> None:
         """End it. free: and remove all that it holds."""
         if self._process is not None:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             try:
-                self._process.wait(_LOCKED_SECONDS)
+                self._process.wait(_PROCESS_END_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if free:
+        if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -144,50 +144,50 @@ class Keeper:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=host.die_with_parent
             )
         except OSError as error:
-            self._failed(f"can't be started: {error.strerror}")
+            self._handle_end(f"can't be started: {error.strerror}")
             return
         assert self._process.stdout is not None
-        host.own(self._process.pid)
+        host.register_child(self._process.pid)
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._heard, self._ready, self._asked = b"", False, False
-        self._tell(self._told)
+        self._received, self._ready, self._fresh_requested = b"", False, False
+        self._send_line(self._configuration)
 
-    def _listen(self) -> None:
+    def _read_lines(self) -> None:
         if self._process is None:
             return
         assert self._process.stdout is not None
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._process.stdout.fileno(), 65536):
-                self._heard += data
-        *lines, self._heard = self._heard.split(b"\n")
+                self._received += data
+        *lines, self._received = self._received.split(b"\n")
         for line in lines:
             kind, _, what = line.decode().partition(" ")
             if kind == "ready":
                 self._ready = True
             elif kind == "fails":
-                self._say(what)
-                self._asked, self._not_before = False, time.monotonic() + _AGAIN_SECONDS
+                self._warn(what)
+                self._fresh_requested, self._retry_at = False, time.monotonic() + _RESTART_SECONDS
             else:
                 self.nodes = tuple(sorted({*self.nodes, what}))
             if kind == "fresh":
-                self.fresh, self._asked = what, False
+                self.fresh, self._fresh_requested = what, False
         if (status := self._process.poll()) is not None:
-            self._failed(f"has ended with status {status}")
+            self._handle_end(f"has ended with status {status}")
 
-    def _failed(self, what: str) -> None:
+    def _handle_end(self, what: str) -> None:
         now = time.monotonic()
         if self._ready:  # it may come back as it went
-            self._lacks_since = now
+            self._fresh_missing_since = now
         self._process, self.nodes, self._ready = None, (), False
-        self._not_before = now + _AGAIN_SECONDS
-        self._say(f"the process that serves it {what}; it is started again")
+        self._retry_at = now + _RESTART_SECONDS
+        self._warn(f"the process that serves it {what}; it is started again")
 
-    def _say(self, what: str) -> None:
-        if what != self._said:
+    def _warn(self, what: str) -> None:
+        if what != self._last_warning:
             log.warning("the memory of this host: %s", what)
-        self._said = what
+        self._last_warning = what
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, and is started again
@@ -197,40 +197,40 @@ class Keeper:
 # --- the other side ----------------------------------------------------------------------------------------------
 
 
-class _Nodes:
+class _ServedNodes:
     def __init__(self, folder: Path, address: str, options: NodeOptions) -> None:
         self._folder = folder
         self._address = address
-        self._at = f"[{address}]" if ":" in address else address
+        self._host = f"[{address}]" if ":" in address else address
         self._options = options
         self._servers: dict[str, tuple[NodeServer, Device]] = {}
 
-    def serve_what_is_there(self) -> None:
+    def serve_existing(self) -> None:
         for path in sorted(self._folder.glob("*")):  # none where nothing was kept yet
             if path.name.isdigit():
                 try:
-                    print("serves", self._serve(path, time.monotonic() + _LOCKED_SECONDS), flush=True)
+                    print("serves", self._serve_folder(path, time.monotonic() + _PROCESS_END_SECONDS), flush=True)
                 except (CkptError, OSError) as error:
-                    print(f"fails {path} can't be served: {_line(error)}", flush=True)
+                    print(f"fails {path} can't be served: {_one_line(error)}", flush=True)
 
-    def fresh(self) -> str:
+    def create(self) -> str:
         for _ in range(20):
             with socket.create_server((self._address, 0), family=self._family) as found:
                 path = self._folder / str(found.getsockname()[1])
             if not path.exists():  # else one that could not be served had this port
-                return self._serve(path)
+                return self._serve_folder(path)
         raise StoreError(f"no port of {self._address} is free")
 
     def drop(self, at: str) -> None:
         """Without waiting for its callers."""
         server, device = self._servers.pop(at)
-        threading.Thread(target=_end, args=(server, Path(device.path)), daemon=True).start()
+        threading.Thread(target=_remove_node, args=(server, Path(device.path)), daemon=True).start()
 
     @property
     def _family(self) -> int:
         return socket.AF_INET6 if ":" in self._address else socket.AF_INET
 
-    def _serve(self, path: Path, until: float = 0.0) -> str:
+    def _serve_folder(self, path: Path, until: float = 0.0) -> str:
         from ckpt.storage.device import Device
         from ckpt.storage.server import NodeServer
 
@@ -240,13 +240,13 @@ class _Nodes:
                 with socket.create_server((self._address, port), family=self._family):
                     pass  # gRPC would share the port with whoever else of this user listens there
                 device = Device(path)
-                server = NodeServer(device, self._at, port, self._options)
+                server = NodeServer(device, self._host, port, self._options)
                 break
             except (StoreError, OSError):
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
-        at = f"{self._at}:{server.port}"
+        at = f"{self._host}:{server.port}"
         self._servers[at] = server, device
         failpoint("keeper.serves")
         return at
@@ -263,45 +263,45 @@ def nodes_with_objects(folder: Path) -> list[Path]:
     return []
 
 
-def _end(server: NodeServer, path: Path) -> None:
+def _remove_node(server: NodeServer, path: Path) -> None:
     server.drain(0.0)
     server.shutdown()
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def keep() -> None:
+def serve_nodes() -> None:
     """Serve until the standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
 
-    from ckpt.aggregator.members import token_told
+    from ckpt.aggregator.members import token_from_environment
     from ckpt.storage.server import NodeOptions
 
     folder, address, certificate, key = json.loads(sys.stdin.readline())
-    token = token_told()
+    token = token_from_environment()
     options = NodeOptions(
         tokens=(lambda: (token,)) if token else None,
         certificate=(Path(certificate).read_bytes(), Path(key).read_bytes()) if certificate else None,
     )
-    nodes = _Nodes(Path(folder), address, options)
-    nodes.serve_what_is_there()
+    nodes = _ServedNodes(Path(folder), address, options)
+    nodes.serve_existing()
     print("ready", flush=True)
     for line in sys.stdin:
         kind, _, what = line.strip().partition(" ")
         try:
             if kind == "fresh":
-                print("fresh", nodes.fresh(), flush=True)
+                print("fresh", nodes.create(), flush=True)
             else:
                 nodes.drop(what)
         except (CkptError, OSError) as error:
-            print(f"fails {_line(error)}", flush=True)
+            print(f"fails {_one_line(error)}", flush=True)
     os._exit(0)  # what is half-written is no more when its folder is served again
 
 
 if __name__ == "__main__":
-    keep()
+    serve_nodes()

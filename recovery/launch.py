@@ -16,31 +16,31 @@ from pathlib import Path
 
 from ckpt import imports
 from ckpt import pulse as pulses
-from ckpt.pulse import Pulse
+from ckpt.pulse import HeartbeatPage
 from ckpt.recovery import host, mpi
-from ckpt.recovery.warm import Cold, Forged, NoScript, WarmStarts, split
+from ckpt.recovery.warm import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
 from ckpt.storage.errors import CkptError, Unavailable
 
-_PORTS, _TRIES = 10_000, 32
+_PORT_RANGE, _PORT_TRIES = 10_000, 32
 
 
 @dataclass(slots=True)
-class Rank:
+class RankProcess:
     """A rank that runs."""
 
     number: int
-    process: subprocess.Popen[bytes] | Forged
+    process: subprocess.Popen[bytes] | ForkedRank
     pidfd: int
-    pulse: Pulse
+    heartbeat_page: HeartbeatPage
     log: Path
 
-    shared: bool = False
+    is_shared: bool = False
     """The process is mpiexec, which has started all of them."""
 
     status: int = 0
     """How it has ended: the exit status, or less than 0 for a signal."""
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it has. It is not reaped before `stop`: no other process can have its number until its session is ended."""
         try:
             found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -54,121 +54,140 @@ class Rank:
     @property
     def pid(self) -> int:
         """0 where it is not known yet."""
-        return self.pulse.read().pid if self.shared else self.process.pid
+        return self.heartbeat_page.read().pid if self.is_shared else self.process.pid
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LaunchSpec:
     """The ranks of an attempt that are this host's, and what all ranks must know."""
 
     run: str
     attempt: int
-    first: int
-    count: int
+    first_rank: int
+    rank_count: int
     """Here; the first of them has local rank 0."""
-    world: int
-    host: int
+    world_size: int
+    host_index: int
     """Its number among the hosts."""
     address: str
     port: int
     """Where rank 0 may listen for the others."""
-    more: Mapping[str, str]
+    extra_environment: Mapping[str, str]
     """Environment beside."""
 
 
-_FOR_NOW = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
+_TRANSIENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
 """Errors that time may mend."""
 
 _STUCK_SECONDS = 60.0
 
-AGENT = "CKPT_AGENT"
+AGENT_VARIABLE = "CKPT_AGENT"
 """The environment variable by which all that the ranks of an agent start is known."""
 
 
-def environment(share: Share, number: int, page: Path) -> Mapping[str, str]:
+def build_rank_environment(spec: LaunchSpec, number: int, page: Path) -> Mapping[str, str]:
     """What a rank is told. OMP_NUM_THREADS is 1 where nothing is said and there are several, as torchrun has it."""
-    local = number - share.first
-    told = {
-        "RANK": str(number), "LOCAL_RANK": str(local), "WORLD_SIZE": str(share.world), "LOCAL_WORLD_SIZE": str(share.count),
-        "GROUP_RANK": str(share.host), "GROUP_WORLD_SIZE": str(share.world // share.count), "ROLE_RANK": str(number),
-        "ROLE_WORLD_SIZE": str(share.world), "ROLE_NAME": "default",
-        "MASTER_ADDR": share.address, "MASTER_PORT": str(share.port), "TORCHELASTIC_RUN_ID": share.run,
-        "TORCHELASTIC_RESTART_COUNT": str(share.attempt), "CKPT_RUN": share.run, "CKPT_ATTEMPT": str(share.attempt),
-        pulses.VARIABLE: str(page), "PYTHONUNBUFFERED": "1",
+    local = number - spec.first_rank
+    variables = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.rank_count),
+        "GROUP_RANK": str(spec.host_index),
+        "GROUP_WORLD_SIZE": str(spec.world_size // spec.rank_count),
+        "ROLE_RANK": str(number),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": spec.address,
+        "MASTER_PORT": str(spec.port),
+        "TORCHELASTIC_RUN_ID": spec.run,
+        "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
+        "CKPT_RUN": spec.run,
+        "CKPT_ATTEMPT": str(spec.attempt),
+        pulses.PAGE_VARIABLE: str(page),
+        "PYTHONUNBUFFERED": "1",
         # Not those of the torchrun that this agent may run under: its store is at another port, its error file is its own.
-        "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": "",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": "",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }  # fmt: skip
-    if share.count > 1 and "OMP_NUM_THREADS" not in os.environ:
-        told["OMP_NUM_THREADS"] = "1"
-    return {**told, **share.more}
+    }
+    if spec.rank_count > 1 and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = "1"
+    return {**variables, **spec.extra_environment}
 
 
 def start(
-    command: Sequence[str], share: Share, pages: Path, logs: Path, warm: WarmStarts | None = None, through_mpi: bool = False
-) -> list[Rank]:
+    command: Sequence[str],
+    spec: LaunchSpec,
+    pages: Path,
+    logs: Path,
+    fork_servers: ForkServers | None = None,
+    through_mpi: bool = False,
+) -> list[RankProcess]:
     """Start the ranks of this host. Raises CkptError where the command can't be started; then none runs.
 
     warm: forks them from a process that has imported what they import, where that can be. through_mpi: mpiexec starts them.
     """
-    numbers = range(share.first, share.first + share.count)
+    numbers = range(spec.first_rank, spec.first_rank + spec.rank_count)
     files = [logs / f"rank-{number}.log" for number in numbers]
     _require_script(command)
-    ranks: list[Rank] = []
-    process: subprocess.Popen[bytes] | Forged
+    ranks: list[RankProcess] = []
+    process: subprocess.Popen[bytes] | ForkedRank
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        _free(pages, share.attempt)
-        made = [Pulse(_page(pages, share, number), new=True) for number in numbers]
+        _remove_old_pages(pages, spec.attempt)
+        heartbeat_pages = [HeartbeatPage(_page_path(pages, spec, number), new=True) for number in numbers]
         for file in files:
             file.touch()
         if through_mpi:
-            told = environment(share, share.first, _page(pages, share, share.first))
-            beside = mpi.environment(share.first, str(pages / f"{share.attempt}-{{}}"), str(logs / "rank-{}.log"))
-            process = _spawn(mpi.command(command, share.count), {**told, **beside}, files[0])
-        for number, pulse, file in zip(numbers, made, files, strict=True):
+            variables = build_rank_environment(spec, spec.first_rank, _page_path(pages, spec, spec.first_rank))
+            mpi_variables = mpi.wrapper_environment(
+                spec.first_rank, str(pages / f"{spec.attempt}-{{}}"), str(logs / "rank-{}.log")
+            )
+            process = _spawn(mpi.mpiexec_command(command, spec.rank_count), {**variables, **mpi_variables}, files[0])
+        for number, pulse, file in zip(numbers, heartbeat_pages, files, strict=True):
             if not through_mpi:
-                told = environment(share, number, _page(pages, share, number))
-                forked = warm and warm.fork({**os.environ, **told}, file)
-                process = forked or _spawn(command, told, file)
-            ranks.append(Rank(number, process, os.pidfd_open(process.pid), pulse, file, through_mpi))
+                variables = build_rank_environment(spec, number, _page_path(pages, spec, number))
+                forked = fork_servers and fork_servers.fork({**os.environ, **variables}, file)
+                process = forked or _spawn(command, variables, file)
+            ranks.append(RankProcess(number, process, os.pidfd_open(process.pid), pulse, file, through_mpi))
     except OSError as error:
         stop(ranks, "")
-        if error.errno in _FOR_NOW:
+        if error.errno in _TRANSIENT_ERRORS:
             raise Unavailable(f"the ranks can't be started now: {error.strerror} ({error.filename or command[0]})") from error
-        raise _not_started(command, error.strerror) from error
+        raise _start_error(command, error.strerror) from error
     return ranks
 
 
-def require(command: Sequence[str]) -> None:
+def require_startable(command: Sequence[str]) -> None:
     """Raise CkptError where a command can't be started: before a run of it is begun, and takes the place of the one before."""
     _require_script(command)
     if shutil.which(command[0]) is None:
         is_there = "/" in command[0] and os.path.exists(command[0])
-        raise _not_started(command, os.strerror(errno.EACCES if is_there else errno.ENOENT))
+        raise _start_error(command, os.strerror(errno.EACCES if is_there else errno.ENOENT))
 
 
-def _not_started(command: Sequence[str], reason: str | None) -> CkptError:
+def _start_error(command: Sequence[str], reason: str | None) -> CkptError:
     return CkptError(f"{command[0]} can't be started: {reason}; give a command that runs by itself")
 
 
 def _require_script(command: Sequence[str]) -> None:
     """What Python would say at each start, and only in the log."""
     try:
-        split(command)
-    except NoScript as error:
+        split_python_command(command)
+    except ScriptNotFound as error:
         raise CkptError(f"{' '.join(command)} can't be started: {error}; give the path of the script") from error
-    except Cold:
+    except NotForkable:
         pass
 
 
-def prepare(warm: WarmStarts, share: Share, pages: Path) -> None:
+def prepare_fork_server(fork_servers: ForkServers, spec: LaunchSpec, pages: Path) -> None:
     """See to it that the next start is a warm one. To be called often; never waits."""
-    page = _page(pages, share, share.first)
-    warm.look({**os.environ, **environment(share, share.first, page)}, imports.beside(page))
+    page = _page_path(pages, spec, spec.first_rank)
+    fork_servers.update({**os.environ, **build_rank_environment(spec, spec.first_rank, page)}, imports.report_path(page))
 
 
-def _free(pages: Path, attempt: int) -> None:
+def _remove_old_pages(pages: Path, attempt: int) -> None:
     """Remove the pages of attempts before: where memory has run short, this one has theirs."""
     for page in pages.iterdir():
         before = re.fullmatch(r"(\d+)-\d+", page.name)
@@ -176,23 +195,23 @@ def _free(pages: Path, attempt: int) -> None:
             page.unlink(missing_ok=True)
 
 
-def _page(pages: Path, share: Share, number: int) -> Path:
-    return pages / f"{share.attempt}-{number}"
+def _page_path(pages: Path, spec: LaunchSpec, number: int) -> Path:
+    return pages / f"{spec.attempt}-{number}"
 
 
-def _spawn(command: Sequence[str], told: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as out:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **told},
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **variables},
             start_new_session=True, preexec_fn=host.die_with_parent,
         )  # fmt: skip
-    host.own(process.pid)
+    host.register_child(process.pid)
     return process
 
 
-def stop(ranks: Sequence[Rank], mark: str) -> None:
+def stop(ranks: Sequence[RankProcess], mark: str) -> None:
     """End the ranks and all that bears the mark of what they have started."""
-    host.end([rank.process.pid for rank in ranks], mark)
+    host.kill_sessions([rank.process.pid for rank in ranks], mark)
     until = time.monotonic() + _STUCK_SECONDS
     for rank in ranks:
         while rank.process.poll() is None:
@@ -201,7 +220,7 @@ def stop(ranks: Sequence[Rank], mark: str) -> None:
                 raise CkptError(f"{what}: it hangs in the kernel; restart this host")
             time.sleep(0.001)
         os.close(rank.pidfd)
-        rank.pulse.close()
+        rank.heartbeat_page.close()
 
 
 def free_port(address: str) -> int:
@@ -209,12 +228,12 @@ def free_port(address: str) -> int:
 
     It is below those that the kernel gives to who connects: one of these would be taken before rank 0 listens there.
     """
-    least = _first_given()
-    some = random.SystemRandom().sample(range(max(1024, least - _PORTS), max(1024 + _TRIES, least)), _TRIES)
-    return next(filter(None, (_bound(address, port) for port in some)), 0) or _bound(address, 0)
+    least = _first_ephemeral_port()
+    some = random.SystemRandom().sample(range(max(1024, least - _PORT_RANGE), max(1024 + _PORT_TRIES, least)), _PORT_TRIES)
+    return next(filter(None, (_try_bind(address, port) for port in some)), 0) or _try_bind(address, 0)
 
 
-def _bound(address: str, port: int) -> int:
+def _try_bind(address: str, port: int) -> int:
     """The port, where it can be listened on, and 0 where it is taken. 0 as the port: any."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -227,7 +246,7 @@ def _bound(address: str, port: int) -> int:
         raise CkptError(f"{address} can't be listened on: {error.strerror}; give one of this host as --address") from error
 
 
-def _first_given() -> int:
+def _first_ephemeral_port() -> int:
     """The least of the ports that the kernel gives to who connects."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -22,29 +22,29 @@ from ckpt.storage.decode import Malformed, decode, read_json
 
 log = logging.getLogger("ckpt.run")
 
-Name = Literal["useful", "redo", "stall", "restore", "spawn", "detect", "stop", "decide", "wait"]
-NAMES: tuple[Name, ...] = get_args(Name)
+TimeCategory = Literal["useful", "redo", "stall", "restore", "spawn", "detect", "stop", "decide", "wait"]
+TIME_CATEGORIES: tuple[TimeCategory, ...] = get_args(TimeCategory)
 
-FILE = "ledger.jsonl"
+LEDGER_FILE = "ledger.jsonl"
 """Of a run on one host."""
 
-_FILES = "ledger*.jsonl"
+_LEDGER_GLOB = "ledger*.jsonl"
 _WRITE_SECONDS = 0.5
-_LINE_SECONDS, _LINE_PART = 1.0, 0.01
+_SPAN_SECONDS, _SPAN_SHARE = 1.0, 0.01
 """A line in which the job goes on ends when it is longer than both this and this part of all time: it says how far that was."""
-_OPEN_SECONDS = 10.0
+_SETTLE_SECONDS = 10.0
 """What ended longer ago keeps its name. A lost host is noticed sooner."""
 _STARTING_SECONDS = 10.0
 """Longer than Python takes to start. A shell that has become this process (`exec ckpt-run …`) may be hours old."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LedgerSpan:
     """A stretch of time that was spent on one thing."""
 
     at: float
     """Its end, in seconds since 1970."""
-    name: Name
+    name: TimeCategory
     seconds: float
     attempt: int
     step: int = -1
@@ -59,12 +59,12 @@ class Line:
         return self.at - self.seconds
 
 
-def file_of(host: str) -> str:
+def ledger_file_name(host: str) -> str:
     """The ledger of one host of several."""
     return f"ledger-{host}.jsonl"
 
 
-class Ledger:
+class GoodputLedger:
     """Accounts in a file for the time since `began`, by CLOCK_MONOTONIC; by default since this process was started.
 
     A disk that is full stops nothing: what could not be written is kept, and written as soon as that goes.
@@ -73,89 +73,89 @@ class Ledger:
     def __init__(self, path: Path, began: float | None = None) -> None:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._place = os.lseek(self._file, 0, os.SEEK_END)
+        self._settled_offset = os.lseek(self._file, 0, os.SEEK_END)
         # A line that a crash has cut off is left alone: the next one begins behind it.
-        cut = self._place > 0 and os.pread(self._file, 1, self._place - 1) != b"\n"
-        self._before = b"\n" if cut else b""
-        self._ended: list[Line] = []  # not on the disk for good yet, in order
-        self._failed = False
+        cut = self._settled_offset > 0 and os.pread(self._file, 1, self._settled_offset - 1) != b"\n"
+        self._separator = b"\n" if cut else b""
+        self._unsettled_spans: list[LedgerSpan] = []  # not on the disk for good yet, in order
+        self._has_failed = False
         # One offset for the whole run: its lines follow each other without a gap, whatever is done to the clock.
         self._clock = time.time() - time.monotonic()
-        self._first = self._began = self._until = self._written = process_began() if began is None else began
+        self._first_began = self._began = self._until = self._written_at = process_start_time() if began is None else began
         self._since = round(self._began + self._clock, 6)
-        self._name: Name = "spawn"
+        self._name: TimeCategory = "spawn"
         self._attempt = 0
         self._step = self._committed = -1
-        self._from = -1  # the step at the beginning of the line under way
+        self._begin_step = -1  # the step at the beginning of the line under way
 
-    def now(self, name: Name, attempt: int, step: int = -1, committed: int = -1) -> None:
+    def account(self, name: TimeCategory, attempt: int, step: int = -1, committed: int = -1) -> None:
         """The time since the last call was spent on this. step, committed: how far the job is now, where that is known."""
         moment = time.monotonic()
-        longest = max(_LINE_SECONDS, _LINE_PART * (moment - self._first))
-        goes_on = self._step > self._from and self._until - self._began >= longest
+        longest = max(_SPAN_SECONDS, _SPAN_SHARE * (moment - self._first_began))
+        goes_on = self._step > self._begin_step and self._until - self._began >= longest
         if goes_on or (name, attempt) != (self._name, self._attempt):
-            self._end_line(self._until)
+            self._end_span(self._until)
             self._name, self._attempt = name, attempt
         self._until, self._step, self._committed = moment, step, committed
-        if moment - self._written >= _WRITE_SECONDS:
-            self._write()
+        if moment - self._written_at >= _WRITE_SECONDS:
+            self._write_spans()
 
-    def instead(self, name: Name, seconds: float) -> None:
+    def relabel(self, name: TimeCategory, seconds: float) -> None:
         """The last so many seconds of this attempt were spent on this; beyond the line under way at most about ten."""
         moment = self._until - max(0.0, seconds)
-        while self._began > moment and self._ended and self._ended[-1].attempt == self._attempt:
-            line = self._ended.pop()
+        while self._began > moment and self._unsettled_spans and self._unsettled_spans[-1].attempt == self._attempt:
+            line = self._unsettled_spans.pop()
             self._began = line.began - self._clock
             if self._began < moment:
-                self._ended.append(replace(line, at=moment + self._clock, seconds=moment - self._began))
+                self._unsettled_spans.append(replace(line, at=moment + self._clock, seconds=moment - self._began))
                 self._began = moment
         if self._began < moment:
-            self._end_line(moment)
+            self._end_span(moment)
         self._name = name
 
-    def _end_line(self, moment: float) -> None:
+    def _end_span(self, moment: float) -> None:
         """The line under way ends here, and the next one begins."""
-        self._ended.append(self._line(moment))
-        self._began, self._from = moment, self._step
+        self._unsettled_spans.append(self._current_span(moment))
+        self._began, self._begin_step = moment, self._step
 
-    def _line(self, until: float) -> Line:
+    def _current_span(self, until: float) -> LedgerSpan:
         at, seconds = until + self._clock, until - self._began
-        return Line(at, self._name, seconds, self._attempt, self._step, self._committed, self._since)
+        return LedgerSpan(at, self._name, seconds, self._attempt, self._step, self._committed, self._since)
 
-    def _write(self) -> None:
-        self._written = time.monotonic()
-        settled = sum(line.at - self._clock < self._until - _OPEN_SECONDS for line in self._ended)
-        for_good = self._before + b"".join(map(_text, self._ended[:settled]))
-        data = for_good + b"".join(map(_text, [*self._ended[settled:], self._line(self._until)]))
+    def _write_spans(self) -> None:
+        self._written_at = time.monotonic()
+        settled = sum(line.at - self._clock < self._until - _SETTLE_SECONDS for line in self._unsettled_spans)
+        for_good = self._separator + b"".join(map(_encode_span, self._unsettled_spans[:settled]))
+        data = for_good + b"".join(map(_encode_span, [*self._unsettled_spans[settled:], self._current_span(self._until)]))
         try:
-            if os.pwrite(self._file, data, self._place) == len(data):
-                os.ftruncate(self._file, self._place + len(data))
-                self._place += len(for_good)
-                self._before, self._failed = b"", False
-                del self._ended[:settled]
+            if os.pwrite(self._file, data, self._settled_offset) == len(data):
+                os.ftruncate(self._file, self._settled_offset + len(data))
+                self._settled_offset += len(for_good)
+                self._separator, self._has_failed = b"", False
+                del self._unsettled_spans[:settled]
         except OSError as error:
-            if not self._failed:
+            if not self._has_failed:
                 log.warning("%s can't be written: %s; it is tried again and again", self._path.name, error.strerror)
-            self._failed = True
+            self._has_failed = True
 
-    def close(self, over: bool = True) -> None:
+    def close(self, ended: bool = True) -> None:
         """With the time until now; where it is not `over`, and others account for that, up to the last call."""
-        if over:
-            self.now(self._name, self._attempt, self._step, self._committed)
-        self._write()
+        if ended:
+            self.account(self._name, self._attempt, self._step, self._committed)
+        self._write_spans()
         os.close(self._file)
 
 
-def _text(line: Line) -> bytes:
-    seconds = round(line.seconds, 6)
+def _encode_span(span: LedgerSpan) -> bytes:
+    seconds = round(span.seconds, 6)
     if seconds <= 0:
         return b""
-    said: dict[str, object] = {"at": round(line.at, 6), "name": line.name, "seconds": seconds, "attempt": line.attempt}
-    said |= {key: step for key, step in (("step", line.step), ("committed", line.committed)) if step >= 0}
-    return json.dumps(said | {"since": line.since}).encode() + b"\n"
+    said: dict[str, object] = {"at": round(span.at, 6), "name": span.name, "seconds": seconds, "attempt": span.attempt}
+    said |= {key: step for key, step in (("step", span.step), ("committed", span.committed)) if step >= 0}
+    return json.dumps(said | {"since": span.since}).encode() + b"\n"
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """When this process was started, by CLOCK_MONOTONIC, and never earlier; now, where that can't be known (not Linux)."""
     try:
         with open("/proc/self/stat") as file:
@@ -167,19 +167,19 @@ def process_began() -> float:
     return now - age if 0 <= age <= _STARTING_SECONDS else now
 
 
-def lines(folder: Path) -> list[Line]:
+def read_ledgers(folder: Path) -> list[LedgerSpan]:
     """All that is in a folder, in order. What a crash has cut off is left out."""
-    return joined([lines_in(path) for path in sorted(folder.glob(_FILES))])
+    return merge_ledgers([read_ledger_file(path) for path in sorted(folder.glob(_LEDGER_GLOB))])
 
 
-def lines_in(path: Path) -> list[Line]:
+def read_ledger_file(path: Path) -> list[LedgerSpan]:
     """Those of one file; none where it is not there."""
     found = []
     try:
         with path.open("rb") as file:
             for text in file:
                 try:
-                    found.append(decode(Line, read_json(text)))
+                    found.append(decode(LedgerSpan, read_json(text)))
                 except Malformed:
                     continue
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def lines_in(path: Path) -> list[Line]:
     return found
 
 
-def joined(ledgers: Sequence[Sequence[Line]]) -> list[Line]:
+def merge_ledgers(ledgers: Sequence[Sequence[LedgerSpan]]) -> list[LedgerSpan]:
     """Those of agents that led one after the other. Pure.
 
     One that stood still accounts on until it learns that another leads: from when that one accounts, it is right.
@@ -208,10 +208,10 @@ def joined(ledgers: Sequence[Sequence[Line]]) -> list[Line]:
     return sorted(found, key=lambda line: line.at)
 
 
-def totals(folder: Path) -> Mapping[str, float]:
+def total_seconds_by_category(folder: Path) -> Mapping[str, float]:
     """Seconds by name."""
     found: dict[str, float] = defaultdict(float)
-    for line in lines(folder):
+    for line in read_ledgers(folder):
         found[line.name] += line.seconds
     return found
 

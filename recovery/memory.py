@@ -12,41 +12,41 @@ from pathlib import Path
 from ckpt import tier, tiers
 from ckpt.storage.errors import CkptError, StoreError
 
-BROUGHT = "was brought"
+BROUGHT_TEXT = "was brought"
 """In what is said of a step that was only in memory."""
 
 
-def folder_of(run_folder: Path, host: str = "") -> Path | None:
+def memory_folder(run_folder: Path, host: str = "") -> Path | None:
     """Where it is: the same whenever ckpt-run works in this folder, for this one of several hosts; None without shared memory,
     or where another is named. Made by who first writes there, so that nothing is left of a run that keeps no steps in it."""
-    if os.environ.get(tier.VARIABLE):
+    if os.environ.get(tier.MEMORY_VARIABLE):
         return None
     try:
         name = hashlib.sha256(os.fsencode(run_folder.resolve()) + (f"\0{host}" if host else "").encode()).hexdigest()[:16]
-        return tier.own_memory() / f"run-{name}"
+        return tier.own_memory_folder() / f"run-{name}"
     except (StoreError, OSError):
         return None
 
 
-def held_bytes(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
     """Of the memory of this host, by all that is in the folder: also what is kept for its pages alone."""
-    held = 0
+    used = 0
     for where, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):  # it is deleted, or renamed, just now
-                held += os.lstat(os.path.join(where, name)).st_blocks * 512
-    return held
+                used += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return used
 
 
-def bring_home(folder: Path) -> str:
+def drain_folder(folder: Path) -> str:
     """At the end of a run: copy what is newest to where it belongs, and give the memory free. In words what was done."""
-    done, said = drain([str(folder)])
+    done, said = drain_urls([str(folder)])
     if done:
         shutil.rmtree(folder, ignore_errors=True)
     return said
 
 
-def drain(urls: Sequence[str]) -> tuple[bool, str]:
+def drain_urls(urls: Sequence[str]) -> tuple[bool, str]:
     """Copy what is newest in memories, the newest of them first, to where it belongs. Whether they are needed no more, and in
     words what was done."""
     try:

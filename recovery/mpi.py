@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ckpt.storage.errors import CkptError
 
-_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
-_LOG, _PAGE, _FIRST = "CKPT_MPI_LOG", "CKPT_MPI_PAGE", "CKPT_MPI_FIRST"
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+_LOG_VARIABLE, _PAGE_VARIABLE, _FIRST_RANK_VARIABLE = "CKPT_MPI_LOG", "CKPT_MPI_PAGE", "CKPT_MPI_FIRST"
 
 
-def command(wrapped: Sequence[str], count: int) -> list[str]:
+def mpiexec_command(wrapped: Sequence[str], count: int) -> list[str]:
     """What starts so many ranks. Raises CkptError where there is no mpiexec."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -27,30 +27,30 @@ def command(wrapped: Sequence[str], count: int) -> list[str]:
     return [found, "-n", str(count), sys.executable, "-m", "ckpt.recovery.mpi", *wrapped]
 
 
-def environment(first: int, page: str, log: str) -> dict[str, str]:
+def wrapper_environment(first: int, page: str, log: str) -> dict[str, str]:
     """What the module needs beside. page, log: with "{}" for the number of the rank."""
-    return {_FIRST: str(first), _PAGE: page, _LOG: log}
+    return {_FIRST_RANK_VARIABLE: str(first), _PAGE_VARIABLE: page, _LOG_VARIABLE: log}
 
 
-def who(environ: Mapping[str, str]) -> int:
+def mpi_rank(environ: Mapping[str, str]) -> int:
     """The number that MPI has given this process."""
-    for variable in _NUMBERS:
+    for variable in _RANK_VARIABLES:
         if environ.get(variable, "").isdigit():
             return int(environ[variable])
-    raise CkptError(f"this mpiexec sets none of {', '.join(_NUMBERS)}; use one of MPICH, Open MPI or MVAPICH")
+    raise CkptError(f"this mpiexec sets none of {', '.join(_RANK_VARIABLES)}; use one of MPICH, Open MPI or MVAPICH")
 
 
 def main(wrapped: Sequence[str]) -> None:
     from ckpt import pulse
 
-    local = who(os.environ)
-    number = int(os.environ.pop(_FIRST)) + local
-    log = os.open(os.environ.pop(_LOG).format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    local = mpi_rank(os.environ)
+    number = int(os.environ.pop(_FIRST_RANK_VARIABLE)) + local
+    log = os.open(os.environ.pop(_LOG_VARIABLE).format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    page = os.environ.pop(_PAGE).format(number)
-    told = {"RANK": str(number), "ROLE_RANK": str(number), "LOCAL_RANK": str(local), pulse.VARIABLE: page}
-    os.environ.update(told)
+    page = os.environ.pop(_PAGE_VARIABLE).format(number)
+    variables = {"RANK": str(number), "ROLE_RANK": str(number), "LOCAL_RANK": str(local), pulse.PAGE_VARIABLE: page}
+    os.environ.update(variables)
     try:
         os.execvp(wrapped[0], list(wrapped))
     except OSError as error:

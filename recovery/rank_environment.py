@@ -10,13 +10,13 @@ import logging
 from collections.abc import Mapping
 
 from ckpt import spikes
-from ckpt.cursor import SKIP
-from ckpt.interval import MTBF
-from ckpt.pulse import BEFORE
+from ckpt.cursor import SKIP_VARIABLE
+from ckpt.interval import MTBF_VARIABLE
+from ckpt.pulse import RESTORE_LIMIT_VARIABLE
 
 log = logging.getLogger("ckpt.run")
 
-ALLOWED = frozenset({SKIP, BEFORE, spikes.LIMIT, MTBF})
+ALLOWED_VARIABLES = frozenset({SKIP_VARIABLE, RESTORE_LIMIT_VARIABLE, spikes.LIMIT_VARIABLE, MTBF_VARIABLE})
 """The variables that an entry may set. All are read by ckpt alone."""
 
 _MOST_CHARACTERS = 100_000
@@ -27,7 +27,7 @@ def allowed_environment(given: object) -> dict[str, str]:
     if not isinstance(given, Mapping):
         log.warning("the run log gives the ranks an environment that is a %s; it is ignored", type(given).__name__)
         return {}
-    accepted = {name: value for name, value in given.items() if name in ALLOWED and _usable(value)}
+    accepted = {name: value for name, value in given.items() if name in ALLOWED_VARIABLES and _is_usable(value)}
     if dropped := sorted(map(repr, given.keys() - accepted.keys())):
         log.warning(
             "the run log gives the ranks %s, which ckpt-run never sets; dropped. Look for who else can write the run log",
@@ -36,5 +36,5 @@ def allowed_environment(given: object) -> dict[str, str]:
     return accepted
 
 
-def _usable(value: object) -> bool:
+def _is_usable(value: object) -> bool:
     return isinstance(value, str) and "\0" not in value and len(value) <= _MOST_CHARACTERS

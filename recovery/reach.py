@@ -17,13 +17,13 @@ from typing import Any
 
 from ckpt.storage.access import is_loopback
 
-_NO_WAY = {
+_UNREACHABLE_ERRORS = {
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN,
     errno.EINVAL, errno.EACCES,  # routes of the kinds "blackhole" and "prohibit"
 }  # fmt: skip
 """Errors that say that nothing gets there. Others are of this process, as a lack of descriptors, and prove nothing."""
 
-_KNOWN_SECONDS = 60.0
+_CACHE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,39 +31,39 @@ class Address:
     """A numeric address and a port."""
 
     family: int
-    place: tuple[Any, ...]
+    sockaddr: tuple[Any, ...]
     """As `socket` takes it."""
 
     @property
     def machine(self) -> str:
         """Without the port."""
-        return str(self.place[0])
+        return str(self.sockaddr[0])
 
 
-class Addresses:
+class AddressCache:
     """The addresses behind names. They are remembered, as a host that is cut off can look up no names."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], tuple[float, tuple[Address, ...]]] = {}
+        self._cache: dict[tuple[str, int], tuple[float, tuple[Address, ...]]] = {}
 
-    def find(self, name: str, port: int) -> tuple[Address, ...]:
+    def look_up(self, name: str, port: int) -> tuple[Address, ...]:
         """Those that other machines have. A look-up may take long; where it fails, what was known before stays known."""
         now = time.monotonic()
-        at, found = self._known.get((name, port), (-_KNOWN_SECONDS, ()))
-        if now - at < (float("inf") if found and _is_numeric(name) else _KNOWN_SECONDS):
+        at, found = self._cache.get((name, port), (-_CACHE_SECONDS, ()))
+        if now - at < (float("inf") if found and _is_numeric(name) else _CACHE_SECONDS):
             return found
         try:
             named = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            found = tuple(address for family, _, _, _, place in named if _is_elsewhere(address := Address(family, place)))
+            found = tuple(address for family, _, _, _, place in named if _is_other_machine(address := Address(family, place)))
         except (OSError, UnicodeError):  # no server of names answers, or it is no name
             pass
-        self._known[name, port] = now, found
+        self._cache[name, port] = now, found
         return found
 
 
-def out_of_reach(addresses: Iterable[Address], seconds: float) -> frozenset[Address]:
+def find_unreachable(addresses: Iterable[Address], seconds: float) -> frozenset[Address]:
     """Those that neither accept nor refuse a connection within some seconds. All are tried at once."""
-    poll, pending, absent = select.poll(), dict[int, tuple[socket.socket, Address]](), set[Address]()
+    poll, pending, unreachable = select.poll(), dict[int, tuple[socket.socket, Address]](), set[Address]()
     try:
         for address in set(addresses):
             try:
@@ -71,24 +71,24 @@ def out_of_reach(addresses: Iterable[Address], seconds: float) -> frozenset[Addr
             except OSError:
                 continue
             pending[tried.fileno()] = tried, address
-            if (error := tried.connect_ex(address.place)) == errno.EINPROGRESS:
+            if (error := tried.connect_ex(address.sockaddr)) == errno.EINPROGRESS:
                 poll.register(tried, select.POLLOUT)
                 continue
             pending.pop(tried.fileno())[0].close()
-            if error in _NO_WAY:
-                absent.add(address)
+            if error in _UNREACHABLE_ERRORS:
+                unreachable.add(address)
         until = time.monotonic() + seconds
         while pending:
-            left = until - time.monotonic()
-            for number, _ in poll.poll(max(0, round(left * 1000))):
+            remaining = until - time.monotonic()
+            for number, _ in poll.poll(max(0, round(remaining * 1000))):
                 poll.unregister(number)
                 tried, address = pending.pop(number)
-                if tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _NO_WAY:
-                    absent.add(address)
+                if tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _UNREACHABLE_ERRORS:
+                    unreachable.add(address)
                 tried.close()
-            if left <= 0:  # what the kernel has heard of late counts, too, where this process did not get to run
+            if remaining <= 0:  # what the kernel has heard of late counts, too, where this process did not get to run
                 break
-        return frozenset(absent | {address for _, address in pending.values()})
+        return frozenset(unreachable | {address for _, address in pending.values()})
     finally:
         for tried, _ in pending.values():
             tried.close()
@@ -102,8 +102,8 @@ def _is_numeric(name: str) -> bool:
     return True
 
 
-def _is_elsewhere(address: Address) -> bool:
+def _is_other_machine(address: Address) -> bool:
     """Whether it is one of another machine: what this machine sends there does not begin where it ends."""
     with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address.place)  # sends nothing
+        probe.connect(address.sockaddr)  # sends nothing
         return str(probe.getsockname()[0]) != address.machine and not is_loopback(address.machine)

@@ -16,9 +16,9 @@ from typing import Any
 
 from ckpt.recovery.entry_facts import read_row
 from ckpt.recovery.report_files import ReportFiles
-from ckpt.recovery.state import Draft, Entry, State
+from ckpt.recovery.state import Draft, LogEntry, RunLog
 from ckpt.storage.errors import CkptError, Unavailable
-from ckpt.storage.local_file_system import require_local
+from ckpt.storage.local_file_system import require_local_file_system
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -27,21 +27,21 @@ CREATE TABLE IF NOT EXISTS entries (
 );
 """
 _BUSY_SECONDS = 30.0
-FILE = "run.sqlite"
+RUN_LOG_FILE = "run.sqlite"
 
 
-class Record(State):
+class SqliteRunLog(RunLog):
     """The file in a folder, made where it is not there. read_only: by who may not write there; nothing is made then."""
 
     def __init__(self, folder: str | os.PathLike[str], read_only: bool = False) -> None:
-        self.path = Path(folder) / FILE
-        self._needs = os.R_OK if read_only else os.W_OK
+        self.path = Path(folder) / RUN_LOG_FILE
+        self._needed_access = os.R_OK if read_only else os.W_OK
         self._reports = ReportFiles(self.path.parent)
         try:
             if read_only:
-                self._db = self._connect_to_read()
+                self._db = self._connect_read_only()
                 return
-            require_local(
+            require_local_file_system(
                 self.path.parent, "the log of a run", "give --run-dir on a disk of this host, or --state etcd://HOST:PORT/NAME"
             )
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +54,11 @@ class Record(State):
         name = getattr(error, "sqlite_errorname", "")
         if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
             return "remove it"
-        if name.startswith("SQLITE_READONLY") or (self.path.exists() and not os.access(self.path, self._needs)):
+        if name.startswith("SQLITE_READONLY") or (self.path.exists() and not os.access(self.path, self._needed_access)):
             return "this user lacks the permission: do it as the user of the run"
         return "free space on this disk, and check it"
 
-    def _connect_to_read(self) -> sqlite3.Connection:
+    def _connect_read_only(self) -> sqlite3.Connection:
         # Nobody has it open where it has no log beside it, and who may not write there could not make one.
         how = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
         where = f"{self.path.absolute().as_uri()}?{how}"
@@ -84,9 +84,9 @@ class Record(State):
                     raise
                 time.sleep(0.05)
 
-    def entries(self, after: int = 0) -> list[Entry]:
+    def entries(self, after: int = 0) -> list[LogEntry]:
         query = "SELECT number, at, attempt, kind, text, facts FROM entries WHERE number > ? ORDER BY number"
-        with self._told():
+        with self._translate_errors():
             return [read_row(*row) for row in self._db.execute(query, (after,))]
 
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
@@ -96,7 +96,7 @@ class Record(State):
             for i, draft in enumerate(drafts)
         ]
         db = self._db
-        with self._told():
+        with self._translate_errors():
             db.execute("BEGIN IMMEDIATE")
             try:
                 (last,) = db.execute("SELECT COALESCE(MAX(number), 0) FROM entries").fetchone()
@@ -112,17 +112,17 @@ class Record(State):
     def reports(self) -> dict[str, dict[str, Any]]:
         return self._reports.read()
 
-    def report(self, name: str, facts: Mapping[str, Any]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
         self._reports.write(name, facts)
 
-    def withdraw(self, name: str) -> None:
+    def remove_report(self, name: str) -> None:
         self._reports.remove(name)
 
     def close(self) -> None:
         self._db.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:

@@ -18,7 +18,7 @@ from typing import Any
 from ckpt.storage.decode import Malformed, read_json
 from ckpt.storage.errors import Unavailable
 
-FOLDER = "agents"
+REPORTS_FOLDER = "agents"
 _REPORT_BYTES = 16 << 20
 """The longest report. A longer one is left out."""
 
@@ -27,7 +27,7 @@ class ReportFiles:
     """Each call is safe from several threads and processes; an agent writes under its own name only."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / FOLDER
+        self._folder = folder / REPORTS_FOLDER
         self._lock = threading.Lock()  # an agent reports from two threads
 
     def read(self) -> dict[str, dict[str, Any]]:
@@ -37,9 +37,9 @@ class ReportFiles:
             paths = sorted(self._folder.glob("*.json"))
             for path in paths:
                 with contextlib.suppress(FileNotFoundError, Malformed):
-                    said = read_json(_read(path))
-                    if isinstance(said, dict):
-                        found[path.name.removesuffix(".json")] = said
+                    facts = read_json(_read_report(path))
+                    if isinstance(facts, dict):
+                        found[path.name.removesuffix(".json")] = facts
         except OSError as error:
             raise self._unavailable("read", error) from error
         return found
@@ -72,7 +72,7 @@ class ReportFiles:
         )
 
 
-def _read(path: Path) -> bytes:
+def _read_report(path: Path) -> bytes:
     """The bytes of a report. Raises Malformed where it is too long."""
     with path.open("rb") as file:
         data = file.read(_REPORT_BYTES + 1)

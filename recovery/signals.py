@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
@@ -25,14 +25,14 @@ class Signals:
         self.count = 0
 
     @contextmanager
-    def heard(self, select: selectors.BaseSelector) -> Iterator[None]:
+    def installed(self, select: selectors.BaseSelector) -> Iterator[None]:
         """From the main thread: signals are noted, and `select` returns when one comes (`key.data` is this)."""
-        wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
+        wake, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
         wake.setblocking(False)
-        select.register(self._woken, selectors.EVENT_READ, self)
-        heard = [number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
-        previous = {number: signal.signal(number, self._note) for number in heard}
+        select.register(self._wakeup, selectors.EVENT_READ, self)
+        handled = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
+        previous = {number: signal.signal(number, self._record) for number in handled}
         wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:
             yield
@@ -41,13 +41,13 @@ class Signals:
             for number, handler in previous.items():  # who asks again while it ends changes nothing
                 signal.signal(number, handler if not self.first else signal.SIG_IGN)
             wake.close()
-            self._woken.close()
+            self._wakeup.close()
 
-    def awake(self) -> None:
+    def clear_wakeup(self) -> None:
         """After `select` has returned for them: it waits again."""
-        self._woken.recv(4096)
+        self._wakeup.recv(4096)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if not self.first:
             self.first, self.first_at = number, time.monotonic()

@@ -16,7 +16,7 @@ _PURPOSE = b"ckpt-run log 1"
 """What keeps these signatures apart from other uses of the token."""
 
 
-class Unsigned(ValueError):
+class UntrustedValue(ValueError):
     """A value has no signature, or not that of the token. The message says which."""
 
 
@@ -27,32 +27,32 @@ class Signer:
         self._key = hmac.digest(token.encode(), _PURPOSE, hashlib.sha256) if token else None
 
     @property
-    def signs(self) -> bool:
+    def has_token(self) -> bool:
         """Whether there is a token."""
         return self._key is not None
 
-    def signed(self, key: str, value: bytes) -> bytes:
+    def sign(self, key: str, value: bytes) -> bytes:
         """What to store under a key."""
-        return value if self._key is None else _PREFIX + self._digits(self._key, key, value) + b" " + value
+        return value if self._key is None else _PREFIX + self._hex_digest(self._key, key, value) + b" " + value
 
-    def checked(self, key: str, stored: bytes) -> bytes:
+    def verify(self, key: str, stored: bytes) -> bytes:
         """The value of what is stored under a key. Raises Unsigned."""
         if self._key is None:
             if stored.startswith(_PREFIX):
-                raise Unsigned("it is signed, and there is no token to check it with")
+                raise UntrustedValue("it is signed, and there is no token to check it with")
             return stored
         if not stored.startswith(_PREFIX):
-            raise Unsigned("it is not signed with the token of the job")
-        value = unchecked(stored)
-        if not hmac.compare_digest(stored[len(_PREFIX) : len(_PREFIX) + _DIGITS], self._digits(self._key, key, value)):
-            raise Unsigned("its signature is not that of the token of the job")
+            raise UntrustedValue("it is not signed with the token of the job")
+        value = strip_signature(stored)
+        if not hmac.compare_digest(stored[len(_PREFIX) : len(_PREFIX) + _DIGITS], self._hex_digest(self._key, key, value)):
+            raise UntrustedValue("its signature is not that of the token of the job")
         return value
 
-    def _digits(self, mac_key: bytes, key: str, value: bytes) -> bytes:
+    def _hex_digest(self, mac_key: bytes, key: str, value: bytes) -> bytes:
         name = key.encode()
         return hmac.new(mac_key, len(name).to_bytes(4, "big") + name + value, hashlib.sha256).hexdigest().encode()
 
 
-def unchecked(stored: bytes) -> bytes:
+def strip_signature(stored: bytes) -> bytes:
     """The value of what is stored, whoever wrote it."""
     return stored[len(_PREFIX) + _DIGITS + 1 :] if stored.startswith(_PREFIX) else stored

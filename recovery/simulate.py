@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from ckpt.interval import daly
+from ckpt.interval import daly_interval_seconds
 from ckpt.recovery.decide import Budget, Cause, Decision, Failure, decide
-from ckpt.recovery.ledger import NAMES, Name
+from ckpt.recovery.ledger import TIME_CATEGORIES, TimeCategory
 from ckpt.recovery.ledger import goodput as share
 
 _DECIDE_SECONDS = 0.01
@@ -24,7 +24,7 @@ _DECIDE_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FailureKind:
     """One way to fail."""
 
     cause: Cause
@@ -36,12 +36,12 @@ class Kind:
     """The host is gone until it is repaired."""
 
 
-KINDS = (
-    Kind("signal", 0.5, 0.05),
-    Kind("signal", 0.2, 4.0, takes_host=True),
-    Kind("exit", 0.15, 0.05),
-    Kind("hang", 0.1, 60.0),
-    Kind("stopped", 0.05, 0.5),
+FAILURE_KINDS = (
+    FailureKind("signal", 0.5, 0.05),
+    FailureKind("signal", 0.2, 4.0, takes_host=True),
+    FailureKind("exit", 0.15, 0.05),
+    FailureKind("hang", 0.1, 60.0),
+    FailureKind("stopped", 0.05, 0.5),
 )
 """About what logs of large clusters show: most failures end a process, some take its host, some are silent."""
 
@@ -65,8 +65,8 @@ class World:
     spares: int = 0
     repair_seconds: float = 4 * 3600.0
     """Until a host that was lost is back."""
-    kinds: Sequence[Kind] = KINDS
-    broken_at: int | None = None
+    kinds: Sequence[FailureKind] = FAILURE_KINDS
+    broken_step: int | None = None
     """A step that fails every time: the program must be mended."""
 
     @property
@@ -87,7 +87,7 @@ class Policy:
 
 def daly_policy(world: World) -> Policy:
     """As every="auto" has it, with all known."""
-    return Policy(daly(world.stall_seconds, world.mtbf_seconds))
+    return Policy(daly_interval_seconds(world.stall_seconds, world.mtbf_seconds))
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Outcome:
     """What came of it."""
 
     wall_seconds: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(map(str, NAMES), 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(map(str, TIME_CATEGORIES), 0.0))
     """By the names of the ledger; their sum is the wall time."""
     decisions: Counter[str] = field(default_factory=Counter)
     """By action."""
@@ -103,13 +103,13 @@ class Outcome:
     """By cause."""
     saves: int = 0
     """That were committed."""
-    best: int = -1
+    best_step: int = -1
     """The newest step that was ever done."""
     committed: int = -1
     redone_steps: int = 0
-    resumed: list[int] = field(default_factory=list)
+    resume_steps: list[int] = field(default_factory=list)
     """The step at which each attempt went on."""
-    halted: str = ""
+    halt_reason: str = ""
     """Why it was given up."""
 
     @property
@@ -119,40 +119,40 @@ class Outcome:
 
 def simulate(world: World, policy: Policy, days: float, seed: int = 0) -> Outcome:
     """So many days of training, or less where it is given up. The same seed gives the same failures under any policy."""
-    run = _Run(world, policy, days * 86400.0, random.Random(seed))
+    run = _Simulation(world, policy, days * 86400.0, random.Random(seed))
     run.play()
     return run.outcome
 
 
-_PROGRAM = Kind("exit", 0.0, 0.05)
+_PROGRAM_FAILURE = FailureKind("exit", 0.0, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
-class _Blow:
+class _FailureEvent:
     """Something that will break."""
 
     at: float
-    kind: Kind
+    kind: FailureKind
     rank: int
 
 
-class _End(Exception):
+class _SimulationEnded(Exception):
     """The days are over."""
 
 
-class _Failed(Exception):
+class _JobFailed(Exception):
     """Something broke, just now."""
 
 
-class _Run:
-    def __init__(self, world: World, policy: Policy, until: float, chance: random.Random) -> None:
-        self._world, self._policy, self._until, self._chance = world, policy, until, chance
+class _Simulation:
+    def __init__(self, world: World, policy: Policy, until: float, random_source: random.Random) -> None:
+        self._world, self._policy, self._until, self._random = world, policy, until, random_source
         self.outcome = Outcome()
-        self._next = self._failure_after(0.0)  # drawn by the clock alone, so that no policy changes what comes
-        self._broken: _Blow | None = None  # the last one; None: the program itself
-        self._repaired: list[float] = []  # when hosts come back
-        self._free = world.spares
-        self._saving: tuple[float, int] | None = None  # a save under way: when it will be committed, its step
+        self._next_failure = self._draw_failure(0.0)  # drawn by the clock alone, so that no policy changes what comes
+        self._last_failure: _FailureEvent | None = None  # the last one; None: the program itself
+        self._repair_times: list[float] = []  # when hosts come back
+        self._free_spares = world.spares
+        self._pending_save: tuple[float, int] | None = None  # a save under way: when it will be committed, its step
         self._step = -1  # done last in this attempt
 
     def play(self) -> None:
@@ -160,144 +160,148 @@ class _Run:
         try:
             while True:
                 began = self.outcome.wall_seconds
-                failures.append(self._attempt(began))
+                failures.append(self._run_attempt(began))
                 decision = self._policy.decide(failures, budget)
                 budget = decision.budget
                 self.outcome.decisions[decision.action] += 1
                 self._spend("decide", _DECIDE_SECONDS)
                 if decision.action == "halt":
-                    self.outcome.halted = decision.reason
+                    self.outcome.halt_reason = decision.reason
                     return
                 self._spend("wait", decision.wait_seconds)
-                self._have_hosts()
-        except _End:
+                self._replace_lost_host()
+        except _SimulationEnded:
             return
 
     # --- one attempt -------------------------------------------------------------------------------------------
 
-    def _attempt(self, began: float) -> Failure:
+    def _run_attempt(self, began: float) -> Failure:
         """Until it fails; raises _End where the days are over first."""
         world, outcome = self._world, self.outcome
         self._step, restored = -1, -1
         try:
-            self._endure("spawn", world.spawn_seconds)
-            self._endure("restore", world.restore_seconds)
+            self._spend_at_risk("spawn", world.spawn_seconds)
+            self._spend_at_risk("restore", world.restore_seconds)
             self._step = restored = outcome.committed
-            outcome.resumed.append(restored + 1)
+            outcome.resume_steps.append(restored + 1)
             self._train()
-        except _Failed:
+        except _JobFailed:
             pass
-        self._commit_until(outcome.wall_seconds)
-        self._saving = None  # what was under way is lost with the ranks
-        kind, rank = (_PROGRAM, 0) if self._broken is None else (self._broken.kind, self._broken.rank)
+        self._commit_pending(outcome.wall_seconds)
+        self._pending_save = None  # what was under way is lost with the ranks
+        kind, rank = (_PROGRAM_FAILURE, 0) if self._last_failure is None else (self._last_failure.kind, self._last_failure.rank)
         outcome.failures[kind.cause] += 1
         self._spend("detect", kind.detect_seconds)
         self._spend("stop", world.stop_seconds)
-        known = outcome.committed if restored >= 0 or self._step >= 0 else -1  # ranks that never restored know of no step
-        return Failure(kind.cause, (rank,), "failed", self._step, known, outcome.wall_seconds - began, restored=restored)
+        known_committed = (
+            outcome.committed if restored >= 0 or self._step >= 0 else -1
+        )  # ranks that never restored know of no step
+        return Failure(
+            kind.cause, (rank,), "failed", self._step, known_committed, outcome.wall_seconds - began, restored=restored
+        )
 
     def _train(self) -> None:
         """Save, train for an interval, save …"""
         size = self._world.step_seconds
         due = max(1, math.ceil(self._policy.interval_seconds / size - 1e-9))
         if self._step < 0:
-            self._steps(1)
+            self._train_steps(1)
             self._save()
         while True:
-            self._steps(due)
-            while self._saving is not None:  # one at a time
-                self._steps(max(1, math.ceil((self._saving[0] - self.outcome.wall_seconds) / size - 1e-9)))
+            self._train_steps(due)
+            while self._pending_save is not None:  # one at a time
+                self._train_steps(max(1, math.ceil((self._pending_save[0] - self.outcome.wall_seconds) / size - 1e-9)))
             self._save()
-            self._jump(max(due, math.ceil(self._world.durable_seconds / size - 1e-9)))
+            self._skip_ahead(max(due, math.ceil(self._world.durable_seconds / size - 1e-9)))
 
-    def _jump(self, steps: int) -> None:
+    def _skip_ahead(self, steps: int) -> None:
         """Right after a save: the same again and again (so many steps, and a save), as often as nothing else happens."""
         world, outcome = self._world, self.outcome
-        left = min(self._next.at, self._until) - outcome.wall_seconds
-        turns = int(left / (steps * world.step_seconds + world.stall_seconds)) - 1
-        if world.broken_at is not None and world.broken_at > self._step:
-            turns = min(turns, (world.broken_at - self._step) // steps - 1)
-        if turns < 1 or self._step < outcome.best:
+        remaining = min(self._next_failure.at, self._until) - outcome.wall_seconds
+        rounds = int(remaining / (steps * world.step_seconds + world.stall_seconds)) - 1
+        if world.broken_step is not None and world.broken_step > self._step:
+            rounds = min(rounds, (world.broken_step - self._step) // steps - 1)
+        if rounds < 1 or self._step < outcome.best_step:
             return
-        self._spend("useful", turns * steps * world.step_seconds)
-        self._spend("stall", turns * world.stall_seconds)
-        self._step += turns * steps
-        outcome.best = self._step
+        self._spend("useful", rounds * steps * world.step_seconds)
+        self._spend("stall", rounds * world.stall_seconds)
+        self._step += rounds * steps
+        outcome.best_step = self._step
         outcome.committed = self._step - steps
-        outcome.saves += turns - 1 + (self._saving is not None)
-        self._saving = (outcome.wall_seconds + world.durable_seconds, self._step)
+        outcome.saves += rounds - 1 + (self._pending_save is not None)
+        self._pending_save = (outcome.wall_seconds + world.durable_seconds, self._step)
 
-    def _steps(self, count: int) -> None:
+    def _train_steps(self, count: int) -> None:
         """Some steps, those first that were done before."""
         while count > 0:
-            again = min(count, max(0, self.outcome.best - self._step))
-            stretch = again or count
-            broken = self._world.broken_at
+            redone = min(count, max(0, self.outcome.best_step - self._step))
+            stretch = redone or count
+            broken = self._world.broken_step
             if broken is not None and self._step < broken <= self._step + stretch:
                 stretch = broken - self._step - 1
-                self._do(stretch, again > 0)
-                self._endure("useful", self._world.step_seconds)
-                self._broken = None
-                raise _Failed
-            self._do(stretch, again > 0)
+                self._spend_steps(stretch, redone > 0)
+                self._spend_at_risk("useful", self._world.step_seconds)
+                self._last_failure = None
+                raise _JobFailed
+            self._spend_steps(stretch, redone > 0)
             count -= stretch
 
-    def _do(self, count: int, again: bool) -> None:
+    def _spend_steps(self, count: int, is_redo: bool) -> None:
         began, size = self.outcome.wall_seconds, self._world.step_seconds
         try:
-            self._endure("redo" if again else "useful", count * size)
+            self._spend_at_risk("redo" if is_redo else "useful", count * size)
             done = count
-        except (_Failed, _End):
+        except (_JobFailed, _SimulationEnded):
             done = min(count, int((self.outcome.wall_seconds - began) / size + 1e-9))
             raise
         finally:
             self._step += done
-            self.outcome.best = max(self.outcome.best, self._step)
-            self.outcome.redone_steps += done if again else 0
-            self._commit_until(self.outcome.wall_seconds)
+            self.outcome.best_step = max(self.outcome.best_step, self._step)
+            self.outcome.redone_steps += done if is_redo else 0
+            self._commit_pending(self.outcome.wall_seconds)
 
     def _save(self) -> None:
-        self._endure("stall", self._world.stall_seconds)
-        self._saving = (self.outcome.wall_seconds + self._world.durable_seconds, self._step)
-        self._commit_until(self.outcome.wall_seconds)
+        self._spend_at_risk("stall", self._world.stall_seconds)
+        self._pending_save = (self.outcome.wall_seconds + self._world.durable_seconds, self._step)
+        self._commit_pending(self.outcome.wall_seconds)
 
-    def _commit_until(self, moment: float) -> None:
-        if self._saving is not None and self._saving[0] <= moment:
-            self.outcome.committed = max(self.outcome.committed, self._saving[1])
+    def _commit_pending(self, moment: float) -> None:
+        if self._pending_save is not None and self._pending_save[0] <= moment:
+            self.outcome.committed = max(self.outcome.committed, self._pending_save[1])
             self.outcome.saves += 1
-            self._saving = None
+            self._pending_save = None
 
     # --- hosts and time ----------------------------------------------------------------------------------------
 
-    def _have_hosts(self) -> None:
+    def _replace_lost_host(self) -> None:
         """A spare takes the place of a host that was lost; without one, all wait for the repair."""
-        if self._broken is None or not self._broken.kind.takes_host:
+        if self._last_failure is None or not self._last_failure.kind.takes_host:
             return
         now = self.outcome.wall_seconds
-        self._repaired.append(now + self._world.repair_seconds)
-        self._free += sum(at <= now for at in self._repaired)
-        self._repaired = [at for at in self._repaired if at > now]
-        if self._free == 0:
-            back = min(self._repaired)
+        self._repair_times.append(now + self._world.repair_seconds)
+        self._free_spares += sum(at <= now for at in self._repair_times)
+        self._repair_times = [at for at in self._repair_times if at > now]
+        if self._free_spares == 0:
+            back = min(self._repair_times)
             self._spend("wait", back - now)
-            self._repaired.remove(back)
-            self._free += 1
-        self._free -= 1
+            self._repair_times.remove(back)
+            self._free_spares += 1
+        self._free_spares -= 1
 
-    def _endure(self, name: Name, seconds: float) -> None:
+    def _spend_at_risk(self, name: TimeCategory, seconds: float) -> None:
         """Spend time in which something may break."""
         now = self.outcome.wall_seconds
-        while self._next.at < now:  # while nothing ran, nothing broke
-            self._next = self._failure_after(self._next.at)
-        blow = self._next
-        if blow.at >= now + seconds:
+        while self._next_failure.at < now:  # while nothing ran, nothing broke
+            self._next_failure = self._draw_failure(self._next_failure.at)
+        failure = self._next_failure
+        if failure.at >= now + seconds:
             self._spend(name, seconds)
             return
-        self._spend(name, blow.at - now)
-        self._broken, self._next = blow, self._failure_after(blow.at)
-        raise _Failed
+        self._spend(name, failure.at - now)
+        self._last_failure, self._next_failure = failure, self._draw_failure(failure.at)
+        raise _JobFailed
 
-    def _spend(self, name: Name, seconds: float) -> None:
+    def _spend(self, name: TimeCategory, seconds: float) -> None:
         """Time passes. Raises _End at the end of the days."""
         left = self._until - self.outcome.wall_seconds
         spent = min(seconds, left)
@@ -305,20 +309,20 @@ class _Run:
         self.outcome.wall_seconds += spent
         if seconds >= left:
             self.outcome.wall_seconds = self._until
-            raise _End
+            raise _SimulationEnded
 
-    def _failure_after(self, moment: float) -> _Blow:
-        world, chance = self._world, self._chance
+    def _draw_failure(self, moment: float) -> _FailureEvent:
+        world, chance = self._world, self._random
         at = moment + chance.expovariate(1.0 / world.mtbf_seconds)
         kind = chance.choices(world.kinds, [each.share for each in world.kinds])[0]
-        return _Blow(at, kind, chance.randrange(world.hosts * world.ranks_per_host))
+        return _FailureEvent(at, kind, chance.randrange(world.hosts * world.ranks_per_host))
 
 
 # --- many runs -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """What one interval comes to, over several seeds."""
 
     interval_seconds: float
@@ -331,29 +335,29 @@ class Point:
     def goodput(self) -> float:
         return fmean(self.goodputs)
 
-    def mean(self, name: Name) -> float:
+    def mean(self, name: TimeCategory) -> float:
         """The share of the time that was spent on this."""
         return fmean(outcome.seconds[name] / outcome.wall_seconds for outcome in self.outcomes)
 
 
-def sweep(world: World, days: float, seeds: int, intervals: Sequence[float] = ()) -> list[Point]:
+def sweep(world: World, days: float, seeds: int, intervals: Sequence[float] = ()) -> list[SweepPoint]:
     """Goodput by interval, each with the same failures; by default at Daly's interval, and around it.
 
     An interval shorter than a save takes comes to the same as one of that length: a save waits for the one before.
     """
     best = daly_policy(world).interval_seconds
-    around = [best * factor for factor in _FACTORS if best * factor >= world.durable_seconds]
+    around = [best * factor for factor in _INTERVAL_FACTORS if best * factor >= world.durable_seconds]
     wanted = {*(intervals or around), best}
     points = []
     for interval in sorted(wanted):
         outcomes = tuple(simulate(world, Policy(interval), days, seed) for seed in range(seeds))
-        points.append(Point(interval, interval == best, tuple(each.goodput for each in outcomes), outcomes))
+        points.append(SweepPoint(interval, interval == best, tuple(each.goodput for each in outcomes), outcomes))
     return points
 
 
-_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 1.4, 1.4, 2, 4, 8, 16)
+_INTERVAL_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 1.4, 1.4, 2, 4, 8, 16)
 
 
-def totals(outcomes: Sequence[Outcome]) -> Mapping[str, float]:
+def total_seconds_by_category(outcomes: Sequence[Outcome]) -> Mapping[str, float]:
     """Seconds by name, over all."""
-    return {name: sum(outcome.seconds[name] for outcome in outcomes) for name in NAMES}
+    return {name: sum(outcome.seconds[name] for outcome in outcomes) for name in TIME_CATEGORIES}

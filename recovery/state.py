@@ -30,7 +30,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """One line of the log."""
 
     number: int
@@ -42,14 +42,14 @@ class Entry:
     facts: dict[str, Any]
 
 
-class State(ABC):
+class RunLog(ABC):
     """An engine. Calls raise Unavailable where it does not answer now; what is written is durable when a call returns."""
 
-    remote = False
+    is_remote = False
     """Whether it can be reached from other hosts: a lock in the folder of the run keeps nobody off it."""
 
     @abstractmethod
-    def entries(self, after: int = 0) -> list[Entry]:
+    def entries(self, after: int = 0) -> list[LogEntry]:
         """Those with a higher number, in order."""
 
     @abstractmethod
@@ -61,11 +61,11 @@ class State(ABC):
         """What each agent said last, by name."""
 
     @abstractmethod
-    def report(self, name: str, facts: Mapping[str, Any]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
         """Say it of an agent. Need not be durable."""
 
     @abstractmethod
-    def withdraw(self, name: str) -> None:
+    def remove_report(self, name: str) -> None:
         """The agent is no more."""
 
     def endpoints(self) -> list[tuple[str, int]]:
@@ -76,28 +76,28 @@ class State(ABC):
     def close(self) -> None: ...
 
 
-def passed_over(number: int, why: str) -> Entry:
+def placeholder_entry(number: int, why: str) -> LogEntry:
     """What stands in place of an entry that nothing may depend on: a note. It is logged, too."""
     text = f"entry {number} of the log of the run is passed over: {why}"
     log.warning("%s", text)
-    return Entry(number, 0.0, 0, "note", text, {})
+    return LogEntry(number, 0.0, 0, "note", text, {})
 
 
-def as_json(entry: Entry) -> str:
+def entry_to_json(entry: LogEntry) -> str:
     """One line."""
     return json.dumps(asdict(entry))
 
 
-def open_state(folder: Path, url: str | None = None, read_only: bool = False) -> State:
+def open_run_log(folder: Path, url: str | None = None, read_only: bool = False) -> RunLog:
     """The state of the run in a folder, or at etcd://HOST:PORT,…/NAME. read_only: for who only asks.
 
     In etcd entries are signed with the token that the environment names.
     """
     if url is None:
-        from ckpt.recovery.record import Record
+        from ckpt.recovery.record import SqliteRunLog
 
-        return Record(folder, read_only)
-    from ckpt.aggregator.members import token_told
-    from ckpt.recovery.etcd_state import EtcdState
+        return SqliteRunLog(folder, read_only)
+    from ckpt.aggregator.members import token_from_environment
+    from ckpt.recovery.etcd_state import EtcdRunLog
 
-    return EtcdState(url, token_told(), read_only)
+    return EtcdRunLog(url, token_from_environment(), read_only)

@@ -14,20 +14,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from ckpt.pulse import Beat
+from ckpt.pulse import RankHeartbeat
 
-FACTOR = 2.0
+DEFAULT_FACTOR = 2.0
 """Who takes so many times as long as the median is a straggler, where nothing else is asked for."""
 
-_QUARTERS = 4
-_STEPS = 8
+_QUARTER_COUNT = 4
+_MIN_QUARTER_STEPS = 8
 """In each quarter, at least."""
-_SHARE = 0.1
+_MIN_SLOWDOWN_SHARE = 0.1
 """Who holds up a step by less than this part of it is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RankPace:
     """How fast a rank was of late."""
 
     rank: int
@@ -52,21 +52,22 @@ class Straggler:
     marked: bool
 
     @property
-    def times(self) -> float:
+    def slowdown(self) -> float:
         """As long as the others."""
         return self.seconds / max(self.usual_seconds, 1e-9)
 
-    def in_words(self, host: str, window_seconds: float) -> str:
+    def describe(self, host: str, window_seconds: float) -> str:
         """What it is, and since when."""
         where = f" on {host}" if host else ""
         what = "a step, without what it waits for" if self.marked else "a step"
         return (
-            f"rank {self.rank}{where} takes {self.times:.1f} times as long as the median ({_short(self.seconds)} beside "
-            f"{_short(self.usual_seconds)} {what}) for {window_seconds:g} s or longer"
+            f"rank {self.rank}{where} takes {self.slowdown:.1f} times as long as the median "
+            f"({_format_duration(self.seconds)} beside "
+            f"{_format_duration(self.usual_seconds)} {what}) for {window_seconds:g} s or longer"
         )
 
 
-def _short(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
@@ -83,10 +84,10 @@ class _Quarter:
     timed: list[float] = field(default_factory=list)
 
     @property
-    def is_whole(self) -> bool:
-        return min(self.steps, self.timed_steps) >= _STEPS
+    def is_complete(self) -> bool:
+        return min(self.steps, self.timed_steps) >= _MIN_QUARTER_STEPS
 
-    def fast(self, marked: bool) -> float:
+    def fast_step_seconds(self, marked: bool) -> float:
         """A step, without those that took longer than others; not more than the mean, for there may be as many of both."""
         if marked:
             return min(self.compute_seconds / self.steps, median_low(self.compute))
@@ -94,58 +95,58 @@ class _Quarter:
 
 
 @dataclass(slots=True)
-class Measure:
+class PaceMeter:
     """The pace of one rank, from its beats. window_seconds: the time that is looked at; more, where steps are long."""
 
     rank: int
     window_seconds: float
-    pace: Pace | None = None
+    pace: RankPace | None = None
     """None as long as too little was seen."""
-    _whole: deque[_Quarter] = field(default_factory=lambda: deque(maxlen=_QUARTERS))
-    _now: _Quarter | None = None
+    _quarters: deque[_Quarter] = field(default_factory=lambda: deque(maxlen=_QUARTER_COUNT))
+    _current: _Quarter | None = None
 
-    def learn(self, before: Beat, beat: Beat) -> None:
+    def learn(self, before: RankHeartbeat, beat: RankHeartbeat) -> None:
         """Two beats that were seen one after the other. Others may have been between."""
-        now, steps = self._now, beat.step - before.step
-        if now is None:
-            self._now = _Quarter(beat.since) if beat.phase == "step" else None  # the first step is not like the others
+        quarter, steps = self._current, beat.step - before.step
+        if quarter is None:
+            self._current = _Quarter(beat.since) if beat.phase == "step" else None  # the first step is not like the others
             return
         computed, took = beat.compute_seconds - before.compute_seconds, beat.since - before.since
-        now.compute_seconds += computed
+        quarter.compute_seconds += computed
         if steps > 0:
-            now.steps += steps
-            now.compute.append(computed / steps)
+            quarter.steps += steps
+            quarter.compute.append(computed / steps)
             if before.phase == "step":
-                now.timed_steps += steps
-                now.timed_seconds += took
-                now.timed.append(took / steps)
-        if now.is_whole and beat.since - now.began >= self.window_seconds / _QUARTERS:
-            self._whole.append(now)
-            self._now = _Quarter(beat.since)
-            if len(self._whole) == _QUARTERS:
-                self.pace = _pace(self.rank, self._whole)
+                quarter.timed_steps += steps
+                quarter.timed_seconds += took
+                quarter.timed.append(took / steps)
+        if quarter.is_complete and beat.since - quarter.began >= self.window_seconds / _QUARTER_COUNT:
+            self._quarters.append(quarter)
+            self._current = _Quarter(beat.since)
+            if len(self._quarters) == _QUARTER_COUNT:
+                self.pace = _measure_pace(self.rank, self._quarters)
 
 
-def _pace(rank: int, quarters: Iterable[_Quarter]) -> Pace:
+def _measure_pace(rank: int, quarters: Iterable[_Quarter]) -> RankPace:
     seen = list(quarters)
     marked = all(quarter.compute_seconds > 0 for quarter in seen)
     step = sum(quarter.timed_seconds for quarter in seen) / sum(quarter.timed_steps for quarter in seen)
     computed = sum(quarter.compute_seconds for quarter in seen) / sum(quarter.steps for quarter in seen)
-    least = min(quarter.fast(marked) for quarter in seen)
-    return Pace(rank, computed if marked else step, least, step, marked)
+    least = min(quarter.fast_step_seconds(marked) for quarter in seen)
+    return RankPace(rank, computed if marked else step, least, step, marked)
 
 
-def stragglers(paces: Iterable[Pace], factor: float) -> list[Straggler]:
+def find_stragglers(paces: Iterable[RankPace], factor: float) -> list[Straggler]:
     """Those that take `factor` times as long as the median of all, the slowest first.
 
     The lower of two medians: of two ranks, and of two halves, the slower ones are stragglers.
     """
-    alike = list(paces)
-    if any(pace.marked for pace in alike):
-        alike = [pace for pace in alike if pace.marked]
-    if len(alike) < 2:
+    comparable = list(paces)
+    if any(pace.marked for pace in comparable):
+        comparable = [pace for pace in comparable if pace.marked]
+    if len(comparable) < 2:
         return []
-    usual = median_low(pace.seconds for pace in alike)
-    least = _SHARE * median_low(pace.step_seconds for pace in alike)
-    slow = [p for p in alike if p.least_seconds >= factor * usual and p.least_seconds - usual >= least]
+    usual = median_low(pace.seconds for pace in comparable)
+    least = _MIN_SLOWDOWN_SHARE * median_low(pace.step_seconds for pace in comparable)
+    slow = [p for p in comparable if p.least_seconds >= factor * usual and p.least_seconds - usual >= least]
     return [Straggler(p.rank, p.seconds, usual, p.marked) for p in sorted(slow, key=lambda p: (-p.seconds, p.rank))]

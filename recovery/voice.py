@@ -8,55 +8,55 @@ import threading
 import time
 from dataclasses import replace
 
-from ckpt.recovery.agents import SAY_SECONDS, Report
-from ckpt.recovery.lease import Lease
-from ckpt.recovery.state import State
+from ckpt.recovery.agents import REPORT_SECONDS, AgentReport
+from ckpt.recovery.lease import HostLease
+from ckpt.recovery.state import RunLog
 from ckpt.storage.errors import StoreError
 
 log = logging.getLogger("ckpt.run")
 
 
-class Voice:
+class AgentHeartbeat:
     """Repeats the newest report until it is closed. Each that the state acknowledges renews the lease of this host."""
 
-    def __init__(self, state: State, report: Report, lease: Lease) -> None:
+    def __init__(self, state: RunLog, report: AgentReport, lease: HostLease) -> None:
         self._lease = lease
         self._state = state
         self._report = report
         self._beat = 0
         self._changed = threading.Event()
         self._closed = False
-        self._trouble = False
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="ckpt-voice", daemon=True)
-        self._tell()  # before this agent decides anything
+        self._publish()  # before this agent decides anything
         self._thread.start()
 
-    def say(self, report: Report) -> None:
+    def set_report(self, report: AgentReport) -> None:
         """From now on this; at once where more has changed than where the ranks are."""
         before, self._report = self._report, report
-        if _essence(before) != _essence(report):
+        if _without_progress(before) != _without_progress(report):
             self._changed.set()
 
     def _run(self) -> None:
         while True:
-            self._changed.wait(SAY_SECONDS)
+            self._changed.wait(REPORT_SECONDS)
             self._changed.clear()
             if self._closed:
                 return
-            self._tell()
+            self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         self._beat += 1
         sent_at = time.monotonic()
         try:
-            self._state.report(self._report.name, replace(self._report, beat=self._beat).facts())
-            self._trouble = False
-            self._lease.acknowledged(sent_at)
-            self._lease.learn()
+            self._state.publish_report(self._report.name, replace(self._report, beat=self._beat).to_facts())
+            self._has_failed = False
+            self._lease.renew(sent_at)
+            self._lease.resolve_addresses()
         except StoreError as error:
-            if not self._trouble:
+            if not self._has_failed:
                 log.warning("what this agent does can't be told, and is tried again: %s", error)
-            self._trouble = True
+            self._has_failed = True
 
     def close(self) -> None:
         """The agent is no more."""
@@ -64,9 +64,9 @@ class Voice:
         self._changed.set()
         self._thread.join()
         with contextlib.suppress(StoreError):  # then the others miss it after a while
-            self._state.withdraw(self._report.name)
+            self._state.remove_report(self._report.name)
 
 
-def _essence(report: Report) -> Report:
+def _without_progress(report: AgentReport) -> AgentReport:
     where = replace(report, step=0, newest=0, committed=0, saved=0, step_seconds=0.0, spent="useful")
     return replace(where, slowest=None, paces=(), warm="", held_bytes=0)

@@ -13,11 +13,11 @@ from ckpt.storage.errors import InvalidArgument
 
 log = logging.getLogger("ckpt.node")
 
-_LEAST_CHARACTERS = 16
+_MIN_TOKEN_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class NodeCredentials:
     """How to reach nodes."""
 
     token: str | None = field(default=None, repr=False)
@@ -30,14 +30,19 @@ class Access:
     """The user has allowed the token to be sent without TLS to other hosts."""
 
 
-def insecure_allowed() -> bool:
+def is_insecure_allowed() -> bool:
     """Whether the environment allows secrets to be sent without TLS to other hosts."""
     return os.environ.get("CKPT_INSECURE", "") not in ("", "0")
 
 
-def require_private(access: Access, address: str) -> None:
+def require_encryption(credentials: NodeCredentials, address: str) -> None:
     """Raise InvalidArgument where the token would be sent in clear text to another host. address: host:port."""
-    if access.token and access.ca is None and not access.insecure and not is_loopback(address.rpartition(":")[0]):
+    if (
+        credentials.token
+        and credentials.ca is None
+        and not credentials.insecure
+        and not is_loopback(address.rpartition(":")[0])
+    ):
         raise InvalidArgument(
             f"the token would be sent to {address} without encryption, where anyone on the network can read it: give the "
             "authority of the node's certificate (CKPT_CA_FILE, or ca_file in the TOML file), or allow it with "
@@ -64,36 +69,37 @@ class TokenFile:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._lock = threading.Lock()
-        self._known = self._stamp()
-        self._tokens = self._read()
+        self._last_stamp = self._read_stamp()
+        self._tokens = self._read_tokens()
 
     def __call__(self) -> tuple[str, ...]:
         with self._lock:
-            stamp = self._stamp()
-            if stamp != self._known:
-                self._known = stamp
+            stamp = self._read_stamp()
+            if stamp != self._last_stamp:
+                self._last_stamp = stamp
                 try:
-                    self._tokens = self._read()
+                    self._tokens = self._read_tokens()
                     log.info("%s has changed: its tokens are asked for from now on", self._file)
                 except InvalidArgument as error:
                     log.warning("%s; the tokens that it had stay", error)
             return self._tokens
 
-    def _stamp(self) -> tuple[int, ...]:
+    def _read_stamp(self) -> tuple[int, ...]:
         try:
             found = os.stat(self._file)
         except OSError:
             return ()
         return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
-    def _read(self) -> tuple[str, ...]:
+    def _read_tokens(self) -> tuple[str, ...]:
         try:
             tokens = tuple(filter(None, map(str.strip, self._file.read_text().splitlines())))
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(f"the token file {self._file} can't be read: {error}") from error
-        if min(map(len, tokens), default=0) < _LEAST_CHARACTERS:
+        if min(map(len, tokens), default=0) < _MIN_TOKEN_CHARACTERS:
             raise InvalidArgument(
-                f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_LEAST_CHARACTERS} or more, "
+                f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_MIN_TOKEN_CHARACTERS} or "
+                "more, "
                 "such as of `openssl rand -hex 16`"
             )
         return tokens

@@ -146,10 +146,10 @@ class Store(ABC):
         if replaces is None:
             self.put_new(name, data)
             return
-        self._require(name, replaces)
+        self._require_unchanged(name, replaces)
         self.put(name, data)
 
-    def _require(self, name: str, expected: bytes) -> None:
+    def _require_unchanged(self, name: str, expected: bytes) -> None:
         """Raise Changed where an object has another content, of whatever length."""
         try:
             if self.get_up_to(name, len(expected)) == expected:

@@ -20,19 +20,19 @@ from ckpt.storage.base import PROBE_BYTES, Buffer, Store, Version
 from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, NotFound, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
 
-_MARK = b"ckpt reservation "
-RESERVATION_BYTES = len(_MARK) + 32
-_TRIES = 20
+_RESERVATION_PREFIX = b"ckpt reservation "
+RESERVATION_BYTES = len(_RESERVATION_PREFIX) + 32
+_MAX_TRIES = 20
 
 
 def new_reservation() -> bytes:
     """The content of a reservation, which no other one has."""
-    return _MARK + secrets.token_hex(16).encode()
+    return _RESERVATION_PREFIX + secrets.token_hex(16).encode()
 
 
 def is_reservation(data: bytes) -> bool:
     """Whether an object only keeps its name for a publication that is under way, or was given up."""
-    return len(data) == RESERVATION_BYTES and data.startswith(_MARK)
+    return len(data) == RESERVATION_BYTES and data.startswith(_RESERVATION_PREFIX)
 
 
 class ConditionalStore(Store):
@@ -40,7 +40,7 @@ class ConditionalStore(Store):
 
     fences = True
 
-    _outdated: Version
+    _unused_version: Version
     """A version that no object has."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class ConditionalStore(Store):
         """What lies at `name`, also a reservation; raises NotFound, IntegrityError where it is longer than `limit`."""
 
     @abstractmethod
-    def _swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
+    def _compare_and_swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
         """Replace an object only if it still is as expected (None: if there is none). Its new version, None where it was not.
 
         None may hide a put that came through, was not answered and was tried again: read it to know.
@@ -76,50 +76,53 @@ class ConditionalStore(Store):
         except BaseException:
             if replaces is None:
                 with suppress(StoreError):
-                    self._swap(name, new_reservation(), version)
+                    self._compare_and_swap(name, new_reservation(), version)
             raise
         failpoint("conditional.publish")
-        if self._swap(name, data, version) is None and not self._holds(name, data):
+        if self._compare_and_swap(name, data, version) is None and not self._has_content(name, data):
             raise Changed(f"publishing {self.url}/{name}: another writer has changed it meanwhile")
 
     def revoke(self, name: str) -> bool:
         mark = new_reservation()
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             try:
-                there, version = self._read(name, RESERVATION_BYTES)
+                current, version = self._read(name, RESERVATION_BYTES)
             except NotFound:
                 return True
             except IntegrityError:  # longer than any reservation
                 return False
-            if not is_reservation(there):
+            if not is_reservation(current):
                 return False
-            if there == mark or self._swap(name, mark, version) is not None:
+            if current == mark or self._compare_and_swap(name, mark, version) is not None:
                 return True
         raise Unavailable(f"{self.url}/{name} changes all the time; try again")
 
     def honours_conditions(self, name: str) -> bool:
-        return super().honours_conditions(name) and self._swap(name, self.get_up_to(name, PROBE_BYTES), self._outdated) is None
+        return (
+            super().honours_conditions(name)
+            and self._compare_and_swap(name, self.get_up_to(name, PROBE_BYTES), self._unused_version) is None
+        )
 
     def _reserve(self, name: str) -> Version:
         mark = new_reservation()
         expected: Version | None = None
-        for _ in range(_TRIES):
-            if (version := self._swap(name, mark, expected)) is not None:
+        for _ in range(_MAX_TRIES):
+            if (version := self._compare_and_swap(name, mark, expected)) is not None:
                 return version
             try:
-                there, expected = self._read(name, RESERVATION_BYTES)
+                current, expected = self._read(name, RESERVATION_BYTES)
             except NotFound:
                 expected = None
                 continue
             except IntegrityError:
-                there = b""  # longer than any reservation
-            if there == mark:
+                current = b""  # longer than any reservation
+            if current == mark:
                 return expected
-            if not is_reservation(there):
+            if not is_reservation(current):
                 raise AlreadyExists(f"publishing {self.url}/{name}: it exists already")
         raise Unavailable(f"{self.url}/{name} changes all the time; try again")
 
-    def _holds(self, name: str, data: Buffer) -> bool:
+    def _has_content(self, name: str, data: Buffer) -> bool:
         try:
             return self._read(name, len(bytes(data)))[0] == bytes(data)
         except (NotFound, IntegrityError):

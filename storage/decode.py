@@ -16,23 +16,23 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 
-_SHOWN = 60
-_MOST = 1 << 63
+_REPR_CHARACTERS = 60
+_INT_LIMIT = 1 << 63
 """Integers are of 64 bits: larger ones are in no record, and no page and no file takes them."""
 
-_Convert = Callable[[object], Any]
+_Converter = Callable[[object], Any]
 
 
 class Malformed(ValueError):
     """Data is not what a dataclass says. The message names the field."""
 
     def __init__(self, what: str, *path: str) -> None:
-        self.what, self.path = what, path
+        self.problem, self.path = what, path
         super().__init__(f"{''.join(path).lstrip('.')} {what}" if path else what)
 
     def within(self, step: str) -> Malformed:
         """As the part `step` of a larger value."""
-        return Malformed(self.what, step, *self.path)
+        return Malformed(self.problem, step, *self.path)
 
 
 def decode(kind: type[T], data: object) -> T:
@@ -58,33 +58,33 @@ def read_json(data: bytes | str) -> Any:
 
 
 @cache
-def _converter(kind: Any) -> _Convert:
+def _converter(kind: Any) -> _Converter:
     """What makes a value of this type of decoded data. It raises Malformed."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any or kind is object:
         return lambda data: data
     if origin in (Union, UnionType):
-        return _union([_converter(each) for each in arguments])
+        return _union_converter([_converter(each) for each in arguments])
     if origin is Literal:
-        return _literal(arguments)
+        return _literal_converter(arguments)
     if is_dataclass(kind):
-        return _dataclass(kind)
+        return _dataclass_converter(kind)
     if origin is tuple and (len(arguments) != 2 or arguments[1] is not Ellipsis):
-        return _fixed([_converter(each) for each in arguments])
+        return _fixed_tuple_converter([_converter(each) for each in arguments])
     if origin in (tuple, list, Sequence):
-        return _row(_converter(arguments[0]), list if origin is list else tuple)
+        return _sequence_converter(_converter(arguments[0]), list if origin is list else tuple)
     if origin in (dict, Mapping):
-        return _mapping(*map(_converter, arguments))
-    return {int: _int, float: _float, NoneType: _none}.get(kind) or _plain(kind)
+        return _mapping_converter(*map(_converter, arguments))
+    return {int: _convert_int, float: _convert_float, NoneType: _convert_none}.get(kind) or _exact_type_converter(kind)
 
 
-def _dataclass(kind: Any) -> _Convert:
+def _dataclass_converter(kind: Any) -> _Converter:
     types = get_type_hints(kind)
     converters = [(each.name, _converter(types[each.name]), _is_required(each)) for each in fields(kind)]
 
     def convert(data: object) -> Any:
         if not isinstance(data, Mapping):
-            raise _malformed("a mapping", data)
+            raise _type_error("a mapping", data)
         found = {}
         for name, each, required in converters:
             if name in data:
@@ -106,9 +106,9 @@ def _is_required(each: Any) -> bool:
     return each.default is MISSING and each.default_factory is MISSING
 
 
-def _union(converters: Sequence[_Convert]) -> _Convert:
+def _union_converter(converters: Sequence[_Converter]) -> _Converter:
     def convert(data: object) -> Any:
-        if data is None and _none in converters:
+        if data is None and _convert_none in converters:
             return None
         first = None
         for each in converters:
@@ -116,88 +116,88 @@ def _union(converters: Sequence[_Convert]) -> _Convert:
                 return each(data)
             except Malformed as error:
                 first = first or error
-        raise first or _malformed("of any type", data)
+        raise first or _type_error("of any type", data)
 
     return convert
 
 
-def _literal(values: Sequence[Any]) -> _Convert:
+def _literal_converter(values: Sequence[Any]) -> _Converter:
     def convert(data: object) -> Any:
         if any(type(data) is type(value) and data == value for value in values):
             return data
-        raise _malformed("one of " + ", ".join(map(repr, values)), data)
+        raise _type_error("one of " + ", ".join(map(repr, values)), data)
 
     return convert
 
 
-def _fixed(converters: Sequence[_Convert]) -> _Convert:
+def _fixed_tuple_converter(converters: Sequence[_Converter]) -> _Converter:
     def convert(data: object) -> Any:
         if not isinstance(data, list | tuple) or len(data) != len(converters):
-            raise _malformed(f"a list of {len(converters)}", data)
-        return tuple(_item(each, i, item) for i, (each, item) in enumerate(zip(converters, data, strict=True)))
+            raise _type_error(f"a list of {len(converters)}", data)
+        return tuple(_convert_item(each, i, item) for i, (each, item) in enumerate(zip(converters, data, strict=True)))
 
     return convert
 
 
-def _row(each: _Convert, made: type[Any]) -> _Convert:
+def _sequence_converter(each: _Converter, made: type[Any]) -> _Converter:
     def convert(data: object) -> Any:
         if not isinstance(data, list | tuple):
-            raise _malformed("a list", data)
-        return made([_item(each, i, item) for i, item in enumerate(data)])
+            raise _type_error("a list", data)
+        return made([_convert_item(each, i, item) for i, item in enumerate(data)])
 
     return convert
 
 
-def _mapping(key: _Convert, value: _Convert) -> _Convert:
+def _mapping_converter(key: _Converter, value: _Converter) -> _Converter:
     def convert(data: object) -> Any:
         if not isinstance(data, Mapping):
-            raise _malformed("a mapping", data)
-        return {_item(key, k, k): _item(value, k, v) for k, v in data.items()}
+            raise _type_error("a mapping", data)
+        return {_convert_item(key, k, k): _convert_item(value, k, v) for k, v in data.items()}
 
     return convert
 
 
-def _item(each: _Convert, where: object, data: object) -> Any:
+def _convert_item(each: _Converter, where: object, data: object) -> Any:
     try:
         return each(data)
     except Malformed as error:
-        raise error.within(f"[{_shown(where)}]") from None
+        raise error.within(f"[{_short_repr(where)}]") from None
 
 
-def _int(data: object) -> Any:
-    if type(data) is int and -_MOST <= data < _MOST:  # not isinstance: True is no number
+def _convert_int(data: object) -> Any:
+    if type(data) is int and -_INT_LIMIT <= data < _INT_LIMIT:  # not isinstance: True is no number
         return data
-    raise _malformed("an integer of 64 bits", data)
+    raise _type_error("an integer of 64 bits", data)
 
 
-def _float(data: object) -> Any:
+def _convert_float(data: object) -> Any:
     if type(data) is float:
         return data
-    return float(_int(data))
+    return float(_convert_int(data))
 
 
-def _none(data: object) -> Any:
+def _convert_none(data: object) -> Any:
     if data is None:
         return None
-    raise _malformed("None", data)
+    raise _type_error("None", data)
 
 
-def _plain(kind: Any) -> _Convert:
+def _exact_type_converter(kind: Any) -> _Converter:
     def convert(data: object) -> Any:
         if type(data) is kind:
             return data
-        raise _malformed(getattr(kind, "__name__", str(kind)), data)
+        raise _type_error(getattr(kind, "__name__", str(kind)), data)
 
     return convert
 
 
-def _malformed(wanted: str, data: object) -> Malformed:
-    return Malformed(f"is {_shown(data)}, not {wanted}")
+def _type_error(expected: str, data: object) -> Malformed:
+    return Malformed(f"is {_short_repr(data)}, not {expected}")
 
 
-def _shown(data: object) -> str:
+def _short_repr(data: object) -> str:
     try:
         text = repr(data)
     except (ValueError, RecursionError):  # an int of too many digits
         return f"a {type(data).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _REPR_CHARACTERS else f"{text[:_REPR_CHARACTERS]}…"

@@ -13,7 +13,7 @@ from ckpt.storage.base import ALIGNMENT, Reader
 from ckpt.storage.errors import AlreadyExists, NoSpace, NotFound, Refused, StoreError
 from ckpt.storage.failpoints import failpoint
 
-_ADVICE = {
+_ADVICE_BY_ERRNO = {
     errno.ENOSPC: "the disk is full: free space or keep fewer steps",
     errno.EDQUOT: "the disk quota is used up: free space or keep fewer steps",
     errno.EACCES: "check the owner and mode of it and of its folder",
@@ -27,44 +27,44 @@ _ADVICE = {
 }
 
 
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+_REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
 @contextmanager
-def told(doing: str, where: str) -> Iterator[None]:
+def convert_os_errors(action: str, where: str) -> Iterator[None]:
     """Turn an OSError into a StoreError that says what was being done and where."""
     try:
         yield
     except FileNotFoundError as error:
-        raise NotFound(f"{doing} {where}: no such file") from error
+        raise NotFound(f"{action} {where}: no such file") from error
     except FileExistsError as error:
-        raise AlreadyExists(f"{doing} {where}: it exists already") from error
+        raise AlreadyExists(f"{action} {where}: it exists already") from error
     except OSError as error:
-        full, refused = error.errno in (errno.ENOSPC, errno.EDQUOT), error.errno in _REFUSED
+        full, refused = error.errno in (errno.ENOSPC, errno.EDQUOT), error.errno in _REFUSED_ERRNOS
         kind = NoSpace if full else Refused if refused else StoreError
-        raise kind(f"{doing} {where} failed: {explained(error)}") from error
+        raise kind(f"{action} {where} failed: {describe_os_error(error)}") from error
 
 
-def explained(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """What it says, and what to do."""
-    return f"{error.strerror or error}; {_ADVICE.get(error.errno or 0, 'see the cause')}"
+    return f"{error.strerror or error}; {_ADVICE_BY_ERRNO.get(error.errno or 0, 'see the cause')}"
 
 
 def write_all(fd: int, data: memoryview, position: int, where: str) -> None:
     """Write `data` at `position`, through the page cache."""
-    with told("writing", where):
+    with convert_os_errors("writing", where):
         while data:
             written = os.pwrite(fd, data, position)
             data, position = data[written:], position + written
 
 
-_LEAST_DIRECT = 256 << 10
+_MIN_DIRECT_BYTES = 256 << 10
 """Less than that comes through the page cache, with what is read ahead."""
 
-_LOOK_BYTES = 8 << 20
+_UNCACHED_SPAN_BYTES = 8 << 20
 """So far what follows a byte that is not in the page cache is taken not to be there either: each look costs a read ahead."""
 
-_DIRECT_BYTES = 1 << 20
+_DIRECT_READ_BYTES = 1 << 20
 """What one direct read asks for: several such from several threads overlap better than whole blocks (benchmarks/limits.py
 has both)."""
 
@@ -96,7 +96,7 @@ class DescriptorReader(Reader):
         self._fd = fd
         self._direct_fd = direct_fd
         self._where = where
-        self._absent = range(0)
+        self._uncached_span = range(0)
         # Twice the read-ahead: packs are mostly read in order. None beside O_DIRECT: one page that is there would bring what
         # follows, which would so be there, too, and all the rest would come through the page cache.
         self._advise("POSIX_FADV_SEQUENTIAL" if direct_fd is None else "POSIX_FADV_RANDOM")
@@ -108,12 +108,12 @@ class DescriptorReader(Reader):
 
     def read_into(self, position: int, buffer: memoryview) -> int:
         # So that nobody releases the caller's view while the kernel writes there: a slice of it would not prevent that.
-        held = PickleBuffer(buffer)
+        pinned = PickleBuffer(buffer)
         done = 0
         try:
-            with told("reading", self._where):
+            with convert_os_errors("reading", self._where):
                 failpoint("local.read")
-                if self._direct_fd is not None and self._passes_cache(position, buffer):
+                if self._direct_fd is not None and self._can_bypass_cache(position, buffer):
                     done = self._read_direct(position, buffer)
                 while done < len(buffer):
                     count = os.preadv(self._fd, [buffer[done:]], position + done)
@@ -121,16 +121,16 @@ class DescriptorReader(Reader):
                         break
                     done += count
         finally:
-            held.release()
+            pinned.release()
         return done
 
-    def _passes_cache(self, position: int, buffer: memoryview) -> bool:
-        if len(buffer) < _LEAST_DIRECT or (position | len(buffer)) % ALIGNMENT:
+    def _can_bypass_cache(self, position: int, buffer: memoryview) -> bool:
+        if len(buffer) < _MIN_DIRECT_BYTES or (position | len(buffer)) % ALIGNMENT:
             return False
-        if position not in self._absent:
+        if position not in self._uncached_span:
             found = in_page_cache(self._fd, position)
-            self._absent = range(0) if found else range(position, position + _LOOK_BYTES)
-        return position in self._absent
+            self._uncached_span = range(0) if found else range(position, position + _UNCACHED_SPAN_BYTES)
+        return position in self._uncached_span
 
     def _read_direct(self, position: int, buffer: memoryview) -> int:
         """The bytes read: fewer at the end of the file, or where memory or file system do not allow it."""
@@ -138,7 +138,7 @@ class DescriptorReader(Reader):
         done = 0
         try:
             while done < len(buffer):
-                part = buffer[done : done + _DIRECT_BYTES]
+                part = buffer[done : done + _DIRECT_READ_BYTES]
                 count = os.preadv(self._direct_fd, [part], position + done)
                 done += count
                 if count < len(part):
@@ -158,7 +158,7 @@ class DescriptorReader(Reader):
             os.close(direct_fd)
 
 
-class GrowingFile:
+class AppendFile:
     """A file that is open for writing, in which each append gets a place of its own. Safe to use from many threads.
 
     direct_fd: the same file, opened with O_DIRECT, where there is that.
@@ -171,56 +171,56 @@ class GrowingFile:
         """The end of what was appended whole."""
         self._where = where
         self._changed = threading.Condition()
-        self._end = 0
-        self._direct = direct_fd is not None
-        self._under_way = 0
-        self._closed = False
+        self._next_position = 0
+        self._is_direct_allowed = direct_fd is not None
+        self._pending_appends = 0
+        self._is_closed = False
 
     @contextmanager
-    def place(self, nbytes: int) -> Iterator[int]:
+    def reserve_range(self, nbytes: int) -> Iterator[int]:
         """The position for so many bytes. The descriptors stay open until the context is left: a number that were closed
         meanwhile could be another file's."""
         with self._changed:
-            if self._closed:
+            if self._is_closed:
                 raise StoreError(f"{self._where} is finished already; create it anew to write it again")
-            position = self._end
-            self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            self._under_way += 1
+            position = self._next_position
+            self._next_position += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            self._pending_appends += 1
         try:
             yield position
             with self._changed:
                 self.length = max(self.length, position + nbytes)
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._pending_appends -= 1
                 self._changed.notify_all()
-                if self._closed:
-                    self._close_unused()
+                if self._is_closed:
+                    self._close_if_idle()
 
     def write(self, data: memoryview, position: int) -> None:
         """Write at a place, through O_DIRECT where memory, length and file system allow it."""
-        with told("writing", self._where):
+        with convert_os_errors("writing", self._where):
             failpoint("local.append")
-        if self._direct and self.direct_fd is not None and not len(data) % ALIGNMENT:
+        if self._is_direct_allowed and self.direct_fd is not None and not len(data) % ALIGNMENT:
             if _try_direct(self.direct_fd, data, position, self._where):
                 return
-            self._direct = False  # this memory or file system refuses: buffered from now on
+            self._is_direct_allowed = False  # this memory or file system refuses: buffered from now on
         write_all(self.fd, data, position, self._where)
 
-    def close(self, seconds: float = 0.0) -> bool:
+    def close(self, timeout_seconds: float = 0.0) -> bool:
         """Take no more appends; whether all under way ended within `seconds`. With the last of them the descriptors go."""
         with self._changed:
-            self._closed = True
-            ended = self._changed.wait_for(lambda: not self._under_way, seconds)
-            self._close_unused()
+            self._is_closed = True
+            ended = self._changed.wait_for(lambda: not self._pending_appends, timeout_seconds)
+            self._close_if_idle()
             return ended
 
     def __del__(self) -> None:
         # Whose writer nobody commits or gives up any more: a pool of threads that ends drops the calls for it.
-        self._close_unused()
+        self._close_if_idle()
 
-    def _close_unused(self) -> None:
-        if self._under_way:
+    def _close_if_idle(self) -> None:
+        if self._pending_appends:
             return
         fd, direct_fd, self.fd, self.direct_fd = self.fd, self.direct_fd, -1, None
         if fd >= 0:
@@ -236,7 +236,7 @@ def _try_direct(fd: int, data: memoryview, position: int, where: str) -> bool:
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
-        with told("writing", where):
+        with convert_os_errors("writing", where):
             raise
     if written < len(data):
         # A short direct write ends where the device stopped, most often for lack of space: the next call tells.

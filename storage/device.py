@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base import Store
-from ckpt.storage.descriptors import told
+from ckpt.storage.descriptors import convert_os_errors
 from ckpt.storage.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.local import LocalStore, is_temporary, sync_folder
 from ckpt.storage.sqlite import SqliteRegisters
-from ckpt.storage.sums import CELL_BYTES, bad_cells
+from ckpt.storage.sums import CELL_BYTES, find_bad_cells
 
 OBJECTS = "objects"
 REGISTERS = "registers.sqlite"
@@ -28,14 +28,14 @@ IDENTITY = "device.json"
 QUARANTINE = "quarantine"
 LOCK = "lock"
 
-_COUNT_SECONDS = 10.0
+_RECOUNT_SECONDS = 10.0
 
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What a file system without hard links says."""
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class MemberInfo:
     """What a member says of itself."""
 
     identity: str
@@ -48,7 +48,7 @@ class Info:
     uploads: int = 0
 
 
-def damaged(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
+def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
     """The numbers of those ranges (position, length, checksums of cells) of an object that can't be read as they were."""
     bad = []
     step = 16 * CELL_BYTES
@@ -62,7 +62,7 @@ def damaged(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -
                 except StoreError:  # the disk can't read it
                     got = -1
                 first = start // CELL_BYTES * 8
-                if got < len(data) or bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
+                if got < len(data) or find_bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
                     bad.append(number)
                     break
     return bad
@@ -73,58 +73,58 @@ class DeviceStore(LocalStore):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        self._real = os.path.realpath(self.root)
-        self._used = 0
-        self._counted: float | None = None  # when
-        self._alone = False
-        self._counting = threading.Lock()
+        self._real_root = os.path.realpath(self.root)
+        self._used_bytes = 0
+        self._counted_at: float | None = None  # when
+        self._is_exclusive = False
+        self._count_lock = threading.Lock()
 
-    def count_alone(self) -> None:
+    def count_exclusively(self) -> None:
         """Count what is there, once: nobody else writes here from now on."""
-        self._alone = True
+        self._is_exclusive = True
         self.used_bytes()
 
     def used_bytes(self) -> int:
         """Bytes that all objects take. Where others write, too, that is counted anew from time to time."""
         now = time.monotonic()
-        if self._counted is None or not (self._alone or now - self._counted < _COUNT_SECONDS):
-            self._used, self._counted = sum(entry.nbytes for entry in self.list()), now
-        return self._used
+        if self._counted_at is None or not (self._is_exclusive or now - self._counted_at < _RECOUNT_SECONDS):
+            self._used_bytes, self._counted_at = sum(entry.nbytes for entry in self.list()), now
+        return self._used_bytes
 
-    def _taken(self, nbytes: int) -> None:
-        with self._counting:
-            self._used += nbytes
+    def _add_used_bytes(self, nbytes: int) -> None:
+        with self._count_lock:
+            self._used_bytes += nbytes
 
     # A name that two give and take at the same moment may be counted wrongly until the next start. No lock is worth that: the
     # objects of a namespace have names that are never used again.
 
-    def _publish(self, temporary: str, path: str) -> None:
-        more = _size(temporary) - _size(path)
-        super()._publish(temporary, path)
-        self._taken(more)
+    def _publish_temporary(self, temporary: str, path: str) -> None:
+        more = _file_bytes(temporary) - _file_bytes(path)
+        super()._publish_temporary(temporary, path)
+        self._add_used_bytes(more)
 
-    def _publish_new(self, temporary: str, path: str) -> None:
-        super()._publish_new(temporary, path)
-        self._taken(_size(path))
+    def _publish_new_temporary(self, temporary: str, path: str) -> None:
+        super()._publish_new_temporary(temporary, path)
+        self._add_used_bytes(_file_bytes(path))
 
-    def _remove(self, path: str) -> None:
-        less = _size(path)
-        super()._remove(path)
-        self._taken(-less)
+    def _remove_file(self, path: str) -> None:
+        less = _file_bytes(path)
+        super()._remove_file(path)
+        self._add_used_bytes(-less)
 
     def link(self, name: str, to: str) -> None:
         """Give an object a second name, durably. Raises NotFound."""
         path, target = self._path(name), self._path(to)
         self._make_folder(os.path.dirname(target))
         try:
-            with told("linking", path):
+            with convert_os_errors("linking", path):
                 os.link(path, target)
         except StoreError as error:
-            if getattr(error.__cause__, "errno", None) not in _NO_LINKS:
+            if getattr(error.__cause__, "errno", None) not in _NO_LINK_ERRNOS:
                 raise
             self._copy(name, to)
             return
-        self._taken(_size(target))
+        self._add_used_bytes(_file_bytes(target))
         sync_folder(os.path.dirname(target))
 
     def _copy(self, name: str, to: str) -> None:
@@ -136,23 +136,23 @@ class DeviceStore(LocalStore):
                 position += got
             writer.commit()
 
-    def put_aside(self, name: str, target: str) -> None:
+    def move_out(self, name: str, target: str) -> None:
         """Move an object out of the store. Raises OSError."""
         path = self._path(name)
-        less = _size(path)
+        less = _file_bytes(path)
         os.replace(path, target)
-        self._taken(-less)
+        self._add_used_bytes(-less)
 
     def _path(self, name: str) -> str:
         path = super()._path(name)
         folder, last = os.path.split(path)
         real = os.path.join(os.path.realpath(folder), last)
-        if os.path.islink(real) or not real.startswith(self._real + os.sep):
+        if os.path.islink(real) or not real.startswith(self._real_root + os.sep):
             raise InvalidName(f"{name} leads through a symbolic link out of {self.root}; remove the link")
         return path
 
 
-def _size(path: str) -> int:
+def _file_bytes(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError:
@@ -166,13 +166,13 @@ class Device:
         self.path = os.path.abspath(os.path.expanduser(path))
         self.store = DeviceStore(os.path.join(self.path, OBJECTS))
         self.registers = SqliteRegisters(os.path.join(self.path, REGISTERS))
-        self._capacity = capacity
-        self._lock: int | None = None
+        self._capacity_bytes = capacity
+        self._lock_fd: int | None = None
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         """Whether it may take less than the disk has."""
-        return self._capacity is not None
+        return self._capacity_bytes is not None
 
     def identity(self) -> str:
         """Of this device, for ever: a new disk in the same place has another."""
@@ -198,15 +198,15 @@ class Device:
             where = where.parent
         free = shutil.disk_usage(where).free
         used = self.store.used_bytes()
-        return used, free if self._capacity is None else max(0, min(free, self._capacity - used))
+        return used, free if self._capacity_bytes is None else max(0, min(free, self._capacity_bytes - used))
 
-    def info(self) -> Info:
+    def info(self) -> MemberInfo:
         """Who this is and how it is."""
-        return Info(self.identity(), *self.usage())
+        return MemberInfo(self.identity(), *self.usage())
 
     def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
         """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
-        return damaged(self.store, name, ranges)
+        return find_damaged_ranges(self.store, name, ranges)
 
     def link(self, name: str, to: str) -> None:
         """Give an object a second name, durably. Raises NotFound."""
@@ -228,7 +228,7 @@ class Device:
         target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         try:
-            self.store.put_aside(name, target)
+            self.store.move_out(name, target)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -253,13 +253,13 @@ class Device:
         except OSError as error:
             os.close(lock)
             raise StoreError(f"another ckpt-node serves {self.path} already; one folder, one node") from error
-        self._lock = lock
+        self._lock_fd = lock
         self.store.sweep_temporaries("")  # of a node that was killed; nobody else writes here
-        self.store.count_alone()
+        self.store.count_exclusively()
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
         self.registers.close()
         self.store.close()

@@ -109,7 +109,7 @@ class StagingFailed(CkptError):
     """A leaf could not be copied to staging memory: the host has none left, or the framework failed."""
 
 
-MORE_MEMORY = "give memory= a smaller number of bytes, save with blocking=True, or keep less else in memory"
+MORE_MEMORY_ADVICE = "give memory= a smaller number of bytes, save with blocking=True, or keep less else in memory"
 """What to do where there is no memory for staging."""
 
 
@@ -149,7 +149,7 @@ class RanksMissing(StepRefused):
 
 # --- as a file system says it --------------------------------------------------------------------------------
 
-_NUMBERS = (
+_ERRNO_BY_ERROR = (
     (NotFound, errno.ENOENT), (AlreadyExists, errno.EEXIST), (InvalidName, errno.EINVAL), (NoSpace, errno.ENOSPC),
     (Refused, errno.EACCES), (Unavailable, errno.EHOSTDOWN), (Changed, errno.ESTALE),
 )  # fmt: skip
@@ -157,4 +157,4 @@ _NUMBERS = (
 
 def error_number(error: CkptError) -> int:
     """The errno of an error, for programs that know only those."""
-    return next((number for kind, number in _NUMBERS if isinstance(error, kind)), errno.EIO)
+    return next((number for kind, number in _ERRNO_BY_ERROR if isinstance(error, kind)), errno.EIO)

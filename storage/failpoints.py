@@ -31,10 +31,10 @@ def set_failpoints(spec: str) -> None:
 def failpoint(name: str) -> None:
     """Mark a place by name; does nothing unless the point is active."""
     if _active:
-        _hit(name)
+        _run_actions(name)
 
 
-def _hit(name: str) -> None:
+def _run_actions(name: str) -> None:
     with _lock:
         count = _passes[name] = _passes.get(name, 0) + 1
     for action, at in _active.get(name, ()):

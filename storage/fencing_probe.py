@@ -11,10 +11,10 @@ from ckpt.storage.errors import Refused
 
 log = logging.getLogger("ckpt")
 
-VARIABLE = "CKPT_UNFENCED_STORES"
+UNFENCED_STORES_VARIABLE = "CKPT_UNFENCED_STORES"
 """URLs, separated by spaces, below which the user takes care that one writer at a time is there."""
 
-_probed: set[str] = set()
+_probed_urls: set[str] = set()
 
 
 def require_conditional_puts(store: Store, name: str) -> None:
@@ -22,22 +22,22 @@ def require_conditional_puts(store: Store, name: str) -> None:
 
     name: an object that is there and that nobody else writes; it keeps its bytes.
     """
-    if store.url in _probed:
+    if store.url in _probed_urls:
         return
     if not store.honours_conditions(name):
         what = (
             f"{store.url} takes puts whose condition (If-None-Match, If-Match) does not hold: a writer that another job has "
             "succeeded could replace and delete what that job saves"
         )
-        if not _is_stated(store.url):
+        if not _is_allowed_unfenced(store.url):
             raise Refused(
                 f"{what}. Use a store with conditional puts (docs/reference/stores.md says which have them); where it is "
-                f"certain that one job at a time writes there, set {VARIABLE}={store.url}"
+                f"certain that one job at a time writes there, set {UNFENCED_STORES_VARIABLE}={store.url}"
             )
-        log.warning("%s; %s allows it", what, VARIABLE)
-    _probed.add(store.url)
+        log.warning("%s; %s allows it", what, UNFENCED_STORES_VARIABLE)
+    _probed_urls.add(store.url)
 
 
-def _is_stated(url: str) -> bool:
-    stated = [each.rstrip("/") for each in os.environ.get(VARIABLE, "").split()]
+def _is_allowed_unfenced(url: str) -> bool:
+    stated = [each.rstrip("/") for each in os.environ.get(UNFENCED_STORES_VARIABLE, "").split()]
     return any(url == each or url.startswith(f"{each}/") for each in stated)

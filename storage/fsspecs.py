@@ -33,13 +33,13 @@ from ckpt.storage.base import (
 )
 from ckpt.storage.errors import AlreadyExists, Changed, NotFound, StoreError, UnknownScheme, first_line
 
-_SUFFIX = ".ckpt-tmp"
+_TEMPORARY_SUFFIX = ".ckpt-tmp"
 
 # File systems whose calls may overlap. The others may hold one connection (FTP, SFTP, SMB): one call at a time.
-_PARALLEL = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
+_PARALLEL_PROTOCOLS = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
 
-_one_call = threading.RLock()  # fsspec shares one connection between equal URLs, so the lock is for all of them
-_one_put_new = threading.Lock()
+_call_lock = threading.RLock()  # fsspec shares one connection between equal URLs, so the lock is for all of them
+_put_new_lock = threading.Lock()
 
 
 class FsspecStore(Store):
@@ -51,27 +51,30 @@ class FsspecStore(Store):
         self._root = root.rstrip("/")
         # A class without a rename of its own copies and deletes: then a direct write is as atomic, and cheaper.
         find = type(self._fs)._find if isinstance(self._fs, AsyncFileSystem) else type(self._fs).find
-        self._finds = find not in (AsyncFileSystem._find, AbstractFileSystem.find)  # else fsspec walks, and leaves out errors
-        self._renames = type(self._fs).mv is not AbstractFileSystem.mv
+        self._has_native_find = find not in (
+            AsyncFileSystem._find,
+            AbstractFileSystem.find,
+        )  # else fsspec walks, and leaves out errors
+        self._has_native_rename = type(self._fs).mv is not AbstractFileSystem.mv
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
-        parallel = bool(self._fs.async_impl or protocols & _PARALLEL)
-        self._turn: AbstractContextManager[Any] = nullcontext() if parallel else _one_call
+        parallel = bool(self._fs.async_impl or protocols & _PARALLEL_PROTOCOLS)
+        self._call_guard: AbstractContextManager[Any] = nullcontext() if parallel else _call_lock
 
     # --- writing -----------------------------------------------------------------------------------------------
 
     def put(self, name: str, data: Buffer) -> None:
         path = self._path(name)
-        with self._told("writing", path):
-            self._put(path, bytes(data))
+        with self._convert_errors("writing", path):
+            self._write_object(path, bytes(data))
 
     def put_new(self, name: str, data: Buffer) -> None:
         path = self._path(name)
-        with _one_put_new, self._told("writing", path):
+        with _put_new_lock, self._convert_errors("writing", path):
             self._fs.invalidate_cache()
             if self._fs.exists(path):
                 raise FileExistsError(path)
-            if self._renames:
-                self._put(path, bytes(data))
+            if self._has_native_rename:
+                self._write_object(path, bytes(data))
                 return
             self._make_parent(path)
             try:
@@ -82,41 +85,41 @@ class FsspecStore(Store):
     def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
         """As in `Store`. Where the file system renames, a successor's sweep removes what was prepared. It may still lose a
         race: not every rename refuses a name that exists, and nothing is known of listings that come from a cache."""
-        if not self._renames:
+        if not self._has_native_rename:
             super().publish(name, data, confirm, replaces)
             return
         path = self._path(name)
-        temporary = _temporary(path)
+        temporary = _temporary_path(path)
         try:
-            with self._told("writing", path):
+            with self._convert_errors("writing", path):
                 self._make_parent(path)
                 self._fs.pipe_file(temporary, bytes(data))
             confirm()
-            with _one_put_new:
-                there = self.get(name) if self.exists(name) else None
-                if replaces is None and there is not None:
+            with _put_new_lock:
+                current = self.get(name) if self.exists(name) else None
+                if replaces is None and current is not None:
                     raise AlreadyExists(f"publishing {path} in {self.url}: it exists already")
-                if there != replaces:
+                if current != replaces:
                     raise Changed(f"publishing {path} in {self.url}: another writer has changed it meanwhile")
                 try:
-                    with self._told("publishing", path):
+                    with self._convert_errors("publishing", path):
                         self._move(temporary, path)
                 except NotFound as error:
                     raise Changed(f"publishing {path}: another writer has removed what was prepared for it") from error
         except BaseException:
-            with suppress(Exception), self._turn:
+            with suppress(Exception), self._call_guard:
                 self._fs.rm_file(temporary)
             raise
 
     def create(self, name: str, size_hint: int = 0) -> Writer:
         return _FsspecWriter(self, self._path(name))
 
-    def _put(self, path: str, data: bytes) -> None:
+    def _write_object(self, path: str, data: bytes) -> None:
         self._make_parent(path)
-        if not self._renames:
+        if not self._has_native_rename:
             self._fs.pipe_file(path, data)
             return
-        temporary = _temporary(path)
+        temporary = _temporary_path(path)
         try:
             self._fs.pipe_file(temporary, data)
             self._move(temporary, path)
@@ -131,7 +134,7 @@ class FsspecStore(Store):
             self._fs.makedirs(parent, exist_ok=True)
 
     def _move(self, source: str, target: str) -> None:
-        if not self._renames:
+        if not self._has_native_rename:
             self._fs.cp_file(source, target)
             self._fs.rm_file(source)
             return
@@ -155,17 +158,17 @@ class FsspecStore(Store):
 
     def _get(self, name: str, limit: int | None) -> bytes:
         path = self._path(name)
-        require_length(f"{self.url}/{name}", self._size(path), limit)
-        with self._told("reading", path):
+        require_length(f"{self.url}/{name}", self._object_bytes(path), limit)
+        with self._convert_errors("reading", path):
             return bytes(self._fs.cat_file(path))
 
     def open(self, name: str) -> Reader:
         path = self._path(name)
-        return _FsspecReader(self, path, self._size(path))
+        return _FsspecReader(self, path, self._object_bytes(path))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         folder = self._folder(prefix)
-        with self._told("listing", folder):
+        with self._convert_errors("listing", folder):
             found = self._find(folder)
         for path, nbytes in found:
             name = path.removeprefix(self._root).lstrip("/")
@@ -174,7 +177,7 @@ class FsspecStore(Store):
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         folder = self._folder(prefix)
-        with self._told("listing", folder):
+        with self._convert_errors("listing", folder):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(folder, detail=True)
@@ -188,7 +191,7 @@ class FsspecStore(Store):
     def _find(self, folder: str) -> Iterable[tuple[str, int]]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(folder, detail=True) if self._finds else self._walk(folder)
+            found = self._fs.find(folder, detail=True) if self._has_native_find else self._walk(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [(path, info["size"]) for path, info in found.items() if path.startswith(f"{folder}/")]
@@ -206,8 +209,8 @@ class FsspecStore(Store):
                     found |= self._walk(path)
         return found
 
-    def _size(self, path: str) -> int:
-        with self._told("looking up", path):
+    def _object_bytes(self, path: str) -> int:
+        with self._convert_errors("looking up", path):
             self._fs.invalidate_cache()
             try:
                 info = self._fs.info(path)
@@ -225,16 +228,16 @@ class FsspecStore(Store):
 
     def sweep_temporaries(self, prefix: str) -> None:
         folder = self._folder(prefix)
-        with self._told("listing", folder):
+        with self._convert_errors("listing", folder):
             found = self._find(folder)
         for path, _ in found:
             last = path.rpartition("/")[2]
-            if last.startswith(".") and last.endswith(_SUFFIX):
+            if last.startswith(".") and last.endswith(_TEMPORARY_SUFFIX):
                 self._remove(path)
 
     def _remove(self, path: str) -> None:
         with (
-            self._told("deleting", path),
+            self._convert_errors("deleting", path),
             suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
         ):
             self._fs.rm_file(path)
@@ -248,11 +251,11 @@ class FsspecStore(Store):
         return self._path(prefix) if prefix else self._root
 
     @contextmanager
-    def _told(self, doing: str, path: str) -> Iterator[None]:
+    def _convert_errors(self, action: str, path: str) -> Iterator[None]:
         """Take a turn, and turn what the file system raises into a StoreError: each has errors of its own."""
-        where = f"{doing} {path} in {self.url}"
+        where = f"{action} {path} in {self.url}"
         try:
-            with self._turn:
+            with self._call_guard:
                 yield
         except StoreError:
             raise
@@ -270,15 +273,15 @@ class _FsspecWriter(Writer):
     def __init__(self, store: FsspecStore, path: str) -> None:
         self._store = store
         self._path = path
-        self._temporary = _temporary(path)
+        self._temporary = _temporary_path(path)
         self._lock = threading.Lock()
         self._length = 0
-        with store._told("creating", path):
+        with store._convert_errors("creating", path):
             store._make_parent(path)
             self._file: Any = store._fs.open(self._temporary, "wb")
 
     def append(self, data: memoryview) -> int:
-        with self._lock, self._store._told("writing", self._path):
+        with self._lock, self._store._convert_errors("writing", self._path):
             self._check_open()
             position = -(-self._length // ALIGNMENT) * ALIGNMENT
             for piece in (bytes(position - self._length), data):
@@ -288,7 +291,7 @@ class _FsspecWriter(Writer):
             return position
 
     def commit(self) -> int:
-        with self._lock, self._store._told("publishing", self._path):
+        with self._lock, self._store._convert_errors("publishing", self._path):
             self._check_open()
             self._file.close()
             self._store._move(self._temporary, self._path)
@@ -300,7 +303,7 @@ class _FsspecWriter(Writer):
             file, self._file = self._file, None
             if file is None:
                 return
-            with self._store._turn:
+            with self._store._call_guard:
                 with suppress(Exception):
                     file.close()
                 with suppress(Exception):
@@ -318,18 +321,18 @@ class _FsspecReader(Reader):
         self._nbytes = nbytes
 
     def read_into(self, position: int, buffer: memoryview) -> int:
-        wanted = min(len(buffer), self._nbytes - position)
-        if wanted <= 0:
+        requested_bytes = min(len(buffer), self._nbytes - position)
+        if requested_bytes <= 0:
             return 0
-        with self._store._told("reading", self._path):
-            data = self._store._fs.cat_file(self._path, start=position, end=position + wanted)
+        with self._store._convert_errors("reading", self._path):
+            data = self._store._fs.cat_file(self._path, start=position, end=position + requested_bytes)
         buffer[: len(data)] = data
         return len(data)
 
 
-def _temporary(path: str) -> str:
+def _temporary_path(path: str) -> str:
     folder, _, name = path.rpartition("/")
-    return f"{folder}/.{name[:150]}.{secrets.token_hex(6)}{_SUFFIX}"
+    return f"{folder}/.{name[:150]}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}"
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:
@@ -346,6 +349,6 @@ def _open_file_system(url: str) -> tuple[Any, str]:
             '(pip install "ckpt-store[s3]"), or another scheme of fsspec'
         ) from error
     except Exception as error:  # some connect at once: each raises errors of its own
-        said = f"{url} cannot be opened ({first_line(error)}); check the host, the credentials and what it needs"
-        raise StoreError(said) from error
+        message = f"{url} cannot be opened ({first_line(error)}); check the host, the credentials and what it needs"
+        raise StoreError(message) from error
     return file_system, root

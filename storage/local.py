@@ -33,28 +33,28 @@ from ckpt.storage.base import (
     is_name,
     require_length,
 )
-from ckpt.storage.descriptors import DescriptorReader, GrowingFile, in_page_cache, told, write_all
+from ckpt.storage.descriptors import AppendFile, DescriptorReader, convert_os_errors, in_page_cache, write_all
 from ckpt.storage.errors import Changed, NotFound, StoreError
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.patience import call_in_a_thread, interruptible, may_wait_for
+from ckpt.storage.patience import call_in_thread, can_block_on, interruptible
 
 T = TypeVar("T")
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
-_ADVISED_BYTES = 1 << 20
+_MAX_ADVICE_BYTES = 1 << 20
 """Linux takes no more of one advice than the device's largest request or its read-ahead, and forgets the rest."""
 
 
 def _fsync(fd: int, path: str) -> None:
-    with told("making durable", path):
+    with convert_os_errors("making durable", path):
         failpoint("local.fsync")
         os.fsync(fd)
 
 
 def sync_folder(path: str) -> None:
     """Make the names in a folder durable."""
-    with told("making durable", path):
+    with convert_os_errors("making durable", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _fsync(fd, path)
@@ -65,7 +65,7 @@ def sync_folder(path: str) -> None:
 _durable_roots: set[str] = set()
 """Folders from the roots of stores upwards that this process has seen to be durable in their parents."""
 
-_NO_FSYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
+_NO_FSYNC_ERRNOS = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
 """A folder that this user can't open, or a file system that can't make a folder durable by itself."""
 
 
@@ -77,11 +77,11 @@ def _fsync_if_possible(folder: str) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno not in _NO_FSYNC:
+        if error.errno not in _NO_FSYNC_ERRNOS:
             raise
 
 
-def _make_root(root: str) -> None:
+def _make_durable_root(root: str) -> None:
     """Make the root of a store and the folders above it, each durable in its parent, as far as the next mount point."""
     folder, chain = root, list[str]()
     while not (folder in _durable_roots and os.path.isdir(folder)) and folder != os.path.dirname(folder):
@@ -90,18 +90,18 @@ def _make_root(root: str) -> None:
     for folder in reversed(chain):
         parent = os.path.dirname(folder)
         if not os.path.isdir(folder):
-            with told("making the directory", folder), suppress(FileExistsError):
-                _make(folder)
+            with convert_os_errors("making the directory", folder), suppress(FileExistsError):
+                _make_directory(folder)
             sync_folder(parent)
-        elif _is_entry(folder, parent):
-            with told("making durable", parent):
+        elif _is_same_file_system(folder, parent):
+            with convert_os_errors("making durable", parent):
                 _fsync_if_possible(parent)
         _durable_roots.add(folder)
 
 
-def _is_entry(folder: str, parent: str) -> bool:
+def _is_same_file_system(folder: str, parent: str) -> bool:
     """Whether a folder is part of its parent, and not the root of another file system."""
-    with told("looking up", folder):
+    with convert_os_errors("looking up", folder):
         return os.stat(folder).st_dev == os.stat(parent).st_dev
 
 
@@ -114,15 +114,15 @@ class LocalStore(Store):
         self.root = os.path.abspath(os.path.expanduser(path))
         self.url = Path(self.root).as_uri()
         self._direct = self.past_cache = direct and bool(O_DIRECT)
-        self._folders: set[str] = set()
-        self._appends: int | None = None
+        self._durable_folders: set[str] = set()
+        self._parallel_appends: int | None = None
 
     @property
     def parallel_appends(self) -> int:
         """Half as many for a disk of this machine, which takes each apart by itself. Other file systems have no device."""
-        if self._appends is None:  # looked up once: a save asks for it in the training thread
-            self._appends = self._find_parallel_appends()
-        return self._appends
+        if self._parallel_appends is None:  # looked up once: a save asks for it in the training thread
+            self._parallel_appends = self._find_parallel_appends()
+        return self._parallel_appends
 
     @interruptible
     def _find_parallel_appends(self) -> int:
@@ -135,10 +135,10 @@ class LocalStore(Store):
 
     @interruptible
     def put(self, name: str, data: Buffer) -> None:
-        path, temporary = self._put_temporary(name, data)
+        path, temporary = self._write_temporary(name, data)
         try:
-            with told("publishing", path):
-                self._publish(temporary, path)
+            with convert_os_errors("publishing", path):
+                self._publish_temporary(temporary, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -149,10 +149,10 @@ class LocalStore(Store):
 
     @interruptible
     def put_new(self, name: str, data: Buffer) -> None:
-        path, temporary = self._put_temporary(name, data)
+        path, temporary = self._write_temporary(name, data)
         try:
-            with told("publishing", path):
-                self._publish_new(temporary, path)
+            with convert_os_errors("publishing", path):
+                self._publish_new_temporary(temporary, path)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -162,15 +162,15 @@ class LocalStore(Store):
     def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
         """As in `Store`. The temporary file exists before `confirm`, so that a successor, whose sweep removes it, can't be
         overtaken: link(2) and rename(2) then find nothing to publish."""
-        path, temporary = self._put_temporary(name, data)
+        path, temporary = self._write_temporary(name, data)
         try:
             confirm()
             failpoint("local.publish")
             if replaces is not None:
-                self._require(name, replaces)
-            with told("publishing", path):
+                self._require_unchanged(name, replaces)
+            with convert_os_errors("publishing", path):
                 try:
-                    (self._publish_new if replaces is None else self._publish)(temporary, path)
+                    (self._publish_new_temporary if replaces is None else self._publish_temporary)(temporary, path)
                 except FileNotFoundError as error:
                     raise Changed(f"publishing {path}: another writer has removed what was prepared for it") from error
         finally:
@@ -182,19 +182,19 @@ class LocalStore(Store):
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
-        return LocalWriter(path, size_hint, self._direct, publish=self._publish)
+        return LocalWriter(path, size_hint, self._direct, publish=self._publish_temporary)
 
-    def _publish(self, temporary: str, path: str) -> None:
+    def _publish_temporary(self, temporary: str, path: str) -> None:
         os.replace(temporary, path)
 
-    def _publish_new(self, temporary: str, path: str) -> None:
+    def _publish_new_temporary(self, temporary: str, path: str) -> None:
         _link_new(temporary, path)
 
-    def _put_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
+    def _write_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
         temporary = temporary_name(path)
-        with told("writing", path):
+        with convert_os_errors("writing", path):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             write_all(fd, memoryview(data).cast("B"), 0, path)
@@ -213,19 +213,19 @@ class LocalStore(Store):
         Also those that exist: another process may have made them just now, and may end before its own fsync.
         """
         unknown = []
-        while not (path in self._folders and os.path.isdir(path)):
+        while not (path in self._durable_folders and os.path.isdir(path)):
             unknown.append(path)
             if path == self.root:
                 break
             path = os.path.dirname(path)
         for folder in reversed(unknown):
             if folder == self.root:
-                _make_root(folder)
+                _make_durable_root(folder)
             else:
-                with told("making the directory", folder), suppress(FileExistsError):
-                    _make(folder)
+                with convert_os_errors("making the directory", folder), suppress(FileExistsError):
+                    _make_directory(folder)
                 sync_folder(os.path.dirname(folder))
-            self._folders.add(folder)
+            self._durable_folders.add(folder)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class LocalStore(Store):
     def _get(self, name: str, limit: int | None) -> bytes:
         path = self._path(name)
         fd = _open_to_read(path)
-        with os.fdopen(fd, "rb") as file, told("reading", path):
+        with os.fdopen(fd, "rb") as file, convert_os_errors("reading", path):
             require_length(f"{self.url}/{name}", os.fstat(fd).st_size, limit)
             return file.read()
 
@@ -252,7 +252,7 @@ class LocalStore(Store):
         path = self._path(name)
         fd = _open_to_read(path)
         # By its descriptor: another may have the name by now.
-        return DescriptorReader(fd, path, _open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
+        return DescriptorReader(fd, path, _try_open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
 
     @interruptible
     def descriptor(self, name: str) -> int:
@@ -267,9 +267,9 @@ class LocalStore(Store):
                 try:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing but what is named below
                     end = start + nbytes
-                    for position in range(start, end, _ADVISED_BYTES):
+                    for position in range(start, end, _MAX_ADVICE_BYTES):
                         if not in_page_cache(fd, position):  # else the kernel would look for each page of it
-                            os.posix_fadvise(fd, position, min(_ADVISED_BYTES, end - position), os.POSIX_FADV_WILLNEED)
+                            os.posix_fadvise(fd, position, min(_MAX_ADVICE_BYTES, end - position), os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(fd)
 
@@ -278,16 +278,16 @@ class LocalStore(Store):
         return super().exists(name)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        return self._read(self._walk(self._folder(prefix), f"{prefix}/" if prefix else ""))
+        return self._run_listing(self._walk(self._folder(prefix), f"{prefix}/" if prefix else ""))
 
-    def _read(self, found: Iterator[T]) -> Iterator[T]:
+    def _run_listing(self, found: Iterator[T]) -> Iterator[T]:
         """A listing: piece by piece, or as a whole in another thread."""
-        if may_wait_for(self.root):
+        if can_block_on(self.root):
             return found
-        return iter(call_in_a_thread(partial(builtins.list, found), f"listing {self.root}"))
+        return iter(call_in_thread(partial(builtins.list, found), f"listing {self.root}"))
 
     def _walk(self, path: str, prefix: str) -> Iterator[Entry]:
-        with told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        with convert_os_errors("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
                 if not is_name(entry.name):  # temporary, or not ours
                     continue
@@ -298,10 +298,10 @@ class LocalStore(Store):
                         yield Entry(prefix + entry.name, entry.stat(follow_symlinks=False).st_size)
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        return self._read(self._folders_in(self._folder(prefix)))
+        return self._run_listing(self._scan_folders(self._folder(prefix)))
 
-    def _folders_in(self, path: str) -> Iterator[str]:
-        with told("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+    def _scan_folders(self, path: str) -> Iterator[str]:
+        with convert_os_errors("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False) and is_name(entry.name):
                     yield entry.name
@@ -315,15 +315,15 @@ class LocalStore(Store):
         for name in names:
             path = self._path(name)
             # A folder, or a name below an object, is no object either.
-            with told("deleting", path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            with convert_os_errors("deleting", path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 failpoint("local.delete")
-                self._remove(path)
+                self._remove_file(path)
                 folders.add(os.path.dirname(path))
         for folder in sorted(folders, key=len, reverse=True):
-            if not self._remove_empty(folder):
+            if not self._remove_empty_folders(folder):
                 sync_folder(folder)
 
-    def _remove(self, path: str) -> None:
+    def _remove_file(self, path: str) -> None:
         os.unlink(path)
 
     @interruptible
@@ -332,11 +332,11 @@ class LocalStore(Store):
         for base, _, files in os.walk(self._folder(prefix), topdown=False):
             for name in files:
                 if is_temporary(name):
-                    with suppress(NotFound), told("deleting", os.path.join(base, name)):
+                    with suppress(NotFound), convert_os_errors("deleting", os.path.join(base, name)):
                         os.unlink(os.path.join(base, name))
-            self._remove_empty(base)
+            self._remove_empty_folders(base)
 
-    def _remove_empty(self, folder: str) -> bool:
+    def _remove_empty_folders(self, folder: str) -> bool:
         """Remove `folder` and then its parents below the root as long as they are empty; whether any was."""
         removed = False
         while folder != self.root and folder.startswith(self.root):
@@ -344,7 +344,7 @@ class LocalStore(Store):
                 os.rmdir(folder)
             except OSError:
                 break
-            self._folders.discard(folder)
+            self._durable_folders.discard(folder)
             removed = True
             folder = os.path.dirname(folder)
         if removed:
@@ -361,18 +361,18 @@ class LocalStore(Store):
         return self._path(prefix) if prefix else self.root
 
 
-_SUFFIX = ".ckpt-tmp"
+_TEMPORARY_SUFFIX = ".ckpt-tmp"
 
 
 def is_temporary(name: str) -> bool:
     """Whether a file of this name is half-written."""
-    return name.startswith(".") and name.endswith(_SUFFIX)
+    return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
 
 
 def temporary_name(path: str) -> str:
     """A name beside `path` for a file that is not whole."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{_SUFFIX}")
+    return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}")
 
 
 def _link_new(temporary: str, path: str) -> None:
@@ -401,12 +401,12 @@ class LocalWriter(Writer):
         self._path = path
         self._publish = publish
         self._temporary = temporary_name(path)
-        self._reserved = 0
-        self._published = False
-        with told("creating", path):
+        self._reserved_bytes = 0
+        self._is_published = False
+        with convert_os_errors("creating", path):
             reused = reuse is not None and reuse(self._temporary, size_hint)
             fd = os.open(self._temporary, os.O_WRONLY | (0 if reused else os.O_CREAT | os.O_EXCL), 0o666)
-        self._file = GrowingFile(fd, _open_direct(self._temporary, os.O_WRONLY) if direct else None, path)
+        self._file = AppendFile(fd, _try_open_direct(self._temporary, os.O_WRONLY) if direct else None, path)
         try:
             self.reserve(size_hint)
         except BaseException:
@@ -417,10 +417,10 @@ class LocalWriter(Writer):
         """Take so many bytes of the disk, for all of the object. Raises NoSpace."""
         # A full disk is found before the first byte, and parallel O_DIRECT writes into unwritten extents need no
         # exclusive inode lock, as writes that extend the file do on ext4.
-        if nbytes > self._reserved:
-            with told("reserving space for", self._path):
-                _reserve(self._file.fd, self._reserved, nbytes - self._reserved)
-            self._reserved = nbytes
+        if nbytes > self._reserved_bytes:
+            with convert_os_errors("reserving space for", self._path):
+                _allocate(self._file.fd, self._reserved_bytes, nbytes - self._reserved_bytes)
+            self._reserved_bytes = nbytes
 
     def descriptors(self) -> list[int]:
         """For another process to write the object through, which then says to `commit` how long it is: one for buffered
@@ -428,7 +428,7 @@ class LocalWriter(Writer):
         return [fd for fd in (self._file.fd, self._file.direct_fd) if fd is not None]
 
     def append(self, data: memoryview) -> int:
-        with self._file.place(len(data)) as position:
+        with self._file.reserve_range(len(data)) as position:
             self._file.write(data, position)
         return position
 
@@ -436,21 +436,21 @@ class LocalWriter(Writer):
         """length: of what was written through the descriptors."""
         if length is None:
             length = self._file.length
-        elif (there := os.fstat(self._file.fd).st_size) <= length - ALIGNMENT:  # less is what an empty append adds
-            raise StoreError(f"{self._path} has {there} bytes, {length} were to be written; write it anew")
-        with told("cutting to length", self._path):
+        elif (written_bytes := os.fstat(self._file.fd).st_size) <= length - ALIGNMENT:  # less is what an empty append adds
+            raise StoreError(f"{self._path} has {written_bytes} bytes, {length} were to be written; write it anew")
+        with convert_os_errors("cutting to length", self._path):
             os.ftruncate(self._file.fd, length)
         _fsync(self._file.fd, self._path)
         self._file.close()
-        with told("publishing", self._path):
+        with convert_os_errors("publishing", self._path):
             failpoint("local.rename")
             self._publish(self._temporary, self._path)
-        self._published = True
+        self._is_published = True
         sync_folder(os.path.dirname(self._path))
         return length
 
     def abort(self) -> None:
-        if not self._published:
+        if not self._is_published:
             with suppress(OSError):  # another process may keep it open for long: its bytes go now
                 os.ftruncate(self._file.fd, 0)
             with suppress(OSError):
@@ -458,22 +458,22 @@ class LocalWriter(Writer):
         self._file.close()
 
 
-def _open_direct(path: str, how: int) -> int | None:
+def _try_open_direct(path: str, flags: int) -> int | None:
     try:
-        return os.open(path, how | O_DIRECT)
+        return os.open(path, flags | O_DIRECT)
     except OSError:  # tmpfs before Linux 6.6, some network and FUSE file systems
         return None
 
 
-def _reserve(fd: int, start: int, nbytes: int) -> None:
-    fallocate = _fallocate()
+def _allocate(fd: int, start: int, nbytes: int) -> None:
+    fallocate = _load_fallocate()
     if fallocate is not None and fallocate(fd, 0, start, nbytes):
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
 
 
-def _make(folder: str) -> None:
+def _make_directory(folder: str) -> None:
     try:
         os.mkdir(folder)
     except FileNotFoundError as error:
@@ -483,7 +483,7 @@ def _make(folder: str) -> None:
 
 
 @functools.cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
+def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
     """fallocate(2). Where a file system has none, posix_fallocate(3) writes a byte into every block instead."""
     try:
         found = ctypes.CDLL(None, use_errno=True).fallocate
@@ -495,7 +495,7 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 def _open_to_read(path: str) -> int:
     """Open an object; a folder, and a name below an object, are none: NotFound, as in an object store."""
-    with told("opening", path):
+    with convert_os_errors("opening", path):
         try:
             fd = os.open(path, os.O_RDONLY)
         except NotADirectoryError as error:

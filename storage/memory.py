@@ -21,45 +21,45 @@ class MemoryStore(LocalStore):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, direct=False)
-        self._spare = os.path.join(self.root, ".spare")
+        self._spare_folder = os.path.join(self.root, ".spare")
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         self._make_folder(os.path.dirname(path))
-        return LocalWriter(path, size_hint, direct=False, reuse=self.take if name.endswith(REUSED_SUFFIX) else None)
+        return LocalWriter(path, size_hint, direct=False, reuse=self.reuse_spare if name.endswith(REUSED_SUFFIX) else None)
 
     def delete(self, names: Iterable[str]) -> None:
         """Packs are kept for their pages, in the place of those kept before: never more than were deleted at once."""
         names = list(names)
-        before = self._spares() if any(name.endswith(REUSED_SUFFIX) for name in names) else []
+        before = self._list_spares() if any(name.endswith(REUSED_SUFFIX) for name in names) else []
         super().delete(names)
         for path in before:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def _remove(self, path: str) -> None:
+    def _remove_file(self, path: str) -> None:
         if path.endswith(REUSED_SUFFIX):
-            os.makedirs(self._spare, exist_ok=True)
-            os.rename(path, temporary_name(os.path.join(self._spare, "pack")))
+            os.makedirs(self._spare_folder, exist_ok=True)
+            os.rename(path, temporary_name(os.path.join(self._spare_folder, "pack")))
         else:
-            super()._remove(path)
+            super()._remove_file(path)
 
-    def take(self, path: str, nbytes: int) -> bool:
+    def reuse_spare(self, path: str, nbytes: int) -> bool:
         """Move the kept file that is nearest in size to `path`. Safe among processes: a rename has one winner."""
-        for spare in sorted(self._spares(), key=lambda spare: abs(_size(spare) - nbytes)):
+        for spare in sorted(self._list_spares(), key=lambda spare: abs(_file_bytes(spare) - nbytes)):
             with suppress(FileNotFoundError):
                 os.rename(spare, path)
                 return True
         return False
 
-    def _spares(self) -> list[str]:
+    def _list_spares(self) -> list[str]:
         try:
-            return [entry.path for entry in os.scandir(self._spare)]
+            return [entry.path for entry in os.scandir(self._spare_folder)]
         except FileNotFoundError:
             return []
 
 
-def _size(path: str) -> int:
+def _file_bytes(path: str) -> int:
     try:
         return os.stat(path).st_size
     except FileNotFoundError:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpt.storage.server import NodeServer
-from ckpt.storage.web import Page, Web
+from ckpt.storage.web import HttpPage, HttpPages
 
 
-class Monitor:
+class MetricsServer:
     """Answers until `close`."""
 
     def __init__(self, server: NodeServer, host: str, port: int) -> None:
@@ -17,22 +17,22 @@ class Monitor:
         from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
         registry = CollectorRegistry()
-        registry.register(_Collector(server))
+        registry.register(_NodeMetricsCollector(server))
 
-        def metrics() -> Page:
-            return Page(generate_latest(registry), CONTENT_TYPE_LATEST)
+        def metrics() -> HttpPage:
+            return HttpPage(generate_latest(registry), CONTENT_TYPE_LATEST)
 
-        def health() -> Page:
-            return Page(b"draining\n", status=503) if server.draining else Page(b"serving\n")
+        def health() -> HttpPage:
+            return HttpPage(b"draining\n", status=503) if server.is_draining else HttpPage(b"serving\n")
 
-        self._web = Web(host, port, {"/metrics": metrics, "/healthz": health}, "ckpt-node-monitor")
+        self._web = HttpPages(host, port, {"/metrics": metrics, "/healthz": health}, "ckpt-node-monitor")
         self.port = self._web.port
 
     def close(self) -> None:
         self._web.close()
 
 
-class _Collector:
+class _NodeMetricsCollector:
     def __init__(self, server: NodeServer) -> None:
         self._server = server
 
@@ -47,7 +47,7 @@ class _Collector:
         yield GaugeMetricFamily("ckpt_node_used_bytes", "Bytes that the objects of this node take.", used)
         yield GaugeMetricFamily("ckpt_node_free_bytes", "Bytes that are free for more.", free)
         yield GaugeMetricFamily("ckpt_node_uploads", "Objects that clients are writing now.", len(server.uploads))
-        yield GaugeMetricFamily("ckpt_node_draining", "1 once the node takes nothing new.", int(server.draining))
+        yield GaugeMetricFamily("ckpt_node_draining", "1 once the node takes nothing new.", int(server.is_draining))
         help_of = {
             "calls": "Calls that were answered.",
             "errors": "Calls that were refused or failed.",
@@ -56,10 +56,10 @@ class _Collector:
             "bytes_sent": "Bytes of objects sent.",
             "bytes_near": "Bytes of objects that clients of this host wrote by themselves.",
         }
-        known = dict(server.counters)
+        counters = dict(server.counters)
         for what, text in help_of.items():
             family = CounterMetricFamily(f"ckpt_node_{what}", text, labels=["verb"])
-            for (kind, verb), value in sorted(known.items()):
+            for (kind, verb), value in sorted(counters.items()):
                 if kind == what:
                     family.add_metric([verb], value)
             yield family

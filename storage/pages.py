@@ -6,11 +6,11 @@ import mmap
 import sys
 from contextlib import suppress
 
-_WIPE_ON_FORK = 18
+_MADV_WIPEONFORK = 18
 """MADV_WIPEONFORK, of which Python's mmap knows nothing; see madvise(2)."""
 
 
-def pages(nbytes: int) -> mmap.mmap:
+def map_huge_pages(nbytes: int) -> mmap.mmap:
     """So many bytes of memory of this process alone, zeros at first, on huge pages where the system has them.
 
     mmap's own default is memory shared with children, for which few systems have huge pages. O_DIRECT from small pages
@@ -22,7 +22,7 @@ def pages(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     found = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
-        for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK):
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
             with suppress(OSError):  # a kernel without it
                 found.madvise(advice)
     return found

@@ -15,57 +15,57 @@ from concurrent.futures import TimeoutError as Late
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ckpt.storage.errors import InvalidArgument, Unavailable
-from ckpt.storage.local_file_system import is_local
+from ckpt.storage.local_file_system import is_on_local_file_system
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-VARIABLE = "CKPT_STORE_TIMEOUT"
+STORE_TIMEOUT_VARIABLE = "CKPT_STORE_TIMEOUT"
 """Seconds after which a call that does not come back, or a save that makes no progress, is an error."""
 
-DEFAULT_SECONDS = 600.0
+DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
-def patience_seconds() -> float:
+def store_timeout_seconds() -> float:
     """The value of CKPT_STORE_TIMEOUT; raise InvalidArgument where it is no positive number."""
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(STORE_TIMEOUT_VARIABLE, "")
     try:
-        seconds = float(text) if text else DEFAULT_SECONDS
+        seconds = float(text) if text else DEFAULT_TIMEOUT_SECONDS
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise InvalidArgument(f"{VARIABLE}={text!r}: give a positive number of seconds")
+        raise InvalidArgument(f"{STORE_TIMEOUT_VARIABLE}={text!r}: give a positive number of seconds")
     return seconds
 
 
-class Standstill:
+class StallTimer:
     """For how many seconds a piece of work has made no progress. They are counted, not read from a clock: a process that was
     stopped for an hour has not waited for an hour."""
 
-    def __init__(self, moves: int = 0) -> None:
+    def __init__(self, progress: int = 0) -> None:
         """moves: a number that grows as long as there is progress."""
         self.seconds = 0.0
-        self._moves = moves
+        self._progress = progress
 
-    def tick(self) -> float:
+    def next_wait_seconds(self) -> float:
         """How many seconds to wait before `is_too_long` is asked."""
-        return min(1.0, max(0.0, patience_seconds() - self.seconds))
+        return min(1.0, max(0.0, store_timeout_seconds() - self.seconds))
 
-    def is_too_long(self, waited: float, moves: int) -> bool:
+    def has_timed_out(self, waited_seconds: float, progress: int) -> bool:
         """Count seconds that were waited in vain; whether there was no progress for CKPT_STORE_TIMEOUT seconds."""
-        if moves != self._moves:
-            self._moves, self.seconds = moves, 0.0
+        if progress != self._progress:
+            self._progress, self.seconds = progress, 0.0
             return False
-        self.seconds += waited
-        return self.seconds >= patience_seconds()
+        self.seconds += waited_seconds
+        return self.seconds >= store_timeout_seconds()
 
 
-def call_in_a_thread(call: Callable[[], T], what: str) -> T:
+def call_in_thread(call: Callable[[], T], what: str) -> T:
     """Let a thread of its own make a call, and wait for it at most `patience_seconds`. Raises Unavailable after that.
 
     The thread of a call that does not come back stays. The end of the process does not wait for it.
     """
-    seconds, future = patience_seconds(), Future[T]()
+    seconds, future = store_timeout_seconds(), Future[T]()
 
     def run() -> None:
         try:
@@ -81,11 +81,11 @@ def call_in_a_thread(call: Callable[[], T], what: str) -> T:
             raise
         raise Unavailable(
             f"{what}: no answer for {seconds:g} s. A mount hangs, or its server is down; bring it back or unmount it, "
-            f"and start again ({VARIABLE} sets the seconds)"
+            f"and start again ({STORE_TIMEOUT_VARIABLE} sets the seconds)"
         ) from None
 
 
-class Folder:
+class StoreFolder:
     """A folder of the file system, on a local disk or not."""
 
     def __init__(self, root: str) -> None:
@@ -95,7 +95,7 @@ class Folder:
     def is_local(self) -> bool:
         """Whether the folder is on a local disk, whose calls come back. A folder that does not exist yet is asked again."""
         if self._is_local is None:
-            exists, found = call_in_a_thread(lambda: (os.path.isdir(self.root), is_local(self.root)), self.root)
+            exists, found = call_in_thread(lambda: (os.path.isdir(self.root), is_on_local_file_system(self.root)), self.root)
             if not exists:
                 return found
             self._is_local = found
@@ -103,12 +103,12 @@ class Folder:
 
 
 @functools.lru_cache(1024)
-def folder_at(root: str) -> Folder:
+def folder_at(root: str) -> StoreFolder:
     """The folder at a path, remembered by its path."""
-    return Folder(root)
+    return StoreFolder(root)
 
 
-def may_wait_for(root: str) -> bool:
+def can_block_on(root: str) -> bool:
     """Whether this thread may make calls to a folder: the main thread only where it is on a local disk."""
     return threading.current_thread() is not threading.main_thread() or folder_at(root).is_local()
 
@@ -118,8 +118,8 @@ def interruptible(method: Callable[Concatenate[Any, P], T]) -> Callable[Concaten
 
     @functools.wraps(method)
     def made(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        if may_wait_for(self.root):
+        if can_block_on(self.root):
             return method(self, *args, **kwargs)
-        return call_in_a_thread(functools.partial(method, self, *args, **kwargs), f"{method.__name__} at {self.root}")
+        return call_in_thread(functools.partial(method, self, *args, **kwargs), f"{method.__name__} at {self.root}")
 
     return cast(Callable[Concatenate[Any, P], T], made)

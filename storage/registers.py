@@ -19,7 +19,7 @@ import xxhash
 from ckpt.storage.errors import Changed
 from ckpt.storage.fence_numbers import has_era
 
-ABSENT = "/ "
+ABSENT_NAME = "/ "
 """A name that no file has: asked for it, a member says whether it votes on what it does not have."""
 
 BODY_BYTES = 32 << 20
@@ -43,20 +43,20 @@ class Ballot(NamedTuple):
         return Ballot(self.round, self.owner, self.step + 1, writer)
 
 
-NONE = Ballot(0, "")
+NO_BALLOT = Ballot(0, "")
 """Lower than all others: nothing promised, nothing accepted."""
 
 
-def floor(number: int) -> Ballot:
+def floor_ballot(fence_number: int) -> Ballot:
     """The ballot above which a member with this fence number takes values for a register that it does not have."""
-    return Ballot(number, "") if has_era(number) else NONE
+    return Ballot(fence_number, "") if has_era(fence_number) else NO_BALLOT
 
 
-_LAST = Ballot(1 << 60, "final")
+_FINAL_BALLOT = Ballot(1 << 60, "final")
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class RegisterValue:
     """What a register keeps. Its meaning is the namespace's; listings bring the head alone."""
 
     head: bytes
@@ -67,30 +67,30 @@ class Value:
 class Record:
     """One member's register: what it promised, and the value that it accepted last."""
 
-    promised: Ballot = NONE
-    accepted: Ballot = NONE
-    value: Value | None = None
+    promised: Ballot = NO_BALLOT
+    accepted: Ballot = NO_BALLOT
+    value: RegisterValue | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged:
+class DamagedRecord:
     """In place of a record whose bytes are not those that were stored. It votes for nothing."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DirectChange:
     """A direct change: this value, where the register's ballot is still `expected`."""
 
     name: str
     expected: Ballot
-    value: Value
+    value: RegisterValue
 
 
-Answer = Record | Damaged
+RegisterAnswer = Record | DamagedRecord
 
-UNKNOWN = Damaged("the registers of this member are new, or were lost and are not all back")
+REGISTERS_INCOMPLETE = DamagedRecord("the registers of this member are new, or were lost and are not all back")
 """What a member says of a name that it does not have, until it was told that it has all."""
 
 
@@ -106,16 +106,18 @@ class Registers(ABC):
     """
 
     @abstractmethod
-    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
+    def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
         """The records; an empty one where there is none, damaged before `complete`."""
 
     @abstractmethod
-    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
+    def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
         """Promise to accept nothing below `ballot`, unless a higher one is promised. The records after that: where
         `promised` equals `ballot` the promise was given."""
 
     @abstractmethod
-    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
+    def accept(
+        self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
+    ) -> list[bool]:
         """Take the values unless a higher ballot is promised; whether each was taken.
 
         heal: also in place of a damaged record, whose promises nobody knows. Only for values that a quorum of the other
@@ -123,18 +125,18 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
+    def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
         """Take each value whose register has the expected ballot and has promised nothing higher; whether it was taken.
 
         The new ballot is `expected.next_step(writer)`. A damaged register takes nothing.
         """
 
     @abstractmethod
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Put what there is aside and begin with nothing."""
 
     @abstractmethod
-    def complete(self) -> None:
+    def mark_complete(self) -> None:
         """From now on a register that is not here is an empty one.
 
         Before that it counts as damaged: an empty disk in the place of a lost one must not vote that there is nothing. Said
@@ -142,11 +144,11 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def fence(self, epoch: int) -> bool:
+    def fence(self, fence_number: int) -> bool:
         """Refuse calls of an earlier ring or era from now on; whether such calls were taken until now."""
 
     @abstractmethod
-    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
+    def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
         """Forget registers of deleted files that still have these ballots, and have promised nothing that reaches the floor.
 
         A ballot of NONE is for registers without a value. How many were forgotten. Only `aggregator/collection.py` knows when
@@ -154,14 +156,14 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def learn(self, name: str, value: Value) -> None:
+    def learn(self, name: str, value: RegisterValue) -> None:
         """Note what a register is for ever, for it was agreed and may not be changed. Those who ask see it `is_final`.
 
         Raises Changed where it is something else for ever.
         """
 
     @abstractmethod
-    def join(self, epoch: int, keep: str) -> None:
+    def join_ring(self, fence_number: int, kept_prefix: str) -> None:
         """Become a member of the ring of this number: forget registers from an earlier time here, fence and complete.
 
         Nothing happens where a ring of this number, or a later one, was joined or has fenced already. keep: what begins so
@@ -169,79 +171,81 @@ class Registers(ABC):
         """
 
     @abstractmethod
-    def drop(self, names: Sequence[str], epoch: int) -> None:
+    def drop(self, names: Sequence[str], fence_number: int) -> None:
         """Forget registers that members of this ring keep elsewhere."""
 
     @abstractmethod
-    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
+    def scan(
+        self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
+    ) -> list[tuple[str, RegisterAnswer]]:
         """Records, in order of name, of the names that begin with `prefix` and come after `after`; bodies are left out."""
 
     def close(self) -> None:  # noqa: B027
         """Give back what is held."""
 
-    def scan_all(self, prefix: str, epoch: int = 0) -> Iterator[tuple[str, Answer]]:
+    def scan_all(self, prefix: str, fence_number: int = 0) -> Iterator[tuple[str, RegisterAnswer]]:
         """All records of the names that begin with `prefix`, without bodies."""
         after, limit = "", 10_000
         while True:
-            found = self.scan(prefix, after, limit, epoch)
+            found = self.scan(prefix, after, limit, fence_number)
             yield from found
             if len(found) < limit:
                 return
             after = found[-1][0]
 
 
-def shown(record: Record, number: int) -> Record:
+def with_floor_promise(record: Record, fence_number: int) -> Record:
     """A record as its member shows it, which has this fence number: without a value it has promised the floor."""
-    if record.value is not None or record.promised >= floor(number):
+    if record.value is not None or record.promised >= floor_ballot(fence_number):
         return record
-    return Record(floor(number), record.accepted, None)
+    return Record(floor_ballot(fence_number), record.accepted, None)
 
 
-def collectable(record: Answer, ballot: Ballot, number: int) -> bool:
+def can_collect(record: RegisterAnswer, ballot: Ballot, fence_number: int) -> bool:
     """Whether a register may be forgotten by a member with this fence number, if it was found with this ballot."""
     if not isinstance(record, Record) or is_final(record):
         return False
-    return record.accepted == ballot and record.promised <= floor(number)
+    return record.accepted == ballot and record.promised <= floor_ballot(fence_number)
 
 
-def final(value: Value) -> Record:
+def final_record(value: RegisterValue) -> Record:
     """A record that can't be changed any more."""
-    return Record(_LAST, _LAST, value)
+    return Record(_FINAL_BALLOT, _FINAL_BALLOT, value)
 
 
-def is_final(answer: Answer) -> bool:
+def is_final(answer: RegisterAnswer) -> bool:
     """Whether a record says that it can't be changed any more. Its promise does not tell: another may have been asked for one
     as high."""
-    return isinstance(answer, Record) and answer.accepted == _LAST
+    return isinstance(answer, Record) and answer.accepted == _FINAL_BALLOT
 
 
-def check_same(there: Answer, name: str, value: Value) -> None:
+def require_same_value(record: RegisterAnswer, name: str, value: RegisterValue) -> None:
     """Raise Changed where a final record says something else than this value."""
-    if not isinstance(there, Record) or there.value != value:
+    if not isinstance(record, Record) or record.value != value:
         raise Changed(f"{name} was agreed upon before, and is something else; this member belongs to another namespace")
 
 
-def with_promise(record: Answer, ballot: Ballot) -> Record | None:
+def with_promise(record: RegisterAnswer, ballot: Ballot) -> Record | None:
     """The register after it has promised this ballot; None where it does not."""
-    if isinstance(record, Damaged) or is_final(record) or record.promised >= ballot:
+    if isinstance(record, DamagedRecord) or is_final(record) or record.promised >= ballot:
         return None
     return Record(ballot, record.accepted, record.value)
 
 
-def accepts(record: Answer, ballot: Ballot, heal: bool) -> bool:
+def can_accept(record: RegisterAnswer, ballot: Ballot, repair_damaged: bool) -> bool:
     """Whether a register takes a value that is proposed by this ballot."""
-    return heal if isinstance(record, Damaged) else record.promised <= ballot and not is_final(record)
+    return repair_damaged if isinstance(record, DamagedRecord) else record.promised <= ballot and not is_final(record)
 
 
-def taken(record: Answer, change: Change) -> bool:
+def can_change_directly(record: RegisterAnswer, change: DirectChange) -> bool:
     """Whether a register accepts a direct change. Nothing higher may be promised: a promise was given to a proposer that
     has read the register and counts on finding it so."""
-    if isinstance(record, Damaged) or is_final(record):
+    if isinstance(record, DamagedRecord) or is_final(record):
         return False
     return record.accepted == change.expected and record.promised <= change.expected
 
 
-def checksum(name: str, promised: bytes, accepted: bytes, value: Value | None) -> int:
+def record_checksum(name: str, promised: bytes, accepted: bytes, value: RegisterValue | None) -> int:
     """Over all of a record; kept beside it, so that rot is found before it votes."""
     sums = xxhash.xxh3_64()
     for part in (name.encode(), promised, accepted, *((value.head, value.body) if value else (b"", b"\0"))):

@@ -21,13 +21,13 @@ import pyarrow.flight as flight
 
 from ckpt.storage import near, wire
 from ckpt.storage.base import Reader, check_name
-from ckpt.storage.buffers import Buffers
+from ckpt.storage.buffers import BufferPool
 from ckpt.storage.device import Device
 from ckpt.storage.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError, Unavailable
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.registers import Ballot, Value
-from ckpt.storage.sums import digest
-from ckpt.storage.uploads import Uploads
+from ckpt.storage.registers import Ballot, RegisterValue
+from ckpt.storage.sums import transfer_digest
+from ckpt.storage.uploads import UploadLeases
 
 log = logging.getLogger("ckpt.node")
 
@@ -49,15 +49,15 @@ class NodeOptions:
     labels: tuple[tuple[str, str], ...] = ()
     """Its failure domain, outermost first: rack, host …"""
     buffer_bytes: int = 256 << 20
-    wait_seconds: float = 20.0
+    buffer_wait_seconds: float = 20.0
     """How long an append waits for a buffer."""
     lease_seconds: float = 60.0
     """How long an upload lives without a word from its client."""
-    near: bool = True
+    pass_descriptors: bool = True
     """Let clients on this host read and write the files by themselves; see near.py."""
 
 
-class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Refuses every call without a right token, before anything of it is read."""
 
     def __init__(self, tokens: Callable[[], tuple[str, ...]]) -> None:
@@ -78,26 +78,30 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         scheme = "grpc+tls" if options.certificate else "grpc+tcp"
         self._device = device
         self._options = options
-        self._buffers = Buffers(options.buffer_bytes)
+        self._buffers = BufferPool(options.buffer_bytes)
         self.identity = device.identity()
-        self.uploads = Uploads(device.store, self._left, options.lease_seconds)
+        self.uploads = UploadLeases(device.store, self._unpromised_bytes, options.lease_seconds)
         self.counters: dict[tuple[str, str], float] = {}
-        self._sending: set[_Sending] = set()
-        self._counting = threading.Lock()
-        self.draining = False
+        self._outgoing: set[_OutgoingObject] = set()
+        self._count_lock = threading.Lock()
+        self.is_draining = False
         verbs = [name.removeprefix("_verb_") for name in dir(self) if name.startswith("_verb_")]
-        self._verbs: dict[str, Callable[..., Any]] = {v.replace("_", "."): getattr(self, f"_verb_{v}") for v in verbs}
+        self._handlers: dict[str, Callable[..., Any]] = {v.replace("_", "."): getattr(self, f"_verb_{v}") for v in verbs}
         device.lock()
-        self._near = near.listen(self._descriptors, options.lease_seconds, options.tokens or tuple) if options.near else None
+        self._fd_server = (
+            near.start_fd_passing(self._open_descriptors, options.lease_seconds, options.tokens or tuple)
+            if options.pass_descriptors
+            else None
+        )
         super().__init__(
             f"{scheme}://{host}:{port}",
             tls_certificates=[options.certificate] if options.certificate else None,
             verify_client=options.client_ca is not None,
             root_certificates=options.client_ca,
-            middleware={"token": _Token(options.tokens)} if options.tokens else None,
+            middleware={"token": _TokenMiddleware(options.tokens)} if options.tokens else None,
         )
         self._stop = threading.Event()
-        self._reaper = threading.Thread(target=self._expire, name="ckpt-node-reaper", daemon=True)
+        self._reaper = threading.Thread(target=self._expire_leases, name="ckpt-node-reaper", daemon=True)
         self._reaper.start()
 
     # --- state -------------------------------------------------------------------------------------------------
@@ -106,30 +110,30 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         """Bytes that the objects take, and bytes that are free for more."""
         return self._device.usage()
 
-    def _left(self, promised: int) -> int:
+    def _unpromised_bytes(self, promised_bytes: int) -> int:
         """Bytes that are free beside those promised to uploads, which are on the disk already, but in no listing."""
-        return self.usage()[1] - (promised if self._device.limited else 0)
+        return self.usage()[1] - (promised_bytes if self._device.is_limited else 0)
 
-    def count(self, what: str, verb: str, by: float = 1) -> None:
+    def add_to_metric(self, metric: str, verb: str, by: float = 1) -> None:
         """Add to a metric."""
-        with self._counting:
-            self.counters[what, verb] = self.counters.get((what, verb), 0) + by
+        with self._count_lock:
+            self.counters[metric, verb] = self.counters.get((metric, verb), 0) + by
 
     def drain(self, seconds: float) -> int:
         """Take no new objects, wait for those on their way; how many were thrown away at the end."""
-        self.draining = True
-        left = self.uploads.drain(seconds)
+        self.is_draining = True
+        aborted_uploads = self.uploads.drain(seconds)
         self._stop.set()
-        if self._near is not None:
-            self._near.close()
-        return left
+        if self._fd_server is not None:
+            self._fd_server.close()
+        return aborted_uploads
 
-    def _expire(self) -> None:
+    def _expire_leases(self) -> None:
         while not self._stop.wait(min(5.0, self._options.lease_seconds / 2)):
             for name in self.uploads.expire():
                 log.warning("upload of %s was thrown away: nothing came for %g s", name, self._options.lease_seconds)
-            with self._counting:
-                sending = list(self._sending)
+            with self._count_lock:
+                sending = list(self._outgoing)
             for each in sending:
                 if each.expire(self._options.lease_seconds):
                     log.warning("%s is closed: its reader took nothing for %g s", each.name, self._options.lease_seconds)
@@ -137,16 +141,18 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     # --- Flight ------------------------------------------------------------------------------------------------
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
-        return self._answer(action.type, lambda: self._act(action))
+        return self._run_handler(action.type, lambda: self._run_action(action))
 
-    def _act(self, action: flight.Action) -> Iterator[flight.Result]:
-        verb = self._verbs.get(action.type)
+    def _run_action(self, action: flight.Action) -> Iterator[flight.Result]:
+        verb = self._handlers.get(action.type)
         if verb is None:
-            raise InvalidArgument(f"this node knows no {action.type!r}: it speaks version {wire.VERSION} of the protocol")
+            raise InvalidArgument(
+                f"this node knows no {action.type!r}: it speaks version {wire.PROTOCOL_VERSION} of the protocol"
+            )
         if action.body.size > wire.MESSAGE_BYTES:
             raise InvalidArgument(f"a message of {action.body.size} bytes is too long; {wire.MESSAGE_BYTES} is the most")
         answer = verb(*wire.unpack(action.body))
-        for part in answer if isinstance(answer, _Parts) else [answer]:
+        for part in answer if isinstance(answer, _PartedAnswer) else [answer]:
             yield flight.Result(wire.pack(part))
 
     def do_put(
@@ -157,44 +163,44 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             key, nbytes, expected = wire.unpack(descriptor.command)
             if not 0 <= nbytes <= wire.MESSAGE_BYTES:
                 raise InvalidArgument(f"an append of {nbytes} bytes is refused; {wire.MESSAGE_BYTES} is the most")
-            with self._buffers.borrow(nbytes, self._options.wait_seconds) as loan:
+            with self._buffers.borrow(nbytes, self._options.buffer_wait_seconds) as loan:
                 for chunk in reader:
-                    data = wire.column(chunk.data)
-                    if loan.filled + len(data) > nbytes:
+                    data = wire.from_record_batch(chunk.data)
+                    if loan.filled_bytes + len(data) > nbytes:
                         raise InvalidArgument(f"more came than the {nbytes} bytes that were announced")
-                    loan.add(data)
-                if loan.filled < nbytes:
-                    raise IntegrityError(f"{loan.filled} of {nbytes} bytes came; send the append again")
-                with loan.whole() as came:
-                    if digest(came) != expected:
+                    loan.append(data)
+                if loan.filled_bytes < nbytes:
+                    raise IntegrityError(f"{loan.filled_bytes} of {nbytes} bytes came; send the append again")
+                with loan.full_view() as came:
+                    if transfer_digest(came) != expected:
                         raise IntegrityError("the bytes that came are not those that were sent; send the append again")
                     failpoint("node.append")
                     position = self.uploads.append(key, came)
-            self.count("bytes_received", "put", nbytes)
+            self.add_to_metric("bytes_received", "put", nbytes)
             writer.write(pa.py_buffer(wire.pack(position)))
             yield position
 
-        for _ in self._answer("put", receive):
+        for _ in self._run_handler("put", receive):
             pass
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
-        return next(iter(self._answer("get", lambda: iter([self._get(ticket)]))))
+        return next(iter(self._run_handler("get", lambda: iter([self._stream_object(ticket)]))))
 
-    def _get(self, ticket: flight.Ticket) -> flight.FlightDataStream:
+    def _stream_object(self, ticket: flight.Ticket) -> flight.FlightDataStream:
         name, position, nbytes = wire.unpack(ticket.ticket)
         if min(position, nbytes) < 0:
             raise InvalidArgument(f"{name} has no {nbytes} bytes at {position}")
         failpoint("node.get")
-        sending = _Sending(name, self._device.store.open(name))
+        sending = _OutgoingObject(name, self._device.store.open(name))
 
         def batches() -> Iterator[pa.RecordBatch]:
             done = 0
-            with self._sent(sending):
+            with self._track_outgoing(sending):
                 while done < nbytes:
                     length = min(_READ_BYTES, nbytes - done)
                     buffer = pa.allocate_buffer(length)
                     got = sending.read_into(position + done, memoryview(buffer))
-                    self.count("bytes_sent", "get", got)
+                    self.add_to_metric("bytes_sent", "get", got)
                     if got:
                         column = pa.Array.from_buffers(pa.uint8(), got, [None, buffer])
                         yield pa.RecordBatch.from_arrays([column], schema=wire.SCHEMA)
@@ -202,64 +208,64 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
                         return
                     done += got
 
-        return flight.GeneratorStream(wire.SCHEMA, self._answer("get.read", batches))
+        return flight.GeneratorStream(wire.SCHEMA, self._run_handler("get.read", batches))
 
     @contextmanager
-    def _sent(self, sending: _Sending) -> Iterator[None]:
+    def _track_outgoing(self, outgoing: _OutgoingObject) -> Iterator[None]:
         """An object is on its way to a client."""
-        with self._counting:
-            self._sending.add(sending)
+        with self._count_lock:
+            self._outgoing.add(outgoing)
         try:
             yield
         finally:
-            with self._counting:
-                self._sending.discard(sending)
-            sending.close()
+            with self._count_lock:
+                self._outgoing.discard(outgoing)
+            outgoing.close()
 
-    def _answer(self, verb: str, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _run_handler(self, verb: str, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Run a handler; its errors go to the client with their kind."""
         began = time.perf_counter()
         try:
             yield from work()
-            self.count("calls", verb)
+            self.add_to_metric("calls", verb)
         except flight.FlightError:
             raise
         except Exception as error:
-            self.count("errors", verb)
-            told = _told(verb, error)
-            raise flight.FlightServerError(str(told), extra_info=wire.encode_error(told)) from error
+            self.add_to_metric("errors", verb)
+            reported_error = _log_and_convert_error(verb, error)
+            raise flight.FlightServerError(str(reported_error), extra_info=wire.encode_error(reported_error)) from error
         finally:
-            self.count("seconds", verb, time.perf_counter() - began)
+            self.add_to_metric("seconds", verb, time.perf_counter() - began)
 
     # --- objects -----------------------------------------------------------------------------------------------
 
-    def _may_write(self) -> None:
+    def _require_writable(self) -> None:
         if self._options.read_only:
             raise Unavailable("this node is read-only")
-        if self.draining:
+        if self.is_draining:
             raise Unavailable("this node is shutting down and takes nothing new")
 
     def _verb_put(self, name: str, data: bytes, new: bool) -> None:
-        self._may_write()
+        self._require_writable()
         if len(data) > (free := self.usage()[1]):
             raise NoSpace(f"{name} of {len(data)} bytes does not fit: {free} bytes are free on this node")
         (self._device.store.put_new if new else self._device.store.put)(name, data)
 
     def _verb_create(self, name: str, size_hint: int) -> str:
-        self._may_write()
+        self._require_writable()
         if size_hint < 0:
             raise InvalidArgument(f"{name} can't have {size_hint} bytes")
         return self.uploads.create(check_name(name), size_hint)
 
-    def _verb_reserve(self, key: str, needed: int, wanted: int) -> int:
-        return self.uploads.reserve(key, needed, wanted)
+    def _verb_reserve(self, key: str, needed_bytes: int, wanted_bytes: int) -> int:
+        return self.uploads.reserve(key, needed_bytes, wanted_bytes)
 
     def _verb_commit(self, key: str, length: int | None = None) -> int:
         """length: of what a client of this host wrote by itself."""
         failpoint("node.commit")
         committed = self.uploads.commit(key, length)
         if length is not None:
-            self.count("bytes_near", "put", length)
+            self.add_to_metric("bytes_near", "put", length)
         failpoint("node.committed")
         return committed
 
@@ -269,7 +275,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     def _verb_exists(self, name: str) -> bool:
         return self._device.store.exists(name)
 
-    def _verb_list(self, prefix: str) -> _Parts:
+    def _verb_list(self, prefix: str) -> _PartedAnswer:
         def parts() -> Iterator[list[Any]]:
             part: list[Any] = []
             for entry in self._device.store.list(prefix):
@@ -279,17 +285,17 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
                     part = []
             yield part
 
-        return _Parts(parts())
+        return _PartedAnswer(parts())
 
-    def _verb_inventory(self) -> _Parts:
+    def _verb_inventory(self) -> _PartedAnswer:
         every = [[name, nbytes, age] for name, (nbytes, age) in self._device.inventory().items()]
-        return _Parts(every[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(every)), _LIST_ENTRIES))
+        return _PartedAnswer(every[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(every)), _LIST_ENTRIES))
 
     def _verb_folders(self, prefix: str) -> list[str]:
         return list(self._device.store.list_folders(prefix))
 
     def _verb_delete(self, names: list[str]) -> None:
-        self._may_write()
+        self._require_writable()
         self._device.store.delete(names)
 
     def _verb_sweep(self, prefix: str) -> None:
@@ -301,31 +307,31 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _verb_link(self, name: str, to: str) -> None:
         """Give an object a second name."""
-        self._may_write()
+        self._require_writable()
         self._device.link(check_name(name), check_name(to))
 
     def _verb_quarantine(self, name: str) -> None:
         """Keep a rotten object for whoever wants to know why, where no reader finds it."""
-        self._may_write()
+        self._require_writable()
         self._device.quarantine(name)
 
     def _verb_near(self) -> list[Any] | None:
         """Where clients of this host get descriptors; nothing where there are none."""
-        if self._near is None:
+        if self._fd_server is None:
             return None
-        door = self._near.door
-        return [door.name, door.secret, door.lease_seconds]
+        address = self._fd_server.address
+        return [address.socket_name, address.secret, address.lease_seconds]
 
     def _verb_info(self) -> list[Any]:
         used, free = self.usage()
-        state = "draining" if self.draining else "read-only" if self._options.read_only else "serving"
+        state = "draining" if self.is_draining else "read-only" if self._options.read_only else "serving"
         labels = [list(label) for label in self._options.labels]
-        return [wire.VERSION, self.identity, used, free, state, labels, len(self.uploads)]
+        return [wire.PROTOCOL_VERSION, self.identity, used, free, state, labels, len(self.uploads)]
 
     @contextmanager
-    def _descriptors(self, verb: str, argument: str) -> Iterator[list[int]]:
+    def _open_descriptors(self, verb: str, argument: str) -> Iterator[list[int]]:
         """What a client of this host reads an object by, or writes an upload by."""
-        self.count("calls", f"near.{verb}")
+        self.add_to_metric("calls", f"near.{verb}")
         if verb == "open":
             failpoint("node.get")
             fd = self._device.store.descriptor(argument)
@@ -342,59 +348,63 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     # --- registers ---------------------------------------------------------------------------------------------
 
-    def _verb_registers_read(self, names: list[str], epoch: int) -> list[Any]:
-        return wire.encode_answers(self._device.registers.read(names, epoch))
+    def _verb_registers_read(self, names: list[str], fence_number: int) -> list[Any]:
+        return wire.encode_answers(self._device.registers.read(names, fence_number))
 
-    def _verb_registers_prepare(self, names: list[str], ballot: list[Any], epoch: int) -> list[Any]:
-        self._may_change()
-        return wire.encode_answers(self._device.registers.prepare(names, Ballot(*ballot), epoch))
+    def _verb_registers_prepare(self, names: list[str], ballot: list[Any], fence_number: int) -> list[Any]:
+        self._require_registers_writable()
+        return wire.encode_answers(self._device.registers.prepare(names, Ballot(*ballot), fence_number))
 
-    def _verb_registers_accept(self, values: list[Any], ballot: list[Any], heal: bool, epoch: int) -> list[bool]:
-        self._may_change()
-        return self._device.registers.accept([(n, Value(*v)) for n, v in values], Ballot(*ballot), heal, epoch)
+    def _verb_registers_accept(
+        self, values: list[Any], ballot: list[Any], repair_damaged: bool, fence_number: int
+    ) -> list[bool]:
+        self._require_registers_writable()
+        return self._device.registers.accept(
+            [(n, RegisterValue(*v)) for n, v in values], Ballot(*ballot), repair_damaged, fence_number
+        )
 
-    def _verb_registers_change(self, changes: list[Any], writer: str, epoch: int) -> list[bool]:
-        self._may_change()
-        return self._device.registers.change(wire.decode_changes(changes), writer, epoch)
+    def _verb_registers_change(self, changes: list[Any], writer: str, fence_number: int) -> list[bool]:
+        self._require_registers_writable()
+        return self._device.registers.change(wire.decode_changes(changes), writer, fence_number)
 
-    def _verb_registers_scan(self, prefix: str, after: str, limit: int, epoch: int) -> list[Any]:
-        found = self._device.registers.scan(prefix, after, min(limit, 10_000), epoch)
+    def _verb_registers_scan(self, prefix: str, after: str, limit: int, fence_number: int) -> list[Any]:
+        found = self._device.registers.scan(prefix, after, min(limit, 10_000), fence_number)
         return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
 
     def _verb_registers_anew(self) -> None:
-        self._may_change()
-        self._device.registers.start_anew()
+        self._require_registers_writable()
+        self._device.registers.reset()
 
     def _verb_registers_complete(self) -> None:
-        self._may_change()
-        self._device.registers.complete()
+        self._require_registers_writable()
+        self._device.registers.mark_complete()
 
-    def _verb_registers_fence(self, epoch: int) -> bool:
-        self._may_change()
-        return self._device.registers.fence(epoch)
+    def _verb_registers_fence(self, fence_number: int) -> bool:
+        self._require_registers_writable()
+        return self._device.registers.fence(fence_number)
 
-    def _verb_registers_collect(self, found: list[Any], epoch: int) -> int:
-        self._may_change()
-        return self._device.registers.collect([(name, Ballot(*ballot)) for name, ballot in found], epoch)
+    def _verb_registers_collect(self, expected_ballots: list[Any], fence_number: int) -> int:
+        self._require_registers_writable()
+        return self._device.registers.collect([(name, Ballot(*ballot)) for name, ballot in expected_ballots], fence_number)
 
     def _verb_registers_learn(self, name: str, value: list[bytes]) -> None:
-        self._may_change()
-        self._device.registers.learn(name, Value(*value))
+        self._require_registers_writable()
+        self._device.registers.learn(name, RegisterValue(*value))
 
-    def _verb_registers_join(self, epoch: int, keep: str) -> None:
-        self._may_change()
-        self._device.registers.join(epoch, keep)
+    def _verb_registers_join(self, fence_number: int, kept_prefix: str) -> None:
+        self._require_registers_writable()
+        self._device.registers.join_ring(fence_number, kept_prefix)
 
-    def _verb_registers_drop(self, names: list[str], epoch: int) -> None:
-        self._may_change()
-        self._device.registers.drop(names, epoch)
+    def _verb_registers_drop(self, names: list[str], fence_number: int) -> None:
+        self._require_registers_writable()
+        self._device.registers.drop(names, fence_number)
 
-    def _may_change(self) -> None:
+    def _require_registers_writable(self) -> None:
         if self._options.read_only:
             raise Unavailable("this node is read-only")
 
 
-class _Sending:
+class _OutgoingObject:
     """An object that a client reads. Flight has no way to end the call of one that takes nothing, but the file need not stay
     open for it: who deletes it wants its space."""
 
@@ -402,20 +412,20 @@ class _Sending:
         self.name = name
         self._reader: Reader | None = reader
         self._lock = threading.Lock()
-        self._taken = time.monotonic()
+        self._last_read_at = time.monotonic()
 
     def read_into(self, position: int, buffer: memoryview) -> int:
         with self._lock:
             if self._reader is None:
                 raise Unavailable(f"{self.name} was closed, for nothing of it was taken for too long; read it again")
             got = self._reader.read_into(position, buffer)
-            self._taken = time.monotonic()
+            self._last_read_at = time.monotonic()
             return got
 
     def expire(self, seconds: float) -> bool:
         """Close the file where nothing was asked of it for so long."""
         with self._lock:
-            if self._reader is None or time.monotonic() - self._taken < seconds:
+            if self._reader is None or time.monotonic() - self._last_read_at < seconds:
                 return False
         self.close()
         return True
@@ -427,19 +437,19 @@ class _Sending:
                 self._reader = None
 
 
-def _told(verb: str, error: Exception) -> CkptError:
+def _log_and_convert_error(verb: str, error: Exception) -> CkptError:
     """What the client of a call that failed is told. It is logged: in one event."""
     if isinstance(error, NotFound):
         return error
     if isinstance(error, CkptError | ValueError | TypeError):  # the last two: what came is not of this protocol
-        told = error if isinstance(error, CkptError) else InvalidArgument(f"{verb} was called wrongly: {error}")
-        log.info("%s refused: %s", verb, told)
-        return told
+        client_error = error if isinstance(error, CkptError) else InvalidArgument(f"{verb} was called wrongly: {error}")
+        log.info("%s refused: %s", verb, client_error)
+        return client_error
     log.error("%s failed: %s", verb, error, exc_info=error)
     return StoreError(f"the node failed in {verb}: {error}; see its log")
 
 
-class _Parts:
+class _PartedAnswer:
     """An answer in several messages."""
 
     def __init__(self, parts: Iterator[Any]) -> None:

@@ -17,33 +17,33 @@ from typing import Any, TypeVar
 
 from ckpt.storage.errors import Outdated, StoreError
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.fence_numbers import in_order, outdated, raised
-from ckpt.storage.local_file_system import require_local
+from ckpt.storage.fence_numbers import advance_fence, order_key, outdated_message
+from ckpt.storage.local_file_system import require_local_file_system
 from ckpt.storage.registers import (
     BODY_BYTES,
-    NONE,
-    UNKNOWN,
-    Answer,
+    NO_BALLOT,
+    REGISTERS_INCOMPLETE,
     Ballot,
-    Change,
-    Damaged,
+    DamagedRecord,
+    DirectChange,
     Record,
+    RegisterAnswer,
     Registers,
-    Value,
-    accepts,
-    check_same,
-    checksum,
-    collectable,
+    RegisterValue,
+    can_accept,
+    can_change_directly,
+    can_collect,
     decode_ballot,
     encode_ballot,
-    final,
+    final_record,
     is_final,
-    shown,
-    taken,
+    record_checksum,
+    require_same_value,
+    with_floor_promise,
     with_promise,
 )
 
-_GROUP = 64
+_MAX_BATCH_CALLS = 64
 """Calls that share a transaction at most."""
 
 _BUSY_SECONDS = 30.0
@@ -59,8 +59,10 @@ CREATE TABLE IF NOT EXISTS registers (
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value)
 """
 
-_READ = "SELECT promised, accepted, sum, head, body FROM registers WHERE name = ?"
-_WRITE = "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_READ_SQL = "SELECT promised, accepted, sum, head, body FROM registers WHERE name = ?"
+_WRITE_SQL = (
+    "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
 
 
 class SqliteRegisters(Registers):
@@ -70,114 +72,122 @@ class SqliteRegisters(Registers):
         self._path = path
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        self._process = os.getpid()
-        self._waiting: deque[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = deque()
+        self._owner_pid = os.getpid()
+        self._queued_calls: deque[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = deque()
 
-    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
+    def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
         if not self._exists():
-            return [UNKNOWN] * len(names)
-        with self._snapshot("reading") as db:
-            _check(db, epoch)
-            return [_get(db, name) for name in names]
+            return [REGISTERS_INCOMPLETE] * len(names)
+        with self._read_snapshot("reading") as db:
+            _require_current_fence(db, fence_number)
+            return [_read_record(db, name) for name in names]
 
-    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
-        def promise(db: sqlite3.Connection) -> list[Answer]:
-            answers: list[Answer] = []
+    def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
+        def promise(db: sqlite3.Connection) -> list[RegisterAnswer]:
+            answers: list[RegisterAnswer] = []
             for name in names:
-                record = _get(db, name)
+                record = _read_record(db, name)
                 if (new := with_promise(record, ballot)) is not None:
-                    _put(db, name, new)
+                    _write_record(db, name, new)
                 answers.append(new or record)
             return answers
 
-        return self._writing(promise, epoch)
+        return self._write_in_batch(promise, fence_number)
 
-    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
+    def accept(
+        self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
+    ) -> list[bool]:
         def take(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for name, value in values:
-                good = accepts(_get(db, name), ballot, heal)
-                if good:
-                    _put(db, name, Record(ballot, ballot, value))
-                answers.append(good)
+                is_accepted = can_accept(_read_record(db, name), ballot, repair_damaged)
+                if is_accepted:
+                    _write_record(db, name, Record(ballot, ballot, value))
+                answers.append(is_accepted)
             return answers
 
-        return self._writing(take, epoch)
+        return self._write_in_batch(take, fence_number)
 
-    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
+    def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
         def take(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for change in changes:
-                good = taken(_get(db, change.name), change)
-                if good:
+                is_changed = can_change_directly(_read_record(db, change.name), change)
+                if is_changed:
                     ballot = change.expected.next_step(writer)
-                    _put(db, change.name, Record(ballot, ballot, change.value))
-                answers.append(good)
+                    _write_record(db, change.name, Record(ballot, ballot, change.value))
+                answers.append(is_changed)
             return answers
 
-        return self._writing(take, epoch)
+        return self._write_in_batch(take, fence_number)
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         with self._lock:
-            if self._connection is not None and self._process == os.getpid():
+            if self._connection is not None and self._owner_pid == os.getpid():
                 self._connection.close()
             self._connection = None
-            aside = f"{self._path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
+            old_path = f"{self._path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
             for end in ("", "-wal", "-shm"):
                 if os.path.exists(self._path + end):
-                    os.replace(self._path + end, aside + end)
+                    os.replace(self._path + end, old_path + end)
 
-    def complete(self) -> None:
-        self._writing(lambda db: _note(db, "complete", 1))
+    def mark_complete(self) -> None:
+        self._write_in_batch(lambda db: _write_fact(db, "complete", 1))
 
-    def fence(self, epoch: int) -> bool:
-        return self._writing(lambda db: _raise(db, epoch))
+    def fence(self, fence_number: int) -> bool:
+        return self._write_in_batch(lambda db: _advance_fence(db, fence_number))
 
-    def learn(self, name: str, value: Value) -> None:
+    def learn(self, name: str, value: RegisterValue) -> None:
         def note(db: sqlite3.Connection) -> None:
-            if is_final(there := _get(db, name)):
-                check_same(there, name, value)
+            if is_final(current := _read_record(db, name)):
+                require_same_value(current, name, value)
             else:
-                _put(db, name, final(value))
+                _write_record(db, name, final_record(value))
 
-        self._writing(note)
+        self._write_in_batch(note)
 
-    def join(self, epoch: int, keep: str) -> None:
+    def join_ring(self, fence_number: int, kept_prefix: str) -> None:
         def begin(db: sqlite3.Connection) -> None:
-            if _raise(db, epoch):
-                db.execute("DELETE FROM registers WHERE substr(name, 1, ?) <> ?", (len(keep), keep))
-                _note(db, "complete", 1)
+            if _advance_fence(db, fence_number):
+                db.execute("DELETE FROM registers WHERE substr(name, 1, ?) <> ?", (len(kept_prefix), kept_prefix))
+                _write_fact(db, "complete", 1)
 
-        self._writing(begin)
+        self._write_in_batch(begin)
 
-    def drop(self, names: Sequence[str], epoch: int) -> None:
-        self._writing(lambda db: db.executemany("DELETE FROM registers WHERE name = ?", [(n,) for n in names]), epoch)
+    def drop(self, names: Sequence[str], fence_number: int) -> None:
+        self._write_in_batch(
+            lambda db: db.executemany("DELETE FROM registers WHERE name = ?", [(n,) for n in names]), fence_number
+        )
 
-    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
+    def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
         def forget(db: sqlite3.Connection) -> int:
-            number = _fact(db, "epoch")
-            gone = [(name,) for name, ballot in found if collectable(_get(db, name), ballot, number)]
-            return db.executemany("DELETE FROM registers WHERE name = ?", gone).rowcount if gone else 0
+            number = _read_fact(db, "epoch")
+            removed_names = [
+                (name,) for name, ballot in expected_ballots if can_collect(_read_record(db, name), ballot, number)
+            ]
+            return db.executemany("DELETE FROM registers WHERE name = ?", removed_names).rowcount if removed_names else 0
 
-        return self._writing(forget, epoch)
+        return self._write_in_batch(forget, fence_number)
 
-    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
+    def scan(
+        self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
+    ) -> list[tuple[str, RegisterAnswer]]:
         if not self._exists():
             return []
-        with self._snapshot("listing") as db:
-            _check(db, epoch)
+        with self._read_snapshot("listing") as db:
+            _require_current_fence(db, fence_number)
             rows = db.execute(
                 "SELECT name, promised, accepted, head_sum, head FROM registers "
                 "WHERE name >= ? AND name < ? AND name > ? ORDER BY name LIMIT ?",
-                (prefix, _after(prefix), after, limit),
+                (prefix, _prefix_end(prefix), after, limit),
             )
-            number = _fact(db, "epoch")
-            found = [(row[0], _head(*row)) for row in rows]
-            return [(name, shown(each, number) if isinstance(each, Record) else each) for name, each in found]
+            number = _read_fact(db, "epoch")
+            found = [(row[0], _decode_head(*row)) for row in rows]
+            return [(name, with_floor_promise(each, number) if isinstance(each, Record) else each) for name, each in found]
 
     def close(self) -> None:
         with self._lock:
-            if self._connection is not None and self._process == os.getpid():
+            if self._connection is not None and self._owner_pid == os.getpid():
                 self._connection.close()
             self._connection = None
 
@@ -186,31 +196,31 @@ class SqliteRegisters(Registers):
     def _exists(self) -> bool:
         return self._connection is not None or os.path.exists(self._path)
 
-    def _writing(self, work: Callable[[sqlite3.Connection], T], epoch: int = 0) -> T:
+    def _write_in_batch(self, work: Callable[[sqlite3.Connection], T], fence_number: int = 0) -> T:
         """Do some work, durably. What other threads want meanwhile goes into one transaction, with one fsync: whoever gets
         the lock does the work of all who wait."""
 
         def checked(db: sqlite3.Connection) -> T:
-            _check(db, epoch)
-            _raise(db, epoch)
+            _require_current_fence(db, fence_number)
+            _advance_fence(db, fence_number)
             return work(db)
 
-        mine: Future[T] = Future()
-        self._waiting.append((checked, mine))
+        result: Future[T] = Future()
+        self._queued_calls.append((checked, result))
         try:
-            with self._using("writing") as db:
-                while not mine.done():
-                    self._write_all(db)
+            with self._locked_connection("writing") as db:
+                while not result.done():
+                    self._commit_batch(db)
         except BaseException:
             with suppress(ValueError):
-                self._waiting.remove((checked, mine))
+                self._queued_calls.remove((checked, result))
             raise
-        return mine.result()
+        return result.result()
 
-    def _write_all(self, db: sqlite3.Connection) -> None:
+    def _commit_batch(self, db: sqlite3.Connection) -> None:
         batch: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = []
-        while self._waiting and len(batch) < _GROUP:
-            batch.append(self._waiting.popleft())
+        while self._queued_calls and len(batch) < _MAX_BATCH_CALLS:
+            batch.append(self._queued_calls.popleft())
         outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -230,7 +240,7 @@ class SqliteRegisters(Registers):
             if db.in_transaction:
                 db.execute("ROLLBACK")
             for _, future in batch:
-                future.set_exception(_told(self._path, "writing", error))
+                future.set_exception(_as_store_error(self._path, "writing", error))
             return
         failpoint("registers.committed")
         for future, found, failed in outcomes:
@@ -240,9 +250,9 @@ class SqliteRegisters(Registers):
                 future.set_exception(failed)
 
     @contextmanager
-    def _snapshot(self, doing: str) -> Iterator[sqlite3.Connection]:
+    def _read_snapshot(self, action: str) -> Iterator[sqlite3.Connection]:
         """For several reads of one moment: another process may fence and drop between them."""
-        with self._using(doing) as db:
+        with self._locked_connection(action) as db:
             db.execute("BEGIN")
             try:
                 yield db
@@ -250,18 +260,18 @@ class SqliteRegisters(Registers):
                 db.execute("COMMIT")
 
     @contextmanager
-    def _using(self, doing: str) -> Iterator[sqlite3.Connection]:
+    def _locked_connection(self, action: str) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
-                yield self._connected()
+                yield self._connect()
             except (sqlite3.Error, OSError) as error:
-                raise _told(self._path, doing, error) from error
+                raise _as_store_error(self._path, action, error) from error
 
-    def _connected(self) -> sqlite3.Connection:
-        if self._process != os.getpid():  # a forked child must not use its parent's connection, not even to close it
-            self._connection, self._process = None, os.getpid()
+    def _connect(self) -> sqlite3.Connection:
+        if self._owner_pid != os.getpid():  # a forked child must not use its parent's connection, not even to close it
+            self._connection, self._owner_pid = None, os.getpid()
         if self._connection is None:
-            require_local(
+            require_local_file_system(
                 os.path.dirname(self._path), "registers",
                 "use a disk of this host, and reach it from others through a ckpt-node (ckpt://HOST:PORT/…)",
             )  # fmt: skip
@@ -281,81 +291,81 @@ class SqliteRegisters(Registers):
         return self._connection
 
 
-def _told(path: str, doing: str, error: BaseException) -> BaseException:
+def _as_store_error(path: str, action: str, error: BaseException) -> BaseException:
     """An error of SQLite or the system as ours; any other as it is."""
     if not isinstance(error, sqlite3.Error | OSError):
         return error
-    told = StoreError(f"{doing} the registers in {path} failed: {error}; {_advice(error)}")
-    told.__cause__ = error
-    return told
+    store_error = StoreError(f"{action} the registers in {path} failed: {error}; {_error_advice(error)}")
+    store_error.__cause__ = error
+    return store_error
 
 
-def _check(db: sqlite3.Connection, epoch: int) -> None:
-    if epoch and in_order(epoch) < in_order(fence := _fact(db, "epoch")):
-        raise Outdated(outdated(fence, epoch))
+def _require_current_fence(db: sqlite3.Connection, fence_number: int) -> None:
+    if fence_number and order_key(fence_number) < order_key(fence := _read_fact(db, "epoch")):
+        raise Outdated(outdated_message(fence, fence_number))
 
 
-def _raise(db: sqlite3.Connection, epoch: int) -> bool:
+def _advance_fence(db: sqlite3.Connection, fence_number: int) -> bool:
     """Fence by a number; whether it is higher than the one before."""
-    before = _fact(db, "epoch")
-    after = raised(before, epoch)
+    before = _read_fact(db, "epoch")
+    after = advance_fence(before, fence_number)
     if after != before:
-        _note(db, "epoch", after)
-    return in_order(after) > in_order(before)
+        _write_fact(db, "epoch", after)
+    return order_key(after) > order_key(before)
 
 
-def _fact(db: sqlite3.Connection, name: str) -> int:
+def _read_fact(db: sqlite3.Connection, name: str) -> int:
     row = db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
-def _note(db: sqlite3.Connection, name: str, value: int) -> None:
+def _write_fact(db: sqlite3.Connection, name: str, value: int) -> None:
     db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
 
-def _get(db: sqlite3.Connection, name: str) -> Answer:
-    row = db.execute(_READ, (name,)).fetchone()
+def _read_record(db: sqlite3.Connection, name: str) -> RegisterAnswer:
+    row = db.execute(_READ_SQL, (name,)).fetchone()
     if row is None:
-        return shown(Record(), _fact(db, "epoch")) if _fact(db, "complete") else UNKNOWN
+        return with_floor_promise(Record(), _read_fact(db, "epoch")) if _read_fact(db, "complete") else REGISTERS_INCOMPLETE
     promised, accepted, total, head, body = row
-    value = None if head is None else Value(head, body or b"")
+    value = None if head is None else RegisterValue(head, body or b"")
     try:
-        if checksum(name, promised, accepted, value) == total:
+        if record_checksum(name, promised, accepted, value) == total:
             found = Record(decode_ballot(promised), decode_ballot(accepted), value)
-            return found if value is not None else shown(found, _fact(db, "epoch"))
+            return found if value is not None else with_floor_promise(found, _read_fact(db, "epoch"))
     except (TypeError, ValueError, AttributeError):
         pass  # SQLite stores any type in any column
-    return Damaged("its checksum does not match")
+    return DamagedRecord("its checksum does not match")
 
 
-def _head(name: str, promised: bytes, accepted: bytes, total: int, head: bytes | None) -> Answer:
-    value = None if head is None else Value(head)
+def _decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: bytes | None) -> RegisterAnswer:
+    value = None if head is None else RegisterValue(head)
     try:
-        if checksum(name, promised, accepted, value) == total:
+        if record_checksum(name, promised, accepted, value) == total:
             return Record(decode_ballot(promised), decode_ballot(accepted), value)
     except (TypeError, ValueError, AttributeError):
         pass
-    return Damaged("the checksum of its head does not match")
+    return DamagedRecord("the checksum of its head does not match")
 
 
-def _put(db: sqlite3.Connection, name: str, record: Record) -> None:
+def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
     value = record.value
     if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
         raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes {BODY_BYTES}")
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
-    total = checksum(name, promised, accepted, value)
-    of_head = checksum(name, promised, accepted, value and Value(value.head))
-    db.execute(_WRITE, (name, promised, accepted, total, of_head, value and value.head, value and value.body))
+    total = record_checksum(name, promised, accepted, value)
+    of_head = record_checksum(name, promised, accepted, value and RegisterValue(value.head))
+    db.execute(_WRITE_SQL, (name, promised, accepted, total, of_head, value and value.head, value and value.body))
 
 
-def _after(prefix: str) -> str:
+def _prefix_end(prefix: str) -> str:
     """The least string above all that begin with `prefix`."""
     if not prefix:
         return "\U0010ffff"
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 
-def _advice(error: Exception) -> str:
+def _error_advice(error: Exception) -> str:
     text = str(error)
     if "full" in text:
         return "free space on this disk"
@@ -366,4 +376,4 @@ def _advice(error: Exception) -> str:
     return "check the disk and the permissions of the folder"
 
 
-assert encode_ballot(NONE) < encode_ballot(NONE.next_step("a"))
+assert encode_ballot(NO_BALLOT) < encode_ballot(NO_BALLOT.next_step("a"))

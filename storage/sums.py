@@ -14,24 +14,24 @@ checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 """64 bits, for stored bytes and cells."""
 
 
-def digest(data: Any) -> bytes:
+def transfer_digest(data: Any) -> bytes:
     """128 bits of bytes on their way."""
     return xxhash.xxh3_128_digest(data)
 
 
-def cells(data: memoryview) -> bytes:
+def cell_checksums(data: memoryview) -> bytes:
     """The checksums of the cells of `data`, 8 bytes each, little-endian."""
-    return packed([checksum(data[start : start + CELL_BYTES]) for start in range(0, len(data), CELL_BYTES)])
+    return pack_checksums([checksum(data[start : start + CELL_BYTES]) for start in range(0, len(data), CELL_BYTES)])
 
 
-def packed(checksums: Sequence[int]) -> bytes:
+def pack_checksums(checksums: Sequence[int]) -> bytes:
     """Those of cells, as they are kept."""
     return struct.pack(f"<{len(checksums)}Q", *checksums)
 
 
-def bad_cells(data: memoryview, expected: bytes) -> list[int]:
+def find_bad_cells(data: memoryview, expected: bytes) -> list[int]:
     """The numbers of the cells of `data` that are not as they were; all of them where the number of cells differs."""
-    found = cells(data)
+    found = cell_checksums(data)
     if len(found) != len(expected):
         return list(range(len(found) // 8))
     return [i // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]

@@ -17,32 +17,32 @@ from typing import Any, ParamSpec, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_Work = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+_TaskQueue = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 """None, which stays in it: there will be no more."""
 
 
-class Threads(Executor):
+class DaemonThreadPool(Executor):
     """An executor of at most so many threads, started as they are needed. The end of the process waits for none of them."""
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most = most
+    def __init__(self, max_threads: int, name: str) -> None:
+        self._max_threads = max_threads
         self._name = name
-        self._work: _Work = SimpleQueue()
+        self._tasks: _TaskQueue = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._closed = False
-        weakref.finalize(self, self._work.put, None).atexit = False  # saves may go on until the very end
+        self._is_closed = False
+        weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may go on until the very end
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call it as soon as there is a thread for it."""
         future: Future[T] = Future()
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise RuntimeError(f"{self._name} takes no work any more")
-            self._work.put((future, partial(call, *args, **kwargs)))
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
-                thread = threading.Thread(target=_serve, args=(self._work, self._idle), name=self._name, daemon=True)
+            self._tasks.put((future, partial(call, *args, **kwargs)))
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
+                thread = threading.Thread(target=_run_tasks, args=(self._tasks, self._idle), name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
         return future
@@ -50,35 +50,35 @@ class Threads(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls. cancel_futures: those that no thread has begun are not made."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             if cancel_futures:
-                _cancel(self._work)
-            self._work.put(None)
+                _cancel_all(self._tasks)
+            self._tasks.put(None)
         if wait:
             for thread in self._threads:
                 thread.join()
 
 
-def _cancel(work: _Work) -> None:
+def _cancel_all(tasks: _TaskQueue) -> None:
     while True:
         try:
-            task = work.get_nowait()
+            task = tasks.get_nowait()
         except Empty:
             return
         if task is not None:
             task[0].cancel()
 
 
-def _serve(work: _Work, idle: threading.Semaphore) -> None:
+def _run_tasks(tasks: _TaskQueue, idle: threading.Semaphore) -> None:
     """What one thread does. It does not hold the pool, which may be forgotten without having been closed."""
     while True:
         try:
-            task = work.get_nowait()
+            task = tasks.get_nowait()
         except Empty:
             idle.release()
-            task = work.get()
+            task = tasks.get()
         if task is None:
-            work.put(None)
+            tasks.put(None)
             return
         future, call = task
         if future.set_running_or_notify_cancel():

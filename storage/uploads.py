@@ -12,44 +12,44 @@ from ckpt.storage.errors import NoSpace, NotFound, Unavailable
 from ckpt.storage.local import LocalStore, LocalWriter
 
 
-class Upload:
+class LeasedUpload:
     """One object on its way."""
 
-    def __init__(self, name: str, writer: LocalWriter, reserved: int) -> None:
+    def __init__(self, name: str, writer: LocalWriter, reserved_bytes: int) -> None:
         self.name = name
         self.writer = writer
-        self.reserved = reserved
-        self.growing = threading.Lock()
-        self.touched = time.monotonic()
-        self.busy = 0  # calls that use the writer now
+        self.reserved_bytes = reserved_bytes
+        self.reserve_lock = threading.Lock()
+        self.touched_at = time.monotonic()
+        self.active_calls = 0  # calls that use the writer now
 
 
-class Uploads:
+class UploadLeases:
     """All objects on their way into one store, and the space that is promised to them.
 
     free: bytes that may still be promised where so many are.
     """
 
-    def __init__(self, store: LocalStore, free: Callable[[int], int], lease_seconds: float) -> None:
+    def __init__(self, store: LocalStore, unpromised_bytes: Callable[[int], int], lease_seconds: float) -> None:
         self._store = store
-        self._free = free
+        self._unpromised_bytes = unpromised_bytes
         self._lease_seconds = lease_seconds
-        self._lock = threading.Condition()
-        self._uploads: dict[str, Upload] = {}
-        self._closed = False
+        self._changed = threading.Condition()
+        self._uploads: dict[str, LeasedUpload] = {}
+        self._is_closed = False
 
     def create(self, name: str, size_hint: int) -> str:
         """Begin an object; NoSpace where its length would not fit beside what is promised to others."""
-        with self._lock:
-            if self._closed:
+        with self._changed:
+            if self._is_closed:
                 raise Unavailable("this node is shutting down and takes nothing new")
-            free = self._left()
+            free = self._free_bytes()
             if size_hint > free:
                 raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node")
-        upload = Upload(name, self._store.create(name, size_hint), size_hint)
+        upload = LeasedUpload(name, self._store.create(name, size_hint), size_hint)
         key = secrets.token_hex(16)
-        with self._lock:
-            if self._closed:
+        with self._changed:
+            if self._is_closed:
                 upload.writer.abort()
                 raise Unavailable("this node is shutting down and takes nothing new")
             self._uploads[key] = upload
@@ -57,60 +57,62 @@ class Uploads:
 
     def append(self, key: str, data: memoryview) -> int:
         """Append to an object; the position of the data in it."""
-        upload = self._use(key)
+        upload = self._acquire(key)
         try:
             return upload.writer.append(data)
         finally:
-            self._unuse(upload)
+            self._release(upload)
 
     @contextmanager
     def descriptors(self, key: str) -> Iterator[list[int]]:
         """The open files of an object, for its client to write through, and for nobody else then."""
-        upload = self._use(key)
+        upload = self._acquire(key)
         try:
             yield upload.writer.descriptors()
         finally:
-            self._unuse(upload)
+            self._release(upload)
 
-    def reserve(self, key: str, needed: int, wanted: int) -> int:
+    def reserve(self, key: str, needed_bytes: int, wanted_bytes: int) -> int:
         """Promise space for `wanted` bytes of an object in all, or for fewer, but for no less than `needed`; for how many.
 
         Raises NoSpace.
         """
-        upload = self._use(key)
+        upload = self._acquire(key)
         try:
-            with upload.growing:
-                before = upload.reserved
-                if needed <= before:
+            with upload.reserve_lock:
+                before = upload.reserved_bytes
+                if needed_bytes <= before:
                     return before
-                with self._lock:
-                    free = self._left()
-                    upload.reserved = max(needed, min(wanted, before + free))
+                with self._changed:
+                    free = self._free_bytes()
+                    upload.reserved_bytes = max(needed_bytes, min(wanted_bytes, before + free))
                 try:
-                    if needed > before + free:
-                        raise NoSpace(f"{needed - before} more bytes of {upload.name} do not fit: {free} are free on this node")
-                    return self._grow(upload, needed)
+                    if needed_bytes > before + free:
+                        raise NoSpace(
+                            f"{needed_bytes - before} more bytes of {upload.name} do not fit: {free} are free on this node"
+                        )
+                    return self._reserve_file(upload, needed_bytes)
                 except BaseException:
-                    upload.reserved = before
+                    upload.reserved_bytes = before
                     raise
         finally:
-            self._unuse(upload)
+            self._release(upload)
 
-    def _grow(self, upload: Upload, needed: int) -> int:
+    def _reserve_file(self, upload: LeasedUpload, needed_bytes: int) -> int:
         try:
-            upload.writer.reserve(upload.reserved)
+            upload.writer.reserve(upload.reserved_bytes)
         except NoSpace:
-            upload.reserved = needed
-            upload.writer.reserve(needed)
-        return upload.reserved
+            upload.reserved_bytes = needed_bytes
+            upload.writer.reserve(needed_bytes)
+        return upload.reserved_bytes
 
-    def _left(self) -> int:
+    def _free_bytes(self) -> int:
         """Bytes that may still be promised. Under the lock."""
-        return max(0, self._free(sum(u.reserved for u in self._uploads.values())))
+        return max(0, self._unpromised_bytes(sum(u.reserved_bytes for u in self._uploads.values())))
 
     def commit(self, key: str, length: int | None = None) -> int:
         """Make the object durable and visible; its length, which its client says where it has written by itself."""
-        upload = self._take(key)
+        upload = self._remove_when_idle(key)
         try:
             return upload.writer.commit(length)
         finally:
@@ -119,16 +121,16 @@ class Uploads:
     def abort(self, key: str) -> None:
         """Throw an object away. Harmless where it is gone."""
         try:
-            upload = self._take(key)
+            upload = self._remove_when_idle(key)
         except NotFound:
             return
         upload.writer.abort()
 
     def expire(self) -> list[str]:
         """Throw away the objects whose clients have been silent for too long; their names."""
-        with self._lock:
-            late = time.monotonic() - self._lease_seconds
-            expired = {k: u for k, u in self._uploads.items() if u.touched < late and not u.busy}
+        with self._changed:
+            oldest_allowed = time.monotonic() - self._lease_seconds
+            expired = {k: u for k, u in self._uploads.items() if u.touched_at < oldest_allowed and not u.active_calls}
             for key in expired:
                 del self._uploads[key]
         for upload in expired.values():
@@ -137,41 +139,41 @@ class Uploads:
 
     def drain(self, seconds: float) -> int:
         """Take nothing new and wait until all is done; the number of objects that did not make it, which are thrown away."""
-        with self._lock:
-            self._closed = True
-            self._lock.wait_for(lambda: not self._uploads, seconds)
-            left, self._uploads = list(self._uploads.values()), {}
-        for upload in left:
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._uploads, seconds)
+            unfinished, self._uploads = list(self._uploads.values()), {}
+        for upload in unfinished:
             upload.writer.abort()
-        return len(left)
+        return len(unfinished)
 
     def __len__(self) -> int:
         return len(self._uploads)
 
-    def _use(self, key: str) -> Upload:
-        with self._lock:
+    def _acquire(self, key: str) -> LeasedUpload:
+        with self._changed:
             upload = self._uploads.get(key)
             if upload is None:
                 raise NotFound(
                     f"there is no upload {key[:8]}: it was committed, or thrown away because nothing came for "
                     f"{self._lease_seconds:g} s; write the object anew"
                 )
-            upload.busy += 1
-            upload.touched = time.monotonic()
+            upload.active_calls += 1
+            upload.touched_at = time.monotonic()
             return upload
 
-    def _unuse(self, upload: Upload) -> None:
-        with self._lock:
-            upload.busy -= 1
-            upload.touched = time.monotonic()
-            self._lock.notify_all()
+    def _release(self, upload: LeasedUpload) -> None:
+        with self._changed:
+            upload.active_calls -= 1
+            upload.touched_at = time.monotonic()
+            self._changed.notify_all()
 
-    def _take(self, key: str) -> Upload:
+    def _remove_when_idle(self, key: str) -> LeasedUpload:
         """An upload whose last call this is, once no other uses it."""
-        upload = self._use(key)
-        with self._lock:
+        upload = self._acquire(key)
+        with self._changed:
             self._uploads.pop(key, None)
-            upload.busy -= 1
-            self._lock.wait_for(lambda: not upload.busy, self._lease_seconds)
-            self._lock.notify_all()
+            upload.active_calls -= 1
+            self._changed.wait_for(lambda: not upload.active_calls, self._lease_seconds)
+            self._changed.notify_all()
         return upload

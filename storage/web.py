@@ -15,27 +15,27 @@ log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class HttpPage:
     """An answer."""
 
     body: bytes
-    kind: str = "text/plain"
+    content_type: str = "text/plain"
     status: int = 200
 
 
-class Web:
+class HttpPages:
     """Answers at host and port (0: any; `port` says which) until `close`. pages: by path, called from other threads."""
 
-    def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], Page]], thread: str) -> None:
-        other = Page(f"there are {' and '.join(sorted(pages))}\n".encode(), status=404)
+    def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], HttpPage]], thread_name: str) -> None:
+        not_found = HttpPage(f"there are {' and '.join(sorted(pages))}\n".encode(), status=404)
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
 
             def do_GET(self) -> None:
-                page = pages.get(self.path, lambda: other)()
+                page = pages.get(self.path, lambda: not_found)()
                 self.send_response(page.status)
-                self.send_header("Content-Type", page.kind)
+                self.send_header("Content-Type", page.content_type)
                 self.send_header("Content-Length", str(len(page.body)))
                 self.end_headers()
                 self.wfile.write(page.body)
@@ -47,12 +47,12 @@ class Web:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                log.info("%s: no answer to %s: %s", thread, client_address[0], sys.exc_info()[1])
+                log.info("%s: no answer to %s: %s", thread_name, client_address[0], sys.exc_info()[1])
 
         self._http = Server((host, port), Handler)
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
-        threading.Thread(target=self._http.serve_forever, name=thread, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, name=thread_name, daemon=True).start()
 
     def close(self) -> None:
         self._http.shutdown()

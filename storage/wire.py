@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from ckpt.storage import errors
 from ckpt.storage.errors import CkptError, StoreError
-from ckpt.storage.registers import Answer, Ballot, Change, Damaged, Record, Value
+from ckpt.storage.registers import Ballot, DamagedRecord, DirectChange, Record, RegisterAnswer, RegisterValue
 
-VERSION = 1
+PROTOCOL_VERSION = 1
 
 PUT_BYTES = 1 << 20
 """Objects up to this size are put in one action, longer ones as an upload."""
@@ -31,10 +31,10 @@ MESSAGE_BYTES = 64 << 20
 FRAME_BYTES = 1 << 20
 """What Flight adds to a message, at most."""
 
-_LIST = 200_000  # the longest list in a message: more than any call has use for
+_MAX_LIST_ITEMS = 200_000  # the longest list in a message: more than any call has use for
 
-_LONG = 1 << 20
-_VALUES = 4_000_000
+_LONG_MESSAGE_BYTES = 1 << 20
+_MAX_VALUES = 4_000_000
 """Values in the lists of one message of more than `_LONG` bytes, at most: some 256 MB of objects."""
 
 SCHEMA = pa.schema([pa.field("data", pa.uint8(), nullable=False)])
@@ -50,37 +50,41 @@ def unpack(data: Any) -> Any:
     """The counterpart of `pack`. Raises ValueError."""
     size = len(memoryview(data).cast("B"))
     # An empty list is one byte of a message and 64 in memory: long messages may hold a limited number of values.
-    count = _count_values(_VALUES) if size > _LONG else None
+    count = _limit_values(_MAX_VALUES) if size > _LONG_MESSAGE_BYTES else None
     try:
         return msgpack.unpackb(
-            data, max_bin_len=MESSAGE_BYTES, max_str_len=MESSAGE_BYTES, max_array_len=min(_LIST, size), max_map_len=size,
+            data,
+            max_bin_len=MESSAGE_BYTES,
+            max_str_len=MESSAGE_BYTES,
+            max_array_len=min(_MAX_LIST_ITEMS, size),
+            max_map_len=size,
             list_hook=count,
-        )  # fmt: skip
+        )
     except (msgpack.UnpackException, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a message of this protocol: {str(error) or type(error).__name__}") from error
 
 
-def _count_values(limit: int) -> Callable[[list[Any]], list[Any]]:
+def _limit_values(limit: int) -> Callable[[list[Any]], list[Any]]:
     """Returns a hook that passes lists on, and raises ValueError when they hold more than `limit` values together."""
-    left = limit
+    remaining = limit
 
     def count(values: list[Any]) -> list[Any]:
-        nonlocal left
-        left -= len(values) + 1
-        if left < 0:
+        nonlocal remaining
+        remaining -= len(values) + 1
+        if remaining < 0:
             raise ValueError(f"not a message of this protocol: more than {limit} values")
         return values
 
     return count
 
 
-def batch(data: memoryview) -> pa.RecordBatch:
+def to_record_batch(data: memoryview) -> pa.RecordBatch:
     """Bytes as a batch of one column, not copied."""
     column = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
     return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
 
 
-def column(received: pa.RecordBatch) -> memoryview:
+def from_record_batch(received: pa.RecordBatch) -> memoryview:
     """The counterpart of `batch`. Raises ValueError."""
     if received.num_columns != 1 or received.column(0).type != pa.uint8():
         raise ValueError("not a batch of this protocol: one column of uint8 is")
@@ -101,33 +105,36 @@ def decode_error(data: bytes) -> CkptError | None:
         kind, message, *_ = map(str, unpack(data))
     except (ValueError, TypeError):
         return None
-    known = getattr(errors, kind, StoreError)
-    return known(message) if isinstance(known, type) and issubclass(known, CkptError) else StoreError(message)
+    error_class = getattr(errors, kind, StoreError)
+    return error_class(message) if isinstance(error_class, type) and issubclass(error_class, CkptError) else StoreError(message)
 
 
 # --- registers -------------------------------------------------------------------------------------------------
 
 
-def encode_answers(answers: Sequence[Answer]) -> list[Any]:
+def encode_answers(answers: Sequence[RegisterAnswer]) -> list[Any]:
     return [
-        [a.reason] if isinstance(a, Damaged) else [list(a.promised), list(a.accepted), encode_value(a.value)] for a in answers
+        [a.reason] if isinstance(a, DamagedRecord) else [list(a.promised), list(a.accepted), encode_value(a.value)]
+        for a in answers
     ]
 
 
-def decode_answers(data: Sequence[Any]) -> list[Answer]:
+def decode_answers(data: Sequence[Any]) -> list[RegisterAnswer]:
     return [
-        Damaged(a[0]) if len(a) == 1 else Record(Ballot(*a[0]), Ballot(*a[1]), None if a[2] is None else Value(*a[2]))
+        DamagedRecord(a[0])
+        if len(a) == 1
+        else Record(Ballot(*a[0]), Ballot(*a[1]), None if a[2] is None else RegisterValue(*a[2]))
         for a in data
     ]
 
 
-def encode_value(value: Value | None) -> list[bytes] | None:
+def encode_value(value: RegisterValue | None) -> list[bytes] | None:
     return None if value is None else [value.head, value.body]
 
 
-def encode_changes(changes: Sequence[Change]) -> list[Any]:
+def encode_changes(changes: Sequence[DirectChange]) -> list[Any]:
     return [[c.name, list(c.expected), encode_value(c.value)] for c in changes]
 
 
-def decode_changes(data: Sequence[Any]) -> list[Change]:
-    return [Change(name, Ballot(*expected), Value(*value)) for name, expected, value in data]
+def decode_changes(data: Sequence[Any]) -> list[DirectChange]:
+    return [DirectChange(name, Ballot(*expected), RegisterValue(*value)) for name, expected, value in data]

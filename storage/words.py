@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """`1 leaf`, `2 steps`."""
     plural = "leaves" if noun == "leaf" else noun + "s"
     return f"{number:,} {noun if number == 1 else plural}"

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt.aggregator.members import Config, from_table
+from ckpt.aggregator.members import NamespaceConfig, config_from_table
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.device import Device
 from ckpt.storage.server import NodeOptions, NodeServer
@@ -103,23 +103,23 @@ class Process:
         self.process.wait()
 
 
-def directories(folder: Path, count: int, **table: Any) -> Config:
+def directories(folder: Path, count: int, **table: Any) -> NamespaceConfig:
     """A namespace of directories."""
     members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(count)]
-    return from_table("test", {"members": members, **table}, "the test")
+    return config_from_table("test", {"members": members, **table}, "the test")
 
 
-def nodes_config(nodes: list[Any], **table: Any) -> Config:
+def nodes_config(nodes: list[Any], **table: Any) -> NamespaceConfig:
     """A namespace of nodes, which are found quickly to be dead."""
     members = [node.address for node in nodes]
-    return from_table("test", {"members": members, "deadline_seconds": 5.0, **table}, "the test")
+    return config_from_table("test", {"members": members, "deadline_seconds": 5.0, **table}, "the test")
 
 
-def quick(config: Config) -> Namespace:
+def quick(config: NamespaceConfig) -> Namespace:
     """A namespace that does not wait long."""
     namespace = Namespace(config)
-    namespace.slow_seconds = 2.0
-    namespace.hedge_seconds = 0.2
+    namespace.append_timeout_seconds = 2.0
+    namespace.hedge_after_seconds = 0.2
     return namespace
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.aggregator import etcd
-from ckpt.aggregator.etcd_client import Etcd
+from ckpt.aggregator.etcd_client import EtcdClient
 from ckpt.storage.errors import Refused, StoreError
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the program etcd is missing (Debian: etcd-server)")
@@ -54,7 +54,7 @@ class EtcdProcess:
 
     def answers(self) -> bool:
         try:
-            Etcd(self.endpoints, 1.0).range("/")
+            EtcdClient(self.endpoints, 1.0).range("/")
         except Refused:
             return True
         except StoreError:
@@ -67,7 +67,7 @@ class EtcdProcess:
 
     def up(self, cluster: str = "lab") -> dict[str, bool]:
         """Who is known, and whether it is up."""
-        return {m.name: m.up for m in etcd.members(self.endpoints, cluster)}
+        return {m.name: m.is_up for m in etcd.list_members(self.endpoints, cluster)}
 
 
 @pytest.fixture(name="server")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.groups import Alone, EnvGroup, Group, as_group, detect, meeting
+from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect, meeting
 from ckpt.storage.errors import GroupError, InvalidArgument
 from ckpt.storage.local import LocalStore
 
@@ -190,7 +190,7 @@ def in_jax(folder: Path, port: str) -> list[Group]:
     import jax
 
     rank, size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
-    assert isinstance(detect(), Alone)  # imported, not initialised
+    assert isinstance(detect(), SingleProcessGroup)  # imported, not initialised
     jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
     group = detect()
     assert not jax._src.xla_bridge.backends_are_initialized(), "asking who is there must start no backend"

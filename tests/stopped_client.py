@@ -12,7 +12,7 @@ import sys
 from ckpt.aggregator import moving, repair, survey
 from ckpt.aggregator.namespace import open_namespace
 from ckpt.storage.errors import CkptError
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 namespace, _ = open_namespace(sys.argv[1])
 try:
     exec(sys.argv[2])

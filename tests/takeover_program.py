@@ -30,17 +30,17 @@ def variant_of(loaded: dict[str, Any]) -> tuple[int, int]:
 
 
 def _stop_after(looks: int) -> None:
-    from ckpt.claim import Claim
+    from ckpt.claim import WriterLease
 
-    check, seen = Claim.check, [0]
+    check, seen = WriterLease.require_newest, [0]
 
-    def counted(self: Claim) -> None:
+    def counted(self: WriterLease) -> None:
         check(self)
         seen[0] += 1
         if seen[0] == looks:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    Claim.check = counted  # type: ignore[method-assign]
+    WriterLease.require_newest = counted  # type: ignore[method-assign]
 
 
 _CALLS = (

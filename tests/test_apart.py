@@ -24,7 +24,7 @@ NOTHING = Manifest([], "xxh3-128", "nothing")
 def check(*arrays: Any) -> None:
     """As if each array were to take a leaf of its own."""
     found = [as_leaf(array) for array in arrays]
-    apart.check_apart([Target(f"x{i}", leaf, None) for i, leaf in enumerate(found) if leaf], NOTHING, "step 0")
+    apart.check_aliasing([Target(f"x{i}", leaf, None) for i, leaf in enumerate(found) if leaf], NOTHING, "step 0")
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "module"])

@@ -78,8 +78,8 @@ WRONG_STEPS = ["7", 100.5, None, np.float32(3), {"w": np.zeros(3)}, -1, 1 << 70]
 def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a save is due or not; under ckpt-run, where most steps are no more than a beat, too."""
     if watched:
-        monkeypatch.setattr(pulse, "_mine", pulse.Pulse(root.parent / "page", new=True))
-        monkeypatch.setattr(pulse, "_looked", True)
+        monkeypatch.setattr(pulse, "_own_page", pulse.HeartbeatPage(root.parent / "page", new=True))
+        monkeypatch.setattr(pulse, "_is_looked_up", True)
     with ckpt.Checkpointer(root, every=every) as saver:
         for step in (10, 11, np.int64(12)):
             saver.step(step, state_of(0), loss=1.0)
@@ -87,7 +87,7 @@ def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypat
                 with refused(ckpt.InvalidArgument, "step"):
                     saver.step(wrong, state_of(0), loss=1.0)
                 saver.step(step, state_of(0), loss=1.0)  # and goes on
-                assert (saver._calm is not None) == watched
+                assert (saver._idle_window is not None) == watched
 
 
 @pytest.mark.parametrize("url", ["", 3, b"here", "a\0b", {}], ids=repr)

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from cluster import directories
 
 from ckpt.aggregator import moving, survey
-from ckpt.aggregator.caretaker import Caretaker, Election
+from ckpt.aggregator.caretaker import Election, RepairLeader
 from ckpt.aggregator.namespace import Namespace
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 from ckpt.tools.node import command
 
 
@@ -27,11 +27,11 @@ def namespace(tmp_path: Path) -> Namespace:
 
 def test_one_at_a_time(namespace: Namespace) -> None:
     first, second = Election(namespace, "first", 1e6), Election(namespace, "second", 1e6)
-    assert first.won()
-    assert [second.won() for _ in range(3)] == [False] * 3
-    assert first.won(), "renewed"
-    assert Election(namespace, "first", 1e6).won(), "begun anew"
-    assert not second.won()
+    assert first.try_lead()
+    assert [second.try_lead() for _ in range(3)] == [False] * 3
+    assert first.try_lead(), "renewed"
+    assert Election(namespace, "first", 1e6).try_lead(), "begun anew"
+    assert not second.try_lead()
 
 
 def test_a_holder_that_is_gone(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,53 +39,53 @@ def test_a_holder_that_is_gone(namespace: Namespace, monkeypatch: pytest.MonkeyP
     real = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + 1e8)  # three years ahead
-        assert Election(namespace, "first", 0.05).won()
+        assert Election(namespace, "first", 0.05).try_lead()
     second = Election(namespace, "second", 0.05)
-    assert not second.won(), "it may be there: it was not watched yet"
+    assert not second.try_lead(), "it may be there: it was not watched yet"
     time.sleep(0.05)
-    assert second.won()
-    assert not Election(namespace, "first", 0.05).won(), "it comes back, and is not the holder any more"
+    assert second.try_lead()
+    assert not Election(namespace, "first", 0.05).try_lead(), "it comes back, and is not the holder any more"
 
 
 def test_a_holder_that_renews(namespace: Namespace) -> None:
     """Seen for long, but never the same term for long."""
     first, second = Election(namespace, "first", 1.0), Election(namespace, "second", 0.3)
-    assert first.won()
+    assert first.try_lead()
     for _ in range(3):
-        assert not second.won()
+        assert not second.try_lead()
         time.sleep(0.4)
-        assert first.won()
+        assert first.try_lead()
 
 
 def test_the_loop(namespace: Namespace, tmp_path: Path) -> None:
     """A lost disk is made whole, no faster than allowed: what is written takes a second at least."""
     for i in range(4):
-        namespace.put(f"f{i}", pattern(1_000_000, i))
+        namespace.put(f"f{i}", random_bytes(1_000_000, i))
     namespace.settle([f"/f{i}" for i in range(4)])
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))
-    lost = sum(f.file.head.nbytes for f in survey.survey(namespace).damaged)
+    lost = sum(f.file.head.nbytes for f in survey.scrub_namespace(namespace).damaged_files)
     assert lost
     began = time.monotonic()
-    caretaker = Caretaker(namespace, "me", 0.05, rate=lost)
+    caretaker = RepairLeader(namespace, "me", 0.05, bytes_per_second=lost)
     try:
-        while not survey.survey(namespace).whole:
+        while not survey.scrub_namespace(namespace).is_whole:
             assert time.monotonic() - began < 60
             time.sleep(0.05)
         assert time.monotonic() - began >= 1.0
     finally:
         caretaker.close(60)
     for i in range(4):
-        assert namespace.get(f"f{i}") == pattern(1_000_000, i)
+        assert namespace.get(f"f{i}") == random_bytes(1_000_000, i)
 
 
 def test_what_is_to_be_moved_is_told_before(namespace: Namespace, tmp_path: Path) -> None:
     for i in range(20):
-        namespace.put(f"f{i}", pattern(40_000, i))
+        namespace.put(f"f{i}", random_bytes(40_000, i))
     namespace.close()
     grown = Namespace(directories(tmp_path, 6))
     moved: list[int] = []
     expected: list[int] = []
-    done = moving.rebalance(grown, moved.append, expected.append)
+    done = moving.rebalance_fragments(grown, moved.append, expected.append)
     assert not done.failed
     assert sum(expected) == sum(moved) == done.nbytes > 0
     grown.close()
@@ -100,7 +100,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
     config.write_text(f"[namespaces.n]\nmembers = [{members}]\n")
     before = Namespace(directories(tmp_path, 4))
     for i in range(20):
-        before.put(f"f{i}", pattern(200_000, i))
+        before.put(f"f{i}", random_bytes(200_000, i))
     before.settle([f"/f{i}" for i in range(20)])
     before.close()
     monkeypatch.setenv("CKPT_CONFIG", str(config))

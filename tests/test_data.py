@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import cursor, data
-from ckpt.cursor import Cursor, Plan, format_ranges, order, parse_ranges, share, union
+from ckpt.cursor import Cursor, EpochPlan, epoch_order, format_ranges, merge_ranges, parse_ranges, rank_share
 from ckpt.storage.errors import InvalidArgument
 
 torch = pytest.importorskip("torch")
@@ -60,7 +60,7 @@ def uninterrupted(size: int, global_batch: int, seed: int, epochs: int, last: st
     """Written anew, as simply as can be."""
     found = []
     for epoch in range(epochs):
-        samples = order(size, seed, epoch).tolist()
+        samples = epoch_order(size, seed, epoch).tolist()
         cut = [samples[i : i + global_batch] for i in range(0, size, global_batch)]
         if len(cut[-1]) < global_batch:
             if last == "drop":
@@ -77,22 +77,22 @@ def uninterrupted(size: int, global_batch: int, seed: int, epochs: int, last: st
 
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_shares_are_a_partition(count: int, world_size: int) -> None:
-    shares = [share(count, rank, world_size) for rank in range(world_size)]
+    shares = [rank_share(count, rank, world_size) for rank in range(world_size)]
     assert [i for part in shares for i in part] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 1000))
 def test_an_order_is_a_permutation(size: int, seed: int, epoch: int) -> None:
-    assert sorted(order(size, seed, epoch)) == list(range(size))
-    assert order(size, seed, epoch).tolist() == order(size, seed, epoch).tolist()
+    assert sorted(epoch_order(size, seed, epoch)) == list(range(size))
+    assert epoch_order(size, seed, epoch).tolist() == epoch_order(size, seed, epoch).tolist()
 
 
 def test_orders_stay_what_they_are() -> None:
     """A run that goes on with a newer numpy must go on in the same order."""
-    assert order(10, 3, 1).tolist() == ORDER_OF_10
-    assert order(1000, 0, 0).tolist() != order(1000, 0, 1).tolist() != order(1000, 1, 0).tolist()
-    assert order(3, 0, 0, shuffle=False).tolist() == [0, 1, 2]
+    assert epoch_order(10, 3, 1).tolist() == ORDER_OF_10
+    assert epoch_order(1000, 0, 0).tolist() != epoch_order(1000, 0, 1).tolist() != epoch_order(1000, 1, 0).tolist()
+    assert epoch_order(3, 0, 0, shuffle=False).tolist() == [0, 1, 2]
 
 
 ORDER_OF_10 = [3, 0, 4, 8, 2, 7, 9, 6, 1, 5]
@@ -109,9 +109,9 @@ _ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)).map(lambda p
 
 @given(_ranges)
 def test_ranges_as_text(ranges: list[tuple[int, int]]) -> None:
-    joined = union(ranges)
+    joined = merge_ranges(ranges)
     numbers = {n for first, last in ranges for n in range(first, last + 1)}
-    assert {n for n in range(80) if cursor.contains(joined, n)} == numbers
+    assert {n for n in range(80) if cursor.is_in_ranges(joined, n)} == numbers
     assert parse_ranges(format_ranges(joined)) == joined
     assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(joined))
 
@@ -130,11 +130,11 @@ def test_ranges_that_are_none(text: str) -> None:
 def test_any_row_of_restarts(size: int, last: Any, seed: int, runs: list[tuple[int, int]], extra: int) -> None:
     """Each run has a number of ranks, and ends after some steps. Together they see what one run on one rank sees."""
     global_batch = max(ranks for ranks, _ in runs) + extra
-    plan = Plan(size, global_batch, last)
+    plan = EpochPlan(size, global_batch, last)
     if last == "drop" and size < global_batch:
         return
     steps = sum(count for _, count in runs)
-    at, seen = plan.settled(Cursor()), []
+    at, seen = plan.skip_ahead(Cursor()), []
     for world_size, count in runs:
         cursors = [at] * world_size
         for _ in range(count):
@@ -142,7 +142,7 @@ def test_any_row_of_restarts(size: int, last: Any, seed: int, runs: list[tuple[i
             for rank in range(world_size):
                 batch = plan.batch(cursors[rank])
                 assert batch.number == len(seen)
-                samples = order(size, seed, batch.epoch)
+                samples = epoch_order(size, seed, batch.epoch)
                 parts.append([int(samples[p % size]) for p in batch.share(rank, world_size)])
                 cursors[rank] = batch.after
             seen.append([sample for part in parts for sample in part])
@@ -157,18 +157,18 @@ def test_any_row_of_restarts(size: int, last: Any, seed: int, runs: list[tuple[i
 def test_batches_that_are_passed_over(size: int, global_batch: int, last: Any, ranges: list[tuple[int, int]]) -> None:
     if last == "drop" and size < global_batch:
         return
-    whole, some = Plan(size, global_batch, last), Plan(size, global_batch, last, union(ranges))
-    at, kept = some.settled(Cursor()), []
+    whole, some = EpochPlan(size, global_batch, last), EpochPlan(size, global_batch, last, merge_ranges(ranges))
+    at, kept = some.skip_ahead(Cursor()), []
     while at.batch < 80:
         batch = some.batch(at)
         kept.append((batch.number, batch.epoch, batch.start, batch.stop))
         at = batch.after
-    at, all_of_them = whole.settled(Cursor()), []
+    at, all_of_them = whole.skip_ahead(Cursor()), []
     while at.batch < 80:
         batch = whole.batch(at)
         all_of_them.append((batch.number, batch.epoch, batch.start, batch.stop))
         at = batch.after
-    assert kept == [b for b in all_of_them if not cursor.contains(union(ranges), b[0])]
+    assert kept == [b for b in all_of_them if not cursor.is_in_ranges(merge_ranges(ranges), b[0])]
 
 
 # --- Loader ----------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_tensors_are_collated() -> None:
 
 
 def test_batches_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cursor.SKIP, "1,4-6")
+    monkeypatch.setenv(cursor.SKIP_VARIABLE, "1,4-6")
     want = uninterrupted(20, 4, 3, 2)
     made = loader()
     found = [(made.batch, batch) for batch in itertools.islice(made.forever(), 6)]
@@ -367,7 +367,7 @@ def test_a_stream(last: Any, seek: Any) -> None:
 
 
 def test_a_stream_passes_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cursor.SKIP, "0,2")
+    monkeypatch.setenv(cursor.SKIP_VARIABLE, "0,2")
     assert list(itertools.islice(stream().forever(), 3)) == [[4, 5, 6, 7], [1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]
 
 

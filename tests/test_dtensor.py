@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 from torch.distributed.tensor import _utils as torch_utils  # noqa: E402
 
-from ckpt.leaves.dtensor import Cut, shard_boxes  # noqa: E402
+from ckpt.leaves.dtensor import MeshSplit, shard_boxes  # noqa: E402
 
 EXAMPLES = settings(max_examples=20_000 if SOAK else 100, deadline=None)
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -30,7 +30,7 @@ def chunk(array: Array, axis: int, count: int, index: int) -> Array:
     return np.take(array, range(min(index * step, array.shape[axis]), min((index + 1) * step, array.shape[axis])), axis)
 
 
-def local_of(array: Array, mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]) -> Array:
+def local_of(array: Array, mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[MeshSplit, ...]) -> Array:
     """The local array at a place of the mesh; a strided placement cuts the array into pieces first, and takes of each."""
     for size, index, cut in zip(mesh, at, cuts, strict=True):
         if cut is not None:

@@ -22,12 +22,12 @@ from cluster import Process
 from etcd_server import EtcdProcess, free_port, needs_etcd, running_etcd, until  # noqa: F401  a fixture
 
 from ckpt.aggregator import etcd, members
-from ckpt.aggregator.etcd import Announcement, Facts, announce
-from ckpt.aggregator.etcd_client import Etcd
+from ckpt.aggregator.etcd import AnnouncedNode, Announcement, announce
+from ckpt.aggregator.etcd_client import EtcdClient
 from ckpt.aggregator.namespace import open_namespace
 from ckpt.storage.errors import InvalidArgument, StoreError, Unavailable
 
-FACTS = Facts("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
+FACTS = AnnouncedNode("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def configured(folder: Path, monkeypatch: pytest.MonkeyPatch, endpoints: str, *l
     table = ["[namespaces.lab]", f'members = "etcd://{endpoints}/lab"', "deadline_seconds = 5.0", *lines]
     file.write_text("\n".join(table))
     monkeypatch.setenv("CKPT_CONFIG", str(file))
-    monkeypatch.setattr(members, "_announced_before", {})
+    monkeypatch.setattr(members, "_last_announced", {})
 
 
 # --- announcements ---------------------------------------------------------------------------------------------
@@ -59,17 +59,19 @@ def configured(folder: Path, monkeypatch: pytest.MonkeyPatch, endpoints: str, *l
 def test_a_member_comes_and_goes(server: EtcdProcess) -> None:
     assert server.up() == {}
     with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
-        assert etcd.members(server.endpoints, "lab") == (etcd.Registered("127.0.0.1:7070", FACTS, True),)
+        assert etcd.list_members(server.endpoints, "lab") == (etcd.ClusterMember("127.0.0.1:7070", FACTS, True),)
         assert server.up("lab2") == {}, "clusters do not mix"
-    assert etcd.members(server.endpoints, "lab") == (etcd.Registered("127.0.0.1:7070", FACTS, False),), "known, but not up"
+    assert etcd.list_members(server.endpoints, "lab") == (etcd.ClusterMember("127.0.0.1:7070", FACTS, False),), (
+        "known, but not up"
+    )
 
 
 @needs_etcd
 def test_a_lease_that_is_lost(server: EtcdProcess) -> None:
-    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, ttl=2)) as announced:
+    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)) as announced:
         lost = announced.lease
         assert lost is not None
-        Etcd(server.endpoints).revoke(lost)
+        EtcdClient(server.endpoints).revoke_lease(lost)
         assert server.up() == {FACTS.address: False}
         until(lambda: server.up()[FACTS.address])
         assert announced.lease not in (None, lost)
@@ -80,7 +82,10 @@ def test_a_lease_that_is_lost(server: EtcdProcess) -> None:
 @needs_etcd
 @pytest.mark.parametrize("forgets", [False, True])
 def test_etcd_is_killed_and_comes_back(server: EtcdProcess, caplog: pytest.LogCaptureFixture, forgets: bool) -> None:
-    with caplog.at_level(logging.INFO, "ckpt"), closing(announce(server.endpoints, "lab", FACTS.address, FACTS, ttl=2)):
+    with (
+        caplog.at_level(logging.INFO, "ckpt"),
+        closing(announce(server.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)),
+    ):
         server.kill()
         until(lambda: "go on trying" in caplog.text)
         with pytest.raises(Unavailable, match="etcd does not answer"):
@@ -100,7 +105,7 @@ def test_etcd_is_killed_and_comes_back(server: EtcdProcess, caplog: pytest.LogCa
 @needs_etcd
 def test_etcd_starts_after_the_node(tmp_path: Path) -> None:
     server = EtcdProcess(tmp_path / "etcd")
-    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, ttl=2)) as announced:
+    with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)) as announced:
         assert announced.lease is None
         server.start()
         try:
@@ -113,7 +118,7 @@ def test_etcd_starts_after_the_node(tmp_path: Path) -> None:
 
 @needs_etcd
 def test_two_nodes_under_one_name(server: EtcdProcess) -> None:
-    other = Facts(FACTS.address, device="disk-2")
+    other = AnnouncedNode(FACTS.address, device="disk-2")
     with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
         with pytest.raises(InvalidArgument, match="is another node"):
             announce(server.endpoints, "lab", FACTS.address, other)
@@ -121,27 +126,27 @@ def test_two_nodes_under_one_name(server: EtcdProcess) -> None:
         with closing(same):
             assert server.up() == {FACTS.address: True}
     with closing(announce(server.endpoints, "lab", FACTS.address, other)):
-        assert etcd.members(server.endpoints, "lab")[0].facts == other, "a new disk in its place"
+        assert etcd.list_members(server.endpoints, "lab")[0].node == other, "a new disk in its place"
 
 
 @needs_etcd
 def test_endpoints_are_tried_in_turn(server: EtcdProcess) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoints = ("http://127.0.0.1:1", f"http://127.0.0.1:{silent.getsockname()[1]}", server.endpoint)
-        client = Etcd(endpoints, seconds=3)
-        client.grant(10)
+        client = EtcdClient(endpoints, deadline_seconds=3)
+        client.grant_lease(10)
         began = time.monotonic()
-        client.grant(10)
+        client.grant_lease(10)
         assert time.monotonic() - began < 1, "that which answered is asked first"
         began = time.monotonic()
         with pytest.raises(Unavailable, match=r"127.0.0.1:1: Connection refused.*timed out"):
-            Etcd(endpoints[:2], seconds=1).grant(10)
+            EtcdClient(endpoints[:2], deadline_seconds=1).grant_lease(10)
         assert time.monotonic() - began < 3
 
 
 @needs_etcd
 def test_a_value_that_is_nonsense_is_passed_over(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
-    client = Etcd(server.endpoints)
+    client = EtcdClient(server.endpoints)
     client.put("/ckpt/lab/known/h:2", b'{"address": "h:2", "added_later": [1]}')
     values = ("", "[]", "{}", '{"address": "/etc"}', '{"address": 5}', '{"address": "h:1", "weight": ""}', "[" * 100_000)
     for value in values:
@@ -151,8 +156,8 @@ def test_a_value_that_is_nonsense_is_passed_over(server: EtcdProcess, caplog: py
     client.put("/ckpt/lab/known/h:1", b'{"address": "h:1"}')
     client.put("/ckpt/lab/members/h:1", b"?")
     assert server.up() == {"h:1": True, "h:2": False}, "what it said before counts"
-    with closing(announce(server.endpoints, "lab", "h:1", Facts("h:1"))):
-        assert etcd.members(server.endpoints, "lab")[0].facts == Facts("h:1"), "the node writes it again"
+    with closing(announce(server.endpoints, "lab", "h:1", AnnouncedNode("h:1"))):
+        assert etcd.list_members(server.endpoints, "lab")[0].node == AnnouncedNode("h:1"), "the node writes it again"
 
 
 @pytest.mark.parametrize(("status", "text"), [(404, "Not Found"), (200, "<html>"), (200, "[]"), (400, "{}")])
@@ -169,7 +174,7 @@ def test_something_else_than_etcd(status: int, text: str) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         with pytest.raises(StoreError, match="no answer of etcd; name the port"):
-            etcd.members((f"http://127.0.0.1:{other.server_port}",), "lab")
+            etcd.list_members((f"http://127.0.0.1:{other.server_port}",), "lab")
         other.shutdown()
 
 
@@ -180,11 +185,11 @@ def test_etcd_without_a_majority(tmp_path: Path) -> None:
     try:
         second.start(wait=False)
         first.start()
-        with closing(announce(first.endpoints, "lab", FACTS.address, FACTS, ttl=3)):
+        with closing(announce(first.endpoints, "lab", FACTS.address, FACTS, lease_seconds=3)):
             second.kill()
             time.sleep(4)
-            client = Etcd(first.endpoints, 15)
-            for call in (lambda: client.grant(10), lambda: client.keep_alive(1)):  # get waits even longer
+            client = EtcdClient(first.endpoints, 15)
+            for call in (lambda: client.grant_lease(10), lambda: client.keep_lease_alive(1)):  # get waits even longer
                 with pytest.raises(Unavailable, match=r"127.0.0.1:\d+: etcdserver: |127.0.0.1:\d+: context deadline exceeded"):
                     call()
             second.start()
@@ -197,7 +202,7 @@ def test_etcd_without_a_majority(tmp_path: Path) -> None:
 def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
     with pytest.raises(Unavailable, match=r"\(http://127.0.0.1:1: Connection refused\)"):
-        etcd.members(("http://127.0.0.1:1",), "lab")
+        etcd.list_members(("http://127.0.0.1:1",), "lab")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +210,7 @@ def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_wrong_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     with pytest.raises(InvalidArgument):
-        members.from_table("lab", {"members": url}, "the test")
+        members.config_from_table("lab", {"members": url}, "the test")
 
 
 # --- nodes and namespaces --------------------------------------------------------------------------------------
@@ -227,7 +232,7 @@ def test_a_namespace_in_which_nodes_die(
     assert server.up() == {node.address: True for node in every}, "who says that it serves is announced"
 
     namespace, _ = open_namespace("ckpt://lab/")
-    assert namespace.places[every[1].address].member.spot.domain == ("r1", "h1")
+    assert namespace.open_members[every[1].address].member.location.domain == ("r1", "h1")
     data = os.urandom(3 << 20)
     for i in range(6):
         namespace.put(f"a{i}", data)
@@ -287,7 +292,7 @@ def test_a_node_is_forgotten(
     assert done.returncode == 0, done.stdout + done.stderr
     assert every[1].address not in server.up()
     namespace.put("b", data)
-    assert set(namespace.ring.everyone) == {every[i].address for i in (0, 2, 3)}
+    assert set(namespace.ring.all_members) == {every[i].address for i in (0, 2, 3)}
     told = json.loads(admin("status", "--json", "ckpt://lab").stdout)
     assert {m["member"]: m["state"] for m in told["members"]} == {every[i].address: "serving" for i in (0, 2, 3)}
     every[2].kill()
@@ -354,6 +359,6 @@ def test_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
 
 
 def test_an_announcement_is_closed_while_it_tries() -> None:
-    announced: Announcement = announce(("http://127.0.0.1:1",), "lab", FACTS.address, FACTS, ttl=3)
+    announced: Announcement = announce(("http://127.0.0.1:1",), "lab", FACTS.address, FACTS, lease_seconds=3)
     announced.close()
     assert not announced._thread.is_alive()

@@ -15,7 +15,7 @@ import pytest
 from cluster import Process
 
 import ckpt
-from ckpt.storage.threads import Threads
+from ckpt.storage.threads import DaemonThreadPool
 
 SAVE = """
 import sys, ckpt, numpy as np
@@ -96,7 +96,7 @@ def test_an_end_waits_for_no_node(tmp_path: Path) -> None:
 
 def test_threads_are_started_as_they_are_needed() -> None:
     go, most = threading.Event(), 3
-    pool = Threads(most, "test-pool")
+    pool = DaemonThreadPool(most, "test-pool")
     assert pool.submit(lambda: 1).result(30) == 1
     blocked = [pool.submit(go.wait) for _ in range(most)]
     late = pool.submit(lambda: 2)
@@ -116,7 +116,7 @@ def test_threads_are_started_as_they_are_needed() -> None:
 
 def test_what_no_thread_has_begun_is_not_done() -> None:
     go, begun = threading.Event(), threading.Event()
-    pool = Threads(1, "test-pool")
+    pool = DaemonThreadPool(1, "test-pool")
     first = pool.submit(lambda: begun.set() or go.wait())
     second = pool.submit(lambda: 2)
     assert begun.wait(30)
@@ -127,7 +127,7 @@ def test_what_no_thread_has_begun_is_not_done() -> None:
 
 
 def test_a_pool_that_is_forgotten_ends_its_threads() -> None:
-    pool = Threads(2, "test-forgotten")
+    pool = DaemonThreadPool(2, "test-forgotten")
     pool.submit(int).result(30)
     del pool
     until = time.monotonic() + 30

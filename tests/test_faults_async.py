@@ -16,8 +16,8 @@ from support import assert_clean, assert_same, failing, finish, one_line, python
 
 import ckpt
 from ckpt.leaves.host import NumpyLeaf
-from ckpt.plan import LeafSpec, plan, stage
-from ckpt.sample import differing, sample
+from ckpt.plan import LeafSpec, plan_blocks, stage_block
+from ckpt.sample import first_changed_leaf, sample_block
 
 torch = pytest.importorskip("torch")
 
@@ -162,15 +162,15 @@ def test_attached_memory_that_is_not_contiguous_is_copied_at_once(tmp_path: Path
 def test_what_a_sample_sees(size: int, leaves: int, data: st.DataObject) -> None:
     """A changed leaf, whichever it is and however its bytes lie in the block; nothing where nothing changed."""
     held = [NumpyLeaf(np.arange(size * (i + 1), dtype=np.int32)) for i in range(leaves)]
-    (block,) = plan([LeafSpec(str(i), x.dtype, x.shape, x.itemsize, x.nbytes, None) for i, x in enumerate(held)]).blocks
-    before = sample(block, held)
+    (block,) = plan_blocks([LeafSpec(str(i), x.dtype, x.shape, x.itemsize, x.nbytes, None) for i, x in enumerate(held)]).blocks
+    before = sample_block(block, held)
     staged = np.empty(block.nbytes, np.uint8)
-    stage(block, held, staged)
-    assert differing(block, before, staged) is None
+    stage_block(block, held, staged)
+    assert first_changed_leaf(block, before, staged) is None
     changed = data.draw(st.integers(0, leaves - 1))
     held[changed].array += 1
-    stage(block, held, staged)
-    assert differing(block, before, staged) == changed
+    stage_block(block, held, staged)
+    assert first_changed_leaf(block, before, staged) == changed
 
 
 def test_what_is_not_attached_is_copied_before_save_returns(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_every_error_is_told_once(tmp_path: Path) -> None:
     with failing("save.commit=error@*"):
         for step in (7, 8):
             saver.save(step, state_of(step))
-        saver._open().wait()
+        saver._require_open().wait()
     told = []
     for _ in range(2):
         with pytest.raises(ckpt.SaveFailed) as error:

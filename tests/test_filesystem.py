@@ -28,9 +28,9 @@ from fsspec.tests.abstract import (
 
 import ckpt
 from ckpt.aggregator.filesystem import CkptFileSystem
-from ckpt.aggregator.opened import told
+from ckpt.aggregator.opened import call_with_os_errors
 from ckpt.storage.errors import AlreadyExists, Changed, NoSpace, NotFound, Refused, StoreError, Unavailable
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_one_rule_for_urls(address: str, filesystem: CkptFileSystem) -> None:
         file.write(b"1" * 100_000)
     found, path = fsspec.core.url_to_fs(f"ckpt://{address}/a/b?near={near}&redundancy=3x")
     assert found.cat(path) == b"1" * 100_000
-    assert found.namespace.config.near == (near,)
+    assert found.namespace.config.host_domain == (near,)
     layout = filesystem.namespace.stat("a/b").layout
     assert layout is not None
     assert str(layout.redundancy) == "3x"
@@ -116,7 +116,7 @@ def test_one_rule_for_urls(address: str, filesystem: CkptFileSystem) -> None:
     for name in ("my run%", "a b", "ü", "100%25", "what?", "50%#+&=,:[x]"):
         filesystem.pipe(name, b"1") if name != "my run%" else None
         again = filesystem.unstrip_protocol(name)
-        assert filesystem.at(filesystem._strip_protocol(again)).path == name
+        assert filesystem.resolve(filesystem._strip_protocol(again)).path == name
         assert fsspec.core.url_to_fs(again) == (filesystem, filesystem._strip_protocol(again))
         assert filesystem.exists(again)
 
@@ -162,7 +162,7 @@ def test_times_and_sums(filesystem: CkptFileSystem) -> None:
 
 def test_moving(filesystem: CkptFileSystem, tmp_path: Path) -> None:
     fs = filesystem
-    data = pattern(9_000_000)
+    data = random_bytes(9_000_000)
     fs.pipe("a/big", data)
     fs.cp("a/big", "b/copy")
     fs.mv("a/big", "c/moved")
@@ -278,7 +278,7 @@ def test_there_is_nothing_below_a_file(filesystem: CkptFileSystem, tmp_path: Pat
 
 def test_moving_folders(filesystem: CkptFileSystem) -> None:
     fs = filesystem
-    big = pattern(100_000)
+    big = random_bytes(100_000)
     fs.pipe({"d/a": b"1", "d/e/b": big, "o": b"3"})
     fs.mkdir("d/empty")
     fs.mkdir("there")
@@ -300,7 +300,7 @@ def test_moving_folders(filesystem: CkptFileSystem) -> None:
 
 def test_open_files(filesystem: CkptFileSystem) -> None:
     fs = filesystem
-    data = pattern(13_000_001)
+    data = random_bytes(13_000_001)
     with fs.open("a", "wb") as file:
         for start in range(0, len(data), 777_777):
             file.write(data[start : start + 777_777])
@@ -348,7 +348,7 @@ def test_what_another_wrote_meanwhile_stays(filesystem: CkptFileSystem, monkeypa
             fs.rm(path)
             if before is not None:
                 fs.pipe(path, before)
-    nodes = fs.namespace.places.values()
+    nodes = fs.namespace.open_members.values()
     assert not any(node.inventory() or node.info().uploads for node in nodes), "who is refused leaves nothing behind"
     stat = fs.namespace.stat
 
@@ -419,7 +419,7 @@ def test_errors_have_their_numbers(error: type[StoreError], number: int) -> None
         raise error("why")
 
     with pytest.raises(OSError, match="why") as caught:
-        told("a/b", fail)
+        call_with_os_errors("a/b", fail)
     assert (caught.value.errno, caught.value.filename) == (number, "a/b")
     assert type(caught.value) is type(OSError(number, "why"))
 

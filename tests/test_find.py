@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import manifest, table
-from ckpt.manifest import Layout, Manifest, Row, StoredBlock
+from ckpt.manifest import Manifest, PlannedColumns, Row, StoredBlock
 from ckpt.shard import Box, intersect
 from ckpt.storage.errors import IntegrityError
 
@@ -26,10 +26,10 @@ META = {"format": "1", "digest": "xxh3-128", "step": "3"}
 @pytest.fixture(autouse=True, scope="module")
 def small_groups() -> Iterator[None]:
     """Row groups of five rows, so that a small manifest has several."""
-    before = table.GROUP_ROWS
-    table.GROUP_ROWS = 5
+    before = table.ROWS_PER_GROUP
+    table.ROWS_PER_GROUP = 5
     yield
-    table.GROUP_ROWS = before
+    table.ROWS_PER_GROUP = before
 
 
 def boxes_in(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
@@ -52,7 +52,7 @@ def manifests(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], bytes]:
         for i in range(draw(st.integers(1, 6)))
     ]  # fmt: skip
     index = st.integers(0, len(blocks) - 1)
-    layout = Layout(
+    layout = PlannedColumns(
         [name for name, _ in rows], ["int8"] * len(rows), [arrays[name] for name, _ in rows], [box for _, box in rows],
         [0] * len(rows), [box.size for _, box in rows], [draw(index) if box.size else None for _, box in rows],
     )  # fmt: skip
@@ -114,10 +114,10 @@ def test_several_files_are_one_manifest() -> None:
     parts = []
     for rank in range(3):
         boxes = [Box((rank, 0), (1, 2)), Box((), ())]
-        layout = Layout(["w", f"only{rank}"], ["int8"] * 2, [(3, 2), ()], boxes, [0, 2], [2, 1], [0, 0])
+        layout = PlannedColumns(["w", f"only{rank}"], ["int8"] * 2, [(3, 2), ()], boxes, [0, 2], [2, 1], [0, 0])
         block = StoredBlock(f"steps/3/pack/{rank}-1-0-0.pack", 0, 3, 3, None, bytes([rank]) * 16, None, bytes(8))
         parts.append(manifest.decode(manifest.encode(layout, [block], META), f"part {rank}"))
-    whole = manifest.joined(parts)
+    whole = manifest.join_manifests(parts)
     assert list(whole.leaves()) == ["w", "only0", "only1", "only2"]
     ((one,), (last,), all_of_w) = whole.find([("w", Box((1, 1), (1, 1))), ("only2", None), ("w", None)])
     assert (one.box, last.pack, len(all_of_w)) == (Box((1, 0), (1, 2)), "steps/3/pack/2-1-0-0.pack", 3)
@@ -127,7 +127,7 @@ def test_several_files_are_one_manifest() -> None:
 
 
 def some() -> bytes:
-    layout = Layout(["w"] * 2, ["int8"] * 2, [(4,)] * 2, [Box((0,), (2,)), Box((2,), (2,))], [0, 2], [2, 2], [0, 0])
+    layout = PlannedColumns(["w"] * 2, ["int8"] * 2, [(4,)] * 2, [Box((0,), (2,)), Box((2,), (2,))], [0, 2], [2, 2], [0, 0])
     block = StoredBlock("steps/3/pack/0-1-0-0.pack", 0, 4, 4, None, bytes(16), None, bytes(8))
     return manifest.encode(layout, [block], META)
 

@@ -20,10 +20,10 @@ import pytest
 import ranks_meet
 from support import FailingStore, Injected, fast_folder, files, finish, one_line
 
-from ckpt.groups import Alone, EnvGroup, Group, as_group, detect
+from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect
 from ckpt.groups import meeting as by_meeting
-from ckpt.groups.env import place
-from ckpt.groups.hello import hello
+from ckpt.groups.env import rank_from_env
+from ckpt.groups.hello import own_hello
 from ckpt.groups.threads import ThreadGroup
 from ckpt.process_identity import this_process
 from ckpt.storage.base import Store
@@ -260,7 +260,7 @@ def test_ranks_that_different_processes_have_started(folder: Path, shell: str, s
 
 
 def test_alone() -> None:
-    ranks_meet.check(Alone(), 1000)
+    ranks_meet.check(SingleProcessGroup(), 1000)
 
 
 def test_threads() -> None:
@@ -288,11 +288,11 @@ def test_no_such_rank() -> None:
 
 def test_a_broadcast_of_nothing() -> None:
     with pytest.raises(InvalidArgument, match="was given nothing"):
-        Alone().broadcast(None)
+        SingleProcessGroup().broadcast(None)
 
 
 def test_what_a_library_says_goes_on_as_our_sentence() -> None:
-    with pytest.raises(GroupError) as told, Alone()._told("a gather"):
+    with pytest.raises(GroupError) as told, SingleProcessGroup()._as_group_error("a gather"):
         raise RuntimeError("[/src/gloo/pair.cc:1] Timed out for faulty rank.\nframe #0: c10::Error")
     one_line(told, "a gather failed: Timed out for faulty rank; see whether a rank has died")
 
@@ -300,7 +300,7 @@ def test_what_a_library_says_goes_on_as_our_sentence() -> None:
 def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = ThreadGroup.make(3)
     hosts = iter((b"a", b"a", b"b"))
-    monkeypatch.setattr("ckpt.groups.base._host", lambda: next(hosts))
+    monkeypatch.setattr("ckpt.groups.base._host_identity", lambda: next(hosts))
     assert together(*(g.one_host for g in groups)) == [False] * 3
     assert together(*(g.one_host for g in groups)) == [False] * 3, "asked once"
 
@@ -392,7 +392,7 @@ def test_rank_0_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (folder / "new").exists(), "to wait leaves nothing"
     # One that opened a meeting once, and answers no more.
     (_, group) = env_groups(2, monkeypatch, timeout=0.2)
-    LocalStore(folder).put(f"meet/{group._job.digest}-2-{'0' * 16}/open", b"")
+    LocalStore(folder).put(f"meet/{group._job_id.digest}-2-{'0' * 16}/open", b"")
     with pytest.raises(GroupError, match="rank 0 did not come"):
         group.meet_at(LocalStore(folder))
 
@@ -436,13 +436,13 @@ def test_a_rank_that_does_not_gather(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, members: str) -> None:
     """Of the same job, and of another incarnation, whose end can't be seen from here."""
     groups = env_groups(2, monkeypatch, timeout=10)
-    old = folder / "meet" / f"{groups[0]._job.digest}-2-{'0' * 16}"
+    old = folder / "meet" / f"{groups[0]._job_id.digest}-2-{'0' * 16}"
     old.mkdir(parents=True)
     owner = dataclasses.replace(this_process(), host="elsewhere")
-    (old / "open").write_bytes(dataclasses.replace(hello(), owner=owner).encoded())
+    (old / "open").write_bytes(dataclasses.replace(own_hello(), owner=owner).encode())
     if members == "before":
         (old / "members.json").write_text('["0", "1"]')
-        monkeypatch.setattr("ckpt.groups.meeting.Meeting._withdraw", lambda *a: None)  # none is said to it
+        monkeypatch.setattr("ckpt.groups.meeting.StoreRendezvous._withdraw_hellos", lambda *a: None)  # none is said to it
     early = threading.Thread(target=lambda: groups[1].meet_at(LocalStore(folder)))
     early.start()
     if members != "before":
@@ -464,12 +464,12 @@ def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         # In time: rank 0 looks only once the dead one has said hello.
         said = threading.Event()
-        patch.setattr("ckpt.groups.meeting._words", lambda *a, real=by_meeting._words: said.wait() and real(*a))
+        patch.setattr("ckpt.groups.meeting._list_markers", lambda *a, real=by_meeting._list_markers: said.wait() and real(*a))
         zero.start()
         until(lambda: [*folder.glob("meet/*/open")])
         (meeting,) = (folder / "meet").iterdir()
         dead = dataclasses.replace(this_process(), started="1")
-        (meeting / "hello-1-0123456789abcdef").write_bytes(dataclasses.replace(hello(), owner=dead).encoded())
+        (meeting / "hello-1-0123456789abcdef").write_bytes(dataclasses.replace(own_hello(), owner=dead).encode())
         said.set()
         time.sleep(0.1)
         assert zero.is_alive()
@@ -525,7 +525,7 @@ def test_which_meetings_are_removed(
     meet(env_groups(2, monkeypatch, run_id=run_id), store)
     (old,) = folder.glob("meet/*")
     owner = dataclasses.replace(this_process(), **change)
-    (old / "open").write_bytes(dataclasses.replace(hello(), owner=owner).encoded())
+    (old / "open").write_bytes(dataclasses.replace(own_hello(), owner=owner).encode())
     meet(env_groups(2, monkeypatch, run_id=run_id), store)
     assert old.exists() is left
     assert len([*folder.glob("meet/*")]) == 1 + left
@@ -533,7 +533,7 @@ def test_which_meetings_are_removed(
 
 def test_the_end_does_not_wait_for_the_dead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves what the others may still need."""
-    monkeypatch.setattr("ckpt.groups.meeting._FAREWELL_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.groups.meeting._LEAVE_SECONDS", 0.1)
     groups = env_groups(3, monkeypatch)
     meet(groups, LocalStore(folder))
     groups[1].close()
@@ -548,7 +548,7 @@ def test_who_leaves_late_leaves_nothing(folder: Path, monkeypatch: pytest.Monkey
     meet(groups, store)
     (old,) = folder.glob("meet/*")
     owner = dataclasses.replace(this_process(), started="1")  # dead
-    (old / "open").write_bytes(dataclasses.replace(hello(), owner=owner).encoded())
+    (old / "open").write_bytes(dataclasses.replace(own_hello(), owner=owner).encode())
     again = [env_groups(3, monkeypatch, run_id="job") for _ in range(2)]
     meet(again[0], store)
     groups[1].close()
@@ -654,14 +654,14 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "run"}
     ],
 )
 def test_the_environment(environ: dict[str, str], found: Any) -> None:
-    here = place(environ)
-    assert (here and (here.rank, here.size, here.name, here.job.named)) == found
+    here = rank_from_env(environ)
+    assert (here and (here.rank, here.size, here.name, here.job_id.is_named)) == found
 
 
 @pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("-1", "4"), ("one", "4"), ("0", ""), ("0", "0")])
 def test_an_environment_that_makes_no_sense(rank: str, size: str) -> None:
     with pytest.raises(GroupError) as told:
-        place({"RANK": rank, "WORLD_SIZE": size})
+        rank_from_env({"RANK": rank, "WORLD_SIZE": size})
     one_line(told, f"RANK={rank} and WORLD_SIZE={size}", "group=None")
 
 
@@ -669,9 +669,9 @@ def test_the_name_of_a_job() -> None:
     """The same for all its ranks, on any node, and another for each other job and restart."""
 
     def job(environ: dict[str, str], **more: str) -> str:
-        here = place(environ | more)
+        here = rank_from_env(environ | more)
         assert here is not None
-        return here.job.digest
+        return here.job_id.digest
 
     slurm = job(SLURM)
     assert job(SLURM, SLURM_PROCID="4", SLURM_NODEID="1") == slurm
@@ -687,18 +687,18 @@ def test_the_name_of_a_job() -> None:
 
 
 def test_no_job() -> None:
-    assert isinstance(detect(), Alone)
-    assert isinstance(as_group(), Alone)
+    assert isinstance(detect(), SingleProcessGroup)
+    assert isinstance(as_group(), SingleProcessGroup)
 
 
 def test_a_job_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert isinstance(detect(), Alone)
+    assert isinstance(detect(), SingleProcessGroup)
 
 
 def test_a_job_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.groups._by_environment", {})
+    monkeypatch.setattr("ckpt.groups._env_groups", {})
     monkeypatch.setattr("atexit.register", lambda call: None)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -706,7 +706,7 @@ def test_a_job_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(group, EnvGroup)
     assert repr(group) == "environment (RANK, WORLD_SIZE), rank 2 of 3"
     assert as_group("auto") is group
-    assert isinstance(as_group(None), Alone)
+    assert isinstance(as_group(None), SingleProcessGroup)
     monkeypatch.setenv("RANK", "1")
     assert as_group("auto").rank == 1
 
@@ -719,7 +719,7 @@ def test_torch_of_one_process_knows_better(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "3")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        assert isinstance(detect(), Alone)
+        assert isinstance(detect(), SingleProcessGroup)
         ranks_meet.check(as_group(dist.group.WORLD), 1000)
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         assert TorchGroup().can_exchange

@@ -20,7 +20,7 @@ from ckpt.recovery import agent
 from ckpt.tools.run import main
 
 folder, place = sys.argv[1:]
-agent._shared_memory = lambda: folder
+agent._shared_memory_folder = lambda: folder
 before = getattr(agent, place)
 
 def interrupted(*arguments):
@@ -96,9 +96,9 @@ def test_and_one_whose_name_begins_as_a_command_s(tmp_path: Path) -> None:
     assert done.stdout.strip() == "True"
 
 
-@pytest.mark.parametrize("place", ["Guardian", "Console", "Coordinator"])
+@pytest.mark.parametrize("place", ["OrphanGuard", "LogConsole", "Coordinator"])
 def test_while_the_agent_begins(tmp_path: Path, place: str) -> None:
     """It is noted, and the run ends before a rank has begun."""
     assert finish(python(IN_THE_AGENT, tmp_path, place)).split() == [str(128 + signal.SIGINT), "run"]
-    found = memory.folder_of(tmp_path / "run")
+    found = memory.memory_folder(tmp_path / "run")
     assert found is None or not found.exists()

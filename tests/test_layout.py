@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import manifest
-from ckpt.arena import Arena, ArenaClosed, ArenaPool, round_up
+from ckpt.arena import Arena, ArenaAbandoned, ArenaPool, round_up
 from ckpt.leaves.host import NumpyLeaf
 from ckpt.limits import BLOCK_BYTES
-from ckpt.plan import PIECE_ALIGNMENT, LeafSpec, plan, stage
-from ckpt.shard import Box, contiguous_start, intersect, split, whole
+from ckpt.plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
+from ckpt.shard import Box, contiguous_start, intersect, split_into_boxes, whole_box
 
 shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
 
@@ -31,7 +31,7 @@ def boxes(draw, shape):
 @given(shape=shapes, itemsize=st.sampled_from([1, 2, 4, 16]), block=st.integers(16, 400))
 def test_split_covers_every_element_once_in_contiguous_boxes(shape, itemsize, block):
     count = np.zeros(shape, int)
-    for box in split(shape, itemsize, block):
+    for box in split_into_boxes(shape, itemsize, block):
         assert box.size * itemsize <= max(block, itemsize)
         assert contiguous_start(box, shape) is not None
         count[box.slices()] += 1
@@ -61,7 +61,7 @@ def test_boxes_agree_with_numpy(data, shape):
 
 def test_blocks_are_even_and_within_bounds():
     for shape in [(3000, 1500), (1 << 25,), (9 << 20,), (3, 5 << 20), (100, 1024, 1024)]:
-        sizes = [box.size for box in split(shape, 1, BLOCK_BYTES)]
+        sizes = [box.size for box in split_into_boxes(shape, 1, BLOCK_BYTES)]
         assert sum(sizes) == math.prod(shape)
         assert max(sizes) <= BLOCK_BYTES
         assert min(sizes) >= 0.4 * max(sizes)
@@ -77,13 +77,13 @@ def test_plan_places_every_byte_once(leaves):
         array = np.random.default_rng(i).integers(0, 200, 2 * n).astype(dtype)
         made[f"l{i}"] = NumpyLeaf(array[::2] if strided else array[:n])
     specs = [LeafSpec(n, x.dtype, x.shape, x.itemsize, x.nbytes, "a" if n[-1] == "3" else None) for n, x in made.items()]
-    blocks, layout = plan(specs)
-    assert plan(list(specs)).blocks is blocks
+    blocks, layout = plan_blocks(specs)
+    assert plan_blocks(list(specs)).blocks is blocks
     names = list(made)
     found = {}
     for block in blocks:
         out = np.full(round_up(block.nbytes), 7, np.uint8)
-        stage(block, list(made.values()), out)
+        stage_block(block, list(made.values()), out)
         assert not out[block.nbytes :].any()
         assert len({(specs[p.leaf].itemsize, specs[p.leaf].codec) for p in block.pieces}) == 1
         end = 0
@@ -133,7 +133,7 @@ def test_a_full_arena_waits_for_room_or_for_the_end():
     ended = []
 
     def wait_for_the_end():
-        with pytest.raises(ArenaClosed):
+        with pytest.raises(ArenaAbandoned):
             arena.take(4 * 4096)
         ended.append(True)
 
@@ -181,7 +181,11 @@ def test_the_manifest_keeps_every_column(data, blocks):
     numbers = st.integers(0, 10**7)
     columns = st.tuples(texts, texts, shape, st.builds(Box, shape, shape), numbers, numbers, indices)
     pieces = data.draw(st.lists(columns, max_size=8))
-    layout = manifest.Layout(*map(list, zip(*pieces, strict=True))) if pieces else manifest.Layout(*([] for _ in range(7)))
+    layout = (
+        manifest.PlannedColumns(*map(list, zip(*pieces, strict=True)))
+        if pieces
+        else manifest.PlannedColumns(*([] for _ in range(7)))
+    )
     for _ in range(2):  # the second time from what was kept
         encoded = manifest.encode(layout, blocks, {"format": "1", "digest": "xxh3-128"})
     rows = manifest.decode(encoded, "x").rows
@@ -201,6 +205,6 @@ def test_the_manifest_keeps_every_column(data, blocks):
 
 
 def test_whole_is_the_identity():
-    assert whole((3, 4)) == Box((0, 0), (3, 4))
-    assert contiguous_start(whole((3, 4)), (3, 4)) == 0
-    assert contiguous_start(whole(()), ()) == 0
+    assert whole_box((3, 4)) == Box((0, 0), (3, 4))
+    assert contiguous_start(whole_box((3, 4)), (3, 4)) == 0
+    assert contiguous_start(whole_box(()), ()) == 0

@@ -23,13 +23,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run import Run
 
-from ckpt.pulse import Beat, Pulse
+from ckpt.pulse import HeartbeatPage, RankHeartbeat
 from ckpt.recovery import course, metrics
 from ckpt.recovery.decide import Failure
-from ckpt.recovery.ledger import FILE, NAMES, Ledger, Line, file_of, goodput, joined, lines, process_began, totals
-from ckpt.recovery.record import FILE as RECORD
-from ckpt.recovery.record import Record
-from ckpt.recovery.state import Draft, Entry
+from ckpt.recovery.ledger import (
+    LEDGER_FILE,
+    TIME_CATEGORIES,
+    GoodputLedger,
+    LedgerSpan,
+    goodput,
+    ledger_file_name,
+    merge_ledgers,
+    process_start_time,
+    read_ledgers,
+    total_seconds_by_category,
+)
+from ckpt.recovery.record import RUN_LOG_FILE as RECORD
+from ckpt.recovery.record import SqliteRunLog
+from ckpt.recovery.state import Draft, LogEntry
 from ckpt.storage.errors import CkptError
 from ckpt.tools import ask as commands
 
@@ -41,10 +52,10 @@ class Watched(Run):
     """A run whose record is read in this process: fast enough to strike between two steps."""
 
     def record(self) -> list[dict]:  # type: ignore[type-arg]
-        return [asdict(entry) for entry in Record(self.files).entries()] if (self.files / RECORD).exists() else []
+        return [asdict(entry) for entry in SqliteRunLog(self.files).entries()] if (self.files / RECORD).exists() else []
 
 
-def assert_no_gap(found: list[Line]) -> None:
+def assert_no_gap(found: list[LedgerSpan]) -> None:
     for one, other in pairwise(found):
         assert abs(other.began - one.at) < ROUNDING, (one, other)
 
@@ -74,10 +85,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
 
 def test_every_second_has_a_name(done: tuple[Run, float]) -> None:
     run, wall = done
-    found = lines(run.files)
+    found = read_ledgers(run.files)
     assert_no_gap(found)
-    seconds = totals(run.files)
-    entries = Record(run.files).entries()
+    seconds = total_seconds_by_category(run.files)
+    entries = SqliteRunLog(run.files).entries()
     assert abs(sum(seconds.values()) - (found[-1].at - found[0].began)) < ROUNDING * len(found)
     assert found[0].began < entries[0].at, "it begins with the process, not with the first attempt"
     assert found[-1].at > entries[-1].at, "it ends after the last word"
@@ -88,13 +99,13 @@ def test_every_second_has_a_name(done: tuple[Run, float]) -> None:
 
 def test_a_second_run_in_the_same_folder_goes_on(done: tuple[Run, float]) -> None:
     run, _ = done
-    before = lines(run.files)
+    before = read_ledgers(run.files)
     again = Run(run.folder, steps=82)
     try:
         assert again.end() == 0, again.said
     finally:
         again.close()
-    found = lines(run.files)
+    found = read_ledgers(run.files)
     assert found[: len(before)] == before
     assert_no_gap(found[len(before) :])
     assert found[len(before)].began > before[-1].at
@@ -106,14 +117,14 @@ def test_killed_it_is_right_up_to_a_moment_before(tmp_path: Path) -> None:
     process = subprocess.Popen(command)
     try:
         until = time.monotonic() + 60
-        while sum(totals(tmp_path).values()) < 3 and time.monotonic() < until:
+        while sum(total_seconds_by_category(tmp_path).values()) < 3 and time.monotonic() < until:
             time.sleep(0.02)
-        assert len(lines(tmp_path)) == 1
+        assert len(read_ledgers(tmp_path)) == 1
     finally:
         process.kill()
         process.wait()
-    assert len(lines(tmp_path)) == 1
-    assert totals(tmp_path)["spawn"] >= 3
+    assert len(read_ledgers(tmp_path)) == 1
+    assert total_seconds_by_category(tmp_path)["spawn"] >= 3
 
 
 def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
@@ -122,8 +133,8 @@ def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
     run, _ = done
     families = {family.name: family for family in text_string_to_metric_families(report(run, "--prometheus"))}
     seconds = {sample.labels["name"]: sample.value for sample in families["ckpt_run_seconds"].samples}
-    assert set(seconds) == set(NAMES)
-    assert seconds == pytest.approx({name: totals(run.files).get(name, 0.0) for name in NAMES})
+    assert set(seconds) == set(TIME_CATEGORIES)
+    assert seconds == pytest.approx({name: total_seconds_by_category(run.files).get(name, 0.0) for name in TIME_CATEGORIES})
     causes = {sample.labels["cause"]: sample.value for sample in families["ckpt_run_failures"].samples}
     assert causes == {"signal": 2, "stopped": 1}
     assert families["ckpt_run_goodput_ratio"].samples[0].value == pytest.approx(goodput(seconds))
@@ -154,9 +165,9 @@ def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
         for name, seconds in (("spawn", 2.0), ("redo", 1.0), ("useful", 30.0), ("stop", 0.1)):
             at += seconds
             step = 30 * attempt if attempts == 3 else -1
-            found.append(Line(at, name, seconds, attempt, step, 30 * attempt - 1))  # type: ignore[arg-type]
+            found.append(LedgerSpan(at, name, seconds, attempt, step, 30 * attempt - 1))  # type: ignore[arg-type]
         facts = {"ranks": [1], "cause": "signal"}
-        entries.append(Entry(attempt, at - 0.05, attempt, "failure", "was killed by SIGKILL", facts))
+        entries.append(LogEntry(attempt, at - 0.05, attempt, "failure", "was killed by SIGKILL", facts))
     draw_run(found, entries, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
@@ -164,20 +175,20 @@ def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
 @pytest.fixture
 def asked(tmp_path: Path) -> Path:
     """A run on two hosts that b led from the middle on, and that was asked to end."""
-    record = Record(tmp_path)
+    record = SqliteRunLog(tmp_path)
     drafts = [
-        course.run(0, "r", course.Spec(("true",), 2, hosts=2)),
+        course.draft_run(0, "r", course.RunSpec(("true",), 2, hosts=2)),
         Draft(0, "lead", "a coordinates", {"name": "a"}),
         Draft(0, "start", "4 ranks on a, b: true", {"members": [], "memory": []}),
         Draft(0, "lead", "b coordinates from now on, as a is gone", {"name": "b"}),
-        course.failed(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
+        course.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
         Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
     ]
     assert record.append(0, drafts)
     record.close()
     for name in "ab":
-        ledger = Ledger(tmp_path / file_of(name), time.monotonic() - 1)
-        ledger.now("useful", 0)
+        ledger = GoodputLedger(tmp_path / ledger_file_name(name), time.monotonic() - 1)
+        ledger.account("useful", 0)
         ledger.close()
     return tmp_path
 
@@ -196,7 +207,7 @@ def test_an_end_that_was_wanted_is_no_failure(asked: Path, capfd: pytest.Capture
 
 
 def test_a_report_says_whose_time_is_not_in_it(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (asked / file_of("a")).unlink()
+    (asked / ledger_file_name("a")).unlink()
     assert ask(commands.report, asked) == 0
     assert "this is a part of the time only: a coordinated, too" in capfd.readouterr().err
     assert ask(commands.report, asked, "--json") == 0
@@ -205,8 +216,8 @@ def test_a_report_says_whose_time_is_not_in_it(asked: Path, capfd: pytest.Captur
 
 def test_a_report_without_a_ledger(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is elsewhere, and says who had it."""
-    entries = commands._entries(asked, None)
-    monkeypatch.setattr(commands, "_entries", lambda *_: entries)
+    entries = commands._open_entries(asked, None)
+    monkeypatch.setattr(commands, "_open_entries", lambda *_: entries)
     with pytest.raises(CkptError, match="holds no ledger of this run; give --run-dir as a or b had it"):
         ask(commands.report, asked / "none", "--state", "etcd://127.0.0.1:1/lab")
 
@@ -219,7 +230,7 @@ def test_what_is_asked_of_a_run_that_is_no_more(asked: Path, capfd: pytest.Captu
         for command in (commands.plan, commands.drain):
             with pytest.raises(CkptError, match=f"it does not run: {text}"):
                 ask(command, asked)
-        with contextlib.closing(Record(asked)) as record:
+        with contextlib.closing(SqliteRunLog(asked)) as record:
             record.append(6, [Draft(0, "end", "it was asked to end", {"status": 143})])
 
 
@@ -227,64 +238,64 @@ def test_what_is_asked_of_a_run_that_is_no_more(asked: Path, capfd: pytest.Captu
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2), st.floats(0, 0.01), st.booleans()), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from(TIME_CATEGORIES), st.integers(0, 2), st.floats(0, 0.01), st.booleans()), max_size=20))
 def test_the_sum_is_the_time(tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, float, bool]]) -> None:
     folder = tmp_path_factory.mktemp("ledger")
     began = time.monotonic()
-    ledger = Ledger(folder / FILE, began)
+    ledger = GoodputLedger(folder / LEDGER_FILE, began)
     for name, attempt, seconds, instead in calls:
         if instead:
-            ledger.instead(name, seconds)  # type: ignore[arg-type]
+            ledger.relabel(name, seconds)  # type: ignore[arg-type]
         else:
-            ledger.now(name, attempt)  # type: ignore[arg-type]
+            ledger.account(name, attempt)  # type: ignore[arg-type]
     before = time.monotonic()
     ledger.close()
-    found = lines(folder)
+    found = read_ledgers(folder)
     assert_no_gap(found)
-    assert before - began - ROUNDING <= sum(totals(folder).values()) <= time.monotonic() - began + ROUNDING
+    assert before - began - ROUNDING <= sum(total_seconds_by_category(folder).values()) <= time.monotonic() - began + ROUNDING
     assert all(line.seconds > 0 for line in found)
 
 
 def test_what_was_noticed_late_changes_its_name(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / FILE, time.monotonic() - 10)
-    ledger.now("useful", 0)
-    ledger.instead("detect", 4)
-    ledger.now("stop", 0)
-    ledger.now("useful", 1)
-    ledger.instead("wait", 100)  # no more than this attempt has
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 10)
+    ledger.account("useful", 0)
+    ledger.relabel("detect", 4)
+    ledger.account("stop", 0)
+    ledger.account("useful", 1)
+    ledger.relabel("wait", 100)  # no more than this attempt has
     ledger.close()
-    seconds = totals(tmp_path)
+    seconds = total_seconds_by_category(tmp_path)
     assert seconds["useful"] == pytest.approx(6, abs=0.1)
     assert seconds["detect"] == pytest.approx(4, abs=1e-5)
     assert "stop" in seconds
-    assert [line.attempt for line in lines(tmp_path) if line.name == "wait"] == [1]
+    assert [line.attempt for line in read_ledgers(tmp_path) if line.name == "wait"] == [1]
 
 
 def test_a_long_line_is_cut_where_the_job_goes_on(tmp_path: Path) -> None:
     """So that the ledger says how far it was; not where nothing is done, and ever more rarely."""
-    ledger = Ledger(tmp_path / FILE, began := time.monotonic() - 1000)
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, began := time.monotonic() - 1000)
     ledger._until = began + 990  # a line of eleven seconds, from here on
     for step in (-1, 0, 1, 2):
-        ledger.now("useful", 0, step, step)
+        ledger.account("useful", 0, step, step)
         ledger._began -= 11
-    ledger.now("wait", 0, 2, 2)
+    ledger.account("wait", 0, 2, 2)
     ledger.close()
-    found = [(line.name, line.step) for line in lines(tmp_path)]
+    found = [(line.name, line.step) for line in read_ledgers(tmp_path)]
     assert found == [("spawn", -1), ("useful", 0), ("useful", 1), ("useful", 2), ("wait", 2)]
 
 
 def test_what_was_noticed_late_changes_lines_that_had_ended(tmp_path: Path) -> None:
     """Also such as are on the disk; ranks that wait for a lost one change from one name to another meanwhile."""
-    ledger = Ledger(tmp_path / FILE, time.monotonic() - 3)
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 3)
     for name in ("useful", "stall", "useful"):
-        ledger.now(name, 0)  # type: ignore[arg-type]
+        ledger.account(name, 0)  # type: ignore[arg-type]
         time.sleep(0.05)
-    ledger.now("stall", 0)
-    ledger._write()
-    assert len(lines(tmp_path)) > 2
-    ledger.instead("detect", 2.0)
+    ledger.account("stall", 0)
+    ledger._write_spans()
+    assert len(read_ledgers(tmp_path)) > 2
+    ledger.relabel("detect", 2.0)
     ledger.close()
-    found = lines(tmp_path)
+    found = read_ledgers(tmp_path)
     assert_no_gap(found)
     assert [line.name for line in found] == ["useful", "detect"]
     assert found[1].seconds == pytest.approx(2.0, abs=0.1)
@@ -292,75 +303,79 @@ def test_what_was_noticed_late_changes_lines_that_had_ended(tmp_path: Path) -> N
 
 def test_who_stood_still_counts_no_second_twice() -> None:
     """a leads to 10 and stands still; b leads from there to 20, c, in whose place a comes again, from there."""
-    a = [Line(5, "spawn", 5, 0, since=0.0), Line(18, "useful", 13, 0, since=0.0), Line(19, "stall", 1, 0, since=0.0)]
-    b = [Line(20, "detect", 10, 0, since=10.0), Line(25, "useful", 5, 1, since=10.0)]
-    again = [Line(30, "useful", 10, 1, since=20.0)]
-    found = joined([b, a + again])
+    a = [
+        LedgerSpan(5, "spawn", 5, 0, since=0.0),
+        LedgerSpan(18, "useful", 13, 0, since=0.0),
+        LedgerSpan(19, "stall", 1, 0, since=0.0),
+    ]
+    b = [LedgerSpan(20, "detect", 10, 0, since=10.0), LedgerSpan(25, "useful", 5, 1, since=10.0)]
+    again = [LedgerSpan(30, "useful", 10, 1, since=20.0)]
+    found = merge_ledgers([b, a + again])
     assert_no_gap(found)
     assert [(line.name, line.seconds) for line in found] == [("spawn", 5), ("useful", 5), ("detect", 10), ("useful", 10)]
-    assert joined([a]) == a
-    assert joined([]) == []
+    assert merge_ledgers([a]) == a
+    assert merge_ledgers([]) == []
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 9), st.floats(0, 9)), min_size=1, max_size=8))
 def test_the_time_of_many_leaders_is_the_time(terms: list[tuple[str, float, float]]) -> None:
     """Each begins where the one before has ended, which goes on for a while."""
-    files: dict[str, list[Line]] = {name: [] for name in "abc"}
+    files: dict[str, list[LedgerSpan]] = {name: [] for name in "abc"}
     at = 1e9
     for (name, seconds, more), (after, *_) in pairwise([*terms, ("", 0.0, 0.0)]):
         more = more if after not in ("", name) else 0.0
-        files[name].append(Line(at + seconds + more, "useful", seconds + more, 0, since=at))
+        files[name].append(LedgerSpan(at + seconds + more, "useful", seconds + more, 0, since=at))
         at += seconds
-    found = joined(list(files.values()))
+    found = merge_ledgers(list(files.values()))
     assert_no_gap(found)
     assert sum(line.seconds for line in found) == pytest.approx(at - 1e9, abs=1e-4)
 
 
 def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / FILE, time.monotonic() - 5)
-    ledger.now("useful", 0)
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 5)
+    ledger.account("useful", 0)
     ledger.close()
-    whole = lines(tmp_path)
-    with (tmp_path / FILE).open("a") as file:
+    whole = read_ledgers(tmp_path)
+    with (tmp_path / LEDGER_FILE).open("a") as file:
         file.write('{"at": 17, "name": "use')
-    again = Ledger(tmp_path / FILE, time.monotonic() - 3)
-    again.now("redo", 1)
+    again = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 3)
+    again.account("redo", 1)
     again.close()
-    assert lines(tmp_path)[: len(whole)] == whole
-    assert [line.name for line in lines(tmp_path)[len(whole) :]] == ["redo"]
-    assert lines(tmp_path / "none") == []
+    assert read_ledgers(tmp_path)[: len(whole)] == whole
+    assert [line.name for line in read_ledgers(tmp_path)[len(whole) :]] == ["redo"]
+    assert read_ledgers(tmp_path / "none") == []
 
 
 def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A limit on the size of files is what a disk that has no more room looks like, short writes included."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    ledger = Ledger(tmp_path / FILE, time.monotonic() - 100)
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 100)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         for number in range(6):
-            ledger.now("useful" if number % 2 else "stall", 0)
-            ledger.instead("redo", 2.0)
+            ledger.account("useful" if number % 2 else "stall", 0)
+            ledger.relabel("redo", 2.0)
             time.sleep(0.01)
-            ledger._write()
+            ledger._write_spans()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     assert caplog.text.count("can't be written") <= 2
     ledger.close()
-    assert sum(totals(tmp_path).values()) == pytest.approx(100, abs=5)
-    assert_no_gap(lines(tmp_path))
+    assert sum(total_seconds_by_category(tmp_path).values()) == pytest.approx(100, abs=5)
+    assert_no_gap(read_ledgers(tmp_path))
 
 
 def test_when_a_process_began() -> None:
-    code = "import time; from ckpt.recovery.ledger import process_began as b; print(b(), time.monotonic())"
+    code = "import time; from ckpt.recovery.ledger import process_start_time as b; print(b(), time.monotonic())"
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     began, then = map(float, done.stdout.split())
     tick = 1 / os.sysconf("SC_CLK_TCK")  # in which the system counts when a process began
     assert before - tick <= began < then <= time.monotonic()
-    assert process_began() <= time.monotonic()
+    assert process_start_time() <= time.monotonic()
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------
@@ -370,17 +385,18 @@ def test_metrics_of_a_run_under_way() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     entries = [
-        Entry(1, 0.0, 0, "start", "", {}),
-        Entry(2, 1.0, 0, "failure", "", {"cause": 'a "bad"\nday\\'}),
-        Entry(3, 1.0, 0, "decision", "", {"action": "restart"}),
-        Entry(4, 1.0, 1, "start", "", {}),
-        Entry(5, 2.0, 1, "failure", "", {"cause": "preempted"}),
+        LogEntry(1, 0.0, 0, "start", "", {}),
+        LogEntry(2, 1.0, 0, "failure", "", {"cause": 'a "bad"\nday\\'}),
+        LogEntry(3, 1.0, 0, "decision", "", {"action": "restart"}),
+        LogEntry(4, 1.0, 1, "start", "", {}),
+        LogEntry(5, 2.0, 1, "failure", "", {"cause": "preempted"}),
     ]
     beats = {
-        0: Beat(5, 7, "step", 90.0, 4, 0.25, 11, None, None), 1: Beat(5, 6, "step", 99.5, 3, 0.5, 12, None, None),
-    }  # fmt: skip
-    beats[2] = Beat(0, -1, "start", 1.0, -1, 0.0, 0)
-    text = metrics.text(entries, {"useful": 3.0, "redo": 1.0}, True, beats, now=100.0)
+        0: RankHeartbeat(5, 7, "step", 90.0, 4, 0.25, 11, None, None),
+        1: RankHeartbeat(5, 6, "step", 99.5, 3, 0.5, 12, None, None),
+    }
+    beats[2] = RankHeartbeat(0, -1, "start", 1.0, -1, 0.0, 0)
+    text = metrics.render_metrics(entries, {"useful": 3.0, "redo": 1.0}, True, beats, now=100.0)
     samples = {(s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(text) for s in family.samples}
     assert samples["ckpt_run_up",] == 1
     assert samples["ckpt_run_attempt",] == 1
@@ -391,19 +407,19 @@ def test_metrics_of_a_run_under_way() -> None:
     assert samples["ckpt_run_committed_step",] == 4
     assert samples["ckpt_run_loss",] == 0.25
     assert samples["ckpt_run_rank_silent_seconds", "0"] == 10
-    assert "ckpt_run_up 0\n" in metrics.text([], {}, False)
+    assert "ckpt_run_up 0\n" in metrics.render_metrics([], {}, False)
 
 
 def test_a_loss_that_nobody_gave_is_no_metric(tmp_path: Path) -> None:
-    page = Pulse(tmp_path / "0-0", new=True)
+    page = HeartbeatPage(tmp_path / "0-0", new=True)
     page.beat(1, 3)
-    assert "ckpt_run_loss" not in metrics.text([], {}, True, {0: page.read()})
-    page.loss(0.0)
-    assert "ckpt_run_loss 0.0\n" in metrics.text([], {}, True, {0: page.read()})
+    assert "ckpt_run_loss" not in metrics.render_metrics([], {}, True, {0: page.read()})
+    page.publish_loss(0.0)
+    assert "ckpt_run_loss 0.0\n" in metrics.render_metrics([], {}, True, {0: page.read()})
 
 
 def test_metrics_over_http() -> None:
-    web = metrics.serve("127.0.0.1", 0, lambda: metrics.text([], {"useful": 1.0}, True))
+    web = metrics.serve("127.0.0.1", 0, lambda: metrics.render_metrics([], {"useful": 1.0}, True))
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/metrics", timeout=30) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
@@ -438,7 +454,7 @@ def test_metrics_are_served(tmp_path: Path) -> None:
 
 
 def test_a_lost_host_in_the_picture() -> None:
-    from ckpt.recovery.picture import _cause
+    from ckpt.recovery.picture import _describe_cause
 
-    lost = Entry(3, 0.0, 1, "failure", "says nothing for 3 s", {"cause": "lost", "ranks": [], "host": "a"})
-    assert _cause(lost) == "host a says nothing for 3 s"
+    lost = LogEntry(3, 0.0, 1, "failure", "says nothing for 3 s", {"cause": "lost", "ranks": [], "host": "a"})
+    assert _describe_cause(lost) == "host a says nothing for 3 s"

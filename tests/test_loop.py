@@ -27,13 +27,19 @@ from support import drop_cache, is_cached
 import ckpt
 from ckpt import pulse as pulses
 from ckpt import spikes
-from ckpt.cursor import SKIP, contains, parse_ranges
-from ckpt.interval import MEAN_TIME_TO_FAILURE, MTBF, daly, mean_time_to_failure, told_mean_time
-from ckpt.losses import Losses
-from ckpt.pulse import BEFORE, Bad, Beat, Pulse
-from ckpt.recovery.rollback import SKIPS, RollBack, environment, roll_back
-from ckpt.recovery.stopping import Stop, next_stop
-from ckpt.spikes import Spikes
+from ckpt.cursor import SKIP_VARIABLE, is_in_ranges, parse_ranges
+from ckpt.interval import (
+    DEFAULT_MTBF_SECONDS,
+    MTBF_VARIABLE,
+    daly_interval_seconds,
+    mtbf_seconds_from_env,
+    posterior_mtbf_seconds,
+)
+from ckpt.losses import LossMonitor
+from ckpt.pulse import RESTORE_LIMIT_VARIABLE, BadLoss, HeartbeatPage, RankHeartbeat
+from ckpt.recovery.rollback import MAX_SKIPS, RollBack, roll_back, rollback_environment
+from ckpt.recovery.stopping import StopRequest, next_stop
+from ckpt.spikes import SpikeDetector
 from ckpt.storage.errors import InvalidArgument
 from ckpt.storage.local import O_DIRECT
 
@@ -47,39 +53,39 @@ class Job:
 
     def __init__(self, folder: Path, *arguments: object, size: int = RANKS, **environ: str) -> None:
         self.folder = folder
-        self.pages = [Pulse(folder / f"page-{rank}", new=True) for rank in range(size)]
+        self.pages = [HeartbeatPage(folder / f"page-{rank}", new=True) for rank in range(size)]
         self.processes = [
             subprocess.Popen(
                 [sys.executable, PROGRAM, str(folder), *map(str, arguments)], stderr=subprocess.PIPE, text=True,
                 env=os.environ | environ | {
                     "RANK": str(rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": str(time.monotonic_ns()),
-                    "CKPT_RUN_ID": f"{folder}{id(self)}", pulses.VARIABLE: str(folder / f"page-{rank}"),
+                    "CKPT_RUN_ID": f"{folder}{id(self)}", pulses.PAGE_VARIABLE: str(folder / f"page-{rank}"),
                 },
             )
             for rank in range(size)
         ]  # fmt: skip
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[RankHeartbeat]:
         return [page.read() for page in self.pages]
 
-    def until(self, reached: Callable[[list[Beat]], bool]) -> None:
+    def until(self, reached: Callable[[list[RankHeartbeat]], bool]) -> None:
         until = time.monotonic() + 90
         while not reached(self.beats()):
             assert time.monotonic() < until
             assert all(p.poll() is None for p in self.processes), [p.communicate()[1] for p in self.processes]
             time.sleep(0.005)
 
-    def stop(self, look_seconds: float) -> Stop:
+    def stop(self, look_seconds: float) -> StopRequest:
         """Ask it to stop, as a coordinator does that looks every so many seconds, and writes page after page."""
-        asked: Stop | None = None
+        asked: StopRequest | None = None
         while asked is None or not asked.agreed:
             before, running = asked, [page for page, p in zip(self.pages, self.processes, strict=True) if p.poll() is None]
-            asked = next_stop(before, [(b.step, b.heard) for b in (page.read() for page in running)])
+            asked = next_stop(before, [(b.step, b.acknowledged_stop) for b in (page.read() for page in running)])
             for page in running if asked != before else ():
                 if asked.agreed:
-                    page.stop_agreed(asked.step)
+                    page.confirm_stop(asked.step)
                 else:
-                    page.stop_at(asked.step)
+                    page.request_stop(asked.step)
                 time.sleep(0.002)
             time.sleep(look_seconds)
         return asked
@@ -138,45 +144,45 @@ def test_asked_before_the_first_step(job: Callable[..., Job], tmp_path: Path) ->
 
 def test_a_stop_is_heard_before_the_step_is_told(tmp_path: Path) -> None:
     """Whoever looks between the two takes no rank for too late."""
-    page = Pulse(tmp_path / "page", new=True)
-    page.stop_at(3)
-    page.hear(4)
-    assert page.read().heard is None, "it is past it"
-    page.hear(3)
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    page.request_stop(3)
+    page.acknowledge_stop(4)
+    assert page.read().acknowledged_stop is None, "it is past it"
+    page.acknowledge_stop(3)
     told = page.read()
-    assert (told.step, told.heard) == (-1, 3)
-    assert next_stop(Stop(3), [(told.step, told.heard)]).agreed
+    assert (told.step, told.acknowledged_stop) == (-1, 3)
+    assert next_stop(StopRequest(3), [(told.step, told.acknowledged_stop)]).agreed
     page.close()
 
 
 def test_whoever_asked_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank does not wait for the word for ever."""
-    monkeypatch.setattr(pulses, "_AGREE_SECONDS", 0.2)
-    page = Pulse(tmp_path / "p", new=True)
-    page.stop_at(3)
+    monkeypatch.setattr(pulses, "_STOP_CONFIRM_SECONDS", 0.2)
+    page = HeartbeatPage(tmp_path / "p", new=True)
+    page.request_stop(3)
     assert [page.should_stop(step) for step in (1, 2, 3)] == [False, False, True]
     page.close()
 
 
 def test_a_page_between_two(tmp_path: Path) -> None:
-    rank, other = Pulse(tmp_path / "p", new=True), Pulse(tmp_path / "p")
-    assert other.read().heard is None
+    rank, other = HeartbeatPage(tmp_path / "p", new=True), HeartbeatPage(tmp_path / "p")
+    assert other.read().acknowledged_stop is None
     assert not rank.should_stop(10**9)
-    other.stop_at(9)
+    other.request_stop(9)
     assert not rank.should_stop(8)
-    assert other.read().heard == 9
+    assert other.read().acknowledged_stop == 9
     told: list[bool] = []
     waits = threading.Thread(target=lambda: told.append(rank.should_stop(9)))
     waits.start()
-    other.stop_at(20)  # another rank was past 9
+    other.request_stop(20)  # another rank was past 9
     waits.join(60)
     assert told == [False]
-    assert other.read().heard == 20
-    other.stop_agreed(20)
+    assert other.read().acknowledged_stop == 20
+    other.confirm_stop(20)
     assert [rank.should_stop(step) for step in (10, 19, 20, 21)] == [False, False, True, True]
-    other.stop_at(15)
+    other.request_stop(15)
     assert not rank.should_stop(21), "it was past it before it heard"
-    assert other.read().heard == 20
+    assert other.read().acknowledged_stop == 20
 
 
 class Simulated:
@@ -221,7 +227,7 @@ def test_ranks_and_whoever_asks_in_any_order(data: st.DataObject, lockstep: bool
     stride = data.draw(st.integers(1, 3))
     ranks: list[Simulated] = []
     ranks += [Simulated(ranks, stride, lockstep) for _ in range(data.draw(st.integers(1, 4)))]
-    asked: Stop | None = None
+    asked: StopRequest | None = None
 
     def some_turns() -> None:
         for _ in range(data.draw(st.integers(0, 4))):
@@ -256,17 +262,17 @@ def test_ranks_and_whoever_asks_in_any_order(data: st.DataObject, lockstep: bool
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pulse]:
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatPage]:
     """That of this process."""
-    page = Pulse(tmp_path / "page", new=True)
-    monkeypatch.setenv(pulses.VARIABLE, str(tmp_path / "page"))
-    pulses.look_again()
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
+    pulses.reset_after_fork()
     yield page
     monkeypatch.undo()
-    pulses.look_again()
+    pulses.reset_after_fork()
 
 
-def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: Pulse) -> None:
+def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: HeartbeatPage) -> None:
     """It is told where nothing can be restored, and no more once something was."""
     for step in (3, 4):
         ckpt.save({"x": np.arange(5000.0)}, tmp_path / "repo", step, group=None)
@@ -283,7 +289,7 @@ def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: Pulse) -
         assert page.read().trouble == ""
 
 
-def test_a_device_that_is_away_is_no_damage(tmp_path: Path, page: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_away_is_no_damage(tmp_path: Path, page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives EIO as a bad sector does; but for all steps, and for as long as it is away."""
 
     def away(*_: Any, **__: Any) -> None:
@@ -299,7 +305,7 @@ def test_a_device_that_is_away_is_no_damage(tmp_path: Path, page: Pulse, monkeyp
         assert ck.restore({"x": np.zeros(5000)})[1] == 4
 
 
-def test_a_second_checkpointer_of_a_rank_hides_nothing(tmp_path: Path, page: Pulse) -> None:
+def test_a_second_checkpointer_of_a_rank_hides_nothing(tmp_path: Path, page: HeartbeatPage) -> None:
     """What a job went on from is what the one with the newest step went on from."""
     ckpt.save({"x": np.zeros(3)}, tmp_path / "repo", 7, group=None)
     with ckpt.Checkpointer(tmp_path / "repo", group=None) as main, ckpt.Checkpointer(tmp_path / "ema", group=None) as other:
@@ -308,7 +314,7 @@ def test_a_second_checkpointer_of_a_rank_hides_nothing(tmp_path: Path, page: Pul
     assert (page.read().restored, page.read().committed) == (7, 7)
 
 
-def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: Pulse) -> None:
+def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: HeartbeatPage) -> None:
     state, beats = {"x": np.zeros(3)}, 0
     with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:
         for step in range(60):
@@ -319,31 +325,31 @@ def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: P
             beats = beat.beats
             if step % 7 == 6:
                 ck.wait()
-        assert ck._calm is not None, "nothing was left out"
-        page.stop_at(60)
-        page.stop_agreed(60)
+        assert ck._idle_window is not None, "nothing was left out"
+        page.request_stop(60)
+        page.confirm_stop(60)
         with pytest.raises(SystemExit):
             ck.step(60, state, loss=0.0)
     assert ckpt.open(tmp_path / "repo").steps() == [*range(6, 60, 7), 60]
 
 
-def test_what_is_seen_between_two_saves(tmp_path: Path, page: Pulse) -> None:
+def test_what_is_seen_between_two_saves(tmp_path: Path, page: HeartbeatPage) -> None:
     state = {"x": np.zeros(3)}
     with ckpt.Checkpointer(tmp_path / "repo", every=100, group=None) as ck:
         for step in (0, 1, 2):
             ck.step(step, state, loss=1.0)
-        assert ck._calm is not None
+        assert ck._idle_window is not None
         ck.step(1, state, loss=2.0)  # a step before: the loop went back
         assert page.read().step == 1
         for step in (2, 3):
             ck.step(step, state)
-        assert ck._calm is not None
+        assert ck._idle_window is not None
         ck.save(3, state)  # without waiting
-        assert ck._calm is None
+        assert ck._idle_window is None
         ck.wait()
         for step in (4, 5, 6):
             ck.step(step, state, loss=1.0)
-        assert ck._calm is not None
+        assert ck._idle_window is not None
         ck.step(7, state, loss=math.inf)
         bad = page.read().bad
         assert bad is not None
@@ -354,7 +360,7 @@ def test_what_is_seen_between_two_saves(tmp_path: Path, page: Pulse) -> None:
         ck.step(8, state)
 
 
-def test_a_save_that_is_due_by_time(tmp_path: Path, page: Pulse) -> None:
+def test_a_save_that_is_due_by_time(tmp_path: Path, page: HeartbeatPage) -> None:
     step, began = 0, time.monotonic()
     with ckpt.Checkpointer(tmp_path / "repo", every=timedelta(seconds=0.2), group=None) as ck:
         while ck.step(step, {"x": np.zeros(3)}) is None:
@@ -367,7 +373,7 @@ def test_a_save_that_is_due_by_time(tmp_path: Path, page: Pulse) -> None:
 # --- losses ----------------------------------------------------------------------------------------------------
 
 
-def page_of(beats: list[Beat]) -> list[Bad | None]:
+def page_of(beats: list[RankHeartbeat]) -> list[BadLoss | None]:
     return [beat.bad for beat in beats]
 
 
@@ -430,20 +436,20 @@ def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
             assert self.there, "it was waited for"
             return self.value
 
-    page = Pulse(tmp_path / "p", new=True)
-    losses = Losses(page, None)
+    page = HeartbeatPage(tmp_path / "p", new=True)
+    losses = LossMonitor(page, None)
     given = [Later(1.0), Later(math.nan), Later(2.0)]
     for step, loss in enumerate(given):
-        page.took(10 + step)
-        losses.give(step, loss)
+        page.publish_batch(10 + step)
+        losses.add(step, loss)
     assert [loss.asked for loss in given] == [1, 1, 1]
     assert page.read().bad is None
     given[0].there = given[1].there = True
     late = Later(3.0)
-    losses.give(3, late)
+    losses.add(3, late)
     bad = page.read().bad
     assert bad is not None
-    assert losses.bad is not None
+    assert losses.bad_loss is not None
     assert (bad.step, bad.batch) == (1, 11), "the batch of its own step"
     given[2].there = late.there = True
     losses.wait()
@@ -454,16 +460,16 @@ def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("library", ["torch", "jax", "numpy"])
 def test_losses_of_the_libraries(tmp_path: Path, library: str) -> None:
     module = pytest.importorskip({"jax": "jax.numpy"}.get(library, library))
-    page = Pulse(tmp_path / "p", new=True)
-    losses = Losses(page, None)
+    page = HeartbeatPage(tmp_path / "p", new=True)
+    losses = LossMonitor(page, None)
     make = functools.partial(module.tensor, requires_grad=True) if library == "torch" else module.asarray
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        losses.give(0, make(1.5))
-        losses.give(1, make(math.inf))
+        losses.add(0, make(1.5))
+        losses.add(1, make(math.inf))
         losses.wait()
     assert page.read().loss == math.inf
-    assert losses.bad == Bad(1, "not finite", math.inf, math.inf, -1)
+    assert losses.bad_loss == BadLoss(1, "not finite", math.inf, math.inf, -1)
     page.close()
 
 
@@ -473,7 +479,7 @@ def test_losses_of_the_libraries(tmp_path: Path, library: str) -> None:
 @given(st.lists(st.floats(-1e3, 1e3), max_size=200), st.floats(2, 30))
 def test_spikes_by_the_definition(losses: list[float], factor: float) -> None:
     """The incremental window is the plain one."""
-    watched, window = Spikes(factor), []
+    watched, window = SpikeDetector(factor), []
     for loss in losses:
         limit = math.inf
         if len(window) >= 16:
@@ -481,7 +487,7 @@ def test_spikes_by_the_definition(losses: list[float], factor: float) -> None:
             middle, low, high = (found[len(found) * part // 4] for part in (2, 1, 3))
             limit = middle + factor * max((high - low) / 1.349, 0.01 * abs(middle))
         assert watched.limit() == limit
-        assert watched.see(loss) == (loss > limit)
+        assert watched.observe(loss) == (loss > limit)
         if loss <= limit:
             window = [*window, loss][-64:]
 
@@ -489,33 +495,36 @@ def test_spikes_by_the_definition(losses: list[float], factor: float) -> None:
 def test_spikes_of_a_usual_training() -> None:
     """Noise of 5 % on a falling curve is none; four times the loss is one, and stays one however long it lasts."""
     noise = np.random.default_rng(0)
-    watched = Spikes(10)
+    watched = SpikeDetector(10)
     for step in range(5000):
-        assert not watched.see(8 / (1 + step / 100) ** 0.5 * (1 + 0.05 * noise.standard_normal()))
-    assert all(watched.see(4.0 + 0.01 * step) for step in range(200))
-    assert not watched.see(1.1)
+        assert not watched.observe(8 / (1 + step / 100) ** 0.5 * (1 + 0.05 * noise.standard_normal()))
+    assert all(watched.observe(4.0 + 0.01 * step) for step in range(200))
+    assert not watched.observe(1.1)
 
 
-@pytest.mark.parametrize("environ", [{spikes.FACTOR: "x"}, {spikes.FACTOR: "-1"}, {spikes.FACTOR: "9", spikes.LIMIT: "y"}])
+@pytest.mark.parametrize(
+    "environ",
+    [{spikes.FACTOR_VARIABLE: "x"}, {spikes.FACTOR_VARIABLE: "-1"}, {spikes.FACTOR_VARIABLE: "9", spikes.LIMIT_VARIABLE: "y"}],
+)
 def test_spikes_asked_for_wrongly(environ: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument):
-        spikes.asked_for(environ)
+        spikes.spike_detector_from_env(environ)
 
 
 def test_spikes_are_not_looked_for_unasked() -> None:
-    assert spikes.asked_for({}) is None
+    assert spikes.spike_detector_from_env({}) is None
 
 
 # --- roll-back -------------------------------------------------------------------------------------------------
 
 
-def bad(batch: int, step: int | None = None, kind: Any = "not finite") -> Bad:
-    return Bad(batch if step is None else step, kind, math.nan if kind == "not finite" else 9.0, 3.0, batch)
+def bad(batch: int, step: int | None = None, kind: Any = "not finite") -> BadLoss:
+    return BadLoss(batch if step is None else step, kind, math.nan if kind == "not finite" else 9.0, 3.0, batch)
 
 
 def told(decision: RollBack) -> dict[str, str]:
     """What the ranks of the next attempt are told."""
-    return environment(decision.skip, decision.before, decision.limit)
+    return rollback_environment(decision.skip, decision.before, decision.limit)
 
 
 def test_first_the_same_again_then_others() -> None:
@@ -525,17 +534,17 @@ def test_first_the_same_again_then_others() -> None:
         decision = roll_back(history, skip)
         actions.append(decision.action)
         if decision.action == "skip":
-            assert all(contains(decision.skip, n) for n in (119 + turn, 120 + turn))
+            assert all(is_in_ranges(decision.skip, n) for n in (119 + turn, 120 + turn))
             assert decision.before is not None
             assert decision.before < 120 + turn
-            assert parse_ranges(told(decision)[SKIP]) == decision.skip
-            assert told(decision)[BEFORE] == str(decision.before)
+            assert parse_ranges(told(decision)[SKIP_VARIABLE]) == decision.skip
+            assert told(decision)[RESTORE_LIMIT_VARIABLE] == str(decision.before)
             width = [last - first for first, last in (*skip, *decision.skip)]
             assert width == sorted(width), "more each time"
         skip = decision.skip
         if decision.action == "halt":
             break
-    assert actions == ["retry", *["skip"] * SKIPS, "halt"]
+    assert actions == ["retry", *["skip"] * MAX_SKIPS, "halt"]
     assert decision.reason.startswith("the loss of step 124 (batch 124) was nan; the 5th time there, and batches ")
 
 
@@ -543,7 +552,7 @@ def test_words_and_limits() -> None:
     assert told(roll_back([bad(5)])) == {}
     found = roll_back([bad(-1, 50, "spike"), bad(-1, 51, "spike")])
     assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are passed over"
-    assert told(found) == {SKIP: "50-51", BEFORE: "50", spikes.LIMIT: "3.0"}
+    assert told(found) == {SKIP_VARIABLE: "50-51", RESTORE_LIMIT_VARIABLE: "50", spikes.LIMIT_VARIABLE: "3.0"}
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from(["not finite", "spike"])), min_size=1, max_size=12))
@@ -554,9 +563,9 @@ def test_any_history_ends(places: list[tuple[int, Any]]) -> None:
         history.append(bad(place, kind=kind))
         found = roll_back(history, skip)
         near = sum(abs(p.batch - place) <= 32 for p in history)
-        assert found.action == ("retry" if near == 1 else "halt" if near > SKIPS + 1 else "skip")
-        before = {n for n in range(500) if contains(skip, n)}
-        after = {n for n in range(500) if contains(found.skip, n)}
+        assert found.action == ("retry" if near == 1 else "halt" if near > MAX_SKIPS + 1 else "skip")
+        before = {n for n in range(500) if is_in_ranges(skip, n)}
+        after = {n for n in range(500) if is_in_ranges(found.skip, n)}
         assert before <= after
         assert all(any(abs(n - p.batch) <= 16 for p in history) for n in after)
         assert str(place) in found.reason
@@ -568,42 +577,42 @@ def test_a_step_that_may_be_spoiled_is_not_restored(tmp_path: Path, monkeypatch:
     url = tmp_path / "repo"
     for step in range(6):
         ckpt.save({"x": np.full(3, float(step))}, url, step=step, group=None)
-    monkeypatch.setenv(BEFORE, "4")
+    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "4")
     with ckpt.Checkpointer(url, every=1, keep=2, group=None) as ck:
         state, start = ck.restore({"x": np.zeros(3)})
         assert (state["x"][0], start) == (3.0, 4)
         ck.save(4, {"x": np.full(3, 44.0)}, blocking=True).result()
         assert ckpt.open(url).steps() == [3, 4], "5 may be spoiled: it is abandoned, and goes first"
-    monkeypatch.setenv(BEFORE, "1")
+    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "1")
     with ckpt.Checkpointer(url, group=None) as ck:
         assert ck.restore({"x": np.zeros(3)})[1] == 5, "where there is no older one, the newest is better than nothing"
-    monkeypatch.setenv(BEFORE, "x")
+    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "x")
     with pytest.raises(InvalidArgument, match="is no step"), ckpt.Checkpointer(url, group=None) as ck:
         ck.restore({"x": np.zeros(3)})
-    monkeypatch.delenv(BEFORE)
+    monkeypatch.delenv(RESTORE_LIMIT_VARIABLE)
     assert ckpt.load(url, group=None)["x"][0] == 44.0
 
 
 def test_a_batch_that_spoils_the_weights_is_passed_over(tmp_path: Path) -> None:
     """The spoiled weights are saved before a loss shows it. What comes out in the end never saw that batch."""
-    history: list[Bad] = []
+    history: list[BadLoss] = []
     actions: list[str] = []
     environ: dict[str, str] = {}
     for attempt in range(6):
-        page = Pulse(tmp_path / f"page-{attempt}", new=True)
+        page = HeartbeatPage(tmp_path / f"page-{attempt}", new=True)
         command = [sys.executable, str(Path(PROGRAM).with_name("spoiled_program.py")), str(tmp_path / "repo"), "20", "13"]
-        environ[pulses.VARIABLE] = str(tmp_path / f"page-{attempt}")
+        environ[pulses.PAGE_VARIABLE] = str(tmp_path / f"page-{attempt}")
         subprocess.run(command, env=os.environ | environ, check=True, timeout=60, stderr=subprocess.DEVNULL)
         beat = page.read()
         page.close()
         if beat.bad is None:
             break
         history.append(beat.bad)
-        decision = roll_back(history, parse_ranges(environ.get(SKIP, "")))
+        decision = roll_back(history, parse_ranges(environ.get(SKIP_VARIABLE, "")))
         actions.append(decision.action)
         environ |= told(decision)
     assert actions == ["retry", "skip"]
-    assert environ[SKIP] == "13-14"
+    assert environ[SKIP_VARIABLE] == "13-14"
     assert [(bad.step, bad.batch) for bad in history] == [(14, 14)] * 2
     batches = [n for n in range(22) if n not in (13, 14)]
     want = np.zeros(3)
@@ -619,37 +628,37 @@ def test_a_batch_that_spoils_the_weights_is_passed_over(tmp_path: Path) -> None:
 
 @given(st.floats(0, 1e7), st.integers(0, 1000))
 def test_mean_time_to_failure(uptime: float, failures: int) -> None:
-    found = mean_time_to_failure(uptime, failures)
-    assert mean_time_to_failure(uptime, failures + 1) < found
-    assert mean_time_to_failure(uptime + 1, failures) > found
-    assert mean_time_to_failure(0, 0, 77) == 77
+    found = posterior_mtbf_seconds(uptime, failures)
+    assert posterior_mtbf_seconds(uptime, failures + 1) < found
+    assert posterior_mtbf_seconds(uptime + 1, failures) > found
+    assert posterior_mtbf_seconds(0, 0, 77) == 77
     if failures > 100:
-        assert found == pytest.approx(uptime / failures, rel=0.02, abs=MEAN_TIME_TO_FAILURE / failures)
+        assert found == pytest.approx(uptime / failures, rel=0.02, abs=DEFAULT_MTBF_SECONDS / failures)
 
 
 def test_the_mean_time_that_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told_mean_time({}) == MEAN_TIME_TO_FAILURE
-    assert told_mean_time({MTBF: "60"}) == 60
+    assert mtbf_seconds_from_env({}) == DEFAULT_MTBF_SECONDS
+    assert mtbf_seconds_from_env({MTBF_VARIABLE: "60"}) == 60
     for text in ("x", "-1", "nan", "inf", "0"):
         with pytest.raises(InvalidArgument, match=text):
-            told_mean_time({MTBF: text})
+            mtbf_seconds_from_env({MTBF_VARIABLE: text})
     intervals = []
     for seconds in ("100000", "100", "1"):
-        monkeypatch.setenv(MTBF, seconds)
+        monkeypatch.setenv(MTBF_VARIABLE, seconds)
         with ckpt.Checkpointer(tmp_path / "repo", every="auto", group=None) as ck:
             intervals.append(ck._interval())
-            assert intervals[-1] == daly(ck._cost_seconds, float(seconds))
+            assert intervals[-1] == daly_interval_seconds(ck._cost_seconds, float(seconds))
     assert intervals == sorted(intervals, reverse=True)
     assert len(set(intervals)) == 3
 
 
 def test_every_order_of_steps_to_try() -> None:
-    from ckpt.lines import by_number
+    from ckpt.lines import order_by_number
 
     for numbers in itertools.permutations([1, 4, 7, 9]):
-        assert by_number(numbers).newest_first(None) == [9, 7, 4, 1]
-        assert by_number(numbers).newest_first(7) == [4, 1, 9, 7]
-        assert by_number(numbers).newest_first(0) == [9, 7, 4, 1]
+        assert order_by_number(numbers).newest_first(None) == [9, 7, 4, 1]
+        assert order_by_number(numbers).newest_first(7) == [4, 1, 9, 7]
+        assert order_by_number(numbers).newest_first(0) == [9, 7, 4, 1]
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")

@@ -22,30 +22,30 @@ from test_registers import Flaky
 from ckpt.aggregator import moving
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.files import File
-from ckpt.aggregator.members import from_table
+from ckpt.aggregator.files import PathRecord
+from ckpt.aggregator.members import config_from_table
 from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.succession import finish, succeed
+from ckpt.aggregator.succession import change_ring, complete_ring_change
 from ckpt.storage.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.objects import ObjectStore
-from ckpt.storage.registers import NONE, Ballot, Change, Record, Registers, Value
-from ckpt.storage.testing import pattern
+from ckpt.storage.registers import NO_BALLOT, Ballot, DirectChange, Record, Registers, RegisterValue
+from ckpt.storage.testing import random_bytes
 
-DATA = pattern(70_000)
+DATA = random_bytes(70_000)
 
 
 def some(folder: Path, *numbers: int, **table: Any) -> Namespace:
     """A namespace of some directories."""
     members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in numbers]
-    return Namespace(from_table("test", {"members": members, "deadline_seconds": 2.0, **table}, "the test"))
+    return Namespace(config_from_table("test", {"members": members, "deadline_seconds": 2.0, **table}, "the test"))
 
 
 def silent(namespace: Namespace, *names: str) -> None:
     """These members do not answer any more."""
     for name in names:
-        inner = namespace.places[name].registers
-        namespace._registers[name] = namespace.places[name].registers = Flaky(inner, random.Random(0), 1.0)
+        inner = namespace.open_members[name].registers
+        namespace._member_registers[name] = namespace.open_members[name].registers = Flaky(inner, random.Random(0), 1.0)
 
 
 # --- which namespace -------------------------------------------------------------------------------------------
@@ -56,8 +56,10 @@ def test_looking_makes_nothing(tmp_path: Path) -> None:
     assert namespace.stat("a") is None
     assert namespace.list() == {}
     for look in (
-        lambda: surveys.survey(namespace), lambda: moving.rebalance(namespace), lambda: moving.forget(namespace, "disk0")
-    ):  # fmt: skip
+        lambda: surveys.scrub_namespace(namespace),
+        lambda: moving.rebalance_fragments(namespace),
+        lambda: moving.remove_member(namespace, "disk0"),
+    ):
         with pytest.raises(NotFound, match="holds nothing: nobody ever wrote there"):
             look()
     assert not namespace.exists()
@@ -76,7 +78,7 @@ def test_a_disk_that_was_used_alone(tmp_path: Path, order: tuple[int, ...]) -> N
         both = some(tmp_path, *order)
         with pytest.raises(InvalidArgument, match="belong to different namespaces|holds records of another namespace"):
             assert both.get("ours") == DATA  # where it was not heard of yet
-            moving.rebalance(both)
+            moving.rebalance_fragments(both)
     assert some(tmp_path, 0, 1, 2).get("ours") == DATA
     assert some(tmp_path, 3).get("theirs") == DATA
 
@@ -86,7 +88,7 @@ def test_two_namespaces_are_not_joined(tmp_path: Path) -> None:
         some(tmp_path, *numbers).put(f"of{numbers[0]}", DATA)
     for numbers in ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (3, 0)):
         with pytest.raises(CkptError, match="different namespaces|another namespace"):
-            moving.rebalance(some(tmp_path, *numbers))
+            moving.rebalance_fragments(some(tmp_path, *numbers))
     for numbers in ((0, 1, 2), (3, 4, 5)):
         assert list(some(tmp_path, *numbers).list()) == [f"of{numbers[0]}"]
 
@@ -125,10 +127,10 @@ def test_the_wrong_one_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / "disk1").write_text("broken")
     for name in ("disk0", "disk2"):
         with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2"):
-            moving.forget(some(tmp_path, 0, 1, 2), name)
+            moving.remove_member(some(tmp_path, 0, 1, 2), name)
     namespace.put("b", DATA)
     four = some(tmp_path, 0, 1, 2, 3)
-    assert not moving.forget(four, "disk1").failed
+    assert not moving.remove_member(four, "disk1").failed
     assert some(tmp_path, 0, 2, 3).get("b") == DATA
 
 
@@ -140,29 +142,29 @@ def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
     set_failpoints("ring.moving=error")
     try:
         with pytest.raises(OSError, match="injected"):
-            moving.forget(three, "disk1")
+            moving.remove_member(three, "disk1")
     finally:
         set_failpoints("")
     shutil.rmtree(tmp_path / "disk2")
     (tmp_path / "disk2").write_text("broken")
     four = some(tmp_path, 0, 1, 2, 3)
-    assert four.ring.before is not None
+    assert four.ring.previous is not None
     assert four.get("a") == DATA
-    assert not moving.forget(four, "disk2", destroyed=True).failed
-    assert set(four.ring.everyone) == {"disk0", "disk3"}
+    assert not moving.remove_member(four, "disk2", is_destroyed=True).failed
+    assert set(four.ring.all_members) == {"disk0", "disk3"}
     four.put("b", DATA)
-    assert not moving.forget(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
+    assert not moving.remove_member(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
     rest = some(tmp_path, 0, 3)
     assert rest.get("a") == rest.get("b") == DATA
-    finish(rest)
+    complete_ring_change(rest)
 
 
 def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
     """One keeper of a file missed it, one was replaced by an empty disk, one is away: it is not listed as absent."""
     namespace = some(tmp_path, 0, 1, 2, 3, 4)
     namespace.put("x", b"1")
-    path = next(f"f{i}" for i in range(100) if set(namespace.ring.keepers(f"/f{i}").members) == {"disk0", "disk1", "disk2"})
-    first = namespace.ring.keepers(f"/{path}").members
+    path = next(f"f{i}" for i in range(100) if set(namespace.ring.replica_set(f"/f{i}").members) == {"disk0", "disk1", "disk2"})
+    first = namespace.ring.replica_set(f"/{path}").members
     less = some(tmp_path, 0, 1, 2, 3, 4)
     silent(less, first[2])
     less.put(path, b"precious")
@@ -173,11 +175,11 @@ def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
         again.list()
     with pytest.raises(StoreError):
-        succeed(again, [s for s in again.spots if s.name in ("disk3", "disk4", first[2])])
+        change_ring(again, [s for s in again.locations if s.name in ("disk3", "disk4", first[2])])
     back = some(tmp_path, 0, 1, 2, 3, 4)
     assert path in back.list()
     assert back.get(path) == b"precious"
-    repairs.repair(back, surveys.survey(back))
+    repairs.repair_namespace(back, surveys.scrub_namespace(back))
     assert back.get(path) == b"precious"
 
 
@@ -196,7 +198,7 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
     def write() -> None:
         number = 0
         while not over.is_set():
-            writer.put(f"f{number}", pattern(50_000, number))
+            writer.put(f"f{number}", random_bytes(50_000, number))
             acknowledged.append(number)
             number += 1
 
@@ -207,7 +209,7 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
             assert thread.is_alive()
             time.sleep(0.01)
         admin = Namespace(nodes_config(nodes, **table))
-        done = moving.forget(admin, nodes[2].address)
+        done = moving.remove_member(admin, nodes[2].address)
         assert not done.failed
         there = len(acknowledged)
         while len(acknowledged) < there + 20:
@@ -220,8 +222,8 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
     shutil.rmtree(tmp_path / "n2")
     rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], **table))
     for number in acknowledged:
-        assert rest.get(f"f{number}") == pattern(50_000, number)
-    assert surveys.survey(rest, verify=True).whole
+        assert rest.get(f"f{number}") == random_bytes(50_000, number)
+    assert surveys.scrub_namespace(rest, verify=True).is_whole
     for each in (writer, admin, rest, *(nodes[i] for i in (0, 1, 3))):
         each.close()
 
@@ -229,11 +231,11 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
 def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was to be moved is deleted by its writer: the file moves all the same, and nothing has failed."""
     namespace = some(tmp_path, 0, 1, redundancy="1x")
-    real, seeds, restored = moving.restore, count(), []
+    real, seeds, restored = moving.rebuild_fragments, count(), []
 
     def write() -> None:
         while not namespace.exists() or "disk1" not in holders(namespace, "a"):
-            namespace.put("a", pattern(50_000, next(seeds)))
+            namespace.put("a", random_bytes(50_000, next(seeds)))
 
     def late(*given: Any, **named: Any) -> Any:
         restored.append(given)
@@ -243,8 +245,8 @@ def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch:
         return real(*given, **named)
 
     write()
-    monkeypatch.setattr(moving, "restore", late)
-    assert not moving.drain(namespace, "disk1").failed
+    monkeypatch.setattr(moving, "rebuild_fragments", late)
+    assert not moving.drain_member(namespace, "disk1").failed
     assert len(restored) == 2
     assert holders(namespace, "a") == {"disk0"}
     namespace.close()
@@ -252,7 +254,7 @@ def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch:
 
 def holders(namespace: Namespace, path: str) -> set[str]:
     file = namespace.stat(path)
-    return set() if file is None or file.layout is None else {h.member for h in file.layout.holders}
+    return set() if file is None or file.layout is None else {h.member for h in file.layout.objects}
 
 
 def test_growing_under_a_client(tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def test_growing_under_a_client(tmp_path: Path) -> None:
     nodes = [Here(tmp_path / f"n{i}") for i in range(7)]
     old = Namespace(nodes_config(nodes[:3]))
     old.put("a", DATA)
-    moving.rebalance(Namespace(nodes_config(nodes)))
+    moving.rebalance_fragments(Namespace(nodes_config(nodes)))
     assert old.get("a") == DATA
     old.put("b", DATA)
     late = Namespace(nodes_config(nodes[:3]))
@@ -276,28 +278,28 @@ def test_growing_under_a_client(tmp_path: Path) -> None:
 def test_drained_onto_others_only(tmp_path: Path) -> None:
     namespace = some(tmp_path, 0, 1)
     namespace.put("a", DATA)
-    done = moving.drain(namespace, "disk0")
+    done = moving.drain_member(namespace, "disk0")
     assert "more members are needed" in done.failed["a"]
     assert namespace.get("a") == DATA
 
 
-def layered(folder: Path, pieces: int) -> tuple[Namespace, File]:
+def layered(folder: Path, pieces: int) -> tuple[Namespace, PathRecord]:
     namespace = Namespace(directories(folder, 4, redundancy="2x"))
     while True:
         with namespace.create("f") as writer:
             for i in range(pieces):
-                writer.append(memoryview(pattern(100_000, i)))
+                writer.append(memoryview(random_bytes(100_000, i)))
             file = writer.publish()
         assert file.layout is not None
-        if len({frozenset(f.holder for f in p.fragments if f) for p in file.layout.pieces}) == 1 or pieces > 2:
+        if len({frozenset(f.object_index for f in p.fragments if f) for p in file.layout.stripes}) == 1 or pieces > 2:
             return namespace, file
 
 
-def spoil(folder: Path, file: File, piece: int, number: int) -> None:
+def spoil(folder: Path, file: PathRecord, piece: int, number: int) -> None:
     assert file.layout is not None
-    fragment = file.layout.pieces[piece].fragments[number]
+    fragment = file.layout.stripes[piece].fragments[number]
     assert fragment is not None
-    holder = file.layout.holders[fragment.holder]
+    holder = file.layout.objects[fragment.object_index]
     with (folder / holder.member / "objects" / holder.name).open("r+b") as opened:
         opened.seek(fragment.position + 5000)
         opened.write(b"ROT!")
@@ -307,14 +309,14 @@ def test_both_objects_are_rotten_in_different_pieces(tmp_path: Path) -> None:
     namespace, file = layered(tmp_path, 2)
     assert file.layout is not None
     whole = namespace.get("f")
-    first, second = (p.fragments for p in file.layout.pieces)
+    first, second = (p.fragments for p in file.layout.stripes)
     spoil(tmp_path, file, 0, 0)
     assert first[0] is not None
-    spoil(tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.holder != first[0].holder))
+    spoil(tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.object_index != first[0].object_index))
     assert namespace.get("f") == whole
-    done = repairs.repair(namespace, surveys.survey(namespace, verify=True))
+    done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
     assert not done.failed
-    assert surveys.survey(namespace, verify=True).whole
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
     assert namespace.get("f") == whole
 
 
@@ -324,7 +326,7 @@ def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeyp
     namespace, file = layered(tmp_path, 5)
     spoil(tmp_path, file, 0, 0)
     other = Namespace(directories(tmp_path, 4, redundancy="2x"))
-    real = repairs.restore
+    real = repairs.rebuild_fragments
 
     def restore(*arguments: Any, **options: Any) -> Any:
         made = real(*arguments, **options)
@@ -336,13 +338,13 @@ def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeyp
                 writer.publish()
         return made
 
-    monkeypatch.setattr(repairs, "restore", restore)
-    repairs.repair(namespace, surveys.survey(namespace, verify=True))
+    monkeypatch.setattr(repairs, "rebuild_fragments", restore)
+    repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
     monkeypatch.undo()
-    found = surveys.survey(namespace, verify=True)
-    assert [len(f.gone.objects) for f in found.damaged] == [0], "one fragment is bad, and no object is missing"
-    assert not repairs.repair(namespace, found).failed
-    assert surveys.survey(namespace, verify=True).whole
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert [len(f.lost.objects) for f in found.damaged_files] == [0], "one fragment is bad, and no object is missing"
+    assert not repairs.repair_namespace(namespace, found).failed
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
 
 
 # --- a bucket, whose check and change are two requests -------------------------------------------------------------
@@ -372,18 +374,18 @@ def test_a_late_change_of_a_bucket(monkeypatch: pytest.MonkeyPatch, what: str, l
     monkeypatch.setattr(objects, "_connect", lambda url: memory)
     store, pool = ObjectStore("s3://b/x"), ThreadPoolExecutor(2)
     registers: Registers = BucketRegisters(store, pool)
-    registers.complete()
-    assert registers.change([Change("/p", NONE, Value(b"old"))], "w", 1) == [True]
+    registers.mark_complete()
+    assert registers.change([DirectChange("/p", NO_BALLOT, RegisterValue(b"old"))], "w", 1) == [True]
 
     def meanwhile() -> None:
-        registers.fence(4) if what == "drop" else registers.join(4, "ring")
-        assert registers.accept([("/p", Value(b"acknowledged"))], Ballot(2, "b"), epoch=4) == [True]
+        registers.fence(4) if what == "drop" else registers.join_ring(4, "ring")
+        assert registers.accept([("/p", RegisterValue(b"acknowledged"))], Ballot(2, "b"), fence_number=4) == [True]
 
     slow = BucketRegisters(Late(store, late, meanwhile), pool)  # type: ignore[arg-type]
     try:
-        slow.drop(["/p"], 3) if what == "drop" else slow.join(4, "ring/")
+        slow.drop(["/p"], 3) if what == "drop" else slow.join_ring(4, "ring/")
     except StoreError:
         pass  # told that it is late
     (there,) = registers.read(["/p"], 4)
     assert isinstance(there, Record)
-    assert there.value == Value(b"acknowledged")
+    assert there.value == RegisterValue(b"acknowledged")

@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt import manifest
-from ckpt.copies import Described
-from ckpt.cover import overlap, tiled, uncovered
-from ckpt.manifest import Layout, StoredBlock
-from ckpt.merge import merge
-from ckpt.shard import Box, intersect, whole
+from ckpt.copies import LeafDescription
+from ckpt.cover import are_tiled, first_overlap, first_uncovered_box
+from ckpt.manifest import PlannedColumns, StoredBlock
+from ckpt.merge import merge_rows
+from ckpt.shard import Box, intersect, whole_box
 from ckpt.storage.errors import StepRefused
 
 EXAMPLES = settings(max_examples=60, deadline=None)
@@ -45,7 +45,7 @@ def part(rank: int, held: Sequence[Held], algorithm: str = "xxh3-128") -> tuple[
         for i in full
     ]  # fmt: skip
     index = {i: n for n, i in enumerate(full)}
-    layout = Layout(
+    layout = PlannedColumns(
         [h.leaf for h in held], [h.dtype for h in held], [h.shape for h in held], [h.box for h in held],
         [0] * len(held), sizes, [index.get(i) for i in range(len(held))],
     )  # fmt: skip
@@ -54,19 +54,19 @@ def part(rank: int, held: Sequence[Held], algorithm: str = "xxh3-128") -> tuple[
 
 
 def merged(parts: Sequence[tuple[int, Any]]) -> bytes:
-    return manifest.write_table(merge(parts), {"format": "1", "digest": "xxh3-128", "step": "3"})
+    return manifest.write_table(merge_rows(parts), {"format": "1", "digest": "xxh3-128", "step": "3"})
 
 
 def refused(parts: Sequence[tuple[int, Any]], *words: str) -> str:
     """Both orders of the parts are refused in the same words."""
     with pytest.raises(StepRefused) as error:
-        merge(parts)
+        merge_rows(parts)
     message = str(error.value)
     for word in words:
         assert word in message, message
     assert "\n" not in message
     with pytest.raises(StepRefused) as again:
-        merge(parts[::-1])
+        merge_rows(parts[::-1])
     assert str(again.value) == message
     return message
 
@@ -82,7 +82,7 @@ def test_a_gap_names_the_missing_box_and_what_to_do() -> None:
     shape = (8, 32)
     quarters = [box((a, a + 4), (b, b + 16)) for a in (0, 4) for b in (0, 16)]
     parts = [part(rank, [Held("w", shape, quarters[rank])]) for rank in (3, 2, 0)]
-    parts.append(part(9, [Held("fine", (3,), whole((3,)))]))
+    parts.append(part(9, [Held("fine", (3,), whole_box((3,)))]))
     refused(parts, "leaf w", "no rank stored [0:4, 16:32] of shape (8, 32)", "wrap it in ckpt.Shard", "same on every rank")
 
 
@@ -101,12 +101,12 @@ def test_dtypes_that_contradict_each_other() -> None:
 def test_what_a_rank_without_rows_takes_a_leaf_for() -> None:
     """Of a leaf that nobody stored it does not matter: a tied one may go by another name there."""
     parts = [part(0, [Held("w", (8,), box((0, 8)))]), part(7, [])]
-    held = {"w": Described(7, "float32", (8,)), "other": Described(7, "int8", (1,))}
-    data = manifest.write_table(merge(parts, held), {"format": "1", "digest": "xxh3-128"})
+    held = {"w": LeafDescription(7, "float32", (8,)), "other": LeafDescription(7, "int8", (1,))}
+    data = manifest.write_table(merge_rows(parts, held), {"format": "1", "digest": "xxh3-128"})
     assert manifest.decode(data, "x").leaves().keys() == {"w"}
     for dtype, shape in (("float32", (8, 1)), ("int32", (8,)), ("float32", ())):
         with pytest.raises(StepRefused) as error:
-            merge(parts, {"w": Described(7, dtype, shape)})
+            merge_rows(parts, {"w": LeafDescription(7, dtype, shape)})
         assert f"float32 of global shape (8,) on rank 0 and {dtype} of global shape {shape} on rank 7;" in str(error.value)
 
 
@@ -117,10 +117,10 @@ def test_a_box_outside_of_its_array(outside: Box) -> None:
 
 
 def test_one_box_by_several_ranks() -> None:
-    same = [part(rank, [Held("w", (8,), whole((8,)), "equal")]) for rank in (3, 1, 2)]
+    same = [part(rank, [Held("w", (8,), whole_box((8,)), "equal")]) for rank in (3, 1, 2)]
     rows = manifest.decode(merged(same), "x").rows
-    assert [(row.pack, row.box) for row in rows] == [("steps/3/pack/1-1-0-0.pack", whole((8,)))]
-    other = [*same, part(4, [Held("w", (8,), whole((8,)), "other")])]
+    assert [(row.pack, row.box) for row in rows] == [("steps/3/pack/1-1-0-0.pack", whole_box((8,)))]
+    other = [*same, part(4, [Held("w", (8,), whole_box((8,)), "other")])]
     refused(other, "leaf w", "ranks 1 and 4 both stored [0:8] of shape (8,)", "replica=(i, n)")
 
 
@@ -133,13 +133,13 @@ def test_boxes_that_overlap_in_part() -> None:
 
 
 def test_digests_of_two_kinds() -> None:
-    held = [Held("w", (8,), whole((8,)))]
+    held = [Held("w", (8,), whole_box((8,)))]
     refused([part(0, held), part(1, [], "blake3")], "rank 0", "rank 1", "'blake3'")
 
 
 def test_arrays_without_elements_or_without_axes() -> None:
-    scalar = Held("scalar", (), whole(()), "equal")
-    held = [Held("empty", (0, 4), whole((0, 4))), scalar, Held("none", (3, 0), box((1, 2), (0, 0)))]
+    scalar = Held("scalar", (), whole_box(()), "equal")
+    held = [Held("empty", (0, 4), whole_box((0, 4))), scalar, Held("none", (3, 0), box((1, 2), (0, 0)))]
     extra = [Held("cut", (4,), box((0, 4))), Held("cut", (4,), box((4, 4)))]
     rows = manifest.decode(merged([part(0, held), part(1, held), part(2, extra)]), "x").rows
     kept = [(row.leaf, row.box.shape) for row in rows]
@@ -150,7 +150,7 @@ def test_arrays_without_elements_or_without_axes() -> None:
 
 def test_nothing_at_all() -> None:
     assert manifest.decode(merged([part(0, []), part(1, [])]), "x").rows == []
-    assert merge([]).num_rows == 0
+    assert merge_rows([]).num_rows == 0
 
 
 def test_columns_of_other_writers() -> None:
@@ -165,7 +165,7 @@ def test_columns_of_other_writers() -> None:
 
 def cut(shape: tuple[int, ...], cuts: int, rng: random.Random) -> list[Box]:
     """An array in boxes, irregularly: one of them is cut in two, over and over."""
-    boxes = [whole(shape)]
+    boxes = [whole_box(shape)]
     for _ in range(cuts):
         i = rng.randrange(len(boxes))
         old = boxes[i]
@@ -273,14 +273,14 @@ def test_cover_and_overlap_are_those_of_painting(data: st.DataObject, shape: tup
     count = painted(shape, boxes)
     offset, extent = numbers(boxes, len(shape))
     starts = np.array([0, len(boxes)])
-    assert tiled(np.array([shape], np.int64).reshape(1, -1), starts, offset, extent)[0] == np.all(count == 1)
-    pair = overlap(offset, extent)
+    assert are_tiled(np.array([shape], np.int64).reshape(1, -1), starts, offset, extent)[0] == np.all(count == 1)
+    pair = first_overlap(offset, extent)
     assert (pair is not None) == np.any(count > 1)
     if pair is not None:
         assert pair[0] < pair[1]
         assert intersect(boxes[pair[0]], boxes[pair[1]]) is not None or shape == ()
         return
-    gap = uncovered(shape, offset, extent)
+    gap = first_uncovered_box(shape, offset, extent)
     assert (gap is not None) == np.any(count == 0)
     if gap is not None:
         assert np.all(count[(*gap.slices(), ...)] == 0)
@@ -294,7 +294,7 @@ def test_many_arrays_at_once(data: st.DataObject, axes: int, arrays: int) -> Non
     held = [data.draw(any_boxes(shape)) for shape in wholes]
     offset, extent = numbers([b for boxes in held for b in boxes], axes)
     starts = np.cumsum([0, *map(len, held)])
-    got = tiled(np.array(wholes, np.int64).reshape(arrays, axes), starts, offset, extent)
+    got = are_tiled(np.array(wholes, np.int64).reshape(arrays, axes), starts, offset, extent)
     assert got.tolist() == [bool(np.all(painted(s, b) == 1)) for s, b in zip(wholes, held, strict=True)]
 
 
@@ -306,12 +306,12 @@ def test_arrays_too_large_for_corners(shape: tuple[int, ...]) -> None:
         boxes = [Box((*b.offset, at), (*b.shape, n)) for b in boxes for at, n in pair]
     offset, extent = numbers(boxes, len(shape))
     wholes = np.array([shape], np.int64)
-    assert tiled(wholes, np.array([0, len(boxes)]), offset, extent)[0]
-    assert not tiled(wholes, np.array([0, len(boxes) - 1]), offset[1:], extent[1:])[0]
+    assert are_tiled(wholes, np.array([0, len(boxes)]), offset, extent)[0]
+    assert not are_tiled(wholes, np.array([0, len(boxes) - 1]), offset[1:], extent[1:])[0]
     if len(boxes) < 100:
-        assert uncovered(shape, offset[1:], extent[1:]) == boxes[0]
+        assert first_uncovered_box(shape, offset[1:], extent[1:]) == boxes[0]
     extent[0, -1] += 1
-    assert not tiled(wholes, np.array([0, len(boxes)]), offset, extent)[0]
-    pair_found = overlap(offset, extent)
+    assert not are_tiled(wholes, np.array([0, len(boxes)]), offset, extent)[0]
+    pair_found = first_overlap(offset, extent)
     assert pair_found is not None
     assert pair_found[0] == 0

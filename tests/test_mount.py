@@ -18,7 +18,7 @@ from cluster import Process
 from support import no_fuse
 
 from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 
 pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
 
@@ -67,7 +67,7 @@ def mount(mounted: Mounted) -> Path:
 
 
 def test_programs(mount: Path, tmp_path: Path) -> None:
-    data = pattern(19_000_001)
+    data = random_bytes(19_000_001)
     (tmp_path / "x").write_bytes(data)
     subprocess.run(["cp", str(tmp_path / "x"), str(mount / "a")], check=True)
     assert (mount / "a").read_bytes() == data
@@ -108,7 +108,7 @@ def test_what_is_refused(mount: Path) -> None:
 
 def test_write_sync_rename(mount: Path) -> None:
     (mount / "final").write_bytes(b"before")
-    for data in (b"payload", pattern(19_000_001)):
+    for data in (b"payload", random_bytes(19_000_001)):
         with NamedTemporaryFile(dir=mount, delete=False) as file:
             file.write(data)
             file.flush()

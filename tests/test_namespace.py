@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.aggregator import erasure, files, members, moving
-from ckpt.aggregator.members import from_table
+from ckpt.aggregator.members import config_from_table
 from ckpt.aggregator.namespace import Namespace, check_path, open_namespace
-from ckpt.aggregator.placement import Spot, choose, spread
-from ckpt.aggregator.redundancy import Redundancy, parse
+from ckpt.aggregator.placement import MemberLocation, choose_members, max_parts_per_domain
+from ckpt.aggregator.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.store import NamespaceStore
-from ckpt.aggregator.told import domains
-from ckpt.storage.device import Info
+from ckpt.aggregator.told import failure_domains
+from ckpt.storage.device import MemberInfo
 from ckpt.storage.errors import (
     AlreadyExists,
     IntegrityError,
@@ -37,7 +37,7 @@ from ckpt.storage.errors import (
     Unavailable,
 )
 from ckpt.storage.server import NodeOptions
-from ckpt.storage.testing import StoreContract, pattern
+from ckpt.storage.testing import StoreContract, random_bytes
 
 
 def on(namespace: Namespace, root: str = "run") -> NamespaceStore:
@@ -78,35 +78,40 @@ class TestOnNodes(StoreContract):
 
 
 def test_redundancies() -> None:
-    assert parse("1x") == Redundancy(1, 0)
-    assert parse("3x") == Redundancy(1, 2)
-    assert parse("4+2") == Redundancy(4, 2)
-    assert [str(parse(t)) for t in ("1x", "2x", "8+3")] == ["1x", "2x", "8+3"]
+    assert parse_redundancy("1x") == Redundancy(1, 0)
+    assert parse_redundancy("3x") == Redundancy(1, 2)
+    assert parse_redundancy("4+2") == Redundancy(4, 2)
+    assert [str(parse_redundancy(t)) for t in ("1x", "2x", "8+3")] == ["1x", "2x", "8+3"]
     for wrong in ("", "0x", "2", "x", "4+0", "40+2", "-1x", "2x2", "4+2+1"):
         with pytest.raises(InvalidArgument, match="use 1x, 2x, 3x for copies"):
-            parse(wrong)
+            parse_redundancy(wrong)
 
 
-SPOTS = [Spot(f"s{s}r{r}h{h}", (f"s{s}", f"s{s}r{r}", f"s{s}r{r}h{h}")) for s in range(2) for r in range(3) for h in range(4)]
+SPOTS = [
+    MemberLocation(f"s{s}r{r}h{h}", (f"s{s}", f"s{s}r{r}", f"s{s}r{r}h{h}"))
+    for s in range(2)
+    for r in range(3)
+    for h in range(4)
+]
 
 
 @given(st.text(max_size=20), st.integers(1, 24))
 def test_placement_spreads(key: str, count: int) -> None:
-    chosen = choose(key, SPOTS, count)
+    chosen = choose_members(key, SPOTS, count)
     assert len(set(chosen)) == count
-    assert spread(chosen, SPOTS) == -(-count // 2), "both halves of the machine take as much"
+    assert max_parts_per_domain(chosen, SPOTS) == -(-count // 2), "both halves of the machine take as much"
     racks = [name[:4] for name in chosen]
     assert max(map(racks.count, racks)) == -(-count // 6)
-    assert choose(key, SPOTS, 3, near=("s1", "s1r2"))[0].startswith("s1r2"), "the first is near the writer"
-    assert not set(choose(key, SPOTS, 20, taken=chosen)) & set(chosen)
+    assert choose_members(key, SPOTS, 3, host_domain=("s1", "s1r2"))[0].startswith("s1r2"), "the first is near the writer"
+    assert not set(choose_members(key, SPOTS, 20, excluded=chosen)) & set(chosen)
 
 
 def test_placement_is_weighted_and_stable() -> None:
-    spots = [Spot("a"), Spot("b"), Spot("c", weight=2.0), Spot("none", weight=0)]
-    won = [choose(str(i), spots, 1)[0] for i in range(4000)]
+    spots = [MemberLocation("a"), MemberLocation("b"), MemberLocation("c", weight=2.0), MemberLocation("none", weight=0)]
+    won = [choose_members(str(i), spots, 1)[0] for i in range(4000)]
     assert 1800 < won.count("c") < 2200
     assert "none" not in won
-    grown = [choose(str(i), [*spots, Spot("d")], 1)[0] for i in range(4000)]
+    grown = [choose_members(str(i), [*spots, MemberLocation("d")], 1)[0] for i in range(4000)]
     assert {b for a, b in zip(won, grown, strict=True) if a != b} == {"d"}, "only what the new one takes moves"
 
 
@@ -129,7 +134,7 @@ def slow_inverse(a: int) -> int:
 def test_the_code_is_that_of_a_slow_reference(k: int, m: int, length: int, draw: random.Random) -> None:
     shares = [np.frombuffer(draw.randbytes(length), np.uint8) for _ in range(k)]
     parity = [np.empty(length, np.uint8) for _ in range(m)]
-    erasure.Code(k, m).encode(shares, parity)
+    erasure.ErasureCode(k, m).encode(shares, parity)
     for j in range(m):
         want = np.zeros(length, np.uint8)
         for i in range(k):
@@ -139,7 +144,7 @@ def test_the_code_is_that_of_a_slow_reference(k: int, m: int, length: int, draw:
     every = dict(enumerate([*shares, *parity]))
     lost = draw.sample(range(k + m), draw.randint(1, m))
     into = {i: np.empty(length, np.uint8) for i in lost}
-    erasure.Code(k, m).rebuild({i: s for i, s in every.items() if i not in lost}, into)
+    erasure.ErasureCode(k, m).reconstruct({i: s for i, s in every.items() if i not in lost}, into)
     assert all(np.array_equal(into[i], every[i]) for i in lost)
 
 
@@ -161,23 +166,23 @@ def test_paths_that_are_good(path: str) -> None:
 
 
 def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, path = members.parse_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
+    config, path = members.parse_namespace_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
     assert [m.address for m in config.members] == ["h1:7070", "h2:7071"]
     assert (path, str(config.redundancy)) == ("run/a", "1x")
     six = ",".join(f"h{i}:1" for i in range(6))
     for text in ("4+2", "4%2B2"):
-        assert str(members.parse_url(f"ckpt://{six}/x?redundancy={text}")[0].redundancy) == "4+2"
+        assert str(members.parse_namespace_url(f"ckpt://{six}/x?redundancy={text}")[0].redundancy) == "4+2"
     file = tmp_path / "c.toml"
     file.write_text(
         '[namespaces.lab]\nredundancy = "2x"\nnear = "r1/h1"\n'
         'members = ["h1:1", { url = "node://h2:2", domain = "r1/h2", weight = 2 }, { url = "/mnt/a", name = "disk" }]\n'
     )
     monkeypatch.setenv("CKPT_CONFIG", str(file))
-    config, _ = members.parse_url("ckpt://lab/x")
-    assert [(m.name, m.spot.domain, m.spot.weight) for m in config.members] == [
+    config, _ = members.parse_namespace_url("ckpt://lab/x")
+    assert [(m.name, m.location.domain, m.location.weight) for m in config.members] == [
         ("h1:1", (), 1.0), ("h2:2", ("r1", "h2"), 2.0), ("disk", (), 1.0),
     ]  # fmt: skip
-    assert config.near == ("r1", "h1")
+    assert config.host_domain == ("r1", "h1")
 
 
 @pytest.mark.parametrize(
@@ -201,20 +206,20 @@ def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, m
         opened.write('[namespaces.c]\nmembers = ["h:1"]\ndeadline_seconds = "soon"\n')
     monkeypatch.setenv("CKPT_CONFIG", str(file))
     with pytest.raises(InvalidArgument, match=message):
-        members.parse_url(url)
+        members.parse_namespace_url(url)
 
 
 def test_records_are_kept(tmp_path: Path) -> None:
-    head = files.Head("file", 5, 1.5, 2.5, "v")
-    piece = files.Piece(0, 5, (files.Fragment(0, 4096, b"s"), None), 5)
+    head = files.RecordHead("file", 5, 1.5, 2.5, "v")
+    piece = files.Stripe(0, 5, (files.Fragment(0, 4096, b"s"), None), 5)
     for file in (
-        files.File(head, data=b"hello"),
-        files.File(files.Head("deleted", 0, 1.0, 2.0, "w")),
-        files.File(head, layout=files.Layout(parse("4+2"), (files.Holder("m", "n"),), (piece,))),
+        files.PathRecord(head, inline_data=b"hello"),
+        files.PathRecord(files.RecordHead("deleted", 0, 1.0, 2.0, "w")),
+        files.PathRecord(head, layout=files.FileLayout(parse_redundancy("4+2"), (files.MemberObject("m", "n"),), (piece,))),
     ):
-        assert files.decode("p", files.encode(file)) == file
+        assert files.decode_record("p", files.encode_record(file)) == file
     with pytest.raises(IntegrityError, match="the record of p can't be read"):
-        files.decode("p", files.Value(b"\xc1", b""))
+        files.decode_record("p", files.RegisterValue(b"\xc1", b""))
 
 
 # --- files -----------------------------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ def holders(namespace: Namespace, path: str) -> list[tuple[str, str]]:
     file = namespace.stat(path)
     assert file is not None
     assert file.layout is not None
-    return [(h.member, h.name) for h in file.layout.holders]
+    return [(h.member, h.name) for h in file.layout.objects]
 
 
 def objects(folder: Path) -> list[Path]:
@@ -234,7 +239,7 @@ def objects(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("redundancy", ["1x", "2x", "3x", "2+1", "4+2"])
 def test_files_of_many_pieces(tmp_path: Path, redundancy: str) -> None:
     namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
-    data = pattern(20_000_003)
+    data = random_bytes(20_000_003)
     with namespace.create("big", None, len(data), aligned=False) as writer:
         at = 0
         for length in (1, 5_000_000, 4096, 9_000_000, 5_995_906):
@@ -250,7 +255,7 @@ def test_files_of_many_pieces(tmp_path: Path, redundancy: str) -> None:
             got = reader.read_into(start, memoryview(buffer))
             assert bytes(buffer[:got]) == data[start : start + length]
     stored = sum(p.stat().st_size for p in objects(tmp_path))
-    assert stored <= parse(redundancy).overhead * len(data) * 1.02 + 20 * 4096 * 6
+    assert stored <= parse_redundancy(redundancy).overhead * len(data) * 1.02 + 20 * 4096 * 6
     namespace.delete(["big"])
     assert not objects(tmp_path)
     assert namespace.stat("big") is None
@@ -264,7 +269,7 @@ def test_whole_members_are_lost(tmp_path: Path, redundancy: str, lost: int) -> N
     import shutil
 
     namespace = Namespace(directories(tmp_path / "all", 6, redundancy=redundancy))
-    contents = {f"f{i}": pattern(n, i) for i, n in enumerate([0, 10, 32 << 10, 40_000, 3_000_000, 17_000_000])}
+    contents = {f"f{i}": random_bytes(n, i) for i, n in enumerate([0, 10, 32 << 10, 40_000, 3_000_000, 17_000_000])}
     for path, data in contents.items():
         namespace.put(path, data)
     namespace.close()
@@ -284,7 +289,7 @@ def test_whole_members_are_lost(tmp_path: Path, redundancy: str, lost: int) -> N
 
 def test_too_much_is_lost(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 4, redundancy="2x"))
-    namespace.put("a", pattern(100_000))
+    namespace.put("a", random_bytes(100_000))
     for member, name in holders(namespace, "a"):
         (tmp_path / member / "objects" / name).unlink()
     told = r"bytes 0 to 100000 of a in ckpt://test can't be read: 1 of 2 fragments are needed, 0 answer"
@@ -300,19 +305,19 @@ def test_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
     redundancy = data.draw(st.sampled_from(["1x", "2x", "2+1", "4+2"]))
     folder = tmp_path_factory.mktemp("flip")
     namespace = Namespace(directories(folder, 6, redundancy=redundancy))
-    content = pattern(data.draw(st.integers(33_000, 900_000)))
+    content = random_bytes(data.draw(st.integers(33_000, 900_000)))
     namespace.put("a", content)
     file = namespace.stat("a")
     assert file is not None
     assert file.layout is not None
-    (piece,) = file.layout.pieces
-    tolerated = parse(redundancy).tolerated
+    (piece,) = file.layout.stripes
+    tolerated = parse_redundancy(redundancy).tolerated_losses
     count = data.draw(st.integers(0, tolerated + 1))
     hit = data.draw(st.permutations(range(len(piece.fragments))))[:count]
     for i in hit:
         fragment = piece.fragments[i]
         assert fragment is not None
-        holder = file.layout.holders[fragment.holder]
+        holder = file.layout.objects[fragment.object_index]
         path = folder / holder.member / "objects" / holder.name
         raw = bytearray(path.read_bytes())
         if data.draw(st.booleans()):
@@ -330,16 +335,16 @@ def test_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
 
 def test_replacing_and_appending(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 3))
-    for content in (b"short", pattern(100_000), b"", pattern(200_000, 1)):
+    for content in (b"short", random_bytes(100_000), b"", random_bytes(200_000, 1)):
         namespace.put("a", content)
         assert namespace.get("a") == content
     assert len(objects(tmp_path)) == 2, "of what was replaced nothing is left"
     base = namespace.stat("a")
     with namespace.create("a", aligned=False, base=base) as writer:
-        writer.append(memoryview(pattern(50_000, 2)))
-        assert namespace.get("a") == pattern(200_000, 1), "not before it is done"
+        writer.append(memoryview(random_bytes(50_000, 2)))
+        assert namespace.get("a") == random_bytes(200_000, 1), "not before it is done"
         writer.commit()
-    assert namespace.get("a") == pattern(200_000, 1) + pattern(50_000, 2)
+    assert namespace.get("a") == random_bytes(200_000, 1) + random_bytes(50_000, 2)
     with pytest.raises(AlreadyExists, match="a file of this name is there already"):
         namespace.put("a", b"new", new=True)
     namespace.make_folder("f")
@@ -376,7 +381,7 @@ def test_of_two_clients_one_wins(tmp_path: Path) -> None:
 
 def test_two_clients_that_replace(tmp_path: Path) -> None:
     clients = [Namespace(directories(tmp_path, 3)) for _ in range(2)]
-    contents = [[pattern(50_000, 10 * i + j) for j in range(6)] for i in range(2)]
+    contents = [[random_bytes(50_000, 10 * i + j) for j in range(6)] for i in range(2)]
     threads = [
         threading.Thread(target=lambda i=i: [clients[i].put("a", data) for data in contents[i]])
         for i in range(2)  # type: ignore[misc]
@@ -396,14 +401,14 @@ def test_two_clients_that_replace(tmp_path: Path) -> None:
 
 
 def test_domains_as_they_are_told() -> None:
-    def info(*labels: tuple[str, str]) -> Info:
-        return Info("x", 0, 0, labels=labels)
+    def info(*labels: tuple[str, str]) -> MemberInfo:
+        return MemberInfo("x", 0, 0, labels=labels)
 
     none: tuple[str, ...] = ()
-    assert domains({"a": none, "b": ("r9",)}, {"a": info()}) == {"a": (), "b": ("r9",)}
+    assert failure_domains({"a": none, "b": ("r9",)}, {"a": info()}) == {"a": (), "b": ("r9",)}
     told = {"a": info(("rack", "r1"), ("host", "h1")), "b": info(("rack", "r2"))}
-    assert domains({"a": none, "b": ("r9",), "c": none}, told) == {"a": ("r1", "h1"), "b": ("r9",), "c": ("c", "c")}
-    assert domains({"a": ("a",), "b": ("b",), "c": ("c",)}, told)["a"] == ("r1", "h1", "a"), "near= names it"
+    assert failure_domains({"a": none, "b": ("r9",), "c": none}, told) == {"a": ("r1", "h1"), "b": ("r9",), "c": ("c", "c")}
+    assert failure_domains({"a": ("a",), "b": ("b",), "c": ("c",)}, told)["a"] == ("r1", "h1", "a"), "near= names it"
 
 
 def test_nodes_say_where_they_stand(tmp_path: Path) -> None:
@@ -414,7 +419,7 @@ def test_nodes_say_where_they_stand(tmp_path: Path) -> None:
     for near in ("", f"&near={nodes[3].address}"):
         namespace, _ = open_namespace(f"{url}/?redundancy=2x{near}")
         for i in range(30):
-            namespace.put(f"f{i}", pattern(70_000, i))
+            namespace.put(f"f{i}", random_bytes(70_000, i))
             held = [member for member, _ in holders(namespace, f"f{i}")]
             assert len({rack[m] for m in held}) == 2
             assert not near or nodes[3].address in held
@@ -422,7 +427,7 @@ def test_nodes_say_where_they_stand(tmp_path: Path) -> None:
     nodes[0].close()  # of which it is not known where it stands, to whom comes now
     later = quick(nodes_config(nodes))
     for i in range(10):
-        later.put(f"g{i}", pattern(70_000, i))
+        later.put(f"g{i}", random_bytes(70_000, i))
         assert len({rack[m] for m, _ in holders(later, f"g{i}")}) == 2
     done = subprocess.run(
         [sys.executable, "-m", "ckpt.tools.node", "admin", "status", f"{url}/"], capture_output=True, text=True, check=False
@@ -438,21 +443,21 @@ def test_one_node_under_two_names(tmp_path: Path) -> None:
     port = node.address.rpartition(":")[2]
     twice, _ = open_namespace(f"ckpt://{node.address},localhost:{port}/?redundancy=2x")
     with pytest.raises(InvalidArgument, match=f"{node.address} and localhost:{port} are the same device"):
-        twice.put("a", pattern(100_000))
+        twice.put("a", random_bytes(100_000))
     assert not twice.exists()
     folders = [str(tmp_path / "d"), f"{tmp_path}/x/../d"]
     with pytest.raises(InvalidArgument, match="are the same device"):
-        Namespace(from_table("test", {"members": folders, "redundancy": "2x"}, "the test")).put("a", b"1")
+        Namespace(config_from_table("test", {"members": folders, "redundancy": "2x"}, "the test")).put("a", b"1")
     good, _ = open_namespace(f"ckpt://{node.address},{other.address}/")
-    good.put("a", pattern(100_000))
+    good.put("a", random_bytes(100_000))
     grown, _ = open_namespace(f"ckpt://{node.address},{other.address},localhost:{port}/")
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="are the same device"):
-            grown.put("b", pattern(100_000))
+            grown.put("b", random_bytes(100_000))
     with pytest.raises(InvalidArgument, match="are the same device"):
-        moving.rebalance(grown)
-    assert grown.get("a") == pattern(100_000)
-    assert set(grown.ring.everyone) == {node.address, other.address}
+        moving.rebalance_fragments(grown)
+    assert grown.get("a") == random_bytes(100_000)
+    assert set(grown.ring.all_members) == {node.address, other.address}
     for each in (node, other):
         each.close()
 
@@ -471,8 +476,8 @@ def processes(tmp_path: Path) -> Iterator[list[Process]]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_fails_while_a_file_is_written(processes: list[Process], number: int) -> None:
     namespace = quick(nodes_config(processes, deadline_seconds=3.0))
-    namespace.put("before", pattern(5 << 20))
-    data = pattern(48 << 20)
+    namespace.put("before", random_bytes(5 << 20))
+    data = random_bytes(48 << 20)
     with namespace.create("during", None, len(data), aligned=False) as writer:
         for i in range(12):
             if i == 4:
@@ -480,12 +485,12 @@ def test_a_node_fails_while_a_file_is_written(processes: list[Process], number: 
             writer.append(memoryview(data)[i * (4 << 20) : (i + 1) * (4 << 20)])
         writer.commit()
     assert namespace.get("during") == data
-    assert namespace.get("before") == pattern(5 << 20)
+    assert namespace.get("before") == random_bytes(5 << 20)
     file = namespace.stat("during")
     assert file is not None
     assert file.layout is not None
-    for piece in file.layout.pieces:
-        there = {file.layout.holders[f.holder].member for f in piece.fragments if f is not None}
+    for piece in file.layout.stripes:
+        there = {file.layout.objects[f.object_index].member for f in piece.fragments if f is not None}
         assert len(there) == 2, "as redundant as was asked for"
         assert processes[1].address not in there
     namespace.put("after", b"1")
@@ -500,7 +505,7 @@ def test_a_node_comes_back(processes: list[Process]) -> None:
     namespace = quick(nodes_config(processes, deadline_seconds=3.0))
     for i in range(12):
         namespace.put(f"kept{i}", b"old")
-        namespace.put(f"gone{i}", pattern(40_000))
+        namespace.put(f"gone{i}", random_bytes(40_000))
     processes[2].kill()
     namespace.delete([f"gone{i}" for i in range(12)])
     for i in range(12):
@@ -518,7 +523,7 @@ def test_a_node_comes_back(processes: list[Process]) -> None:
 
 def test_too_few_nodes(processes: list[Process]) -> None:
     namespace = quick(nodes_config(processes, deadline_seconds=2.0))
-    namespace.put("a", pattern(100_000))
+    namespace.put("a", random_bytes(100_000))
     for process in processes[:3]:
         process.kill()
     with pytest.raises(Unavailable, match=r"start"):
@@ -527,7 +532,7 @@ def test_too_few_nodes(processes: list[Process]) -> None:
         namespace.list()
     for process in processes[:3]:
         process.start()
-    assert quick(nodes_config(processes)).get("a") == pattern(100_000)
+    assert quick(nodes_config(processes)).get("a") == random_bytes(100_000)
     namespace.close()
 
 

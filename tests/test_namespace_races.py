@@ -18,15 +18,15 @@ from cluster import directories
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.moving import drain
+from ckpt.aggregator.moving import drain_member
 from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.redundancy import parse
+from ckpt.aggregator.redundancy import parse_redundancy
 from ckpt.storage.errors import Changed, NotFound, StoreError, Unavailable
 from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.registers import Registers, Value
-from ckpt.storage.testing import pattern
+from ckpt.storage.registers import Registers, RegisterValue
+from ckpt.storage.testing import random_bytes
 
-FIRST, SECOND = pattern(300_000, 1), pattern(300_000, 2)
+FIRST, SECOND = random_bytes(300_000, 1), random_bytes(300_000, 2)
 
 
 class Down(Registers):
@@ -35,7 +35,7 @@ class Down(Registers):
     def _fails(self, *args: Any, **options: Any) -> Any:
         raise Unavailable("down")
 
-    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = collect = _fails
+    read = prepare = accept = change = scan = reset = mark_complete = fence = learn = join_ring = drop = collect = _fails
 
 
 @pytest.fixture
@@ -69,19 +69,19 @@ class Silent(Registers):
         self._over.wait()
         raise Unavailable("it stood still")
 
-    read = prepare = accept = change = scan = start_anew = complete = fence = learn = join = drop = collect = _waits
+    read = prepare = accept = change = scan = reset = mark_complete = fence = learn = join_ring = drop = collect = _waits
 
 
 def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
-    before = namespace._registers[member]
-    namespace._registers[member] = namespace.places[member].registers = registers
+    before = namespace._member_registers[member]
+    namespace._member_registers[member] = namespace.open_members[member].registers = registers
     return before
 
 
 def test_delete_by_a_member_that_missed_a_renaming(open_one: Callable[[], Namespace]) -> None:
     one, other = open_one(), open_one()
     one.put("x", FIRST)
-    swap(other, one.ring.keepers("/x").members[0], Down())
+    swap(other, one.ring.replica_set("/x").members[0], Down())
     other.rename("x", "y")
     assert not one.delete(["x"])
     assert one.get("y") == FIRST
@@ -114,11 +114,11 @@ def test_a_renaming_that_was_cut_off_and_another(open_one: Callable[[], Namespac
     one.rename("q", "s")
     one.delete(["s"])
     assert one.get("r") == FIRST
-    repairs.repair(one, surveys.survey(one))
+    repairs.repair_namespace(one, surveys.scrub_namespace(one))
     assert one.get("r") == FIRST
     one.delete(["r"])
-    repairs.repair(one, surveys.survey(one))
-    assert not any(place.inventory() for place in one.places.values())
+    repairs.repair_namespace(one, surveys.scrub_namespace(one))
+    assert not any(place.inventory() for place in one.open_members.values())
 
 
 def test_a_repair_of_what_was_renamed_meanwhile(open_one: Callable[[], Namespace]) -> None:
@@ -127,11 +127,11 @@ def test_a_repair_of_what_was_renamed_meanwhile(open_one: Callable[[], Namespace
     file = one.stat("x")
     assert file is not None
     assert file.layout is not None
-    holder = file.layout.holders[0]
-    one.places[holder.member].store.delete([holder.name])
-    found = surveys.survey(one)
+    holder = file.layout.objects[0]
+    one.open_members[holder.member].store.delete([holder.name])
+    found = surveys.scrub_namespace(one)
     one.rename("x", "y")
-    repairs.repair(one, found)
+    repairs.repair_namespace(one, found)
     assert one.get("y") == FIRST
 
 
@@ -148,9 +148,9 @@ def test_a_scrub_while_a_file_is_renamed(
         return read(names)
 
     monkeypatch.setattr(one, "read_records", late)
-    found = surveys.survey(one)
+    found = surveys.scrub_namespace(one)
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
-    repairs.repair(one, found)
+    repairs.repair_namespace(one, found)
     assert one.get("a") == FIRST
 
 
@@ -160,32 +160,32 @@ def test_records_of_a_newer_version(open_one: Callable[[], Namespace], old_enoug
     one.put("n", FIRST)
     value = one.read_records(["/n"])["/n"]
     assert value is not None
-    newer = Value(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
+    newer = RegisterValue(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
     one.update_record("n", lambda _, there: newer if there == value else None)
-    found = surveys.survey(one)
-    assert found.unreadable == ["n", "n", "n", "n"] or set(found.unreadable) == {"n"}
+    found = surveys.scrub_namespace(one)
+    assert found.unreadable_paths == ["n", "n", "n", "n"] or set(found.unreadable_paths) == {"n"}
     assert not found.orphans
-    assert not found.whole
+    assert not found.is_whole
 
 
 def test_a_half_done_write_and_a_scrub(open_one: Callable[[], Namespace], old_enough: None) -> None:
     """Its only trace is on a member that is away while the others are scrubbed."""
     one, other = open_one(), open_one()
     one.put("x", FIRST)
-    members = one.ring.keepers("/x").members
+    members = one.ring.replica_set("/x").members
     for member in members[1:]:
         swap(other, member, Down())
     with pytest.raises(Unavailable):
         other.put("x", SECOND)
     there = swap(one, members[0], Down())
     assert one.get("x") == FIRST
-    repairs.repair(one, surveys.survey(one))
+    repairs.repair_namespace(one, surveys.scrub_namespace(one))
     assert one.get("x") == FIRST
     swap(one, members[0], there)
     fresh = open_one()
     found = fresh.get("x")
     assert found in (FIRST, SECOND)
-    repairs.repair(fresh, surveys.survey(fresh))
+    repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh))
     assert fresh.get("x") == found
 
 
@@ -269,7 +269,7 @@ def test_an_append_that_came_through_while_its_writer_stood_still(
 
 def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) -> None:
     one = open_one()
-    one.put("e", FIRST, redundancy=parse("4+2"))
+    one.put("e", FIRST, redundancy=parse_redundancy("4+2"))
     with one.create("e", aligned=False, base=one.stat("e")) as writer:
         writer.append(memoryview(SECOND))
         writer.commit()
@@ -283,19 +283,19 @@ def test_writing_on_what_was_moved(
 ) -> None:
     """A repair puts pieces elsewhere, while another writes behind them."""
     one, other = open_one(), open_one()
-    one.put("x", FIRST, redundancy=parse(redundancy))
+    one.put("x", FIRST, redundancy=parse_redundancy(redundancy))
     base = one.stat("x")
     assert base is not None
     assert base.layout is not None
     with one.create("x", aligned=False, base=base) as writer:
         writer.append(memoryview(SECOND))
-        lost = base.layout.holders[0]
+        lost = base.layout.objects[0]
         if how == "repair":
-            other.places[lost.member].store.delete([lost.name])
-            assert repairs.repair(other, surveys.survey(other)).files == 1
+            other.open_members[lost.member].store.delete([lost.name])
+            assert repairs.repair_namespace(other, surveys.scrub_namespace(other)).files == 1
         else:
-            other.spots = tuple(s for s in other.spots if s.name != lost.member)
-            assert drain(other, lost.member).files == 1
+            other.locations = tuple(s for s in other.locations if s.name != lost.member)
+            assert drain_member(other, lost.member).files == 1
         moved = other.stat("x")
         assert moved is not None
         assert moved.layout != base.layout
@@ -303,23 +303,23 @@ def test_writing_on_what_was_moved(
     assert open_one().get("x") == FIRST + SECOND
     assert made == one.stat("x")
     assert made.layout is not None
-    assert lost not in made.layout.holders
+    assert lost not in made.layout.objects
     with one.create("x", aligned=False, base=made) as writer:
         writer.append(memoryview(b"more"))
         writer.commit()
     assert one.get("x") == FIRST + SECOND + b"more"
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
-    found = surveys.survey(open_one(), verify=True)
-    assert (found.damaged, found.orphans) == ([], {})
+    found = surveys.scrub_namespace(open_one(), verify=True)
+    assert (found.damaged_files, found.orphans) == ([], {})
 
 
 @pytest.mark.parametrize("redundancy", ["2x", "4+2"])
 def test_writing_on_what_was_cut(open_one: Callable[[], Namespace], redundancy: str) -> None:
     one = open_one()
-    whole = pattern(8 << 20)
-    with one.create("c", parse(redundancy), aligned=False) as writer:
+    whole = random_bytes(8 << 20)
+    with one.create("c", parse_redundancy(redundancy), aligned=False) as writer:
         writer.write_at(0, memoryview(whole))
-        writer.cut(5 << 20)
+        writer.truncate(5 << 20)
         writer.commit()
     assert one.get("c") == whole[: 5 << 20]
     with one.create("c", aligned=False, base=one.stat("c")) as writer:
@@ -345,7 +345,7 @@ def test_an_interrupt_while_the_record_is_written(open_one: Callable[[], Namespa
 def test_rot_in_the_head_of_a_record(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
     one = open_one()
     one.put("x", FIRST)
-    member = one.ring.keepers("/x").members[0]
+    member = one.ring.replica_set("/x").members[0]
     one.close()
     with sqlite3.connect(tmp_path / member / "registers.sqlite") as db:
         (head,) = db.execute("SELECT head FROM registers WHERE name = '/x'").fetchone()
@@ -353,10 +353,10 @@ def test_rot_in_the_head_of_a_record(open_one: Callable[[], Namespace], tmp_path
     db.close()
     again = open_one()
     assert list(again.list()) == ["x"]
-    found = surveys.survey(again, verify=True)
-    assert found.lagging == ["x"]
-    repairs.repair(again, found)
-    assert surveys.survey(again, verify=True).whole
+    found = surveys.scrub_namespace(again, verify=True)
+    assert found.lagging_paths == ["x"]
+    repairs.repair_namespace(again, found)
+    assert surveys.scrub_namespace(again, verify=True).is_whole
 
 
 def test_an_empty_disk_in_the_place_of_a_lost_one(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
@@ -372,21 +372,21 @@ def test_an_empty_disk_in_the_place_of_a_lost_one(open_one: Callable[[], Namespa
         assert again.get(f"x{i}") == FIRST
         with pytest.raises(StoreError, match="there already"):
             again.put(f"x{i}", SECOND, new=True)
-    repairs.repair(again, surveys.survey(again))
-    assert surveys.survey(again).whole
-    mine = [f"/x{i}" for i in range(10) if "disk0" in again.ring.keepers(f"/x{i}").members]
-    assert all(getattr(r, "value", None) is not None for r in again.places["disk0"].registers.read(mine))
+    repairs.repair_namespace(again, surveys.scrub_namespace(again))
+    assert surveys.scrub_namespace(again).is_whole
+    mine = [f"/x{i}" for i in range(10) if "disk0" in again.ring.replica_set(f"/x{i}").members]
+    assert all(getattr(r, "value", None) is not None for r in again.open_members["disk0"].registers.read(mine))
 
 
 def test_a_stopped_member_takes_not_all_threads(open_one: Callable[[], Namespace]) -> None:
     one = open_one()
     for i in range(30):
         one.put(f"x{i}", b"1")
-    member = one.ring.keepers("/x0").members[0]
+    member = one.ring.replica_set("/x0").members[0]
     slow = threading.Event()
 
     class Stopped(Down):
-        def read(self, names: Any, epoch: int = 0) -> Any:
+        def read(self, names: Any, fence_number: int = 0) -> Any:
             slow.wait(20)
             raise Unavailable("stopped")
 
@@ -416,7 +416,7 @@ def test_nobody_waits_for_a_member_that_stands_still(
     """Also in a process that knows of nobody yet how he is. With a deadline beyond all patience."""
     one = open_one()
     one.put("x", FIRST[:1000])
-    first, second, third = one.ring.keepers("/x").members
+    first, second, third = one.ring.replica_set("/x").members
     still = first
     if what == "lagging":  # of two that are left one has missed a change
         down = swap(one, second, Down())
@@ -426,8 +426,8 @@ def test_nobody_waits_for_a_member_that_stands_still(
     over = threading.Event()
     fresh = Namespace(directories(tmp_path, 6, deadline_seconds=1000.0))
     swap(fresh, still, Silent(over))
-    monkeypatch.setattr(fresh.places[still], "info", lambda: over.wait() and None)
-    monkeypatch.setattr(fresh.places[still].store, "create", lambda *_: over.wait())
+    monkeypatch.setattr(fresh.open_members[still], "info", lambda: over.wait() and None)
+    monkeypatch.setattr(fresh.open_members[still].store, "create", lambda *_: over.wait())
     work: dict[str, Callable[[], object]] = {
         "list": lambda: list(fresh.list()) == ["x"],
         "get": lambda: fresh.get("x") == FIRST[:1000],

@@ -30,19 +30,19 @@ from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.writing import FileWriter
 from ckpt.storage import failpoints, near, wire
-from ckpt.storage.access import Access
+from ckpt.storage.access import NodeCredentials
 from ckpt.storage.client import NodeStore
-from ckpt.storage.descriptors import GrowingFile
+from ckpt.storage.descriptors import AppendFile
 from ckpt.storage.errors import NoSpace, NotFound, StoreError, Unavailable
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import LocalStore
 from ckpt.storage.server import NodeOptions
-from ckpt.storage.testing import StoreContract, pattern, read, write
-from ckpt.storage.uploads import Uploads
+from ckpt.storage.testing import StoreContract, random_bytes, read_range, write_object
+from ckpt.storage.uploads import UploadLeases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
 
-DATA = pattern(3 << 20)
+DATA = random_bytes(3 << 20)
 
 
 class TestOverTheWire(StoreContract):
@@ -50,8 +50,8 @@ class TestOverTheWire(StoreContract):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[NodeStore]:
-        made = Here(tmp_path / "node", NodeOptions(near=False))
-        store = NodeStore(made.address, Access(deadline_seconds=20))
+        made = Here(tmp_path / "node", NodeOptions(pass_descriptors=False))
+        store = NodeStore(made.address, NodeCredentials(deadline_seconds=20))
         yield store
         store.close()
         made.close()
@@ -114,11 +114,11 @@ def test_the_way_of_the_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
     node = Process(tmp_path / "data", *options)
     try:
         store = NodeStore(node.address)
-        assert write(store, "a/b", DATA) == len(DATA)
+        assert write_object(store, "a/b", DATA) == len(DATA)
         assert store.get("a/b") == DATA
-        assert read(store, "a/b", 1000, 5000) == DATA[1000:6000]
+        assert read_range(store, "a/b", 1000, 5000) == DATA[1000:6000]
         with pytest.raises(NotFound, match="a/none"):
-            read(store, "a/none", 0, 10)
+            read_range(store, "a/none", 0, 10)
         counted = moved(node)
         if options:
             assert counted["received"] == len(DATA)
@@ -133,7 +133,7 @@ def test_the_way_of_the_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("near_by", [True, False])
 def test_an_append_that_no_message_holds(tmp_path: Path, near_by: bool) -> None:
-    node = Here(tmp_path / "data", NodeOptions(near=near_by))
+    node = Here(tmp_path / "data", NodeOptions(pass_descriptors=near_by))
     data = memoryview(bytearray(wire.MESSAGE_BYTES + 1))
     try:
         with NodeStore(node.address).create("a") as writer:
@@ -156,9 +156,9 @@ def test_another_network_namespace(tmp_path: Path) -> None:
         )  # fmt: skip
         assert process.stderr is not None
         assert any("serving" in line for line in process.stderr)
-        store = NodeStore(address, Access(deadline_seconds=20))
-        write(store, "a", DATA)
-        assert store.get("a") == read(store, "a", 0, len(DATA)) == DATA
+        store = NodeStore(address, NodeCredentials(deadline_seconds=20))
+        write_object(store, "a", DATA)
+        assert store.get("a") == read_range(store, "a", 0, len(DATA)) == DATA
         counted = moved(f"{hosts.address(0)}:8070")
         assert counted["received"] == len(DATA)
         assert "near" not in counted
@@ -203,10 +203,10 @@ def test_rot(tmp_path: Path) -> None:
             file.write(bytes([byte[0] ^ 1]))
         for _ in range(2):
             assert namespace.get("a") == DATA
-        found = surveys.survey(namespace, verify=True)
-        assert [health.path for health in found.damaged] == ["a"]
-        assert not repairs.repair(namespace, found).failed
-        assert surveys.survey(namespace, verify=True).whole
+        found = surveys.scrub_namespace(namespace, verify=True)
+        assert [health.path for health in found.damaged_files] == ["a"]
+        assert not repairs.repair_namespace(namespace, found).failed
+        assert surveys.scrub_namespace(namespace, verify=True).is_whole
     finally:
         namespace.close()
         for node in nodes:
@@ -217,7 +217,7 @@ def test_rot(tmp_path: Path) -> None:
 
 
 def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
-    store = NodeStore(node.address, Access(deadline_seconds=5))
+    store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
     store.put("kept", b"1")
     writer = store.create("torn", 2 * len(DATA))
     writer.append(memoryview(DATA))
@@ -235,7 +235,7 @@ def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
     until = time.monotonic() + 60
     while True:
         try:
-            write(store, "torn", DATA)
+            write_object(store, "torn", DATA)
             break
         except Unavailable:  # a connection that tries again only after a while
             assert time.monotonic() < until
@@ -249,7 +249,7 @@ def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytes
     """The file goes elsewhere; what was begun there is not kept open here, though nobody answers for it."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x", deadline_seconds=2.0))
-    begin, hurt = FileWriter._holder, threading.Lock()
+    begin, hurt = FileWriter._open_object, threading.Lock()
 
     def begun(self: FileWriter, member: str) -> int:
         found = begin(self, member)
@@ -259,9 +259,9 @@ def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytes
 
     try:
         namespace.put("first", b"all are there once")
-        monkeypatch.setattr(FileWriter, "_holder", begun)
+        monkeypatch.setattr(FileWriter, "_open_object", begun)
         gc.disable()
-        data = pattern(2_000_001, 1)
+        data = random_bytes(2_000_001, 1)
         namespace.put("a", data)
         assert hurt.locked()
         assert namespace.get("a") == data
@@ -284,8 +284,8 @@ def test_a_writer_is_forgotten(node: Process) -> None:
 
 
 def test_a_node_stands_still(node: Process) -> None:
-    store = NodeStore(node.address, Access(deadline_seconds=1))
-    write(store, "a", DATA)
+    store = NodeStore(node.address, NodeCredentials(deadline_seconds=1))
+    write_object(store, "a", DATA)
     reader, buffer = store.open("a"), memoryview(bytearray(len(DATA)))
     assert reader.read_into(0, buffer[:10]) == 10
     writer = store.create("b", len(DATA))
@@ -396,10 +396,10 @@ def test_the_lease_lives_while_a_client_writes(tmp_path: Path) -> None:
         with store.create("a", 10 * len(DATA)) as writer:
             (upload,) = node.server.uploads._uploads.values()
             writer._heard -= 100.0  # as after a long time
-            upload.touched -= 50.0
-            before = upload.touched
+            upload.touched_at -= 50.0
+            before = upload.touched_at
             writer.append(memoryview(DATA))
-            assert upload.touched > before + 40.0
+            assert upload.touched_at > before + 40.0
     finally:
         node.close()
 
@@ -410,7 +410,7 @@ def test_the_lease_lives_while_a_client_writes(tmp_path: Path) -> None:
 def test_promises(tmp_path: Path) -> None:
     """Two that grow share what there is, to the last byte, and no more."""
     limit = 10 << 20
-    uploads = Uploads(LocalStore(tmp_path), lambda promised: limit - promised, 60.0)
+    uploads = UploadLeases(LocalStore(tmp_path), lambda promised: limit - promised, 60.0)
     a, b = uploads.create("a", 1 << 20), uploads.create("b", 0)
     assert uploads.reserve(a, 2 << 20, 64 << 20) == 10 << 20
     with pytest.raises(NoSpace, match="do not fit: 0 are free"):
@@ -437,7 +437,7 @@ def test_no_more_is_promised_than_there_is(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, int]]
 ) -> None:
     limit, used = 50, 0
-    uploads = Uploads(LocalStore(tmp_path_factory.mktemp("store")), lambda promised: limit - used - promised, 60.0)
+    uploads = UploadLeases(LocalStore(tmp_path_factory.mktemp("store")), lambda promised: limit - used - promised, 60.0)
     keys: dict[int, tuple[str, int]] = {}
     for what, number, needed, more in steps:
         try:
@@ -523,7 +523,7 @@ def test_the_disk_fails_under_a_client(here: Here, point: str, kind: type[StoreE
 
 def test_an_object_is_deleted_under_a_reader(here: Here) -> None:
     store = NodeStore(here.address)
-    write(store, "a", DATA)
+    write_object(store, "a", DATA)
     with store.open("a") as reader:
         buffer = memoryview(bytearray(len(DATA)))
         assert reader.read_into(0, buffer[:100]) == 100
@@ -538,7 +538,7 @@ def test_an_object_is_deleted_under_a_reader(here: Here) -> None:
 def test_the_memory_of_a_read_under_way(here: Here) -> None:
     """Who has waited for long enough can tell whether the kernel may still write into his memory."""
     store = NodeStore(here.address)
-    write(store, "a", DATA)
+    write_object(store, "a", DATA)
     memory = bytearray(len(DATA))
     view = memoryview(memory)
     set_failpoints("local.read=sleep:0.5@1")
@@ -577,10 +577,10 @@ def test_a_disk_that_can_not_be_read(tmp_path: Path) -> None:
 
 def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT)
-    file = GrowingFile(fd, None, "a")
-    with file.place(5) as position:
+    file = AppendFile(fd, None, "a")
+    with file.reserve_range(5) as position:
         assert not file.close(), "one is under way"
-        with pytest.raises(StoreError, match="finished already"), file.place(5):
+        with pytest.raises(StoreError, match="finished already"), file.reserve_range(5):
             pass
         file.write(memoryview(b"hello"), position)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -630,26 +630,26 @@ def test_strangers(tmp_path: Path) -> None:
     """Who has the name, which all of the host can see, but not the secret, gets nothing, and keeps nobody."""
     node = Here(tmp_path / "data")
     try:
-        store = NodeStore(node.address, Access(deadline_seconds=20))
-        write(store, "a", DATA)
+        store = NodeStore(node.address, NodeCredentials(deadline_seconds=20))
+        write_object(store, "a", DATA)
         assert store.get("a") == DATA
-        door = store._neighbour._door
+        door = store._fd_client._address
         assert door is not None
         with pytest.raises(ConnectionError):
-            near.ask(replace(door, secret=secrets.token_bytes(32)), "open", "a", 5.0)
+            near.request_descriptors(replace(door, secret=secrets.token_bytes(32)), "open", "a", 5.0)
         for packet in (b"", b"x", secrets.token_bytes(100), door.secret, secrets.token_bytes(10_000)):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.settimeout(20)
-                peer.connect(f"\0{door.name}")
+                peer.connect(f"\0{door.socket_name}")
                 peer.send(packet)
                 assert socket.recv_fds(peer, 1000, 4)[:2] == (b"", [])
         for verb, argument in (("open", "../device.json"), ("open", "none"), ("append", "none"), ("other", "a")):
             with pytest.raises((StoreError, ValueError)):
-                near.ask(door, verb, argument, 20.0)
+                near.request_descriptors(door, verb, argument, 20.0)
         with ExitStack() as silent:
             for _ in range(20):
                 peer = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                peer.connect(f"\0{door.name}")
+                peer.connect(f"\0{door.socket_name}")
             assert store.get("a") == DATA
         assert not opened()
     finally:
@@ -663,8 +663,8 @@ def test_somebody_takes_the_name(tmp_path: Path) -> None:
     (tmp_path / "objects" / "false").write_bytes(b"false")
     try:
         store = NodeStore(node.address)
-        write(store, "a", DATA)
-        door = store._neighbour._door
+        write_object(store, "a", DATA)
+        door = store._fd_client._address
         assert door is not None
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             name = f"ckpt-test-{secrets.token_hex(8)}"
@@ -680,7 +680,7 @@ def test_somebody_takes_the_name(tmp_path: Path) -> None:
 
             thread = threading.Thread(target=answer)
             thread.start()
-            store._neighbour._door = replace(door, name=name)
+            store._fd_client._address = replace(door, name=name)
             assert store.get("a") == DATA
             thread.join()
             assert door.secret not in asked[0]
@@ -691,7 +691,7 @@ def test_somebody_takes_the_name(tmp_path: Path) -> None:
 
 def test_descriptors_are_not_inherited(here: Here) -> None:
     store = NodeStore(here.address)
-    write(store, "a", DATA)
+    write_object(store, "a", DATA)
     fd = store.descriptor("a")
     assert fd is not None
     assert not os.get_inheritable(fd)

@@ -13,7 +13,7 @@ from netns import Hosts, hosts_on_a_wire
 
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.members import from_table
+from ckpt.aggregator.members import config_from_table
 from ckpt.aggregator.namespace import Namespace
 
 
@@ -25,22 +25,22 @@ def hosts() -> Iterator[Hosts]:
 
 CLIENT = """
 import json, sys
-from ckpt.aggregator.members import from_table
+from ckpt.aggregator.members import config_from_table
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import AlreadyExists
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 me, members = sys.argv[1], json.loads(sys.argv[2])
-namespace = Namespace(from_table("test", {"members": members, "redundancy": "2x", "deadline_seconds": 2.0}, "the test"))
-namespace.slow_seconds, namespace.hedge_seconds = 1.0, 0.2
+namespace = Namespace(config_from_table("test", {"members": members, "redundancy": "2x", "deadline_seconds": 2.0}, "the test"))
+namespace.append_timeout_seconds, namespace.hedge_after_seconds = 1.0, 0.2
 won = []
 for i in range(int(sys.argv[3])):
-    namespace.put(f"{me}/{i}", pattern(100_000 + i, i))
+    namespace.put(f"{me}/{i}", random_bytes(100_000 + i, i))
     try:
         namespace.put(f"both/{i}", f"{me} {i}".encode(), new=True)
         won.append(i)
     except AlreadyExists:
         pass
-    assert namespace.get(f"{me}/{i}") == pattern(100_000 + i, i)
+    assert namespace.get(f"{me}/{i}") == random_bytes(100_000 + i, i)
     assert namespace.get(f"both/{i}").endswith(str(i).encode())
 print(json.dumps(won), flush=True)
 """
@@ -60,7 +60,7 @@ def test_each_client_reaches_other_nodes(hosts: Hosts, tmp_path: Path) -> None:
         assert any("serving" in line for line in node.stderr), "the node started"
         members.append(address)
     table = {"members": members, "redundancy": "2x", "deadline_seconds": 5.0}
-    here = Namespace(from_table("test", table, "the test"))
+    here = Namespace(config_from_table("test", table, "the test"))
     here.put("before", b"made while all answered")
     hosts.cut(4, 0)
     hosts.cut(5, 3)
@@ -81,8 +81,8 @@ def test_each_client_reaches_other_nodes(hosts: Hosts, tmp_path: Path) -> None:
             assert here.get(f"both/{i}") == f"c{who} {i}".encode()
     hosts.mend(4, 0)
     hosts.mend(5, 3)
-    repairs.repair(here, surveys.survey(here))
-    found = surveys.survey(here, verify=True)
-    assert found.whole, found
+    repairs.repair_namespace(here, surveys.scrub_namespace(here))
+    found = surveys.scrub_namespace(here, verify=True)
+    assert found.is_whole, found
     assert found.files == 3 * count + 1
     here.close()

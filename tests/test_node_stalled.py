@@ -14,44 +14,44 @@ import pytest
 from cluster import Here, Process
 
 from ckpt.storage import wire
-from ckpt.storage.access import Access
-from ckpt.storage.buffers import Buffers
+from ckpt.storage.access import NodeCredentials
+from ckpt.storage.buffers import BufferPool
 from ckpt.storage.client import NodeStore
 from ckpt.storage.errors import Unavailable
 from ckpt.storage.server import NodeOptions
-from ckpt.storage.sums import digest
-from ckpt.storage.testing import pattern, read, write
+from ckpt.storage.sums import transfer_digest
+from ckpt.storage.testing import random_bytes, read_range, write_object
 
 _BIG = 8 << 20
 
 
 def begun(store: NodeStore, key: str, data: bytes) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
     """An append of which only the first bytes are sent, by a client without a deadline."""
-    descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), digest(data)]))
+    descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), transfer_digest(data)]))
     writer, reader = flight.FlightClient(f"grpc://{store.address}").do_put(descriptor, wire.SCHEMA)
-    writer.write_batch(wire.batch(memoryview(data)[:1000]))
+    writer.write_batch(wire.to_record_batch(memoryview(data)[:1000]))
     return writer, reader
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Here]:
-    made = Here(tmp_path / "node", NodeOptions(near=False, buffer_bytes=2 * _BIG, wait_seconds=2.0))
+    made = Here(tmp_path / "node", NodeOptions(pass_descriptors=False, buffer_bytes=2 * _BIG, buffer_wait_seconds=2.0))
     yield made
     made.close()
 
 
 def test_stalled_appends_do_not_hold_the_buffers(node: Here) -> None:
-    store = NodeStore(node.address, Access(deadline_seconds=60))
-    data = pattern(_BIG)
+    store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
+    data = random_bytes(_BIG)
     keys = [store.call("create", f"stalled{i}", 0) for i in range(2)]
     stalled = [begun(store, key, data) for key in keys]
-    write(store, "other", data)
-    assert read(store, "other", 0, _BIG) == data
+    write_object(store, "other", data)
+    assert read_range(store, "other", 0, _BIG) == data
     outcomes = []
     for writer, reader in stalled:  # they go on after all: refused where the buffer is gone, and may send it again
         try:
-            with store.told("test"):
-                writer.write_batch(wire.batch(memoryview(data)[1000:]))
+            with store.convert_flight_errors("test"):
+                writer.write_batch(wire.to_record_batch(memoryview(data)[1000:]))
                 writer.done_writing()
                 reader.read()
                 writer.close()
@@ -63,24 +63,24 @@ def test_stalled_appends_do_not_hold_the_buffers(node: Here) -> None:
     for key, done in zip(keys, outcomes, strict=True):
         assert store.append(key, memoryview(data)) == (_BIG if done else 0)
         assert store.call("commit", key) == (2 * _BIG if done else _BIG)
-    assert read(store, "stalled0", 0, _BIG) == data
+    assert read_range(store, "stalled0", 0, _BIG) == data
 
 
 def test_a_full_buffer_is_not_taken_back() -> None:
     """The disk may take its time."""
-    buffers = Buffers(1 << 20)
+    buffers = BufferPool(1 << 20)
     with buffers.borrow(5, 1.0) as loan:
-        loan.add(memoryview(b"hello"))
+        loan.append(memoryview(b"hello"))
         with pytest.raises(Unavailable, match="too many writers"), buffers.borrow(5, 0.1):
             pass
-        with loan.whole() as came:
+        with loan.full_view() as came:
             assert came == b"hello"
     with buffers.borrow(5, 0.1) as loan:
         with buffers.borrow(5, 0.1) as other:
-            other.add(memoryview(b"world"))
+            other.append(memoryview(b"world"))
             with pytest.raises(Unavailable, match="given to another writer"):
-                loan.add(memoryview(b"hello"))
-            with other.whole() as came:
+                loan.append(memoryview(b"hello"))
+            with other.full_view() as came:
                 assert came == b"world"
         with buffers.borrow(5, 0.1):
             pass
@@ -88,13 +88,13 @@ def test_a_full_buffer_is_not_taken_back() -> None:
 
 def test_a_stalled_read_keeps_no_file(tmp_path: Path) -> None:
     """What is deleted is gone, whoever has not read it to its end."""
-    node = Here(tmp_path, NodeOptions(near=False, lease_seconds=0.2))
+    node = Here(tmp_path, NodeOptions(pass_descriptors=False, lease_seconds=0.2))
     try:
-        store = NodeStore(node.address, Access(deadline_seconds=60))
-        data = pattern(64 << 20)
+        store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
+        data = random_bytes(64 << 20)
         node.device.store.put("a", data)
-        with store.told("test"):
-            stalled = store.client().do_get(flight.Ticket(wire.pack(["a", 0, len(data)])), store.options())
+        with store.convert_flight_errors("test"):
+            stalled = store.next_connection().do_get(flight.Ticket(wire.pack(["a", 0, len(data)])), store.call_options())
             stalled.read_chunk()
 
         def is_open() -> bool:
@@ -105,10 +105,10 @@ def test_a_stalled_read_keeps_no_file(tmp_path: Path) -> None:
         while is_open():
             assert time.monotonic() < until
             time.sleep(0.05)
-        with pytest.raises(Unavailable, match="read it again"), store.told("test"):
+        with pytest.raises(Unavailable, match="read it again"), store.convert_flight_errors("test"):
             while True:
                 stalled.read_chunk()
-        assert read(store, "a", 0, 1000) == data[:1000]
+        assert read_range(store, "a", 0, 1000) == data[:1000]
     finally:
         node.close()
 
@@ -131,8 +131,8 @@ def test_sigterm(tmp_path: Path) -> None:
     node = Process(tmp_path / "data", "--no-near", "--drain-seconds", "0.5")
     try:
         store = NodeStore(node.address)
-        data = pattern(32 << 20)
-        write(store, "kept", data)
+        data = random_bytes(32 << 20)
+        write_object(store, "kept", data)
         writing = begun(store, store.call("create", "torn", 0), data[:_BIG])
         reading = flight.FlightClient(f"grpc://{node.address}").do_get(flight.Ticket(wire.pack(["kept", 0, 32 << 20])))
         node.signal(signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_sigterm(tmp_path: Path) -> None:
         assert writing
         assert reading
         node.start()
-        assert read(store, "kept", 0, 1000) == data[:1000]
+        assert read_range(store, "kept", 0, 1000) == data[:1000]
         assert [entry.name for entry in store.list()] == ["kept"]
     finally:
         node.close()

@@ -21,7 +21,7 @@ from cluster import Here, Process
 
 from ckpt.storage import device as devices
 from ckpt.storage import wire
-from ckpt.storage.access import Access, TokenFile
+from ckpt.storage.access import NodeCredentials, TokenFile
 from ckpt.storage.client import NodeStore
 from ckpt.storage.device import Device
 from ckpt.storage.errors import (
@@ -36,7 +36,7 @@ from ckpt.storage.errors import (
     Unavailable,
 )
 from ckpt.storage.server import NodeOptions
-from ckpt.storage.testing import StoreContract, pattern, read, write
+from ckpt.storage.testing import StoreContract, random_bytes, read_range, write_object
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def node(tmp_path: Path) -> Iterator[Here]:
 
 @pytest.fixture
 def store(node: Here) -> Iterator[NodeStore]:
-    made = NodeStore(node.address, Access(deadline_seconds=10))
+    made = NodeStore(node.address, NodeCredentials(deadline_seconds=10))
     yield made
     made.close()
 
@@ -57,7 +57,7 @@ class TestNodeStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[NodeStore]:
         made = Here(tmp_path / "node")
-        store = NodeStore(made.address, Access(deadline_seconds=20))
+        store = NodeStore(made.address, NodeCredentials(deadline_seconds=20))
         yield store
         store.close()
         made.close()
@@ -69,8 +69,8 @@ class TestNodeStore(StoreContract):
 def test_a_wrong_token(tmp_path: Path) -> None:
     node = Here(tmp_path, NodeOptions(tokens=lambda: ("the right one, long enough",)))
     try:
-        NodeStore(node.address, Access(token="the right one, long enough")).put("a", b"1")
-        for access in (Access(), Access(token="a wrong one"), Access(token="")):
+        NodeStore(node.address, NodeCredentials(token="the right one, long enough")).put("a", b"1")
+        for access in (NodeCredentials(), NodeCredentials(token="a wrong one"), NodeCredentials(token="")):
             store = NodeStore(node.address, access)
             for verb, arguments in (
                 ("put", ["b", b"2", False]), ("list", [""]), ("delete", [["a"]]), ("registers.read", [["x"]]),
@@ -92,9 +92,9 @@ def test_a_token_that_is_replaced(tmp_path: Path, near: bool) -> None:
     file = tmp_path / "token"
     tokens = {which: f"the {which} one, long enough" for which in ("old", "new")}
     file.write_text(tokens["old"] + "\n")
-    node = Here(tmp_path / "node", NodeOptions(tokens=TokenFile(file), near=near))
+    node = Here(tmp_path / "node", NodeOptions(tokens=TokenFile(file), pass_descriptors=near))
     try:
-        old, new = (NodeStore(node.address, Access(token=tokens[which], deadline_seconds=20)) for which in tokens)
+        old, new = (NodeStore(node.address, NodeCredentials(token=tokens[which], deadline_seconds=20)) for which in tokens)
         old.put("a", b"1")
         assert old.get("a") == b"1"
         upload = old.create("b")
@@ -148,33 +148,33 @@ def test_a_symbolic_link_out_of_the_root(node: Here, store: NodeStore, tmp_path:
 def test_oversized_messages(store: NodeStore) -> None:
     key = store.call("create", "a", 0)
     descriptor = flight.FlightDescriptor.for_command(wire.pack([key, wire.MESSAGE_BYTES + 1, b""]))
-    with pytest.raises(InvalidArgument, match="is refused"), store.told("test"):
-        writer, reader = store.client().do_put(descriptor, wire.SCHEMA, store.options())
+    with pytest.raises(InvalidArgument, match="is refused"), store.convert_flight_errors("test"):
+        writer, reader = store.next_connection().do_put(descriptor, wire.SCHEMA, store.call_options())
         writer.done_writing()
         reader.read()
         writer.close()
 
 
 def test_garbage(node: Here, store: NodeStore) -> None:
-    with store.told("test"):
-        client = store.client()
+    with store.convert_flight_errors("test"):
+        client = store.next_connection()
     garbage = [("list", wire.pack([5]))]
     garbage += [("put", b"\xc1\xff"), ("put", b""), ("put", wire.pack([1])), ("no", b""), ("registers.read", wire.pack([5]))]
     for verb, body in garbage:
-        with pytest.raises(InvalidArgument), store.told("test"):
-            list(client.do_action(flight.Action(verb, body), store.options()))
+        with pytest.raises(InvalidArgument), store.convert_flight_errors("test"):
+            list(client.do_action(flight.Action(verb, body), store.call_options()))
     tickets = [b"\xc1", wire.pack([1]), wire.pack(["a", "x", 3]), wire.pack(["a", -5, 3]), wire.pack([None, 0, 1])]
     store.put("a", b"123")
     for ticket in tickets:
-        with pytest.raises(InvalidArgument), store.told("test"):
-            list(client.do_get(flight.Ticket(ticket), store.options()))
+        with pytest.raises(InvalidArgument), store.convert_flight_errors("test"):
+            list(client.do_get(flight.Ticket(ticket), store.call_options()))
     key = store.call("create", "b", 0)
     text = pa.record_batch([["hello"]], names=["s"])
-    good = wire.batch(memoryview(b"hello"))
+    good = wire.to_record_batch(memoryview(b"hello"))
     wrong = [(b"", good), (wire.pack([1]), good), (wire.pack([key, "x", b""]), good), (wire.pack([key, 5, b""]), text)]
     for command, batch in wrong:
-        with pytest.raises(InvalidArgument), store.told("test"):
-            writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), batch.schema, store.options())
+        with pytest.raises(InvalidArgument), store.convert_flight_errors("test"):
+            writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), batch.schema, store.call_options())
             with suppress(pa.ArrowException):  # it may be refused before
                 writer.write_batch(batch)
                 writer.done_writing()
@@ -188,9 +188,9 @@ def test_garbage(node: Here, store: NodeStore) -> None:
 def test_bytes_that_changed_on_the_way(store: NodeStore) -> None:
     key = store.call("create", "a", 0)
     descriptor = flight.FlightDescriptor.for_command(wire.pack([key, 5, b"0" * 16]))
-    with pytest.raises(IntegrityError, match="send the append again"), store.told("test"):
-        writer, reader = store.client().do_put(descriptor, wire.SCHEMA, store.options())
-        writer.write_batch(wire.batch(memoryview(b"hello")))
+    with pytest.raises(IntegrityError, match="send the append again"), store.convert_flight_errors("test"):
+        writer, reader = store.next_connection().do_put(descriptor, wire.SCHEMA, store.call_options())
+        writer.write_batch(wire.to_record_batch(memoryview(b"hello")))
         writer.done_writing()
         reader.read()
         writer.close()
@@ -208,7 +208,7 @@ def test_a_full_node(tmp_path: Path) -> None:
         with store.create("b", 8_000_000) as writer, pytest.raises(NoSpace, match="2000000 bytes are free"):
             store.create("c", 8_000_000)
             del writer
-        write(store, "d", pattern(4 << 20))
+        write_object(store, "d", random_bytes(4 << 20))
         assert store.info().used_bytes == 4 << 20
     finally:
         node.close()
@@ -225,10 +225,10 @@ def test_used(tmp_path: Path) -> None:
         store.put_new("b/c", bytes(20))
         with pytest.raises(AlreadyExists):
             store.put_new("b/c", bytes(3000))
-        write(store, "b/d", pattern(100_000))
-        write(store, "b/d", pattern(90_000))
+        write_object(store, "b/d", random_bytes(100_000))
+        write_object(store, "b/d", random_bytes(90_000))
         with store.create("torn", 5000) as writer:
-            writer.append(memoryview(pattern(5000)))
+            writer.append(memoryview(random_bytes(5000)))
         assert store.info().used_bytes == 500 + 20 + 90_000
         store.delete(["a", "never"])
         assert store.info().used_bytes == 20 + 90_000
@@ -237,7 +237,7 @@ def test_used(tmp_path: Path) -> None:
         assert store.info().used_bytes == 20
         with pytest.raises(NotFound):
             store.get("b/d")
-        write(store, "e", pattern(7000))
+        write_object(store, "e", random_bytes(7000))
     finally:
         node.close()
     again = Here(tmp_path)
@@ -253,7 +253,7 @@ def test_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert first.usage()[0] == 0
     first.store.put("a", bytes(100))
     assert first.usage()[0] == 100
-    monkeypatch.setattr(devices, "_COUNT_SECONDS", 0.0)
+    monkeypatch.setattr(devices, "_RECOUNT_SECONDS", 0.0)
     second.store.put("b", bytes(10))
     assert first.usage()[0] == second.usage()[0] == 110
 
@@ -275,7 +275,7 @@ def test_a_client_that_vanished(tmp_path: Path) -> None:
     try:
         store = NodeStore(node.address)
         writer = store.create("a")
-        writer.append(memoryview(pattern(5000)))
+        writer.append(memoryview(random_bytes(5000)))
         until = time.monotonic() + 20
         while len(node.server.uploads) and time.monotonic() < until:
             time.sleep(0.05)
@@ -319,7 +319,7 @@ def test_closed_beneath_the_calls_of_other_threads(node: Here) -> None:
 
 
 def test_nobody_there() -> None:
-    store = NodeStore("127.0.0.1:1", Access(deadline_seconds=1))
+    store = NodeStore("127.0.0.1:1", NodeCredentials(deadline_seconds=1))
     for call in (lambda: store.get("a"), lambda: store.put("a", b""), store.info, lambda: store.registers.read(["a"])):
         with pytest.raises(Unavailable, match=r"node://127\.0\.0\.1:1"):
             call()
@@ -332,9 +332,9 @@ def test_the_command(tmp_path: Path) -> None:
     node = Process(tmp_path / "data", "--domain", "rack=r1,host=h3", "--capacity", "1GB", "--no-near")
     try:
         store = NodeStore(node.address)
-        data = pattern(3 << 20)
-        write(store, "a/b", data)
-        assert read(store, "a/b", 1 << 20, 100) == data[1 << 20 : (1 << 20) + 100]
+        data = random_bytes(3 << 20)
+        write_object(store, "a/b", data)
+        assert read_range(store, "a/b", 1 << 20, 100) == data[1 << 20 : (1 << 20) + 100]
         info = store.info()
         assert info.labels == (("rack", "r1"), ("host", "h3"))
         assert info.free_bytes <= 10**9
@@ -354,10 +354,10 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
     node = Process(tmp_path / "data", "--no-near")
     try:
-        store = NodeStore(node.address, Access(deadline_seconds=5))
+        store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
         store.put("kept", b"1")
         writer = store.create("torn")
-        writer.append(memoryview(pattern(1 << 20)))
+        writer.append(memoryview(random_bytes(1 << 20)))
         node.kill()
         with pytest.raises(Unavailable):
             writer.append(memoryview(b"more"))
@@ -376,7 +376,7 @@ def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
 def test_a_node_that_serves_again_is_reached_at_once(tmp_path: Path) -> None:
     """Who was refused all the while, too: gRPC repeats the refusal of before for up to a second."""
     node = Process(tmp_path / "data", "--no-near")
-    store = NodeStore(node.address, Access(deadline_seconds=5))
+    store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
     ended = threading.Event()
 
     def ask() -> None:
@@ -419,7 +419,7 @@ def test_a_line_an_event(tmp_path: Path) -> None:
     """What is refused, and what nobody has thought of."""
     node = Process(tmp_path / "data", "--no-near", failpoints="node.get=error")
     try:
-        store = NodeStore(node.address, Access(deadline_seconds=20))
+        store = NodeStore(node.address, NodeCredentials(deadline_seconds=20))
         with pytest.raises(StoreError, match="see its log"):
             store.get("a")
         for verb in ("list", "put"):
@@ -438,7 +438,7 @@ def test_a_line_an_event(tmp_path: Path) -> None:
 def test_a_stopped_node(tmp_path: Path) -> None:
     node = Process(tmp_path / "data")
     try:
-        store = NodeStore(node.address, Access(deadline_seconds=1))
+        store = NodeStore(node.address, NodeCredentials(deadline_seconds=1))
         store.put("a", b"1")
         node.signal(signal.SIGSTOP)
         for call in (lambda: store.get("a"), lambda: store.put("b", b""), lambda: store.registers.read(["a"])):
@@ -481,13 +481,13 @@ def test_tls(tmp_path: Path) -> None:
     token.write_text("a token that is long enough\n")
     node = Process(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(token))
     try:
-        good = NodeStore(node.address, Access("a token that is long enough", cert.read_bytes(), deadline_seconds=10))
+        good = NodeStore(node.address, NodeCredentials("a token that is long enough", cert.read_bytes(), deadline_seconds=10))
         good.put("a", b"1")
         assert good.get("a") == b"1"
         with pytest.raises(Unavailable):
-            NodeStore(node.address, Access("a token that is long enough", deadline_seconds=2)).get("a")
+            NodeStore(node.address, NodeCredentials("a token that is long enough", deadline_seconds=2)).get("a")
         with pytest.raises(Refused):
-            NodeStore(node.address, Access("another", cert.read_bytes(), deadline_seconds=10)).get("a")
+            NodeStore(node.address, NodeCredentials("another", cert.read_bytes(), deadline_seconds=10)).get("a")
     finally:
         node.close()
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ckpt.arena import Arena
-from ckpt.storage.pages import pages
+from ckpt.storage.pages import map_huge_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="advice about memory is Linux's")
 
@@ -37,7 +37,7 @@ def test_private_on_huge_pages_where_there_are_some() -> None:
 
 def test_a_child_sees_nothing_of_it_and_changes_nothing() -> None:
     """A worker of a data loader, forked in the middle of a save."""
-    memory = pages(4 << 20)
+    memory = map_huge_pages(4 << 20)
     memory[:4] = b"save"
     child = os.fork()
     if not child:

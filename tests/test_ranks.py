@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from support import SOAK, assert_clean, assert_same, drop_cache, finish, is_cached, python
 
 import ckpt
-from ckpt.copies import agreed, describe, lacking
+from ckpt.copies import agreed_descriptions, describe_leaves, missing_copies_text
 from ckpt.groups.base import Group, ranks_text
 from ckpt.groups.threads import ThreadGroup
 from ckpt.schedule import LEAD_SECONDS, next_step
@@ -35,8 +35,8 @@ from ckpt.storage.base import Reader
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import O_DIRECT, LocalStore, temporary_name
 from ckpt.tree import encode_tree, flatten
-from ckpt.turns import ROUND_BYTES, blocks_of, schedule
-from ckpt.window import Window
+from ckpt.turns import ROUND_BYTES, needs_by_block, schedule_shared_reads
+from ckpt.window import SharedWindow
 
 Work = Callable[[Group], Any]
 
@@ -162,7 +162,7 @@ def test_nothing_is_asked_of_the_group_after_opening(tmp_path: Path) -> None:
             raise AssertionError("a message during a save")
 
     made = ThreadGroup.make(3)
-    groups: list[Group] = [Silent(g.rank, 3, g._table, 60) for g in made]  # type: ignore[attr-defined]
+    groups: list[Group] = [Silent(g.rank, 3, g._shared, 60) for g in made]  # type: ignore[attr-defined]
 
     def work(group: Any) -> list[int]:
         with ckpt.Checkpointer(tmp_path, every=1, keep=2, group=group) as saver:
@@ -354,7 +354,7 @@ def handed_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Ranks of one host hand on through memory, others by messages: each of a store that is not theirs."""
     monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
     if request.param == "messages":
-        monkeypatch.setattr(Window, "meet", lambda *_: None)
+        monkeypatch.setattr(SharedWindow, "create", lambda *_: None)
 
 
 @pytest.mark.usefixtures("handed_on")
@@ -475,7 +475,7 @@ def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
                 need[position] = runs
     raw = {position: count * CELL for position, count in enumerate(cells)}
     rows = [[(0, at, raw[at], raw[at], *run) for at, runs in need.items() for run in runs] for need in needs]
-    turns = schedule(blocks_of([np.array(r, np.int64).reshape(-1, 6) for r in rows]), size)
+    turns = schedule_shared_reads(needs_by_block([np.array(r, np.int64).reshape(-1, 6) for r in rows]), size)
     rounds: dict[tuple[int, int], int] = {}
     for position in raw:
         turn = turns.get((0, position))
@@ -503,7 +503,7 @@ def test_neighbouring_stretches_of_a_block_are_one_read() -> None:
     """The edges of shards lie within cells: the cell that two need is read with what is beside it."""
     edges = [(i * 9 // 4 * CELL, -(-(i + 1) * 9 // 4) * CELL) for i in range(4)]
     rows = [[(0, 0, 9 * CELL, 9 * CELL, a, b)] for a, b in edges]
-    (turn,) = schedule(blocks_of([np.array(r, np.int64) for r in rows]), 4).values()
+    (turn,) = schedule_shared_reads(needs_by_block([np.array(r, np.int64) for r in rows]), 4).values()
     cells = [(job.begin // CELL, job.end // CELL, job.reader) for job in turn.jobs]
     assert cells == [(0, 3, 0), (3, 5, 1), (5, 7, 2), (7, 9, 3)]
 
@@ -787,12 +787,14 @@ def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
 
     first, second = text(pair1="a", all="x"), text(pair2="b", all="x")
     told = {first: [0, 1], second: [2, 3]}
-    assert lacking(told, lambda _: {}) == ""
+    assert missing_copies_text(told, lambda _: {}) == ""
     told = {first: [0], text(pair1="c", all="x"): [1], second: [2, 3]}
-    assert lacking(told, lambda _: {}).startswith("leaf a is on rank 0 but not on rank 1, leaf c is on rank 1 but")
-    assert lacking(told, lambda names: {name: {0, 1} for name in names}) == "", "a rank's rows tell that it has them"
+    assert missing_copies_text(told, lambda _: {}).startswith("leaf a is on rank 0 but not on rank 1, leaf c is on rank 1 but")
+    assert missing_copies_text(told, lambda names: {name: {0, 1} for name in names}) == "", (
+        "a rank's rows tell that it has them"
+    )
     told = {text(all=[f"w{i}" for i in range(9)]): [0, 1], text(): [2]}
-    assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in lacking(told, lambda _: {})
+    assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in missing_copies_text(told, lambda _: {})
 
 
 def test_copies_of_which_there_are_more_than_ranks(tmp_path: Path) -> None:
@@ -887,11 +889,11 @@ def test_what_ranks_hold_is_told_shortly(tmp_path: Path) -> None:
         return {"model": layers, "mine": mine, "own": ckpt.PerRank(np.ones(rank + 1)), "none": np.ones(0)}
 
     flats = [flatten(state(rank), rank) for rank in range(2)]
-    assert describe(flats[0]) == describe(flats[1])
-    known = agreed({describe(flats[0]): 0})
+    assert describe_leaves(flats[0]) == describe_leaves(flats[1])
+    known = agreed_descriptions({describe_leaves(flats[0]): 0})
     assert set(known) == {name for name in flats[0].leaves if name.startswith("model")} | {"none"}
     assert known["model.layers.7.up.weight"] == (0, "int64", (8, 8))
-    assert len(describe(flats[0])) < len(encode_tree(flats[0].node)) / 5
+    assert len(describe_leaves(flats[0])) < len(encode_tree(flats[0].node)) / 5
 
 
 def test_a_rank_that_cannot_store_its_leaf_tells_the_others(tmp_path: Path) -> None:

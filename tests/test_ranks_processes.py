@@ -251,7 +251,7 @@ def peak():
 ckpt.sharing.LocalStore = Remote
 ranks = int(sys.argv[2])
 if sys.argv[3] == "messages":
-    ckpt.sharing.Window.meet = lambda *_: None
+    ckpt.sharing.SharedWindow.create = lambda *_: None
 targets = [np.ones((16384, 8192 // ranks), np.float32) for _ in range(ranks)]
 before = peak()
 
@@ -284,7 +284,7 @@ def test_ranks_of_two_names_do_not_meet_and_say_so(tmp_path: Path) -> None:
     program = (
         "import sys, numpy as np, ckpt\n"
         "from ckpt.groups import EnvGroup, meeting\n"
-        "meeting._LONG_SECONDS = 0.5\n"
+        "meeting._WARN_SECONDS = 0.5\n"
         "ckpt.save({'w': np.ones(3)}, sys.argv[1], 0, group=EnvGroup(timeout=4))\n"
     )
     ranks = [

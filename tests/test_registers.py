@@ -16,23 +16,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.aggregator.fanout import FanOut, Health
-from ckpt.aggregator.ledger import Group, Keepers, Ledger
+from ckpt.aggregator.fanout import FanOut, MemberHealth
+from ckpt.aggregator.ledger import ReplicaSet, ReplicatedRegisters, VotingGroup
 from ckpt.aggregator.redundancy import Quorum, quorum
 from ckpt.storage.errors import Changed, Outdated, StoreError, Unavailable
 from ckpt.storage.fence_numbers import next_era
 from ckpt.storage.registers import (
-    NONE,
-    Answer,
+    NO_BALLOT,
     Ballot,
-    Change,
-    Damaged,
+    DamagedRecord,
+    DirectChange,
     Record,
+    RegisterAnswer,
     Registers,
-    Value,
+    RegisterValue,
     decode_ballot,
     encode_ballot,
-    floor,
+    floor_ballot,
     is_final,
 )
 from ckpt.storage.sqlite import SqliteRegisters
@@ -51,7 +51,7 @@ def registers(tmp_path: Path) -> SqliteRegisters:
 def fresh(path: Path) -> SqliteRegisters:
     """Registers of a namespace that was just made."""
     made = SqliteRegisters(str(path))
-    made.complete()
+    made.mark_complete()
     return made
 
 
@@ -69,7 +69,7 @@ def test_ballots_are_kept(ballot: Ballot) -> None:
 def test_the_order_of_ballots() -> None:
     first = Ballot(1, "a")
     direct = first.next_step("x")
-    assert NONE < NONE.next_step("x") < first < direct < direct.next_step("w") < Ballot(1, "b") < Ballot(2, "")
+    assert NO_BALLOT < NO_BALLOT.next_step("x") < first < direct < direct.next_step("w") < Ballot(1, "b") < Ballot(2, "")
 
 
 def test_an_empty_register(registers: SqliteRegisters) -> None:
@@ -79,41 +79,41 @@ def test_an_empty_register(registers: SqliteRegisters) -> None:
 
 def test_an_empty_disk_does_not_vote(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r" / "new.sqlite"))
-    assert isinstance(registers.read(["a"])[0], Damaged)
+    assert isinstance(registers.read(["a"])[0], DamagedRecord)
     assert registers.scan("") == []
     assert not (tmp_path / "r").exists(), "reading makes nothing"
-    assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], Damaged)
-    assert registers.change([Change("a", NONE, Value(b"1"))], "w") == [False]
-    registers.complete()
+    assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], DamagedRecord)
+    assert registers.change([DirectChange("a", NO_BALLOT, RegisterValue(b"1"))], "w") == [False]
+    registers.mark_complete()
     assert registers.read(["a"]) == [Record()]
 
 
 def test_promises(registers: SqliteRegisters) -> None:
     low, high = Ballot(1, "a"), Ballot(2, "a")
-    assert registers.prepare(["x"], high) == [Record(high, NONE, None)]
-    assert registers.prepare(["x"], low) == [Record(high, NONE, None)], "a lower one is told of the higher"
-    assert registers.accept([("x", Value(b"h", b"b"))], low) == [False]
-    assert registers.accept([("x", Value(b"h", b"b"))], high) == [True]
-    assert record(registers, "x") == Record(high, high, Value(b"h", b"b"))
-    assert registers.prepare(["x"], Ballot(3, "")) == [Record(Ballot(3, ""), high, Value(b"h", b"b"))]
+    assert registers.prepare(["x"], high) == [Record(high, NO_BALLOT, None)]
+    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower one is told of the higher"
+    assert registers.accept([("x", RegisterValue(b"h", b"b"))], low) == [False]
+    assert registers.accept([("x", RegisterValue(b"h", b"b"))], high) == [True]
+    assert record(registers, "x") == Record(high, high, RegisterValue(b"h", b"b"))
+    assert registers.prepare(["x"], Ballot(3, "")) == [Record(Ballot(3, ""), high, RegisterValue(b"h", b"b"))]
 
 
 def check_final(registers: Registers) -> None:
     """What is agreed for ever is not changed by anybody, however high the ballot, and is told from what is not."""
-    high, value = Ballot(1 << 61, "p"), Value(b"agreed")
+    high, value = Ballot(1 << 61, "p"), RegisterValue(b"agreed")
     registers.learn("x", value)
     there = record(registers, "x")
     assert is_final(there)
     assert registers.prepare(["x"], high) == [there]
-    assert registers.accept([("x", Value(b"other"))], high) == [False]
-    assert registers.change([Change("x", there.accepted, Value(b"other"))], "w") == [False]
+    assert registers.accept([("x", RegisterValue(b"other"))], high) == [False]
+    assert registers.change([DirectChange("x", there.accepted, RegisterValue(b"other"))], "w") == [False]
     assert record(registers, "x") == there
     registers.prepare(["y"], high)
     assert not is_final(record(registers, "y"))
     registers.learn("y", value)
     assert is_final(record(registers, "y"))
     with pytest.raises(Changed, match="was agreed upon before"):
-        registers.learn("y", Value(b"other"))
+        registers.learn("y", RegisterValue(b"other"))
 
 
 def test_what_is_final(registers: SqliteRegisters) -> None:
@@ -126,26 +126,28 @@ def check_eras(registers: Registers) -> None:
     assert one is not None
     assert two is not None
     registers.fence(1)
-    registers.change([Change("/a", NONE, Value(b"1")), Change("/b", NONE, Value(b"2"))], "w", 1)
-    at = NONE.next_step("w")
+    registers.change(
+        [DirectChange("/a", NO_BALLOT, RegisterValue(b"1")), DirectChange("/b", NO_BALLOT, RegisterValue(b"2"))], "w", 1
+    )
+    at = NO_BALLOT.next_step("w")
     registers.prepare(["/b"], Ballot(5, "p"), 1)
     assert registers.fence(one)
     assert not registers.fence(one)
     assert not registers.fence(2 - 1)
     with pytest.raises(Outdated, match="ring 1 in era 1, not 1"):
         registers.read(["/a"], 1)
-    assert registers.collect([("/a", Ballot(9, "x")), ("/none", NONE)], one) == 0
+    assert registers.collect([("/a", Ballot(9, "x")), ("/none", NO_BALLOT)], one) == 0
     assert registers.fence(two)
     assert registers.collect([("/a", at), ("/b", at)], two) == 2, "a promise below the floor is kept by the floor"
-    assert registers.read(["/a", "/b"], two) == [Record(floor(two), NONE, None)] * 2
-    assert registers.change([Change("/a", NONE, Value(b"late"))], "v", two) == [False]
+    assert registers.read(["/a", "/b"], two) == [Record(floor_ballot(two), NO_BALLOT, None)] * 2
+    assert registers.change([DirectChange("/a", NO_BALLOT, RegisterValue(b"late"))], "v", two) == [False]
     late, good = Ballot(7, "late"), Ballot(two + 1, "x")
-    assert registers.accept([("/a", Value(b"late"))], late, epoch=two) == [False]
-    assert registers.prepare(["/a"], late, two) == [Record(floor(two), NONE, None)]
-    assert registers.accept([("/a", Value(b"new"))], good, epoch=two) == [True]
+    assert registers.accept([("/a", RegisterValue(b"late"))], late, fence_number=two) == [False]
+    assert registers.prepare(["/a"], late, two) == [Record(floor_ballot(two), NO_BALLOT, None)]
+    assert registers.accept([("/a", RegisterValue(b"new"))], good, fence_number=two) == [True]
     assert registers.collect([("/a", good)], two) == 0, "above the floor: its ballot would be lost"
     registers.fence(2)
-    assert registers.read(["/b"], 2) == [Record(Ballot(2 << 32, ""), NONE, None)], "a floor stays when the ring changes"
+    assert registers.read(["/b"], 2) == [Record(Ballot(2 << 32, ""), NO_BALLOT, None)], "a floor stays when the ring changes"
 
 
 def test_eras(registers: SqliteRegisters) -> None:
@@ -153,64 +155,70 @@ def test_eras(registers: SqliteRegisters) -> None:
 
 
 def test_direct_changes(registers: SqliteRegisters) -> None:
-    first = Change("x", NONE, Value(b"1"))
-    assert registers.change([first, Change("y", NONE, Value(b"2"))], "w") == [True, True]
+    first = DirectChange("x", NO_BALLOT, RegisterValue(b"1"))
+    assert registers.change([first, DirectChange("y", NO_BALLOT, RegisterValue(b"2"))], "w") == [True, True]
     assert registers.change([first], "v") == [False], "it is not empty any more"
     at = record(registers, "x").accepted
-    assert at == NONE.next_step("w")
-    assert registers.change([Change("x", at, Value(b"3"))], "v") == [True]
+    assert at == NO_BALLOT.next_step("w")
+    assert registers.change([DirectChange("x", at, RegisterValue(b"3"))], "v") == [True]
     registers.prepare(["x"], Ballot(1, "p"))
     now = record(registers, "x")
-    assert registers.change([Change("x", now.accepted, Value(b"4"))], "v") == [False], "a promise was given"
-    assert now.value == Value(b"3")
+    assert registers.change([DirectChange("x", now.accepted, RegisterValue(b"4"))], "v") == [False], "a promise was given"
+    assert now.value == RegisterValue(b"3")
 
 
 def test_listing(registers: SqliteRegisters) -> None:
     names = ["a", "a/1", "a/2", "a0", "b", "ä/1", "a/\U0001f600"]
-    registers.change([Change(n, NONE, Value(n.encode(), b"body")) for n in names], "w")
+    registers.change([DirectChange(n, NO_BALLOT, RegisterValue(n.encode(), b"body")) for n in names], "w")
     assert [n for n, _ in registers.scan("")] == sorted(names)
     assert [n for n, _ in registers.scan("a/")] == ["a/1", "a/2", "a/\U0001f600"]
     assert [n for n, _ in registers.scan("a/", "a/1", 1)] == ["a/2"]
     found = dict(registers.scan_all(""))["b"]
     assert isinstance(found, Record)
-    assert found.value == Value(b"b"), "the body is left out"
+    assert found.value == RegisterValue(b"b"), "the body is left out"
 
 
 @pytest.mark.parametrize("column", ["promised", "accepted", "head", "body"])
 def test_rot_does_not_vote(registers: SqliteRegisters, column: str) -> None:
-    registers.change([Change("x", NONE, Value(b"head", b"body"))], "w")
+    registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b"head", b"body"))], "w")
     registers.close()
     with sqlite3.connect(registers._path) as db:
         db.execute(f"UPDATE registers SET {column} = x'00ff'")
     db.close()
     (answer,) = registers.read(["x"])
-    assert isinstance(answer, Damaged)
-    assert isinstance(registers.prepare(["x"], Ballot(9, ""))[0], Damaged)
-    assert registers.change([Change("x", NONE, Value(b"1"))], "v") == [False]
-    assert registers.accept([("x", Value(b"1"))], Ballot(9, "")) == [False]
-    assert registers.accept([("x", Value(b"1"))], Ballot(9, ""), heal=True) == [True]
-    assert record(registers, "x").value == Value(b"1")
+    assert isinstance(answer, DamagedRecord)
+    assert isinstance(registers.prepare(["x"], Ballot(9, ""))[0], DamagedRecord)
+    assert registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b"1"))], "v") == [False]
+    assert registers.accept([("x", RegisterValue(b"1"))], Ballot(9, "")) == [False]
+    assert registers.accept([("x", RegisterValue(b"1"))], Ballot(9, ""), repair_damaged=True) == [True]
+    assert record(registers, "x").value == RegisterValue(b"1")
 
 
 def test_a_damaged_file(registers: SqliteRegisters) -> None:
-    registers.change([Change(f"x{i}", NONE, Value(os.urandom(500))) for i in range(100)], "w")
+    registers.change([DirectChange(f"x{i}", NO_BALLOT, RegisterValue(os.urandom(500))) for i in range(100)], "w")
     registers.close()
     with open(registers._path, "r+b") as file:
         file.write(b"\xff" * 30_000)
     with pytest.raises(StoreError, match="damaged: run `ckpt-node admin repair`"):
         registers.read(["x1"])
-    registers.start_anew()
-    assert isinstance(registers.read(["x1"])[0], Damaged), "lost is not empty"
-    assert registers.accept([("x1", Value(b"1"))], Ballot(1, "a"), heal=True) == [True]
-    registers.complete()
-    assert record(registers, "x1").value == Value(b"1")
+    registers.reset()
+    assert isinstance(registers.read(["x1"])[0], DamagedRecord), "lost is not empty"
+    assert registers.accept([("x1", RegisterValue(b"1"))], Ballot(1, "a"), repair_damaged=True) == [True]
+    registers.mark_complete()
+    assert record(registers, "x1").value == RegisterValue(b"1")
     assert registers.read(["x2"]) == [Record()]
     assert [*Path(registers._path).parent.glob("*.damaged-*")], "what there was is kept"
 
 
 def test_a_value_that_is_too_long(registers: SqliteRegisters) -> None:
     with pytest.raises(StoreError, match="a register takes"):
-        registers.change([Change("y", NONE, Value(b"")), Change("x", NONE, Value(b"", bytes(33 << 20)))], "w")
+        registers.change(
+            [
+                DirectChange("y", NO_BALLOT, RegisterValue(b"")),
+                DirectChange("x", NO_BALLOT, RegisterValue(b"", bytes(33 << 20))),
+            ],
+            "w",
+        )
     assert registers.read(["x", "y"]) == [Record(), Record()], "all of a batch or nothing"
 
 
@@ -218,7 +226,7 @@ def test_a_value_that_is_too_long(registers: SqliteRegisters) -> None:
 def test_killed_in_a_batch(tmp_path: Path, point: str) -> None:
     program = (
         "import sys; from ckpt.storage.sqlite import SqliteRegisters; from ckpt.storage.registers import *\n"
-        "SqliteRegisters(sys.argv[1]).change([Change(f'x{i}', NONE, Value(b'v')) for i in range(50)], 'w')\n"
+        "SqliteRegisters(sys.argv[1]).change([DirectChange(f'x{i}', NO_BALLOT, RegisterValue(b'v')) for i in range(50)], 'w')\n"
     )
     path = str(tmp_path / "r.sqlite")
     fresh(Path(path)).close()
@@ -257,51 +265,57 @@ class Flaky(Registers):
             raise Unavailable("lost on the way back")
         return answer
 
-    def read(self, names: Sequence[str], epoch: int = 0) -> list[Answer]:
-        return self._maybe(lambda: self.inner.read(names, epoch))  # type: ignore[no-any-return]
+    def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
+        return self._maybe(lambda: self.inner.read(names, fence_number))  # type: ignore[no-any-return]
 
-    def prepare(self, names: Sequence[str], ballot: Ballot, epoch: int = 0) -> list[Answer]:
-        return self._maybe(lambda: self.inner.prepare(names, ballot, epoch))  # type: ignore[no-any-return]
+    def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
+        return self._maybe(lambda: self.inner.prepare(names, ballot, fence_number))  # type: ignore[no-any-return]
 
-    def accept(self, values: Sequence[tuple[str, Value]], ballot: Ballot, heal: bool = False, epoch: int = 0) -> list[bool]:
-        return self._maybe(lambda: self.inner.accept(values, ballot, heal, epoch))  # type: ignore[no-any-return]
+    def accept(
+        self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
+    ) -> list[bool]:
+        return self._maybe(lambda: self.inner.accept(values, ballot, repair_damaged, fence_number))  # type: ignore[no-any-return]
 
-    def change(self, changes: Sequence[Change], writer: str, epoch: int = 0) -> list[bool]:
-        return self._maybe(lambda: self.inner.change(changes, writer, epoch))  # type: ignore[no-any-return]
+    def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
+        return self._maybe(lambda: self.inner.change(changes, writer, fence_number))  # type: ignore[no-any-return]
 
-    def scan(self, prefix: str, after: str = "", limit: int = 10_000, epoch: int = 0) -> list[tuple[str, Answer]]:
-        return self._maybe(lambda: self.inner.scan(prefix, after, limit, epoch))
+    def scan(
+        self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
+    ) -> list[tuple[str, RegisterAnswer]]:
+        return self._maybe(lambda: self.inner.scan(prefix, after, limit, fence_number))
 
-    def start_anew(self) -> None:
-        self.inner.start_anew()
+    def reset(self) -> None:
+        self.inner.reset()
 
-    def complete(self) -> None:
-        self._maybe(self.inner.complete)
+    def mark_complete(self) -> None:
+        self._maybe(self.inner.mark_complete)
 
-    def fence(self, epoch: int) -> bool:
-        return bool(self._maybe(lambda: self.inner.fence(epoch)))
+    def fence(self, fence_number: int) -> bool:
+        return bool(self._maybe(lambda: self.inner.fence(fence_number)))
 
-    def collect(self, found: Sequence[tuple[str, Ballot]], epoch: int) -> int:
-        return int(self._maybe(lambda: self.inner.collect(found, epoch)))
+    def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
+        return int(self._maybe(lambda: self.inner.collect(expected_ballots, fence_number)))
 
-    def learn(self, name: str, value: Value) -> None:
+    def learn(self, name: str, value: RegisterValue) -> None:
         self._maybe(lambda: self.inner.learn(name, value))
 
-    def join(self, epoch: int, keep: str) -> None:
-        self._maybe(lambda: self.inner.join(epoch, keep))
+    def join_ring(self, fence_number: int, kept_prefix: str) -> None:
+        self._maybe(lambda: self.inner.join_ring(fence_number, kept_prefix))
 
-    def drop(self, names: Sequence[str], epoch: int) -> None:
-        self._maybe(lambda: self.inner.drop(names, epoch))
+    def drop(self, names: Sequence[str], fence_number: int) -> None:
+        self._maybe(lambda: self.inner.drop(names, fence_number))
 
 
-def ledger(registers: dict[str, Registers], seconds: float = 20) -> Ledger:
+def ledger(registers: dict[str, Registers], seconds: float = 20) -> ReplicatedRegisters:
     members = tuple(registers)
     needed = Quorum(len(members), len(members) // 2 + 1, len(members) - len(members) // 2)
-    keepers = Keepers((Group(members, needed),))
-    return Ledger(registers, lambda paths: dict.fromkeys(paths, keepers), FanOut(Health(0.001, 0.01)), seconds)
+    keepers = ReplicaSet((VotingGroup(members, needed),))
+    return ReplicatedRegisters(
+        registers, lambda paths: dict.fromkeys(paths, keepers), FanOut(MemberHealth(0.001, 0.01)), seconds
+    )
 
 
-def words(value: Value | None) -> list[str]:
+def words(value: RegisterValue | None) -> list[str]:
     return [] if value is None else value.body.decode().split()
 
 
@@ -325,15 +339,15 @@ def test_one_history(tmp_path: Path, seed: int, members: int) -> None:
         for i in range(8):
             word = f"{number}.{i}"
 
-            def add(_: str, value: Value | None, word: str = word) -> Value | None:
+            def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
                 there = words(value)
-                return None if word in there else Value(b"", " ".join([*there, word]).encode())
+                return None if word in there else RegisterValue(b"", " ".join([*there, word]).encode())
 
             try:
                 if mine.random() < 0.3:
                     seen, who = words(book.read(["x"])["x"]), None
                 else:
-                    seen, who = words(book.update(["x"], add, fresh=mine.random() < 0.2)["x"]), word
+                    seen, who = words(book.update(["x"], add, expect_absent=mine.random() < 0.2)["x"]), word
             except Unavailable:
                 continue
             with lock:
@@ -356,7 +370,7 @@ def test_one_history(tmp_path: Path, seed: int, members: int) -> None:
 def test_a_half_done_change_is_settled(tmp_path: Path) -> None:
     """Its author died after the first member. Whoever has seen it sees it for ever, whichever members answer."""
     registers: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
-    registers["m0"].change([Change("x", NONE, Value(b"", b"half"))], "dead")
+    registers["m0"].change([DirectChange("x", NO_BALLOT, RegisterValue(b"", b"half"))], "dead")
     seen = [words(ledger(registers).read(["x"])["x"]) for _ in range(5)]
     assert seen == sorted(seen), "nothing, as long as only others were asked; then it, and never nothing again"
     ledger(registers).settle(["x"])
@@ -369,40 +383,40 @@ def test_one_knows_that_it_is_final(tmp_path: Path, who: str) -> None:
     """The others may not have heard of it. A proposal beside it says what it is, and leaves them so that they can be told."""
     registers: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
     book = ledger(registers)
-    book.update(["x"], lambda _, value: Value(b"", b"agreed"))
-    registers[who].learn("x", Value(b"", b"agreed"))
+    book.update(["x"], lambda _, value: RegisterValue(b"", b"agreed"))
+    registers[who].learn("x", RegisterValue(b"", b"agreed"))
     for register in registers.values():
         register.prepare(["x"], Ballot(1, "dead"))  # each proposal meets a promise first
-    first = book.update(["x", "y"], lambda _, value: Value(b"", b"mine") if value is None else None)
+    first = book.update(["x", "y"], lambda _, value: RegisterValue(b"", b"mine") if value is None else None)
     assert (words(first["x"]), words(first["y"])) == (["agreed"], ["mine"])
     assert words(book.read(["x"])["x"]) == ["agreed"]
     for register in registers.values():
-        register.learn("x", Value(b"", b"agreed"))
+        register.learn("x", RegisterValue(b"", b"agreed"))
         assert record(register, "y").accepted.round < 100, "no ballot of others goes by it"
 
 
 def test_too_few_members(tmp_path: Path) -> None:
     inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
-    ledger(inner).update(["x"], lambda _, value: Value(b"", b"there"))
+    ledger(inner).update(["x"], lambda _, value: RegisterValue(b"", b"there"))
     one = {n: r if n == "m2" else Flaky(r, random.Random(0), 1.0) for n, r in inner.items()}
     with pytest.raises(Unavailable, match=r"can't read x: 1 of the 3 members .* 2 are needed .*start the missing ones"):
         ledger(one, 1).read(["x"])
     with pytest.raises(Unavailable, match="can't change x"):
-        ledger(one, 1).update(["x"], lambda _, value: Value(b"", b"new"))
+        ledger(one, 1).update(["x"], lambda _, value: RegisterValue(b"", b"new"))
     assert words(ledger(inner).read(["x"])["x"]) == ["there"]
 
 
 def test_a_damaged_record_is_healed_by_the_next_change(tmp_path: Path) -> None:
     inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
     book = ledger(inner)
-    book.update(["x"], lambda _, value: Value(b"", b"one"))
+    book.update(["x"], lambda _, value: RegisterValue(b"", b"one"))
     for register in inner.values():
         register.close()
     with sqlite3.connect(tmp_path / "0.sqlite") as db:
         db.execute("UPDATE registers SET body = 'rot'")
     db.close()
     assert words(book.read(["x"])["x"]) == ["one"]
-    book.update(["x"], lambda _, value: Value(b"", b"two"))
+    book.update(["x"], lambda _, value: RegisterValue(b"", b"two"))
     (healed,) = inner["m0"].read(["x"])
     assert isinstance(healed, Record)
-    assert healed.value == Value(b"", b"two")
+    assert healed.value == RegisterValue(b"", b"two")

@@ -21,19 +21,19 @@ from cluster import Here, Process, directories, nodes_config, quick
 from ckpt.aggregator import moving
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.files import File, Layout
-from ckpt.aggregator.members import from_table
+from ckpt.aggregator.files import FileLayout, PathRecord
+from ckpt.aggregator.members import config_from_table
 from ckpt.aggregator.namespace import Namespace, open_namespace
-from ckpt.aggregator.redundancy import parse
-from ckpt.aggregator.succession import succeed
+from ckpt.aggregator.redundancy import parse_redundancy
+from ckpt.aggregator.succession import change_ring
 from ckpt.storage.errors import InvalidArgument, NoSpace, StoreError
-from ckpt.storage.registers import Damaged, Record
+from ckpt.storage.registers import DamagedRecord, Record
 from ckpt.storage.server import NodeOptions
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 
 
 def content() -> dict[str, bytes]:
-    return {f"d/f{i}": pattern(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 9_000_000])}
+    return {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 9_000_000])}
 
 
 def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
@@ -44,7 +44,7 @@ def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
     return namespace
 
 
-def large(namespace: Namespace, path: str = "d/f4") -> File:
+def large(namespace: Namespace, path: str = "d/f4") -> PathRecord:
     file = namespace.stat(path)
     assert file is not None
     assert file.layout is not None
@@ -53,32 +53,34 @@ def large(namespace: Namespace, path: str = "d/f4") -> File:
 
 def whole(namespace: Namespace, redundancy: str) -> None:
     """Everything is there, as redundant as it should be, and nothing else."""
-    found = surveys.survey(namespace, verify=True)
-    assert found.whole, found
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert found.is_whole, found
     assert found.files == len(content())
     for path, data in content().items():
         assert namespace.get(path) == data
         file = namespace.stat(path)
         assert file is not None
         if file.layout is not None:
-            for piece in file.layout.pieces:
-                members = [file.layout.holders[f.holder].member for f in piece.fragments if f is not None]
-                assert len(set(members)) == len(members) == parse(redundancy).fragments
+            for piece in file.layout.stripes:
+                members = [file.layout.objects[f.object_index].member for f in piece.fragments if f is not None]
+                assert len(set(members)) == len(members) == parse_redundancy(redundancy).total_fragments
 
 
 @pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 1)])
 def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
     """New empty folders in the place of lost ones, one after the other."""
     namespace = filled(tmp_path, redundancy)
-    assert surveys.survey(namespace, verify=True).whole
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
     namespace.close()
     for i in range(3):
         for j in range(lost):
             shutil.rmtree(tmp_path / f"disk{(i + j) % 6}" / "objects", ignore_errors=True)
         namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
-        found = surveys.survey(namespace)
-        assert [f.spare for f in found.damaged] == sorted(f.spare for f in found.damaged), "the most endangered first"
-        done = repairs.repair(namespace, found)
+        found = surveys.scrub_namespace(namespace)
+        assert [f.spare_fragments for f in found.damaged_files] == sorted(f.spare_fragments for f in found.damaged_files), (
+            "the most endangered first"
+        )
+        done = repairs.repair_namespace(namespace, found)
         assert not done.failed
         whole(namespace, redundancy)
         namespace.close()
@@ -92,13 +94,13 @@ def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
     (tmp_path / "disk0").rename(tmp_path / "away")
     (tmp_path / "disk0").write_text("no directory")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    found = surveys.survey(namespace)
-    assert found.damaged
-    assert {f.spare for f in found.damaged} == {0}
-    done = repairs.repair(namespace, found)
-    assert set(done.failed) == {f.path for f in found.damaged}
+    found = surveys.scrub_namespace(namespace)
+    assert found.damaged_files
+    assert {f.spare_fragments for f in found.damaged_files} == {0}
+    done = repairs.repair_namespace(namespace, found)
+    assert set(done.failed) == {f.path for f in found.damaged_files}
     assert all("only 5 of 6 fragments are there" in why for why in done.failed.values()), done.failed
-    assert {f.spare for f in surveys.survey(namespace, verify=True).damaged} == {1}
+    assert {f.spare_fragments for f in surveys.scrub_namespace(namespace, verify=True).damaged_files} == {1}
     namespace.close()
     (tmp_path / "disk0").unlink()
     (tmp_path / "away").rename(tmp_path / "disk0")
@@ -108,11 +110,11 @@ def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
     namespace.close()
 
 
-def rot(layout: Layout, index: int, member: str, folder: Path) -> None:
+def rot(layout: FileLayout, index: int, member: str, folder: Path) -> None:
     """Damage the fragment of a piece that a member has."""
-    fragments = [f for f in layout.pieces[index].fragments if f is not None]
-    fragment = next(f for f in fragments if layout.holders[f.holder].member == member)
-    with open(folder / "objects" / layout.holders[fragment.holder].name, "r+b") as file:
+    fragments = [f for f in layout.stripes[index].fragments if f is not None]
+    fragment = next(f for f in fragments if layout.objects[f.object_index].member == member)
+    with open(folder / "objects" / layout.objects[fragment.object_index].name, "r+b") as file:
         file.seek(fragment.position)
         first = file.read(1)
         file.seek(fragment.position)
@@ -123,7 +125,7 @@ def test_who_was_damaged_once_is_asked_again(tmp_path: Path) -> None:
     """Of two members each has rot in another piece, and a third is lost: of every piece there is enough."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(6)]
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
-    data = pattern(30_000_000, 1)
+    data = random_bytes(30_000_000, 1)
     namespace.put("a", data)
     layout = large(namespace, "a").layout
     namespace.close()
@@ -142,7 +144,7 @@ def test_rot_while_a_member_is_away(tmp_path: Path) -> None:
     """4+2 on six: one is away, and two others each have rot in another piece. All is read, and a repair does what it can:
     when the one is back two more may be lost."""
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    data = pattern(30_000_000, 1)
+    data = random_bytes(30_000_000, 1)
     namespace.put("a", data)
     namespace.settle(["/a"])
     layout = large(namespace, "a").layout
@@ -154,14 +156,14 @@ def test_rot_while_a_member_is_away(tmp_path: Path) -> None:
     (tmp_path / "disk0").write_text("no directory")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     assert namespace.get("a") == data
-    found = surveys.survey(namespace, verify=True)
-    assert [f.spare for f in found.damaged] == [0]
-    assert set(repairs.repair(namespace, found).failed) == {"a"}
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert [f.spare_fragments for f in found.damaged_files] == [0]
+    assert set(repairs.repair_namespace(namespace, found).failed) == {"a"}
     namespace.close()
     (tmp_path / "disk0").unlink()
     (tmp_path / "away").rename(tmp_path / "disk0")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    assert not surveys.survey(namespace, verify=True).damaged
+    assert not surveys.scrub_namespace(namespace, verify=True).damaged_files
     namespace.close()
     for lost in ("disk1", "disk2"):
         shutil.rmtree(tmp_path / lost / "objects")
@@ -178,11 +180,11 @@ def test_a_member_that_takes_nothing_costs_no_reading(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise NoSpace("full")
 
-    monkeypatch.setattr(namespace.places["disk0"].store, "create", full)
-    namespace.put("a", pattern(20_000_000, 1))
-    found = surveys.survey(namespace)
-    monkeypatch.setattr("ckpt.aggregator.restoring._Sources.read", lambda *_: pytest.fail("it was read"))
-    done = repairs.repair(namespace, found)
+    monkeypatch.setattr(namespace.open_members["disk0"].store, "create", full)
+    namespace.put("a", random_bytes(20_000_000, 1))
+    found = surveys.scrub_namespace(namespace)
+    monkeypatch.setattr("ckpt.aggregator.restoring._SourceObjects.read", lambda *_: pytest.fail("it was read"))
+    done = repairs.repair_namespace(namespace, found)
     assert list(done.failed) == ["a"]
     assert done.nbytes == 0
     namespace.close()
@@ -192,15 +194,17 @@ def test_rot(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     file = large(namespace)
     assert file.layout is not None
-    holder = file.layout.holders[0]
+    holder = file.layout.objects[0]
     victim = tmp_path / holder.member / "objects" / holder.name
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
     victim.write_bytes(raw)
-    assert surveys.survey(namespace).whole, "lists do not show it"
-    found = surveys.survey(namespace, verify=True)
-    assert [(f.path, f.state, f.rotten) for f in found.damaged] == [("d/f4", "endangered", ((holder.member, holder.name),))]
-    assert not repairs.repair(namespace, found).failed
+    assert surveys.scrub_namespace(namespace).is_whole, "lists do not show it"
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert [(f.path, f.state, f.damaged_objects) for f in found.damaged_files] == [
+        ("d/f4", "endangered", ((holder.member, holder.name),))
+    ]
+    assert not repairs.repair_namespace(namespace, found).failed
     whole(namespace, "2x")
     assert not victim.exists()
     (aside,) = (tmp_path / holder.member / "quarantine").iterdir()
@@ -212,29 +216,29 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     file = large(namespace)
     assert file.layout is not None
-    for holder in file.layout.holders:
+    for holder in file.layout.objects:
         (tmp_path / holder.member / "objects" / holder.name).unlink()
-    found = surveys.survey(namespace)
-    assert [(f.path, f.state) for f in found.lost] == [("d/f4", "lost")]
-    done = repairs.repair(namespace, found)
+    found = surveys.scrub_namespace(namespace)
+    assert [(f.path, f.state) for f in found.lost_files] == [("d/f4", "lost")]
+    done = repairs.repair_namespace(namespace, found)
     assert list(done.failed) == ["d/f4"]
-    assert surveys.survey(namespace).lost, "its record stays: the members may come back"
+    assert surveys.scrub_namespace(namespace).lost_files, "its record stays: the members may come back"
     namespace.close()
 
 
 def test_what_can_not_be_checked_is_not_whole(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 4))
     for i in range(20):
-        namespace.put(f"f{i}", pattern(50_000, i))
+        namespace.put(f"f{i}", random_bytes(50_000, i))
 
     def lose(nbytes: int) -> None:
         for folder in tmp_path.glob("disk*/objects/*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    found = surveys.survey(namespace, True, lose)
-    assert found.unread > 0
-    assert (found.missing, found.damaged) == ({}, []), "they were there when it began"
-    assert not found.whole
+    found = surveys.scrub_namespace(namespace, True, lose)
+    assert found.unchecked_bytes > 0
+    assert (found.missing_members, found.damaged_files) == ({}, []), "they were there when it began"
+    assert not found.is_whole
 
 
 def test_what_is_deleted_during_a_scrub_is_not_missed(tmp_path: Path) -> None:
@@ -243,17 +247,17 @@ def test_what_is_deleted_during_a_scrub_is_not_missed(tmp_path: Path) -> None:
     def delete(nbytes: int) -> None:
         namespace.delete(list(content()))
 
-    assert surveys.survey(namespace, True, delete).unread == 0
+    assert surveys.scrub_namespace(namespace, True, delete).unchecked_bytes == 0
 
 
 def test_a_probe_of_who_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = filled(tmp_path, "2x")
     health, broken = namespace.fan_out.health, []
     monkeypatch.setattr(threading, "excepthook", broken.append)
-    monkeypatch.setattr(health, "_first_seconds", 0.0)
-    health.failed("disk2", "it is lost")
-    namespace.leave_out("disk2")
-    while health.down("disk2") and not broken:
+    monkeypatch.setattr(health, "_first_pause_seconds", 0.0)
+    health.record_failure("disk2", "it is lost")
+    namespace.drop_member("disk2")
+    while health.is_down("disk2") and not broken:
         time.sleep(0.01)
     assert not broken
 
@@ -262,13 +266,13 @@ def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Of a writer that died: kept while it may be at work, deleted later."""
     namespace = filled(tmp_path, "2x", 4)
     writer = namespace.create("torn")
-    writer.append(memoryview(pattern(1 << 20)))
+    writer.append(memoryview(random_bytes(1 << 20)))
     writer._commit_objects()
-    assert surveys.survey(namespace).whole
+    assert surveys.scrub_namespace(namespace).is_whole
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
-    found = surveys.survey(namespace)
+    found = surveys.scrub_namespace(namespace)
     assert sum(map(len, found.orphans.values())) == 2
-    assert repairs.repair(namespace, found).orphans == 2
+    assert repairs.repair_namespace(namespace, found).orphans == 2
     whole(namespace, "2x")
     namespace.close()
 
@@ -277,17 +281,17 @@ def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypa
     """It may be the one that names the object. Once it is whole again, the object goes."""
     namespace = filled(tmp_path, "2x", 4)
     writer = namespace.create("torn")
-    writer.append(memoryview(pattern(1 << 20)))
+    writer.append(memoryview(random_bytes(1 << 20)))
     writer._commit_objects()
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
-    member = namespace.ring.keepers("/d/f4").members[0]
+    member = namespace.ring.replica_set("/d/f4").members[0]
     with sqlite3.connect(tmp_path / member / "registers.sqlite") as db:
         db.execute("UPDATE registers SET body = 'rot' WHERE name = '/d/f4'")
     db.close()
-    found = surveys.survey(namespace)
-    assert found.lagging == ["d/f4"]
+    found = surveys.scrub_namespace(namespace)
+    assert found.lagging_paths == ["d/f4"]
     assert found.orphans == {}
-    assert repairs.repair(namespace, found).orphans == 2
+    assert repairs.repair_namespace(namespace, found).orphans == 2
     whole(namespace, "2x")
     namespace.close()
 
@@ -307,16 +311,16 @@ def test_deleted_files_do_not_come_back(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
     back = Namespace(directories(tmp_path, 4))
     for _ in range(2):
-        found = surveys.survey(back)
+        found = surveys.scrub_namespace(back)
         assert not any(p in back.list() for p in ("d/f3", "d/f4"))
-        repairs.repair(back, found)
-    assert surveys.survey(back).whole
+        repairs.repair_namespace(back, found)
+    assert surveys.scrub_namespace(back).is_whole
     assert back.stat("d/f3") is None
     held = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(4))
     file = back.stat("d/f2")
     assert file is not None
     assert file.layout is not None
-    assert held == len(file.layout.holders), "nothing is left of them"
+    assert held == len(file.layout.objects), "nothing is left of them"
     back.close()
 
 
@@ -329,13 +333,15 @@ def test_records_that_were_lost(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 4))
     for path, data in content().items():
         assert namespace.get(path) == data
-    namespace.places["disk2"].registers.start_anew()
-    assert isinstance(namespace.places["disk2"].registers.read(["/none"])[0], Damaged), "it may not say that there is nothing"
-    found = surveys.survey(namespace)
-    assert found.lagging
-    repairs.repair(namespace, found)
-    assert not surveys.survey(namespace).lagging
-    assert namespace.places["disk2"].registers.read(["/none"]) == [Record()]
+    namespace.open_members["disk2"].registers.reset()
+    assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], DamagedRecord), (
+        "it may not say that there is nothing"
+    )
+    found = surveys.scrub_namespace(namespace)
+    assert found.lagging_paths
+    repairs.repair_namespace(namespace, found)
+    assert not surveys.scrub_namespace(namespace).lagging_paths
+    assert namespace.open_members["disk2"].registers.read(["/none"]) == [Record()]
     whole(namespace, "2x")
     namespace.close()
 
@@ -346,8 +352,9 @@ def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk holds something
     program = (
         "import sys; from pathlib import Path; from cluster import directories\n"
-        "from ckpt.aggregator.namespace import Namespace; from ckpt.aggregator.repair import repair, survey\n"
-        "n = Namespace(directories(Path(sys.argv[1]), 4)); repair(n, survey(n)); print('done'); n.close()"
+        "from ckpt.aggregator.namespace import Namespace\n"
+        "from ckpt.aggregator.repair import repair_namespace, scrub_namespace\n"
+        "n = Namespace(directories(Path(sys.argv[1]), 4)); repair_namespace(n, scrub_namespace(n)); print('done'); n.close()"
     )
     environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill", "PYTHONPATH": os.path.dirname(__file__)}
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -356,7 +363,7 @@ def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
     namespace = Namespace(directories(tmp_path, 4))
     for path, data in content().items():
         assert namespace.get(path) == data
-    assert not repairs.repair(namespace, surveys.survey(namespace)).failed
+    assert not repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace)).failed
     whole(namespace, "2x")
     namespace.close()
 
@@ -364,10 +371,10 @@ def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
 def test_at_a_bounded_rate(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))
-    found = surveys.survey(namespace)
-    assert found.damaged
+    found = surveys.scrub_namespace(namespace)
+    assert found.damaged_files
     began = time.monotonic()
-    done = repairs.repair(namespace, found, bytes_per_second=10e6)
+    done = repairs.repair_namespace(namespace, found, bytes_per_second=10e6)
     assert time.monotonic() - began >= 0.9 * done.nbytes / 10e6
     namespace.close()
 
@@ -376,14 +383,14 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     namespace = filled(tmp_path, "2x", 4)
     file = large(namespace)
     assert file.layout is not None
-    holder = file.layout.holders[0]
+    holder = file.layout.objects[0]
     (tmp_path / holder.member / "objects" / holder.name).unlink()
-    found = surveys.survey(namespace)
-    namespace.put("d/f4", pattern(100_000, 9))
-    repairs.repair(namespace, found)
-    assert namespace.get("d/f4") == pattern(100_000, 9)
+    found = surveys.scrub_namespace(namespace)
+    namespace.put("d/f4", random_bytes(100_000, 9))
+    repairs.repair_namespace(namespace, found)
+    assert namespace.get("d/f4") == random_bytes(100_000, 9)
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
-    assert surveys.survey(namespace, verify=True).whole, "and no object is left over"
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole, "and no object is left over"
     namespace.close()
 
 
@@ -391,11 +398,11 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 def test_draining(tmp_path: Path, redundancy: str) -> None:
     """All goes elsewhere, of files that lie there alone too; then its disk may go."""
     namespace = filled(tmp_path, redundancy, 7)
-    assert not moving.drain(namespace, "disk1").failed
-    assert not namespace.places["disk1"].inventory()
+    assert not moving.drain_member(namespace, "disk1").failed
+    assert not namespace.open_members["disk1"].inventory()
     whole(namespace, redundancy)
     with pytest.raises(InvalidArgument, match="disk9 is no member"):
-        moving.drain(namespace, "disk9")
+        moving.drain_member(namespace, "disk9")
     namespace.close()
 
 
@@ -405,7 +412,7 @@ def test_draining_what_is_read_only(tmp_path: Path) -> None:
 
     def opened() -> Namespace:
         members = [{"url": node.address, "name": f"n{i}"} for i, node in enumerate(nodes)]
-        return Namespace(from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
+        return Namespace(config_from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
 
     with closing(opened()) as namespace:
         for path, data in content().items():
@@ -414,9 +421,9 @@ def test_draining_what_is_read_only(tmp_path: Path) -> None:
     nodes[0] = Here(tmp_path / "n0", NodeOptions(read_only=True))
     with closing(opened()) as namespace:
         with pytest.raises(InvalidArgument, match="n0 is read-only, so that it can't delete"):
-            moving.drain(namespace, "n0")
-        assert not moving.forget(namespace, "n0").failed
-        assert surveys.survey(namespace, verify=True).whole
+            moving.drain_member(namespace, "n0")
+        assert not moving.remove_member(namespace, "n0").failed
+        assert surveys.scrub_namespace(namespace, verify=True).is_whole
     for node in nodes:
         node.close()
 
@@ -425,19 +432,19 @@ def test_rebalancing(tmp_path: Path) -> None:
     """Two more members: they get their part, and no more than that is moved."""
     namespace = Namespace(directories(tmp_path, 4))
     for i in range(40):
-        namespace.put(f"f{i}", pattern(40_000, i))
+        namespace.put(f"f{i}", random_bytes(40_000, i))
     namespace.close()
     grown = Namespace(directories(tmp_path, 6))
-    done = moving.rebalance(grown)
+    done = moving.rebalance_fragments(grown)
     assert not done.failed
-    held = {name: len(place.inventory()) for name, place in grown.places.items()}
+    held = {name: len(place.inventory()) for name, place in grown.open_members.items()}
     assert sum(held.values()) == 80
     assert min(held["disk4"], held["disk5"]) > 4
     assert done.nbytes <= 40_000 * (held["disk4"] + held["disk5"]), "only what the new ones take"
     for i in range(40):
-        assert grown.get(f"f{i}") == pattern(40_000, i)
-    assert not moving.rebalance(grown).files
-    assert surveys.survey(grown, verify=True).whole
+        assert grown.get(f"f{i}") == random_bytes(40_000, i)
+    assert not moving.rebalance_fragments(grown).files
+    assert surveys.scrub_namespace(grown, verify=True).is_whole
     grown.close()
 
 
@@ -451,7 +458,7 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
     readable and equal, after each step."""
     draw = random.Random(seed)
     redundancy, count = draw.choice([("2x", 4), ("3x", 5), ("2+1", 5), ("4+2", 7)])
-    code = parse(redundancy)
+    code = parse_redundancy(redundancy)
     known: dict[str, bytes] = {"first": b"1"}
     numbers = itertools.count()
     hurt: set[str] = set()
@@ -470,10 +477,10 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
             namespace.delete([path])
             del known[path]
         elif action == "change":
-            ring = draw.sample(namespace.spots, draw.randint(2 * code.tolerated + 1, count))
-            if hurt & ({s.name for s in ring} | set(namespace.ring.everyone)):
+            ring = draw.sample(namespace.locations, draw.randint(2 * code.tolerated_losses + 1, count))
+            if hurt & ({s.name for s in ring} | set(namespace.ring.all_members)):
                 continue  # the records of those may be lost, too
-            succeed(namespace, ring)
+            change_ring(namespace, ring)
         elif action == "away":  # and what is changed meanwhile, it does not know when it is back
             member = f"disk{draw.randrange(count)}"
             if hurt - {member} or not (tmp_path / member).exists():
@@ -490,7 +497,7 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
             namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
         elif action == "wipe":  # an empty disk in its place
             member = f"disk{draw.randrange(count)}"
-            if len(hurt | {member}) > code.tolerated:
+            if len(hurt | {member}) > code.tolerated_losses:
                 continue
             hurt.add(member)
             namespace.close()
@@ -498,7 +505,7 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
             namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
         elif action in ("lose", "rot"):
             member = f"disk{draw.randrange(count)}"
-            if len(hurt | {member}) > code.tolerated:
+            if len(hurt | {member}) > code.tolerated_losses:
                 continue
             hurt.add(member)
             objects = [p for p in (tmp_path / member / "objects").rglob("*") if p.is_file()]
@@ -510,7 +517,7 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
                     raw[draw.randrange(len(raw))] ^= 0x40
                     victim.write_bytes(raw)
         elif action == "repair":
-            done = repairs.repair(namespace, surveys.survey(namespace, verify=True))
+            done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
             assert not done.failed, (seed, done.failed)
             hurt.clear()
         elif action == "open":
@@ -537,7 +544,7 @@ def test_the_commands(tmp_path: Path) -> None:
         url = f"ckpt://{','.join(node.address for node in nodes)}"
         namespace, _ = open_namespace(url)
         for i in range(4):
-            namespace.put(f"f{i}", pattern(3_000_000, i))
+            namespace.put(f"f{i}", random_bytes(3_000_000, i))
         done = admin("status", url)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("serving") == 4
@@ -557,14 +564,14 @@ def test_the_commands(tmp_path: Path) -> None:
         assert "made whole" in done.stdout
         assert "all whole now" in done.stdout
         assert admin("scrub", url).returncode == 0
-        done = admin("drain", url, namespace.spots[3].name)
+        done = admin("drain", url, namespace.locations[3].name)
         assert (done.returncode, "new files still go to" in done.stdout) == (0, True), done
         nodes[3].kill()
         done = admin("status", url)
         assert done.returncode == 1
         assert "3 of 4 members answer" in done.stdout
         for i in range(4):
-            assert namespace.get(f"f{i}") == pattern(3_000_000, i)
+            assert namespace.get(f"f{i}") == random_bytes(3_000_000, i)
         done = admin("status", "ckpt://nowhere/")
         assert done.returncode == 1
         assert len(done.stderr.strip().splitlines()) == 1
@@ -579,7 +586,7 @@ def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
     url = f"ckpt://{','.join(node.address for node in nodes)}"
     namespace, _ = open_namespace(url)
     for i in range(24):  # so that each node holds some
-        namespace.put(f"f{i}", pattern(100_000, i))
+        namespace.put(f"f{i}", random_bytes(100_000, i))
     carers = [
         Process(tmp_path / f"c{i}", "--repair", url, "--repair-every", "0.3", failpoints="") for i in range(2)
     ]  # beside the namespace: they only look after it
@@ -589,15 +596,15 @@ def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
                 if path.is_file():
                     path.unlink()
             until = time.monotonic() + 60
-            while not surveys.survey(namespace).whole and time.monotonic() < until:
+            while not surveys.scrub_namespace(namespace).is_whole and time.monotonic() < until:
                 time.sleep(0.2)
-            assert surveys.survey(namespace, verify=True).whole
+            assert surveys.scrub_namespace(namespace, verify=True).is_whole
             at_work = [c for c in carers if any("made whole" in line for line in c.log)]
             assert len(at_work) == 1 + victim, "one at a time"
             if not victim:
                 at_work[0].kill()
         for i in range(24):
-            assert namespace.get(f"f{i}") == pattern(100_000, i)
+            assert namespace.get(f"f{i}") == random_bytes(100_000, i)
     finally:
         for node in (*nodes, *carers):
             node.close()

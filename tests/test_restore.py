@@ -26,7 +26,7 @@ import ckpt
 from ckpt.dtypes import numpy_dtype
 from ckpt.groups.threads import ThreadGroup
 from ckpt.leaves.base import ArrayLeaf
-from ckpt.shard import contiguous_start, whole
+from ckpt.shard import contiguous_start, whole_box
 from ckpt.tools import contents
 from ckpt.tools.restore import command
 from ckpt.tree import flatten
@@ -170,7 +170,7 @@ def bytes_of(value: Any) -> bytes:
 
 def saved_bytes(leaf: ArrayLeaf) -> bytes:
     out = np.empty(leaf.nbytes, np.uint8)
-    leaf.read(whole(leaf.shape), out)
+    leaf.read(whole_box(leaf.shape), out)
     return out.tobytes()
 
 
@@ -268,11 +268,11 @@ def test_large_leaves_go_piece_by_piece(
 def test_pieces_tile_the_array(shape: tuple[int, ...], itemsize: int, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contents, "PIECE_BYTES", limit)
-        pieces = list(contents.boxes(shape, tuple(max(1, n) for n in contents.piece_shape(shape, itemsize))))
+        pieces = list(contents.tile_boxes(shape, tuple(max(1, n) for n in contents.piece_shape(shape, itemsize))))
     starts = [contiguous_start(box, shape) for box in pieces]
     ends = [(start or 0) + box.size for start, box in zip(starts, pieces, strict=True)]
     assert starts == [0, *ends][: len(starts)]
-    assert sum(box.size for box in pieces) == whole(shape).size
+    assert sum(box.size for box in pieces) == whole_box(shape).size
     assert all(box.size * itemsize <= max(limit, itemsize) for box in pieces)
 
 

@@ -16,7 +16,7 @@ from support import SOAK, assert_clean, assert_same, failing, fast_folder, state
 
 import ckpt
 from ckpt import Keep
-from ckpt.retention import as_keep, expired
+from ckpt.retention import as_keep, expired_steps
 
 STEPS = st.sets(st.integers(0, 60), max_size=20)
 KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))
@@ -28,7 +28,7 @@ KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))
 @given(STEPS, st.data(), KEEPS)
 def test_what_expires(steps: set[int], data: st.DataObject, keep: Keep) -> None:
     good = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
-    gone = set(expired(list(steps), list(good), keep))
+    gone = set(expired_steps(list(steps), list(good), keep))
     newest = set(sorted(good)[-keep.last :])
     assert gone <= steps
     assert not gone & newest, "one of the newest good steps"
@@ -43,24 +43,24 @@ def test_what_expires(steps: set[int], data: st.DataObject, keep: Keep) -> None:
 
 @given(STEPS, KEEPS)
 def test_expiry_is_settled_after_one_round(steps: set[int], keep: Keep) -> None:
-    left = steps - set(expired(steps, steps, keep))
-    assert expired(left, left, keep) == []
+    left = steps - set(expired_steps(steps, steps, keep))
+    assert expired_steps(left, left, keep) == []
     assert len(left) >= min(keep.last, len(steps))
 
 
 @given(STEPS, KEEPS)
 def test_damage_deletes_no_more(steps: set[int], keep: Keep) -> None:
     """With fewer good steps, what is kept reaches further back."""
-    all_good = set(expired(steps, steps, keep))
+    all_good = set(expired_steps(steps, steps, keep))
     for bad in steps:
-        assert set(expired(steps, steps - {bad}, keep)) <= all_good
+        assert set(expired_steps(steps, steps - {bad}, keep)) <= all_good
 
 
 def test_what_keep_means() -> None:
     assert as_keep(None) is None
     assert as_keep(3) == Keep(3)
     assert as_keep(Keep(2, every=10)) == Keep(2, 10)
-    assert expired(range(0, 50, 5), range(0, 50, 5), Keep(2, every=20)) == [5, 10, 15, 25, 30, 35]
+    assert expired_steps(range(0, 50, 5), range(0, 50, 5), Keep(2, every=20)) == [5, 10, 15, 25, 30, 35]
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------

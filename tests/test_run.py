@@ -30,23 +30,23 @@ from hypothesis import strategies as st
 from support import SOAK
 
 import ckpt
-from ckpt.pulse import PHASES, Pulse
+from ckpt.pulse import PHASES, HeartbeatPage
 from ckpt.recovery import agent, host, launch, memory
 from ckpt.recovery import course as courses
-from ckpt.recovery.agents import Report
-from ckpt.recovery.course import Member, Spec
-from ckpt.recovery.decide import USELESS, Budget, Failure, decide
-from ckpt.recovery.launch import Share, free_port
+from ckpt.recovery.agents import AgentReport
+from ckpt.recovery.course import AttemptHost, RunSpec
+from ckpt.recovery.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
+from ckpt.recovery.launch import LaunchSpec, free_port
 from ckpt.recovery.launch import start as start_ranks
 from ckpt.recovery.launch import stop as stop_ranks
-from ckpt.recovery.ledger import totals
-from ckpt.recovery.limits import FIRST_SECONDS, Limits, first_seconds
-from ckpt.recovery.place import address_of, hint
-from ckpt.recovery.record import Record
-from ckpt.recovery.state import Draft, Entry
-from ckpt.recovery.watch import Watch
+from ckpt.recovery.ledger import total_seconds_by_category
+from ckpt.recovery.limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
+from ckpt.recovery.place import host_address, launcher_hint
+from ckpt.recovery.record import SqliteRunLog
+from ckpt.recovery.state import Draft, LogEntry
+from ckpt.recovery.watch import RankMonitor
 from ckpt.storage.errors import CkptError
-from ckpt.storage.web import Page, Web
+from ckpt.storage.web import HttpPage, HttpPages
 from ckpt.tools import ask
 from ckpt.tools.common import Number
 from ckpt.tools.run import command as run_command
@@ -86,7 +86,7 @@ class Run:
             if not pages:  # a command each time, which takes as long as some steps
                 pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
             try:
-                if pages and all(Pulse(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
+                if pages and all(HeartbeatPage(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
                     return
             except FileNotFoundError:
                 pass
@@ -147,7 +147,7 @@ def kill_all(run: Run) -> None:
 
 def none_left(pids: list[int]) -> bool:
     until = time.monotonic() + 20
-    while any(host.state(pid) not in ("", "Z") for pid in pids):
+    while any(host.process_state(pid) not in ("", "Z") for pid in pids):
         if time.monotonic() > until:
             return False
         time.sleep(0.02)
@@ -234,10 +234,10 @@ def test_a_py_spy_that_may_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied'; exit 1")
     spy.chmod(0o755)
     program = (
-        "import ckpt.pulse as p, time\np.mine().beat(2, 7)\n"
+        "import ckpt.pulse as p, time\np.own_page().beat(2, 7)\n"
         "def waits_for_ever():\n    open('begun', 'w').close(); time.sleep(1000)\nwaits_for_ever()"
     )
-    share = Share("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
+    share = LaunchSpec("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
     (tmp_path / "pages").mkdir()
     here = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), sys.executable, "-c", program]
     ranks = start_ranks(here, share, tmp_path / "pages", tmp_path / "logs")
@@ -246,10 +246,10 @@ def test_a_py_spy_that_may_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < until, ranks[0].log.read_text()
             time.sleep(0.01)
-        watch = Watch(ranks, Limits(), -1)
-        watch.look(time.monotonic())
+        watch = RankMonitor(ranks, HangLimits(), -1)
+        watch.poll(time.monotonic())
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # py-spy is looked for beside it
-        watch.keep_stacks()
+        watch.save_stacks()
         assert "Permission Denied" in (tmp_path / "logs" / "rank-0.stacks").read_text()
         while "waits_for_ever" not in ranks[0].log.read_text():
             assert time.monotonic() < until
@@ -279,16 +279,16 @@ def test_a_rank_leaves_the_others(start: Callable[..., Run]) -> None:
 
 
 @contextlib.contextmanager
-def looked_after(program: str, size: int, folder: Path, limits: Limits) -> Iterator[tuple[Watch, Iterator[None]]]:
+def looked_after(program: str, size: int, folder: Path, limits: HangLimits) -> Iterator[tuple[RankMonitor, Iterator[None]]]:
     """Ranks that run a program; each turn of the iterator looks at them, for a minute at most."""
-    share = Share("r", 0, 0, size, size, 0, "127.0.0.1", 1, {})
+    share = LaunchSpec("r", 0, 0, size, size, 0, "127.0.0.1", 1, {})
     ranks = start_ranks([sys.executable, "-c", program], share, folder, folder / "logs")
-    watch, until = Watch(ranks, limits, -1), time.monotonic() + 60
+    watch, until = RankMonitor(ranks, limits, -1), time.monotonic() + 60
 
     def looks() -> Iterator[None]:
         while True:
             assert time.monotonic() < until
-            watch.look(time.monotonic())
+            watch.poll(time.monotonic())
             yield
             time.sleep(0.01)
 
@@ -299,10 +299,12 @@ def looked_after(program: str, size: int, folder: Path, limits: Limits) -> Itera
 
 
 @contextlib.contextmanager
-def watched(program: str, size: int, folder: Path) -> Iterator[Watch]:
+def watched(program: str, size: int, folder: Path) -> Iterator[RankMonitor]:
     """Ranks that run a program, until something is wrong with them."""
-    with looked_after(program, size, folder, Limits(least_seconds=0.5, first_seconds=first_seconds(5))) as (watch, looks):
-        while watch.wrong is None:
+    with looked_after(
+        program, size, folder, HangLimits(least_seconds=0.5, initial_limit_seconds=uniform_initial_limits(5))
+    ) as (watch, looks):
+        while watch.failure is None:
             next(looks)
         yield watch
 
@@ -316,44 +318,46 @@ def test_a_rank_that_has_closed_its_checkpointer_is_named(tmp_path: Path, step: 
     keep it. The others wait for it in a step; where it is behind them it is the cause."""
     program = (
         "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
-        f"p.mine().attach(); p.mine().beat(2, {step} if rank else 8)\nif rank: p.mine().beat(6); {more}\ntime.sleep(1000)"
+        f"p.own_page().attach_process(); p.own_page().beat(2, {step} if rank else 8)\n"
+        f"if rank: p.own_page().beat(6); {more}\ntime.sleep(1000)"
     )
     with watched(program, 2, tmp_path) as watch:
-        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (blamed,))
-        assert watch.wrong.detail.endswith(said)
+        assert (watch.failure.cause, watch.failure.ranks) == ("hang", (blamed,))
+        assert watch.failure.detail.endswith(said)
 
 
 def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
     """It has ended well, so that it is not what has failed; but perhaps it is waited for."""
     program = (
         "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
-        "p.mine().attach(); p.mine().beat(2, 9 - rank)\nrank or time.sleep(1000)"
+        "p.own_page().attach_process(); p.own_page().beat(2, 9 - rank)\nrank or time.sleep(1000)"
     )
     with watched(program, 2, tmp_path) as watch:
-        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (0,))
-        assert watch.wrong.detail.endswith("; rank 1 had ended after step 8, with status 0)")
-        said = Report("a", "a-1", 0.0, 1, str(tmp_path), str(tmp_path), "a", 1, attempt=0)
-        shown = {row[0]: row for row in ask._ranks(said)}
+        assert (watch.failure.cause, watch.failure.ranks) == ("hang", (0,))
+        assert watch.failure.detail.endswith("; rank 1 had ended after step 8, with status 0)")
+        said = AgentReport("a", "a-1", 0.0, 1, str(tmp_path), str(tmp_path), "a", 1, attempt=0)
+        shown = {row[0]: row for row in ask._rank_rows(said)}
         assert [shown["1"][i] for i in (2, 3, 5)] == ["ended", "8", ""]
         assert [shown["0"][i] for i in (2, 3)] == ["step", "9"]
 
 
-@pytest.mark.parametrize("waits", ["", "p.mine().beat(p.PHASES.index('load'))"])
+@pytest.mark.parametrize("waits", ["", "p.own_page().beat(p.PHASES.index('load'))"])
 def test_a_hang_before_the_first_step(tmp_path: Path, waits: str) -> None:
     """One hangs while it imports, or wherever it is before it uses ckpt: the others wait for it, and it is named."""
     program = (
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
-        f"import ckpt.pulse as p\np.mine().attach()\n{waits}\ntime.sleep(1000)"
+        f"import ckpt.pulse as p\np.own_page().attach_process()\n{waits}\ntime.sleep(1000)"
     )
     with watched(program, 3, tmp_path) as watch:
-        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
-        assert "in phase 'start'" in watch.wrong.detail
+        assert (watch.failure.cause, watch.failure.ranks) == ("hang", (1,))
+        assert "in phase 'start'" in watch.failure.detail
 
 
 def test_the_pace_of_a_job_has_its_saves_in_it(tmp_path: Path) -> None:
     """By it the step to stop after is named: of a job that saves each step most of the time is that of the saves."""
     program = (
-        "import ckpt.pulse as p, time\nmine = p.mine()\nmine.attach()\nstep, save = map(p.PHASES.index, ('step', 'save'))\n"
+        "import ckpt.pulse as p, time\nmine = p.own_page()\nmine.attach_process()\n"
+        "step, save = map(p.PHASES.index, ('step', 'save'))\n"
         "for number in range(15):\n    mine.beat(step, number); time.sleep(0.002)\n    mine.beat(save); time.sleep(0.15)\n"
         "mine.beat(step); time.sleep(1000)"
     )
@@ -365,23 +369,26 @@ def test_ranks_that_know_nothing_of_ckpt_may_be_silent(tmp_path: Path) -> None:
     """One of them uses it, and goes on; of the others nothing is known."""
     program = (
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
-        "import ckpt.pulse as p\np.mine().attach()\nwhile True: p.mine().beat(2, 1); time.sleep(0.1)"
+        "import ckpt.pulse as p\np.own_page().attach_process()\nwhile True: p.own_page().beat(2, 1); time.sleep(0.1)"
     )
-    with looked_after(program, 2, tmp_path, Limits(least_seconds=2, first_seconds=first_seconds(4))) as (watch, looks):
-        while watch._beats[0].beats < 80:  # eight seconds at least
+    with looked_after(program, 2, tmp_path, HangLimits(least_seconds=2, initial_limit_seconds=uniform_initial_limits(4))) as (
+        watch,
+        looks,
+    ):
+        while watch._heartbeats[0].beats < 80:  # eight seconds at least
             next(looks)
-            assert watch.wrong is None
+            assert watch.failure is None
 
 
 def test_a_rank_that_may_wait_is_not_blamed(tmp_path: Path) -> None:
     """At one step are one that has saved last, for which no limit holds, and is silent for longest; and one that hangs."""
     program = (
-        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\np.mine().attach()\n"
-        "rank and time.sleep(1)\np.mine().beat(p.PHASES.index('step' if rank else 'end'), 9)\ntime.sleep(1000)"
+        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\np.own_page().attach_process()\n"
+        "rank and time.sleep(1)\np.own_page().beat(p.PHASES.index('step' if rank else 'end'), 9)\ntime.sleep(1000)"
     )
     with watched(program, 2, tmp_path) as watch:
-        assert (watch.wrong.cause, watch.wrong.ranks) == ("hang", (1,))
-        assert "in phase 'step'" in watch.wrong.detail
+        assert (watch.failure.cause, watch.failure.ranks) == ("hang", (1,))
+        assert "in phase 'step'" in watch.failure.detail
 
 
 def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:
@@ -407,7 +414,7 @@ def test_a_job_that_always_fails(start: Callable[..., Run]) -> None:
     """It is given up, with the reason, and does not go on for ever."""
     run = start(fault=("always", 0, 0))
     assert run.end() == 1
-    assert len(run.failures()) == USELESS
+    assert len(run.failures()) == MAX_REPEATED_FAILURES
     look = f"look at {run.files}/logs/2/rank-0.log"
     assert run.said.strip().endswith(f"times in a row, at the same place, with no newer step saved: {look}")
     assert "RuntimeError: there is no data" in run.said
@@ -536,13 +543,13 @@ def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
     run = start(steps=10_000, fault=("child", 0, 1))
     run.until_step(3)
     pids = [run.pid(rank) for rank in range(RANKS)] + [int((run.folder / "child").read_text())]
-    assert all(host.state(pid) for pid in pids)
+    assert all(host.process_state(pid) for pid in pids)
     run.process.kill()
     run.process.wait()
     assert none_left(pids)
     again = start(steps=40)
     assert again.end() == 0, again.said
-    assert sum(host.state(pid) not in ("", "Z") for pid in pids) == 0
+    assert sum(host.process_state(pid) not in ("", "Z") for pid in pids) == 0
 
 
 def test_the_guardian_is_killed_and_then_ckpt_run(start: Callable[..., Run]) -> None:
@@ -554,7 +561,7 @@ def test_the_guardian_is_killed_and_then_ckpt_run(start: Callable[..., Run]) -> 
     def guardians() -> list[int]:
         words = [b"ckpt.recovery.guardian", os.fsencode(pages)]
         found = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if has(p, words)]
-        return [pid for pid in found if host.state(pid) not in ("", "Z")]
+        return [pid for pid in found if host.process_state(pid) not in ("", "Z")]
 
     (first,) = guardians()
     os.kill(first, signal.SIGKILL)
@@ -583,7 +590,7 @@ def test_children_of_a_killed_rank_end_with_it(start: Callable[..., Run]) -> Non
     child = int((run.folder / "child").read_text())
     os.kill(run.pid(0), signal.SIGKILL)
     run.until_step(8, attempt=1)
-    assert host.state(child) in ("", "Z")
+    assert host.process_state(child) in ("", "Z")
     assert run.end() == 0, run.said
     is_right(run)
 
@@ -595,7 +602,7 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
     os.kill(run.pid(1), signal.SIGKILL)
     assert run.end() == 0
     wall = time.monotonic() - began
-    seconds = totals(run.files)
+    seconds = total_seconds_by_category(run.files)
     assert 0 < sum(seconds.values()) <= wall
     assert seconds["useful"] > 0
     assert seconds["spawn"] > 0
@@ -661,10 +668,10 @@ def test_numbers_of_options() -> None:
 
 
 def test_an_address_of_another_host_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_shared_memory", lambda: str(tmp_path))
-    with contextlib.closing(Record(tmp_path)) as record:
+    monkeypatch.setattr(agent, "_shared_memory_folder", lambda: str(tmp_path))
+    with contextlib.closing(SqliteRunLog(tmp_path)) as record:
         with pytest.raises(CkptError, match="give one of this host as --address"):
-            agent.Agent(Spec(("true",), 1), agent.Here("a", tmp_path, "192.0.2.1"), record, print)
+            agent.Agent(RunSpec(("true",), 1), agent.HostOptions("a", tmp_path, "192.0.2.1"), record, print)
         assert not list(tmp_path.glob("ckpt-run-*"))
 
 
@@ -717,7 +724,7 @@ def test_the_next_attempt_starts_where_memory_has_run_short(tmp_path: Path) -> N
         pytest.skip("no tmpfs can be mounted here")
     try:
         for attempt in range(3):
-            share = Share("r", attempt, 0, 2, 2, 0, "127.0.0.1", 1, {})
+            share = LaunchSpec("r", attempt, 0, 2, 2, 0, "127.0.0.1", 1, {})
             ranks = start_ranks(["true"], share, pages, tmp_path / "logs")
             stop_ranks(ranks, "")
             with contextlib.suppress(OSError), open(pages / "others", "ab", buffering=0) as other:
@@ -730,19 +737,19 @@ def test_the_next_attempt_starts_where_memory_has_run_short(tmp_path: Path) -> N
 
 def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> None:
     """Else another process might have it, and be ended for it."""
-    share = Share("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
+    share = LaunchSpec("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
     command = ["sh", "-c", "sleep 1000 & echo $! > $0; exit 3", str(tmp_path / "child")]
     (rank,) = start_ranks(command, share, tmp_path, tmp_path / "logs")
     until = time.monotonic() + 30
-    while not rank.ended():
+    while not rank.has_ended():
         assert time.monotonic() < until
         time.sleep(0.01)
     assert rank.status == 3
-    assert host.state(rank.process.pid) == "Z"
+    assert host.process_state(rank.process.pid) == "Z"
     child = int((tmp_path / "child").read_text())
-    assert host.state(child) not in ("", "Z")
+    assert host.process_state(child) not in ("", "Z")
     stop_ranks([rank], "")
-    assert host.state(rank.process.pid) == ""
+    assert host.process_state(rank.process.pid) == ""
     assert none_left([child])
 
 
@@ -752,7 +759,7 @@ def test_the_port_of_a_job_is_none_that_a_connection_takes(monkeypatch: pytest.M
     found = {free_port("127.0.0.1") for _ in range(50)}
     assert len(found) > 40
     assert max(found) < least
-    monkeypatch.setattr(launch, "_first_given", lambda: 2000)
+    monkeypatch.setattr(launch, "_first_ephemeral_port", lambda: 2000)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -762,10 +769,10 @@ def test_the_port_of_a_job_is_none_that_a_connection_takes(monkeypatch: pytest.M
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
 def test_addresses_of_version_6() -> None:
-    assert address_of("etcd://[::1]:2379/lab") == "::1"
+    assert host_address("etcd://[::1]:2379/lab") == "::1"
     with socket.socket(socket.AF_INET6) as free:
         free.bind(("::1", free_port("::1")))
-    web = Web("::1", 0, {"/": lambda: Page(b"here")}, "test")
+    web = HttpPages("::1", 0, {"/": lambda: HttpPage(b"here")}, "test")
     try:
         assert urllib.request.urlopen(f"http://[::1]:{web.port}/").read() == b"here"
     finally:
@@ -836,7 +843,7 @@ def test_another_job_in_a_folder_is_told_of_the_one_before(tmp_path: Path) -> No
     ("slurm", "srun", ""), ("local", "python", ""),
 ])  # fmt: skip
 def test_a_command_that_starts_ranks(launcher: str, command: str, better: str) -> None:
-    said = hint(launcher, [command, "-n", "3"])
+    said = launcher_hint(launcher, [command, "-n", "3"])
     assert better in said
     assert bool(said) == bool(better)
 
@@ -850,14 +857,14 @@ def tiered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_memory(run: Run) -> Path:
-    found = memory.folder_of(run.files)
+    found = memory.memory_folder(run.files)
     if found is None:
         pytest.skip("no shared memory at /dev/shm that can be written to")
     return found
 
 
 def no_memory_is_left(folder: Path, host: str = "") -> None:
-    found = memory.folder_of(folder, host)
+    found = memory.memory_folder(folder, host)
     assert found is None or not found.exists()
 
 
@@ -956,62 +963,62 @@ def test_without_progress_it_ends() -> None:
 
 
 def test_the_same_place_three_times() -> None:
-    budget, failures = Budget(10, 10, best=4), []
-    for turn in range(USELESS):
+    budget, failures = Budget(10, 10, best_step=4), []
+    for turn in range(MAX_REPEATED_FAILURES):
         failures.append(failure())
         decision = decide(failures, budget)
         budget = decision.budget
-        assert (decision.action == "halt") == (turn == USELESS - 1)
+        assert (decision.action == "halt") == (turn == MAX_REPEATED_FAILURES - 1)
 
 
 def test_limits_are_learned() -> None:
-    limits = Limits(factor=30, least_seconds=2)
-    assert limits.of("step") == 900
+    limits = HangLimits(factor=30, least_seconds=2)
+    assert limits.limit_seconds("step") == 900
     for _ in range(20):
         limits.learn("step", 0.01)
-    assert limits.of("step") == 2
+    assert limits.limit_seconds("step") == 2
     limits.learn("step", 10.0)  # a step that took long is no hang the next time
-    assert limits.of("step") == 30
+    assert limits.limit_seconds("step") == 30
     for _ in range(20):
         limits.learn("step", 400.0)
-    assert limits.of("step") == 900, "never more than was given"
-    assert limits.of("end") == float("inf")
+    assert limits.limit_seconds("step") == 900, "never more than was given"
+    assert limits.limit_seconds("end") == float("inf")
 
 
 @pytest.mark.parametrize("phase", ["step", "save", "load", "eval", "compile"])
 def test_the_limit_of_each_phase_is_learned(phase: str) -> None:
-    limits = Limits(least_seconds=1)
+    limits = HangLimits(least_seconds=1)
     for _ in range(7):
         limits.learn(phase, 0.02)
-    assert limits.of(phase) == FIRST_SECONDS[phase]
+    assert limits.limit_seconds(phase) == INITIAL_LIMIT_SECONDS[phase]
     for _ in range(93):
         limits.learn(phase, 0.02)
-    assert limits.of(phase) == (1 if phase == "step" else 30)
-    others = set(FIRST_SECONDS) - {phase}
-    assert all(limits.of(each) == FIRST_SECONDS[each] for each in others)
+    assert limits.limit_seconds(phase) == (1 if phase == "step" else 30)
+    others = set(INITIAL_LIMIT_SECONDS) - {phase}
+    assert all(limits.limit_seconds(each) == INITIAL_LIMIT_SECONDS[each] for each in others)
 
 
 def test_a_load_that_was_cut_off_is_given_more_time() -> None:
-    limits = Limits(least_seconds=1)
+    limits = HangLimits(least_seconds=1)
     for phase in ("load", "step"):
         for _ in range(20):
             limits.learn(phase, 0.02)
-        limits.cut_off(phase, 31)
-    assert (limits.of("load"), limits.of("step")) == (93, 1)
+        limits.learn_hang(phase, 31)
+    assert (limits.limit_seconds("load"), limits.limit_seconds("step")) == (93, 1)
 
 
 def test_one_limit_for_all_phases_as_long_as_nothing_is_learned() -> None:
-    limits = Limits(least_seconds=1, first_seconds=first_seconds(3))
-    assert {limits.of(phase) for phase in PHASES if phase != "end"} == {3}
-    assert limits.of("end") == float("inf")
+    limits = HangLimits(least_seconds=1, initial_limit_seconds=uniform_initial_limits(3))
+    assert {limits.limit_seconds(phase) for phase in PHASES if phase != "end"} == {3}
+    assert limits.limit_seconds("end") == float("inf")
 
 
 @settings(max_examples=100)
-@given(st.sampled_from(sorted(FIRST_SECONDS)), st.floats(1e-4, 30), st.lists(st.floats(1, 10), min_size=1, max_size=60))
+@given(st.sampled_from(sorted(INITIAL_LIMIT_SECONDS)), st.floats(1e-4, 30), st.lists(st.floats(1, 10), min_size=1, max_size=60))
 def test_no_limit_is_below_ten_times_what_is_usual(phase: str, usual: float, times: list[float]) -> None:
-    limits = Limits(least_seconds=1)
+    limits = HangLimits(least_seconds=1)
     for each in times:
-        assert limits.of(phase) >= usual * each
+        assert limits.limit_seconds(phase) >= usual * each
         limits.learn(phase, usual * each)
 
 
@@ -1025,12 +1032,12 @@ def test_a_hang_that_is_no_step(start: Callable[..., Run], phase: str) -> None:
 
 
 def test_a_page(tmp_path: Path) -> None:
-    mine, theirs = Pulse(tmp_path / "p", new=True), Pulse(tmp_path / "p")
+    mine, theirs = HeartbeatPage(tmp_path / "p", new=True), HeartbeatPage(tmp_path / "p")
     assert (theirs.read().beats, theirs.read().step, theirs.read().phase, theirs.read().committed) == (0, -1, "start", -1)
     mine.beat(2, 7)
-    mine.committed(5)
-    mine.committed(3)
-    mine.loss(float("nan"))
+    mine.publish_committed(5)
+    mine.publish_committed(3)
+    mine.publish_loss(float("nan"))
     beat = theirs.read()
     assert (beat.beats, beat.step, beat.phase, beat.committed) == (1, 7, "step", 5)
     assert beat.loss != beat.loss
@@ -1041,10 +1048,10 @@ def test_only_a_record_that_is_none_is_to_be_removed(tmp_path: Path) -> None:
     """It holds what was decided: a disk that is full, or can't be read now, is no reason to delete it."""
     (tmp_path / "run.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(CkptError, match="remove it, or give another --run-dir"):
-        Record(tmp_path)
+        SqliteRunLog(tmp_path)
     (tmp_path / "other" / "run.sqlite").mkdir(parents=True)
     with pytest.raises(CkptError, match="free space on this disk, and check it, or give another --run-dir"):
-        Record(tmp_path / "other")
+        SqliteRunLog(tmp_path / "other")
 
 
 # The interpreter and the package may lie where only root can read them: what may be needed is imported before.
@@ -1098,22 +1105,22 @@ def test_status_shows_the_ranks_of_this_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A host whose ranks were ended still has their pages: as a spare, or until its next ones run."""
-    drafts = [courses.run(0, "r", Spec(("true",), 1, hosts=2, least=1))]
+    drafts = [courses.draft_run(0, "r", RunSpec(("true",), 1, hosts=2, least=1))]
     for attempt, hosts in enumerate(("ab", "b")):
-        members = [asdict(Member(name, f"{name}-1", i, 1)) for i, name in enumerate(hosts)]
+        members = [asdict(AttemptHost(name, f"{name}-1", i, 1)) for i, name in enumerate(hosts)]
         drafts.append(Draft(attempt, "start", "ranks", {"members": members, "memory": []}))
-    entries = [Entry(1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+    entries = [LogEntry(1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
     reports = {}
     for name, attempt in (("a", 0), ("b", 1)):
         (tmp_path / name).mkdir()
-        pulse = Pulse(tmp_path / name / f"{attempt}-0", new=True)
-        pulse.attach()
+        pulse = HeartbeatPage(tmp_path / name / f"{attempt}-0", new=True)
+        pulse.attach_process()
         pulse.beat(2, 70 + attempt)
         pulse.close()
         doing: Literal["running", "idle"] = "running" if attempt else "idle"
-        reports[name] = Report(name, f"{name}-1", 0.0, 1, str(tmp_path / name), "logs", "a", 1, attempt, doing)
-    monkeypatch.setattr(ask, "_entries", lambda *_: entries)
-    monkeypatch.setattr(ask, "_living", lambda *_: reports)
+        reports[name] = AgentReport(name, f"{name}-1", 0.0, 1, str(tmp_path / name), "logs", "a", 1, attempt, doing)
+    monkeypatch.setattr(ask, "_open_entries", lambda *_: entries)
+    monkeypatch.setattr(ask, "_living_agents", lambda *_: reports)
     assert ask.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
     shown = capfd.readouterr().out
     assert " 71 " in shown
@@ -1132,5 +1139,5 @@ def test_no_room_for_a_page_names_the_page(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "0-0"))):
-        Pulse(tmp_path / "0-0", new=True)
+        HeartbeatPage(tmp_path / "0-0", new=True)
     assert not (tmp_path / "0-0").exists()

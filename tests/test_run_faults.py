@@ -28,11 +28,11 @@ from test_run_hosts import job as job
 from test_tiers import flip
 
 import ckpt
-from ckpt.pulse import Beat, Pulse
+from ckpt.pulse import HeartbeatPage, RankHeartbeat
 from ckpt.recovery import host
-from ckpt.recovery.decide import USELESS, Budget, Failure, decide
-from ckpt.recovery.record import Record
-from ckpt.recovery.state import Entry
+from ckpt.recovery.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
+from ckpt.recovery.record import SqliteRunLog
+from ckpt.recovery.state import LogEntry
 
 PROGRAM = str(Path(__file__).parent / "faults_program.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
@@ -44,7 +44,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """No process, however the job has ended."""
     monkeypatch.setenv(MARK, str(tmp_path))
     yield
-    until(lambda: not host.members([], f"{MARK}={tmp_path}"), "all processes have ended")
+    until(lambda: not host.find_processes([], f"{MARK}={tmp_path}"), "all processes have ended")
 
 
 def until(true: Callable[[], object], what: str, seconds: float = 90) -> None:
@@ -75,8 +75,8 @@ class Faulty(Run):
             env=os.environ | {"CKPT_FAILPOINTS": failpoints},
         )  # fmt: skip
 
-    def log(self) -> list[Entry]:
-        record = Record(self.files)
+    def log(self) -> list[LogEntry]:
+        record = SqliteRunLog(self.files)
         try:
             return record.entries()
         finally:
@@ -89,10 +89,10 @@ class Faulty(Run):
         beat = self.beat(rank, attempt)
         return -1 if beat is None else beat.step
 
-    def beat(self, rank: int, attempt: int) -> Beat | None:
+    def beat(self, rank: int, attempt: int) -> RankHeartbeat | None:
         found = [entry.facts["pages"] for entry in self.log() if (entry.kind, entry.attempt) == ("start", attempt)]
         try:
-            return Pulse(Path(found[0]) / f"{attempt}-{rank}").read() if found else None
+            return HeartbeatPage(Path(found[0]) / f"{attempt}-{rank}").read() if found else None
         except FileNotFoundError:
             return None
 
@@ -104,7 +104,7 @@ class Faulty(Run):
         for pid in pids:
             with suppress(ProcessLookupError):  # ckpt-run has ended it for the first
                 os.kill(pid, signal.SIGKILL)
-        until(lambda: all(host.state(pid) in ("", "Z") for pid in pids), "the ranks are dead")
+        until(lambda: all(host.process_state(pid) in ("", "Z") for pid in pids), "the ranks are dead")
 
     def newest(self) -> int:
         """The newest step that is committed."""
@@ -185,7 +185,7 @@ def test_all_storage_nodes_are_away_for_a_while(start: Starter, tmp_path: Path) 
         run.until_step(12)
         for node in storage:
             node.kill()
-        until(lambda: run.kinds().count("failure") > USELESS, "a save has failed, and then some restarts")
+        until(lambda: run.kinds().count("failure") > MAX_REPEATED_FAILURES, "a save has failed, and then some restarts")
         for node in storage:
             node.start()
         ends_well(run)
@@ -201,7 +201,7 @@ def test_what_began_before_is_not_given_up_at_once() -> None:
         budget = decision.budget
         waits.append(decision.wait_seconds)
         failures.append(Failure("exit", (1,), "exited with status 1", -1, -1, 1.0))
-    assert len(waits) == Budget().most
+    assert len(waits) == Budget().max_restarts
     assert waits == sorted(waits)
     assert sum(waits) > 60
     assert decision.reason.endswith("before the first step; 10 restarts without a newer step: look at the log")
@@ -213,7 +213,7 @@ def test_damage_is_no_storage_that_is_away() -> None:
     while (decision := decide(failures, budget)).action == "restart":
         budget = decision.budget
         failures.append(Failure("damaged", (0, 1), "exited with status 1", -1, -1, 1.0))
-    assert len(failures) == 1 + USELESS
+    assert len(failures) == 1 + MAX_REPEATED_FAILURES
     assert "3 times in a row, as no saved step is whole; bring back the files of one, or remove all of them" in decision.reason
 
 
@@ -318,9 +318,12 @@ def test_all_steps_are_damaged(start: Starter) -> None:
     assert run.end() == 1
     assert list(places[0].rglob("steps/*/commit.json"))
     shutil.rmtree(places[0])
-    assert [cause for cause, _ in run.failures()] == ["signal", *["damaged"] * USELESS]
-    assert f"{USELESS} times in a row, as no saved step is whole; bring back the files of one, or remove all" in run.said
-    assert re.search(rf"look at {run.files}/logs/{USELESS}/rank-\d.log", run.said)
+    assert [cause for cause, _ in run.failures()] == ["signal", *["damaged"] * MAX_REPEATED_FAILURES]
+    assert (
+        f"{MAX_REPEATED_FAILURES} times in a row, as no saved step is whole; bring back the files of one, or remove all"
+        in run.said
+    )
+    assert re.search(rf"look at {run.files}/logs/{MAX_REPEATED_FAILURES}/rank-\d.log", run.said)
     assert snapshot(run.folder / "repo/steps") == before
 
 
@@ -345,7 +348,7 @@ def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
     if "coordinator.stop" in point:
         run.process.send_signal(signal.SIGTERM)
     assert run.end() == -signal.SIGKILL, run.said
-    until(lambda: not host.members([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
+    until(lambda: not host.find_processes([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
     saved = run.newest()
     again = start("--cold", steps=20)
     ends_well(again, 20)
@@ -434,7 +437,7 @@ def test_what_a_rank_starts_does_not_hold_sigterm(tmp_path: Path) -> None:
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "ckpt.Checkpointer('b').close(); assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN\n"
     )
-    Pulse(tmp_path / "page", new=True).close()
+    HeartbeatPage(tmp_path / "page", new=True).close()
     told = os.environ | {"CKPT_PULSE": str(tmp_path / "page")}
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=told, check=True, timeout=60)
 
@@ -524,7 +527,7 @@ def test_an_exception_while_others_wait_in_a_collective(tmp_path: Path) -> None:
     command = [*RUN, "-n", "2", "--run-dir", str(tmp_path / "run"), "--", sys.executable, str(program), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    failures = [entry for entry in Record(tmp_path / "run").entries() if entry.kind == "failure"]
+    failures = [entry for entry in SqliteRunLog(tmp_path / "run").entries() if entry.kind == "failure"]
     assert [entry.facts["cause"] for entry in failures] == ["exit"]
     assert "ValueError: a bad batch" in (tmp_path / "run" / "logs" / "0" / "rank-1.log").read_text()
     want = np.zeros(100)
@@ -540,7 +543,7 @@ def test_an_exception_while_others_wait_in_a_collective(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "words", "times"),
     [
-        ("ckpt://127.0.0.1:1/run", "127.0.0.1:1", USELESS),  # it may be about to start
+        ("ckpt://127.0.0.1:1/run", "127.0.0.1:1", MAX_REPEATED_FAILURES),  # it may be about to start
         ("{}/file/repo", "Not a directory", 1),
         ("/proc/nowhere", "takes no directories", 1),
     ],

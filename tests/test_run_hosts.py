@@ -22,10 +22,10 @@ from netns import Hosts, hosts_on_a_wire
 from support import SOAK
 from test_run import none_left
 
-from ckpt.aggregator.etcd_client import Etcd
+from ckpt.aggregator.etcd_client import EtcdClient
 from ckpt.recovery import host
-from ckpt.recovery.ledger import lines, totals
-from ckpt.recovery.state import Entry, open_state
+from ckpt.recovery.ledger import read_ledgers, total_seconds_by_category
+from ckpt.recovery.state import LogEntry, open_run_log
 from ckpt.storage.errors import CkptError, StoreError
 
 PROGRAM = str(Path(__file__).parent / "hosts_program.py")
@@ -63,15 +63,15 @@ class Job:
         where = ["--run-dir", str(self.folder / "run"), *self.state]
         return subprocess.run([*RUN, words[0], *where, *words[1:]], capture_output=True, text=True, timeout=60, check=False)
 
-    def log(self) -> list[Entry]:
+    def log(self) -> list[LogEntry]:
         """Empty where there is none yet, or the state does not answer. Read here: a process takes as long as many steps."""
         try:
-            with closing(open_state(self.folder / "run", self.state[-1] if self.state else None, read_only=True)) as state:
+            with closing(open_run_log(self.folder / "run", self.state[-1] if self.state else None, read_only=True)) as state:
                 return state.entries()
         except (CkptError, sqlite3.Error):
             return []
 
-    def until(self, true: Callable[[list[Entry]], bool], what: str) -> None:
+    def until(self, true: Callable[[list[LogEntry]], bool], what: str) -> None:
         end = time.monotonic() + 90
         while not true(self.log()):
             assert time.monotonic() < end, f"not {what}: {[(e.kind, e.text) for e in self.log()]}"
@@ -153,12 +153,12 @@ def is_right(job: Job, world: int) -> None:
     assert np.array_equal(whole, want)
 
 
-def starts(log: list[Entry]) -> list[list[str]]:
+def starts(log: list[LogEntry]) -> list[list[str]]:
     """The hosts of each attempt."""
     return [[m["name"] for m in e.facts["members"]] for e in log if e.kind == "start"]
 
 
-def leader_of(log: list[Entry]) -> str:
+def leader_of(log: list[LogEntry]) -> str:
     """The host that coordinates now."""
     return str(next(e.facts["name"] for e in reversed(log) if e.kind == "lead"))
 
@@ -249,11 +249,11 @@ def test_a_stopped_agent_that_comes_back(job: Callable[..., Job], place: int) ->
 
 def is_accounted(job: Job) -> dict[str, float]:
     """The time by its names: from the start of the run to its end, without a gap, and no second twice."""
-    found, log = lines(job.folder / "run"), job.log()
+    found, log = read_ledgers(job.folder / "run"), job.log()
     for one, other in pairwise(found):
         assert abs(other.began - one.at) < 1e-3, (one, other)
     assert found[0].began < log[0].at < log[-1].at < found[-1].at
-    return dict(totals(job.folder / "run"))
+    return dict(total_seconds_by_category(job.folder / "run"))
 
 
 def test_every_second_is_accounted_where_the_leader_stands_still(job: Callable[..., Job]) -> None:
@@ -566,7 +566,7 @@ def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
         server.kill()
         time.sleep(4.5)
         until(lambda: max(run._step(run.folder / f"at-0-{rank}") for rank in range(6)) > before + 20)
-        assert all(host.state(run.pid(rank)) for rank in range(6))
+        assert all(host.process_state(run.pid(rank)) for rank in range(6))
         os.kill(run.pid(2), signal.SIGKILL)
         waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
         until(lambda: any(waits in run.said(name) for name in "abc"))
@@ -635,7 +635,7 @@ def test_a_host_is_cut_off(tmp_path: Path) -> None:
 
 def answers(client: str) -> bool:
     try:
-        return Etcd((client,), 1.0).range("/") == []
+        return EtcdClient((client,), 1.0).range("/") == []
     except StoreError:
         return False
 

@@ -28,12 +28,12 @@ from test_run import none_left
 from test_run_hosts import RUN, Job, OnHosts, answers, leader_of, starts
 
 import ckpt
-from ckpt.aggregator.members import parse_url
+from ckpt.aggregator.members import parse_namespace_url
 from ckpt.recovery import host, memories, memory
-from ckpt.recovery.agents import Report, Wrong
-from ckpt.recovery.keeper import Guard, Keeper
-from ckpt.recovery.memories import Memory, at_start
-from ckpt.recovery.state import Entry, open_state
+from ckpt.recovery.agents import AgentReport, HostFailure
+from ckpt.recovery.keeper import MemoryNodes, NodeSecurity
+from ckpt.recovery.memories import MemoryNamespace, choose_memories
+from ckpt.recovery.state import LogEntry, open_run_log
 from ckpt.storage.errors import InvalidArgument
 
 COLUMNS = 2000
@@ -45,9 +45,9 @@ class InMemory(Job):
 
     def __init__(self, folder: Path, *options: str, **more: int) -> None:
         super().__init__(folder, None, "-n", "1", "--memory", *options, **more)
-        self.record = open_state(folder / "run")
+        self.record = open_run_log(folder / "run")
 
-    def log(self) -> list[Entry]:
+    def log(self) -> list[LogEntry]:
         """Without a process for each look."""
         return self.record.entries()
 
@@ -56,7 +56,7 @@ class InMemory(Job):
         self.record.close()
 
     def folder_of(self, name: str) -> Path:
-        found = memory.folder_of(self.folder / "run", name)
+        found = memory.memory_folder(self.folder / "run", name)
         assert found is not None
         return found
 
@@ -93,7 +93,7 @@ def in_full(test: Callable[..., None]) -> Callable[..., None]:
 
 def keepers(run: Job) -> list[int]:
     """The processes that serve the memory of a job."""
-    found = host.members([], f"CKPT_TEST_JOB={run.folder}")
+    found = host.find_processes([], f"CKPT_TEST_JOB={run.folder}")
     return [pid for pid in found if b"ckpt.recovery.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
@@ -116,12 +116,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             shutil.rmtree(one.folder_of(name), ignore_errors=True)
 
 
-def memories_of(log: list[Entry]) -> list[list[list[list[str]]]]:
+def memories_of(log: list[LogEntry]) -> list[list[list[list[str]]]]:
     """Of each attempt."""
     return [e.facts["memory"] for e in log if e.kind == "start"]
 
 
-def failures(log: list[Entry]) -> list[Entry]:
+def failures(log: list[LogEntry]) -> list[LogEntry]:
     return [e for e in log if e.kind == "failure"]
 
 
@@ -248,7 +248,7 @@ def test_a_host_that_is_silent(job: Callable[..., InMemory]) -> None:
     run.until_step(6)
     victim = starts(run.log())[0][1]
     agent = run.agents[victim].pid
-    (keeper,) = [pid for pid in keepers(run) if int(host._fields(pid)[1]) == agent]
+    (keeper,) = [pid for pid in keepers(run) if int(host._stat_fields(pid)[1]) == agent]
     for pid in (agent, keeper):
         os.kill(pid, signal.SIGSTOP)
     run.until_step(25, attempt=1)
@@ -460,44 +460,44 @@ def test_hosts_that_strangers_reach(tmp_path: Path) -> None:
 # --- which nodes -------------------------------------------------------------------------------------------------
 
 
-def serving(name: str, *ports: int, fresh: int | None = None, **more: object) -> Report:
+def serving(name: str, *ports: int, fresh: int | None = None, **more: object) -> AgentReport:
     at = tuple(f"{name}:{port}" for port in (*ports, *(() if fresh is None else (fresh,))))
     said = replace(agent(name), memory="coming" if fresh is None else "ready", nodes=at)
     return replace(said, fresh="" if fresh is None else f"{name}:{fresh}", **more)  # type: ignore[arg-type]
 
 
 def test_each_attempt_has_fresh_nodes() -> None:
-    old = Memory((("a", "a:1"), ("b", "b:1")))
-    new = Memory((("a", "a:2"), ("c", "c:5")))
-    assert at_start([old], {"c": serving("c", fresh=5), "a": serving("a", 1, fresh=2)}) == (new, old)
-    assert at_start([old], {"c": serving("c"), "a": serving("a", 1, fresh=2)}) is None
-    assert at_start([old], {"a": serving("a", 1, fresh=2)}) == (Memory((("a", "a:2"),)), old)
+    old = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
+    new = MemoryNamespace((("a", "a:2"), ("c", "c:5")))
+    assert choose_memories([old], {"c": serving("c", fresh=5), "a": serving("a", 1, fresh=2)}) == (new, old)
+    assert choose_memories([old], {"c": serving("c"), "a": serving("a", 1, fresh=2)}) is None
+    assert choose_memories([old], {"a": serving("a", 1, fresh=2)}) == (MemoryNamespace((("a", "a:2"),)), old)
     again = {"a": serving("a", 1, fresh=2), "b": serving("b", fresh=7)}
-    assert at_start([old], again) == (Memory((("a", "a:2"), ("b", "b:7"))), old)
-    many = [Memory((("a", f"a:{port}"),)) for port in range(9, 2, -1)]
-    kept = at_start(many, {"a": serving("a", fresh=10)})
-    assert kept == (Memory((("a", "a:10"),)), *many[:2], many[-1]), "the last has what was committed for certain"
+    assert choose_memories([old], again) == (MemoryNamespace((("a", "a:2"), ("b", "b:7"))), old)
+    many = [MemoryNamespace((("a", f"a:{port}"),)) for port in range(9, 2, -1)]
+    kept = choose_memories(many, {"a": serving("a", fresh=10)})
+    assert kept == (MemoryNamespace((("a", "a:10"),)), *many[:2], many[-1]), "the last has what was committed for certain"
 
 
 def test_hosts_without_memory() -> None:
     off = replace(agent("b"), memory="off")
-    assert at_start([], {"a": serving("a", fresh=1), "b": off}) == ()
+    assert choose_memories([], {"a": serving("a", fresh=1), "b": off}) == ()
     three = {"a": serving("a", fresh=1), "b": off, "c": serving("c", fresh=3)}
-    assert at_start([], three) == (Memory((("a", "a:1"), ("c", "c:3"))),)
-    old = Memory((("a", "a:1"), ("b", "b:1")))
-    assert at_start([old], {"a": serving("a", fresh=2), "b": off}) == (Memory(), old), "it can still be read"
+    assert choose_memories([], three) == (MemoryNamespace((("a", "a:1"), ("c", "c:3"))),)
+    old = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
+    assert choose_memories([old], {"a": serving("a", fresh=2), "b": off}) == (MemoryNamespace(), old), "it can still be read"
 
 
 def test_how_ranks_name_it() -> None:
-    two = Memory((("a", "10.0.0.1:5"), ("b", "[::1]:6")))
+    two = MemoryNamespace((("a", "10.0.0.1:5"), ("b", "[::1]:6")))
     assert two.url("b") == "ckpt://10.0.0.1:5,[::1]:6?redundancy=2x&near=[::1]:6"
-    config, _ = parse_url(two.url("b").replace("?", "/run?"))
-    assert config.near == ("[::1]:6",)
-    assert [m.spot.domain for m in config.members] == [("10.0.0.1:5",), ("[::1]:6",)]
-    assert Memory((("a", "a:1"),)).url() == "ckpt://a:1?redundancy=1x"
-    assert memories.from_facts(memories.facts([two, Memory()])) == (two, Memory())
+    config, _ = parse_namespace_url(two.url("b").replace("?", "/run?"))
+    assert config.host_domain == ("[::1]:6",)
+    assert [m.location.domain for m in config.members] == [("10.0.0.1:5",), ("[::1]:6",)]
+    assert MemoryNamespace((("a", "a:1"),)).url() == "ckpt://a:1?redundancy=1x"
+    assert memories.from_facts(memories.to_facts([two, MemoryNamespace()])) == (two, MemoryNamespace())
     with pytest.raises(InvalidArgument, match="near= names one of the nodes"):
-        parse_url("ckpt://a:1,b:2/run?near=c:3")
+        parse_namespace_url("ckpt://a:1,b:2/run?near=c:3")
 
 
 @settings(deadline=None)
@@ -511,8 +511,8 @@ def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
     held: dict[str, list[str]] = {}  # of hosts, whatever becomes of their agents
     homes: dict[str, frozenset[str]] = {}  # of each node that was written to: the nodes of its namespace
 
-    def served(name: str, said: Report) -> Report:
-        named = memories.named(run.course.memory)
+    def served(name: str, said: AgentReport) -> AgentReport:
+        named = memories.node_addresses(run.course.memory)
         mine = held[name] = [at for at in held.setdefault(name, []) if at in named or at == said.fresh]
         fresh = said.fresh if said.fresh in mine and said.fresh not in named else ""
         if not fresh and rng.random() < 0.7:
@@ -531,7 +531,7 @@ def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
             if rng.random() < 0.3:
                 held[name] = []  # the host was booted
         elif run.agents[name].doing == "running" and rng.random() < 0.3:
-            run.agents[name] = replace(run.agents[name], wrong=Wrong("exit", (0,), "failed"))
+            run.agents[name] = replace(run.agents[name], wrong=HostFailure("exit", (0,), "failed"))
         newer = rng.random() < 0.3
         for each, said in list(run.agents.items()):
             saved = run.step if newer and said.doing == "running" else -1
@@ -545,21 +545,23 @@ def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
                 assert {host for host, _ in now[0].nodes} == members
                 assert all(at in run.agents[host].nodes for host, at in now[0].nodes)
                 assert not before or before[-1] in now
-                space = frozenset(memories.named(now[:1]))
+                space = frozenset(memories.node_addresses(now[:1]))
                 assert all(homes.setdefault(at, space) == space for at in space)
             elif entry.kind == "memory":
                 assert newer
                 assert now == before[:1]
-        if run.course.over:
+        if run.course.has_ended:
             break
 
 
 def test_what_keeps_strangers_out() -> None:
-    assert Guard().lacks("127.0.0.1") == ""
-    assert Guard(token=True).lacks("10.0.0.1") == "--tls-cert, --tls-key, --ca-file"
-    assert Guard(insecure=True).lacks("10.0.0.1") == ""
-    assert Guard(True, "c", "k", "a").lacks("10.0.0.1") == ""
-    assert Guard(insecure=True, authority="a").lacks("10.0.0.1") == "--tls-cert, --tls-key", "clients would speak TLS"
+    assert NodeSecurity().missing_options("127.0.0.1") == ""
+    assert NodeSecurity(token=True).missing_options("10.0.0.1") == "--tls-cert, --tls-key, --ca-file"
+    assert NodeSecurity(insecure=True).missing_options("10.0.0.1") == ""
+    assert NodeSecurity(True, "c", "k", "a").missing_options("10.0.0.1") == ""
+    assert NodeSecurity(insecure=True, authority="a").missing_options("10.0.0.1") == "--tls-cert, --tls-key", (
+        "clients would speak TLS"
+    )
 
 
 # --- the process that serves them --------------------------------------------------------------------------------
@@ -568,25 +570,25 @@ def test_what_keeps_strangers_out() -> None:
 def test_a_node_comes_back_where_it_was(tmp_path: Path) -> None:
     state = {"w": np.arange(50_000.0)}
 
-    def look(keeper: Keeper, *named: str) -> bool:
-        keeper.look(named)
+    def look(keeper: MemoryNodes, *named: str) -> bool:
+        keeper.update(named)
         return keeper.state == "ready"
 
-    first = Keeper(tmp_path, "127.0.0.1", Guard())
+    first = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
     until(lambda: look(first))
     used = first.fresh
     until(lambda: look(first, used) and first.fresh != used)
     ckpt.save(state, f"ckpt://{used}/run", step=3)
     unused = first.fresh
-    first.close(free=False)
-    second = Keeper(tmp_path, "127.0.0.1", Guard())
+    first.close(remove=False)
+    second = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
     until(lambda: look(second, used))
     assert used in second.nodes
     assert unused not in second.nodes
     assert np.array_equal(ckpt.load(f"ckpt://{used}/run")["w"], state["w"])
     until(lambda: look(second) and used not in second.nodes)
     until(lambda: not (tmp_path / used.rpartition(":")[2]).exists())
-    second.close(free=True)
+    second.close(remove=True)
     assert not tmp_path.exists()
 
 
@@ -595,9 +597,9 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (tmp_path / str(port)).mkdir()
-        keeper = Keeper(tmp_path, "127.0.0.1", Guard())
-        until(lambda: (keeper.look(()), keeper.state == "ready")[1])
+        keeper = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
+        until(lambda: (keeper.update(()), keeper.state == "ready")[1])
         assert keeper.nodes == (keeper.fresh,)
         assert not keeper.fresh.endswith(f":{port}")
         assert (tmp_path / str(port)).exists()
-        keeper.close(free=False)
+        keeper.close(remove=False)

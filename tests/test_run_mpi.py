@@ -14,7 +14,7 @@ import pytest
 from test_run import none_left
 
 from ckpt.recovery import mpi
-from ckpt.recovery.record import Record
+from ckpt.recovery.record import SqliteRunLog
 from ckpt.storage.errors import CkptError
 
 pytest.importorskip("mpi4py", reason="mpi4py is missing (pip install ckpt-store[mpi])")
@@ -56,7 +56,7 @@ def test_a_rank_of_mpi(tmp_path: Path, number: signal.Signals) -> None:
     os.kill(pids[1], number)
     _, said = run.communicate(timeout=120)
     assert run.returncode == 0, said
-    kinds = [e.kind for e in Record(tmp_path / "run").entries() if e.kind != "lead"]
+    kinds = [e.kind for e in SqliteRunLog(tmp_path / "run").entries() if e.kind != "lead"]
     assert kinds == ["run", "start", "failure", "decision", "start", "end"], said
     assert none_left(pids)
     want = np.zeros(100)
@@ -79,7 +79,7 @@ def test_a_wrong_command(tmp_path: Path) -> None:
 
 
 def test_which_rank_it_is() -> None:
-    assert mpi.who({"PMI_RANK": "2"}) == 2
-    assert mpi.who({"OMPI_COMM_WORLD_RANK": "1"}) == 1
+    assert mpi.mpi_rank({"PMI_RANK": "2"}) == 2
+    assert mpi.mpi_rank({"OMPI_COMM_WORLD_RANK": "1"}) == 1
     with pytest.raises(CkptError, match="this mpiexec sets none of PMI_RANK"):
-        mpi.who({})
+        mpi.mpi_rank({})

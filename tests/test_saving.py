@@ -17,9 +17,9 @@ import torch
 from support import assert_same, finish, python
 
 import ckpt
-from ckpt.codec import Measured, Tuner, choose
+from ckpt.codec import CodecMeasurement, CodecTuner, choose_codec
 from ckpt.digest import digest_and_cells
-from ckpt.interval import daly
+from ckpt.interval import daly_interval_seconds
 from ckpt.storage.base import Writer
 from ckpt.storage.descriptors import DescriptorReader
 from ckpt.storage.errors import StoreError
@@ -76,7 +76,7 @@ def test_a_background_save_returns_when_staged(tmp_path):
 
 
 def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt.write.processors", lambda: 3)
+    monkeypatch.setattr("ckpt.write.processor_count", lambda: 3)
     lock, hashing, seen = threading.Lock(), [0], []
 
     def counted(algorithm, data):
@@ -200,15 +200,15 @@ def test_codecs(tmp_path, codec):
 
 
 def test_auto_compresses_for_slow_stores_only():
-    fast, strong = Measured("lz4", 0.8, 4e9), Measured("zstd", 0.6, 0.6e9)
-    assert choose(3e9, [fast, strong]) is None
-    assert choose(0.9e9, [fast, strong]) == "lz4"
-    assert choose(0.1e9, [fast, strong]) == "zstd"
-    assert choose(0.1e9, [Measured("zstd", 0.99, 1e9)]) is None
-    tuner = Tuner()
+    fast, strong = CodecMeasurement("lz4", 0.8, 4e9), CodecMeasurement("zstd", 0.6, 0.6e9)
+    assert choose_codec(3e9, [fast, strong]) is None
+    assert choose_codec(0.9e9, [fast, strong]) == "lz4"
+    assert choose_codec(0.1e9, [fast, strong]) == "zstd"
+    assert choose_codec(0.1e9, [CodecMeasurement("zstd", 0.99, 1e9)]) is None
+    tuner = CodecTuner()
     zeros = np.zeros(2 * MIB, np.uint8)
     assert tuner.pick("float32", zeros, 4) is None  # nothing known of the store yet
-    tuner._bytes, tuner._seconds = 100 * MIB, 5.0
+    tuner._written_bytes, tuner._busy_seconds = 100 * MIB, 5.0
     assert "blosc" in tuner.pick("float32", zeros, 4)
     assert tuner.pick("float16", np.frombuffer(np.random.default_rng(0).bytes(MIB), np.uint8), 2) is None
 
@@ -353,10 +353,10 @@ def test_when_a_save_is_due(tmp_path):
 
 
 def test_interval_of_daly():
-    assert daly(1, 7200) == pytest.approx(120, rel=0.02)
-    assert daly(60, 7200) == pytest.approx(889, rel=0.02)
-    assert daly(1e9, 60) == 60
-    assert daly(0.1) < daly(1) < daly(10)
+    assert daly_interval_seconds(1, 7200) == pytest.approx(120, rel=0.02)
+    assert daly_interval_seconds(60, 7200) == pytest.approx(889, rel=0.02)
+    assert daly_interval_seconds(1e9, 60) == 60
+    assert daly_interval_seconds(0.1) < daly_interval_seconds(1) < daly_interval_seconds(10)
 
 
 def test_a_sector_that_cannot_be_read_is_damage(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.limits import BLOCK_BYTES
-from ckpt.plan import LeafSpec, plan
+from ckpt.plan import LeafSpec, plan_blocks
 from ckpt.shard import Replica
-from ckpt.share import UNIT
+from ckpt.share import CUT_BYTES
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
 
@@ -36,7 +36,7 @@ def test_every_byte_has_one_writer(leaves: list[tuple[tuple[int, ...], int]], co
     specs = specs_of(leaves, 0, count, known, scale)
     painted = [np.zeros(spec.shape, np.int8) for spec in specs]
     for rank in range(count):
-        for block in plan(specs_of(leaves, rank, count, known, scale)).blocks:
+        for block in plan_blocks(specs_of(leaves, rank, count, known, scale)).blocks:
             assert block.nbytes <= BLOCK_BYTES
             for piece in block.pieces:
                 spec = specs[piece.leaf]
@@ -54,7 +54,9 @@ def test_every_byte_has_one_writer(leaves: list[tuple[tuple[int, ...], int]], co
 def test_bytes_are_even(known: bool, count: int) -> None:
     """Within 5 % for the tensors of a GPT, whether the ranks are known or only their number."""
     leaves = [((3072, 1024), 2), ((1024, 1024), 2), ((4096, 1024), 4), ((1024, 4096), 4), ((1024,), 4), ((8192, 1024), 2)] * 3
-    written = [sum(block.nbytes for block in plan(specs_of(leaves, rank, count, known, 1)).blocks) for rank in range(count)]
+    written = [
+        sum(block.nbytes for block in plan_blocks(specs_of(leaves, rank, count, known, 1)).blocks) for rank in range(count)
+    ]
     even = sum(itemsize * math.prod(shape) for shape, itemsize in leaves) / count
     assert max(written) <= 1.05 * even
     assert min(written) >= 0.95 * even
@@ -63,7 +65,7 @@ def test_bytes_are_even(known: bool, count: int) -> None:
 def test_small_shards_are_drawn_by_name() -> None:
     """A thousand that are not worth cutting fall on all ranks about alike."""
     leaves = [((3,), 4)] * 1000
-    written = [sum(len(b.pieces) for b in plan(specs_of(leaves, rank, 8, False, 1)).blocks) for rank in range(8)]
+    written = [sum(len(b.pieces) for b in plan_blocks(specs_of(leaves, rank, 8, False, 1)).blocks) for rank in range(8)]
     assert sum(written) == 1000
     assert max(written) < 2 * 1000 / 8
-    assert UNIT > 12
+    assert CUT_BYTES > 12

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.recovery.decide import USELESS, Budget, Decision, Failure
-from ckpt.recovery.simulate import Kind, Outcome, Policy, World, daly_policy, simulate, sweep, totals
+from ckpt.recovery.decide import MAX_REPEATED_FAILURES, Budget, Decision, Failure
+from ckpt.recovery.simulate import FailureKind, Outcome, Policy, World, daly_policy, simulate, sweep, total_seconds_by_category
 
 seconds = st.floats(0, 100)
 worlds = st.builds(
@@ -40,28 +40,28 @@ def test_whatever_the_world_is_like(world: World, interval: float, days: float, 
     assert min(found.seconds.values()) >= 0
     assert found.wall_seconds <= days * 86400 * (1 + 1e-12)
     # It ends at the end of the days, or with a reason.
-    assert bool(found.halted) == (found.decisions["halt"] == 1)
-    if not found.halted:
+    assert bool(found.halt_reason) == (found.decisions["halt"] == 1)
+    if not found.halt_reason:
         assert found.wall_seconds == days * 86400
     # What was committed stays: each attempt goes on at least where the one before did, and none behind it.
-    assert found.resumed == sorted(found.resumed)
-    assert all(step - 1 <= found.committed <= found.best for step in found.resumed)
+    assert found.resume_steps == sorted(found.resume_steps)
+    assert all(step - 1 <= found.committed <= found.best_step for step in found.resume_steps)
     # Steps take their time. Of each stretch the last may be in flight.
-    stretches = len(found.resumed) + found.saves + 2
-    for done, spent in ((found.best + 1, found.seconds["useful"]), (found.redone_steps, found.seconds["redo"])):
+    stretches = len(found.resume_steps) + found.saves + 2
+    for done, spent in ((found.best_step + 1, found.seconds["useful"]), (found.redone_steps, found.seconds["redo"])):
         assert done * world.step_seconds <= spent * (1 + 1e-9) + 1e-6
         assert spent <= (done + stretches) * world.step_seconds * (1 + 1e-9) + 1e-6
-    assert found.seconds["stall"] <= (found.saves + len(found.resumed) + 1) * world.stall_seconds * (1 + 1e-9) + 1e-6
-    assert world.broken_at is None or found.best < world.broken_at
+    assert found.seconds["stall"] <= (found.saves + len(found.resume_steps) + 1) * world.stall_seconds * (1 + 1e-9) + 1e-6
+    assert world.broken_step is None or found.best_step < world.broken_step
     # The same again is the same.
     assert simulate(world, Policy(interval), days, seed) == found
 
 
 def test_a_program_that_always_fails_is_given_up() -> None:
-    found = simulate(World(broken_at=500, host_mtbf_seconds=1e12), daly_policy(World()), 30)
-    assert "times in a row, at the same place" in found.halted
-    assert found.decisions == {"restart": USELESS, "halt": 1}
-    assert found.best == 499
+    found = simulate(World(broken_step=500, host_mtbf_seconds=1e12), daly_policy(World()), 30)
+    assert "times in a row, at the same place" in found.halt_reason
+    assert found.decisions == {"restart": MAX_REPEATED_FAILURES, "halt": 1}
+    assert found.best_step == 499
     assert found.wall_seconds < 3600
 
 
@@ -75,14 +75,16 @@ def test_without_failures_only_saves_cost() -> None:
 
 
 def test_failures_come_as_often_as_was_said() -> None:
-    world = World(hosts=100, host_mtbf_seconds=100 * 3600.0, spawn_seconds=0, restore_seconds=0, kinds=(Kind("signal", 1, 0),))
+    world = World(
+        hosts=100, host_mtbf_seconds=100 * 3600.0, spawn_seconds=0, restore_seconds=0, kinds=(FailureKind("signal", 1, 0),)
+    )
     found = [simulate(world, daly_policy(world), 30, seed) for seed in range(10)]
     assert sum(each.failures["signal"] for each in found) == pytest.approx(7200, rel=0.1)
-    assert totals(found)["useful"] == pytest.approx(sum(each.seconds["useful"] for each in found))
+    assert total_seconds_by_category(found)["useful"] == pytest.approx(sum(each.seconds["useful"] for each in found))
 
 
 def test_spares_save_the_wait_for_a_repair() -> None:
-    kinds = (Kind("signal", 1, 1.0, takes_host=True),)
+    kinds = (FailureKind("signal", 1, 1.0, takes_host=True),)
     found = [World(kinds=kinds, repair_seconds=8 * 3600.0, spares=spares) for spares in (0, 2, 20)]
     waits = [simulate(world, daly_policy(world), 30).seconds["wait"] for world in found]
     assert waits[0] > waits[1] > waits[2] == 0
@@ -96,7 +98,7 @@ def test_other_decisions_can_be_plugged_in() -> None:
         return Decision("halt", "not again")
 
     found: Outcome = simulate(World(), Policy(60.0, decide=never), 30)  # type: ignore[arg-type]
-    assert found.halted == "not again"
+    assert found.halt_reason == "not again"
     assert seen == [1]
 
 

@@ -15,7 +15,7 @@ from fsspec.registry import _registry
 
 from ckpt.storage.errors import StoreError, UnknownScheme
 from ckpt.storage.fsspecs import FsspecStore
-from ckpt.storage.testing import StoreContract, names, write
+from ckpt.storage.testing import StoreContract, object_lengths, write_object
 from ckpt.storage.urls import open_store
 
 
@@ -85,15 +85,15 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(StoreError, match="refused by the test"):
         store.put("a", b"x")
     with pytest.raises(StoreError, match="refused by the test"):
-        write(store, "a", b"x")
+        write_object(store, "a", b"x")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_listing_cache_hides_nothing(tmp_path: Path) -> None:
     """Two stores over one place, as two processes would have them."""
     one, two = FsspecStore(f"local://{tmp_path}"), FsspecStore(f"local://{tmp_path}")
-    assert names(two) == {}
+    assert object_lengths(two) == {}
     one.put("a", b"x")
-    assert names(two) == {"a": 1}
+    assert object_lengths(two) == {"a": 1}
     one.put("a", b"longer")
     assert two.get("a") == b"longer"

@@ -23,8 +23,8 @@ from support import drop_cache, is_cached
 from ckpt.storage.errors import AlreadyExists, NotFound, StoreError
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import O_DIRECT, LocalStore
-from ckpt.storage.pages import pages
-from ckpt.storage.testing import names, pattern, write
+from ckpt.storage.pages import map_huge_pages
+from ckpt.storage.testing import object_lengths, random_bytes, write_object
 from ckpt.storage.urls import open_store
 
 
@@ -57,10 +57,10 @@ def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None
     To ask whether a page is in the page cache makes Linux read it. About once in a thousand times that ends before the
     answer, which then is yes, and the read goes through the page cache: so there are three tries.
     """
-    data = pattern(9 << 20)
+    data = random_bytes(9 << 20)
     file = Path(store.root) / "b"
     file.write_bytes(data)
-    memory = memoryview(pages(8 << 20))
+    memory = memoryview(map_huge_pages(8 << 20))
     for _ in range(3):
         drop_cache(file)
         if is_cached(file, 8 << 20):
@@ -83,7 +83,7 @@ def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None
 
 def test_a_prefetch_brings_just_what_it_names_into_the_page_cache(store: LocalStore) -> None:
     file = Path(store.root) / "b"
-    file.write_bytes(pattern(9 << 20))
+    file.write_bytes(random_bytes(9 << 20))
     drop_cache(file)
     if is_cached(file, 0):
         pytest.skip("a file system that is all in memory")
@@ -107,7 +107,7 @@ def test_killed_writer_leaves_only_what_the_sweep_removes(store: LocalStore, poi
     )
     child = subprocess.run([sys.executable, "-c", program, store.root], env={**os.environ, "CKPT_FAILPOINTS": point})
     assert child.returncode == -9
-    assert names(store) == {"a/kept": 4}
+    assert object_lengths(store) == {"a/kept": 4}
     assert not store.exists("a/killed")
     assert len(files_below(store)) == 2
     store.sweep_temporaries("")
@@ -139,7 +139,7 @@ def test_order_of_a_publish(store: LocalStore, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(os, "replace", spy_replace)
-    write(store, "a/w", b"x")
+    write_object(store, "a/w", b"x")
     assert done == ["fsync file", "rename", "fsync folder"]
     done.clear()
     store.put("a/p", b"x")
@@ -196,7 +196,7 @@ LocalStore(sys.argv[1] + "/home/user").put("a/b", b"x")
 WRITES: dict[str, Callable[[LocalStore, bytes], Any]] = {
     "put": lambda store, data: store.put("a/b", data),
     "put_new": lambda store, data: store.put_new("a/b", data),
-    "writer": lambda store, data: write(store, "a/b", data),
+    "writer": lambda store, data: write_object(store, "a/b", data),
 }
 
 
@@ -224,7 +224,7 @@ def test_failed_fsync_of_the_folder_is_told(store: LocalStore, failpoints: Calla
 def test_failed_writer_leaves_nothing(store: LocalStore, failpoints: Callable[[str], None], point: str) -> None:
     failpoints(point)
     with pytest.raises(StoreError, match="full" if "full" in point else "I/O error"):
-        write(store, "a/b", b"x")
+        write_object(store, "a/b", b"x")
     assert files_below(store) == {"a/kept"}
 
 
@@ -326,12 +326,12 @@ def test_refused_o_direct_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "pwrite", picky_pwrite)
     page = memoryview(mmap(-1, 8192))
-    page[:] = pattern(8192)
+    page[:] = random_bytes(8192)
     with store.create("a") as writer:
         positions = [writer.append(page) for _ in range(3)]
         assert writer.commit() == 3 * 8192
     assert positions == [0, 8192, 16384]
-    assert store.get("a") == pattern(8192) * 3
+    assert store.get("a") == random_bytes(8192) * 3
     assert refused in ([0], []), "one refusal is enough"  # none where O_DIRECT cannot even be opened
 
 
@@ -349,11 +349,11 @@ def test_short_direct_write_is_completed(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "pwrite", short_pwrite)
     page = memoryview(mmap(-1, 16384))
-    page[:] = pattern(16384)
+    page[:] = random_bytes(16384)
     with store.create("a") as writer:
         writer.append(page)
         writer.commit()
-    assert store.get("a") == pattern(16384)
+    assert store.get("a") == random_bytes(16384)
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP])
@@ -385,13 +385,13 @@ def test_symbolic_links_are_not_listed_and_are_replaced_not_followed(store: Loca
     (outside / "file").write_bytes(b"outside")
     for name, target in {"file": "file", "folder": "folder", "dangling": "none"}.items():
         os.symlink(outside / target, Path(store.root, "a", name))
-    assert names(store) == {"a/kept": 4}
+    assert object_lengths(store) == {"a/kept": 4}
     assert list(store.list_folders("a")) == []
     store.put("a/file", b"inside")
-    write(store, "a/dangling", b"inside")
+    write_object(store, "a/dangling", b"inside")
     assert (outside / "file").read_bytes() == b"outside"
     assert not (outside / "none").exists()
-    assert names(store) == {"a/kept": 4, "a/file": 6, "a/dangling": 6}
+    assert object_lengths(store) == {"a/kept": 4, "a/file": 6, "a/dangling": 6}
     os.symlink(outside / "file", Path(store.root, "a", "again"))
     store.delete(["a/again"])
     assert (outside / "file").exists()
@@ -402,7 +402,7 @@ def test_foreign_files_are_left_alone(store: LocalStore) -> None:
         Path(store.root, name).write_bytes(b"")
         Path(store.root, "a", name).write_bytes(b"")
         Path(store.root, "a", "folder " + name).mkdir()
-    assert names(store) == {"a/kept": 4}
+    assert object_lengths(store) == {"a/kept": 4}
     assert list(store.list_folders()) == ["a"]
     assert list(store.list_folders("a")) == []
 
@@ -473,7 +473,7 @@ def test_a_page_that_is_there_brings_no_others(tmp_path: Path) -> None:
     os.close(fd)
     assert is_cached(file, 0)
     assert not is_cached(file, 1 << 20)
-    buffer = np.frombuffer(pages(chunk), np.uint8)
+    buffer = np.frombuffer(map_huge_pages(chunk), np.uint8)
     with store.open_once("a") as reader:
         for position in range(0, len(data), chunk):
             assert reader.read_into(position, buffer.data) == chunk

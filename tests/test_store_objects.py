@@ -15,8 +15,8 @@ import pytest
 from ckpt.storage import errors, objects
 from ckpt.storage.errors import NotFound, StoreError, UnknownScheme
 from ckpt.storage.objects import ObjectStore
-from ckpt.storage.testing import in_threads, names, write
-from ckpt.storage.upload import PART_BYTES, UploadWriter
+from ckpt.storage.testing import object_lengths, run_simultaneously, write_object
+from ckpt.storage.upload import PART_BYTES, MultipartWriter
 
 pytest_plugins = ["moto_server"]
 
@@ -29,7 +29,7 @@ def uploads(client: Any, url: str) -> list[Any]:
 
 @pytest.fixture
 def no_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_RETRY", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
+    monkeypatch.setattr(objects, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
 
 
 # --- uploads ---------------------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ def no_retry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_objects_take_one_request_and_large_ones_parts(bucket: str, s3_client: Any) -> None:
     store = ObjectStore(bucket)
-    write(store, "small", bytes(PART_BYTES))
-    write(store, "large", bytes(3 * PART_BYTES + 1))
+    write_object(store, "small", bytes(PART_BYTES))
+    write_object(store, "large", bytes(3 * PART_BYTES + 1))
     tag = {o["Key"]: o["ETag"] for o in s3_client.list_objects_v2(Bucket=bucket.removeprefix("s3://"))["Contents"]}
     assert "-" not in tag["small"]
     assert tag["large"].endswith('-4"')
@@ -51,7 +51,7 @@ def test_abort_leaves_no_part_behind(bucket: str, s3_client: Any) -> None:
         for _ in range(4):
             writer.append(memoryview(bytes(PART_BYTES)))
     assert uploads(s3_client, bucket) == []
-    assert names(store) == {}
+    assert object_lengths(store) == {}
 
 
 def test_a_dropped_writer_ends_its_thread(bucket: str, s3_client: Any) -> None:
@@ -70,7 +70,7 @@ def test_parts_grow_with_the_size_hint() -> None:
     """S3 takes 10,000 parts at most."""
     sizes: list[int] = []
     for hint in (0, 100 * 2**30, 5 * 2**40):
-        writer = UploadWriter("s3://b/a", lambda data, part_bytes: sizes.append(part_bytes), hint)
+        writer = MultipartWriter("s3://b/a", lambda data, part_bytes: sizes.append(part_bytes), hint)
         writer.commit()
         assert sizes[-1] * 10_000 > hint
     assert sizes[0] == PART_BYTES
@@ -80,7 +80,7 @@ class Refused(Exception):
     pass
 
 
-def failing_writer(after_pieces: int) -> UploadWriter:
+def failing_writer(after_pieces: int) -> MultipartWriter:
     def put(data: Any, part_bytes: int) -> None:
         if isinstance(data, bytes):
             raise Refused("by the test")
@@ -88,7 +88,7 @@ def failing_writer(after_pieces: int) -> UploadWriter:
             next(data)
         raise Refused("by the test")
 
-    return UploadWriter("s3://bucket/name", put, 0)
+    return MultipartWriter("s3://bucket/name", put, 0)
 
 
 @pytest.mark.parametrize("after_pieces", [0, 1, 3])
@@ -119,9 +119,9 @@ def test_memory_is_bounded() -> None:
     def put(data: Iterator[bytes], part_bytes: int) -> None:
         held.extend(writer._pieces.queued_bytes for _ in data)
 
-    writer = UploadWriter("s3://bucket/name", put, 0)
+    writer = MultipartWriter("s3://bucket/name", put, 0)
     piece = memoryview(bytes(1 << 20))
-    in_threads([lambda: [writer.append(piece) for _ in range(16)] for _ in range(4)])
+    run_simultaneously([lambda: [writer.append(piece) for _ in range(16)] for _ in range(4)])
     assert writer.commit() == 64 << 20
     assert len(held) == 64
     assert max(held) <= 2 * PART_BYTES + len(piece)
@@ -135,7 +135,7 @@ def test_abort_releases_an_append_that_waits() -> None:
         aborted.wait(60)
         next(data)
 
-    writer = UploadWriter("s3://bucket/name", put, 0)
+    writer = MultipartWriter("s3://bucket/name", put, 0)
 
     def append() -> None:
         while True:
@@ -145,7 +145,7 @@ def test_abort_releases_an_append_that_waits() -> None:
         aborted.set()
         writer.abort()
 
-    append_error, _ = in_threads([append, abort])
+    append_error, _ = run_simultaneously([append, abort])
     assert isinstance(append_error, StoreError)
 
 
@@ -157,8 +157,8 @@ def test_missing_bucket_is_told_as_such(s3_endpoint: str) -> None:
     for call in (
         lambda: store.put("a", b"x"),
         lambda: store.put_new("a", b"x"),
-        lambda: write(store, "a", b"x"),
-        lambda: write(store, "a", bytes(2 * PART_BYTES)),
+        lambda: write_object(store, "a", b"x"),
+        lambda: write_object(store, "a", bytes(2 * PART_BYTES)),
         lambda: store.get("a"),
         lambda: store.delete(["a"]),
         lambda: list(store.list()),
@@ -176,7 +176,7 @@ def test_unreachable_server(bucket: str, monkeypatch: pytest.MonkeyPatch, no_ret
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: no one listens
     store = ObjectStore(bucket)
     large = bytes(2 * PART_BYTES)
-    for call in (lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: write(store, "a", large)):
+    for call in (lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: write_object(store, "a", large)):
         with pytest.raises(StoreError, match=r"a failed: .*check the network and the endpoint"):
             call()
 
@@ -227,7 +227,7 @@ def test_foreign_objects_are_left_alone(bucket: str, s3_client: Any) -> None:
     for key in ("run/a/b", "run/a/with space", "run/.hidden", "run/ü/c", "run2/x", "other"):
         s3_client.put_object(Bucket=name, Key=key, Body=b"x")
     store = ObjectStore(f"{bucket}/run")
-    assert names(store) == {"a/b": 1}
+    assert object_lengths(store) == {"a/b": 1}
     assert list(store.list_folders()) == ["a"]
 
 
@@ -237,5 +237,5 @@ def test_any_folder_can_be_a_root(bucket: str, s3_client: Any, folder: str) -> N
     store.put("a/b", b"x")
     found = s3_client.list_objects_v2(Bucket=bucket.removeprefix("s3://"))["Contents"]
     assert [o["Key"] for o in found] == [f"{folder.rstrip('/')}/a/b"]
-    assert names(store, "a") == {"a/b": 1}
+    assert object_lengths(store, "a") == {"a/b": 1}
     assert list(store.list_folders()) == ["a"]

@@ -22,11 +22,11 @@ from test_run_hosts import Job, is_right, starts
 from test_run_hosts import job as job
 
 from ckpt import pulse as pulses
-from ckpt.pulse import Beat, Pulse
-from ckpt.recovery.advance import advance
-from ckpt.recovery.agents import Wrong
-from ckpt.recovery.record import Record
-from ckpt.recovery.straggle import FACTOR, Measure, Pace, stragglers
+from ckpt.pulse import HeartbeatPage, RankHeartbeat
+from ckpt.recovery.advance import draft_next_entries
+from ckpt.recovery.agents import HostFailure
+from ckpt.recovery.record import SqliteRunLog
+from ckpt.recovery.straggle import DEFAULT_FACTOR, PaceMeter, RankPace, find_stragglers
 
 PROGRAM = str(Path(__file__).parent / "straggle_program.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
@@ -35,14 +35,14 @@ RUN = [sys.executable, "-m", "ckpt.tools.run"]
 # --- who is one --------------------------------------------------------------------------------------------------
 
 
-def pace(rank: int, seconds: float = 0.1) -> Pace:
-    return Pace(rank, seconds, seconds, seconds, False)
+def pace(rank: int, seconds: float = 0.1) -> RankPace:
+    return RankPace(rank, seconds, seconds, seconds, False)
 
 
-def measured(steps: Sequence[float], computes: Sequence[float] | None = None, rank: int = 0) -> Pace | None:
+def measured(steps: Sequence[float], computes: Sequence[float] | None = None, rank: int = 0) -> RankPace | None:
     """The pace of a rank whose steps took so long, over ten seconds."""
-    measure, at, computed = Measure(rank, 10.0), 0.0, 0.0
-    before = Beat(1, 0, "step", 0.0, -1, 0.0, 1)
+    measure, at, computed = PaceMeter(rank, 10.0), 0.0, 0.0
+    before = RankHeartbeat(1, 0, "step", 0.0, -1, 0.0, 1)
     measure.learn(replace(before, step=-1, phase="compile"), before)
     for number, seconds in enumerate(steps, 1):
         at += seconds
@@ -53,13 +53,13 @@ def measured(steps: Sequence[float], computes: Sequence[float] | None = None, ra
     return measure.pace
 
 
-def found(*ranks: Sequence[float] | tuple[Sequence[float], Sequence[float]], factor: float = FACTOR) -> list[int]:
+def found(*ranks: Sequence[float] | tuple[Sequence[float], Sequence[float]], factor: float = DEFAULT_FACTOR) -> list[int]:
     """Those that are stragglers, of ranks with such steps (and, of them, such parts that are marked)."""
     paces = [
         measured(each[0], each[1], rank) if isinstance(each, tuple) else measured(each, None, rank)
         for rank, each in enumerate(ranks)
     ]
-    return [one.rank for one in stragglers([pace for pace in paces if pace is not None], factor)]
+    return [one.rank for one in find_stragglers([pace for pace in paces if pace is not None], factor)]
 
 
 @given(st.floats(0.01, 100.0), st.integers(1, 20), st.floats(1.2, 8.0), st.floats(1.05, 3.0), st.randoms())
@@ -67,8 +67,8 @@ def test_one_of_many(base: float, others: int, factor: float, more: float, rng: 
     """However fast the job is. The others differ by less than the factor."""
     quick = [pace(rank, base * rng.uniform(1.0, 0.99 * min(factor, 1.5))) for rank in range(others)]
     one = pace(others, base * min(factor, 1.5) * factor * more)
-    assert stragglers(quick, factor) == []
-    assert [each.rank for each in stragglers([*quick, one], factor)] == [others]
+    assert find_stragglers(quick, factor) == []
+    assert [each.rank for each in find_stragglers([*quick, one], factor)] == [others]
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
@@ -123,8 +123,8 @@ def test_what_is_marked() -> None:
 
 def test_a_save_is_no_step() -> None:
     """What a rank does between steps is not held against it."""
-    measure, at = Measure(0, 1.0), 0.0
-    beat = Beat(1, 0, "step", 0.0, -1, 0.0, 1)
+    measure, at = PaceMeter(0, 1.0), 0.0
+    beat = RankHeartbeat(1, 0, "step", 0.0, -1, 0.0, 1)
     measure.learn(replace(beat, phase="start"), beat)
     for step in range(1, 100):
         at += 0.1
@@ -140,9 +140,9 @@ def test_a_save_is_no_step() -> None:
 
 
 def test_marks_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Pulse(tmp_path / "page", new=True)
-    monkeypatch.setenv(pulses.VARIABLE, str(tmp_path / "page"))
-    pulses.look_again()
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
+    pulses.reset_after_fork()
     try:
         for _ in range(2):
             with pulses.compute():
@@ -161,9 +161,9 @@ def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    page = Pulse(tmp_path / "page", new=True)
-    monkeypatch.setenv(pulses.VARIABLE, str(tmp_path / "page"))
-    pulses.look_again()
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
+    pulses.reset_after_fork()
     try:
         x = torch.randn(4096, 4096, device="cuda")
 
@@ -231,7 +231,7 @@ def test_a_spare_takes_its_place_once() -> None:
     assert [m["name"] for m in run.starts()[-1].facts["members"]] == ["a", "d", "c"]
     (failure,) = [e for e in run.log if e.kind == "failure"]
     assert (failure.facts["cause"], failure.facts["host"]) == ("straggler", "b")
-    assert run.course.budget.left == run.spec.restarts, "it was no failure"
+    assert run.course.budget.restarts_left == run.spec.restarts, "it was no failure"
     slow(run, "d")
     for _ in range(5):
         run.clock += 100.0
@@ -260,8 +260,8 @@ def test_a_rank_dies_while_all_save_for_a_straggler() -> None:
     run = world(agents=4, straggler=2.0)
     run.turn()
     slow(run, "b")
-    run.append(len(run.log), advance(run.view()))
-    run.agents["c"] = replace(run.agents["c"], heard=True, wrong=Wrong("signal", (5,), "was killed by SIGKILL"))
+    run.append(len(run.log), draft_next_entries(run.view()))
+    run.agents["c"] = replace(run.agents["c"], heard=True, wrong=HostFailure("signal", (5,), "was killed by SIGKILL"))
     run.turn()
     (failure,) = [e for e in run.log if e.kind == "failure"]
     assert (failure.facts["cause"], failure.facts["host"]) == ("signal", "c")
@@ -337,7 +337,7 @@ def test_a_slow_host_is_left_out(job: Callable[..., Job], monkeypatch: pytest.Mo
     monkeypatch.setenv("CKPT_TEST_SLOW", "6")  # b alone
     run.start("b")
     monkeypatch.delenv("CKPT_TEST_SLOW")
-    record, until = Record(run.folder / "run"), time.monotonic() + 60
+    record, until = SqliteRunLog(run.folder / "run"), time.monotonic() + 60
     while not starts(record.entries()):
         assert time.monotonic() < until
         time.sleep(0.05)

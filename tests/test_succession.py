@@ -22,12 +22,12 @@ from ckpt.aggregator import moving
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
 from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.redundancy import parse
-from ckpt.aggregator.succession import finish, succeed
+from ckpt.aggregator.redundancy import parse_redundancy
+from ckpt.aggregator.succession import change_ring, complete_ring_change
 from ckpt.storage.errors import InvalidArgument, Outdated, StoreError, Unavailable
-from ckpt.storage.registers import Ballot, Change, Record, Value, final
+from ckpt.storage.registers import Ballot, DirectChange, Record, RegisterValue, final_record
 from ckpt.storage.sqlite import SqliteRegisters
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 
 POINTS = [
     "ring.joined", "ring.decided", "ring.moving", "ring.fenced", "ring.settled", "ring.decided@2", "ring.moved"
@@ -35,7 +35,7 @@ POINTS = [
 
 SOAK = bool(os.environ.get("CKPT_SOAK"))
 
-CONTENT = {f"d/f{i}": pattern(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 2_000_000])} | {
+CONTENT = {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 2_000_000])} | {
     f"many/{i}": b"%d" % i for i in range(60)
 }
 
@@ -50,11 +50,11 @@ def three_of(folder: Path, count: int, **table: object) -> None:
 
 
 def spots(namespace: Namespace, *numbers: int) -> list[object]:
-    return [namespace.places[f"disk{i}"].member.spot for i in numbers]
+    return [namespace.open_members[f"disk{i}"].member.location for i in numbers]
 
 
 def keepers(namespace: Namespace) -> set[str]:
-    return set(namespace.ring.everyone)
+    return set(namespace.ring.all_members)
 
 
 def all_there(namespace: Namespace) -> None:
@@ -70,36 +70,38 @@ def all_there(namespace: Namespace) -> None:
 
 def test_a_fence(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
-    registers.complete()
+    registers.mark_complete()
     registers.fence(5)
     registers.fence(3)  # lower than there is
     for call in (
-        lambda e: registers.read(["x"], e), lambda e: registers.prepare(["x"], Ballot(1, "a"), e),
-        lambda e: registers.accept([("x", Value(b""))], Ballot(1, "a"), epoch=e), lambda e: registers.drop(["x"], e),
-        lambda e: registers.change([Change("x", Ballot(0, ""), Value(b""))], "w", e),
-        lambda e: registers.scan("", epoch=e),
-    ):  # fmt: skip
+        lambda e: registers.read(["x"], e),
+        lambda e: registers.prepare(["x"], Ballot(1, "a"), e),
+        lambda e: registers.accept([("x", RegisterValue(b""))], Ballot(1, "a"), fence_number=e),
+        lambda e: registers.drop(["x"], e),
+        lambda e: registers.change([DirectChange("x", Ballot(0, ""), RegisterValue(b""))], "w", e),
+        lambda e: registers.scan("", fence_number=e),
+    ):
         with pytest.raises(Outdated, match="ring 5, not 4"):
             call(4)
         call(5)
         call(0)
-    registers.change([Change("y", Ballot(0, ""), Value(b""))], "w", 7)
+    registers.change([DirectChange("y", Ballot(0, ""), RegisterValue(b""))], "w", 7)
     with pytest.raises(Outdated, match="ring 7, not 6"):
         registers.drop(["y"], 6)  # of a change that is over, and late
 
 
 def test_joining_begins_with_nothing_once(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
-    registers.complete()
-    registers.change([Change("old", Ballot(0, ""), Value(b""))], "w")
-    registers.learn("ring/1", Value(b"agreed"))
-    registers.join(4, "ring")
+    registers.mark_complete()
+    registers.change([DirectChange("old", Ballot(0, ""), RegisterValue(b""))], "w")
+    registers.learn("ring/1", RegisterValue(b"agreed"))
+    registers.join_ring(4, "ring")
     assert registers.read(["old"], 4) == [Record()]
-    assert registers.read(["ring/1"], 4) == [final(Value(b"agreed"))], "what is final is not forgotten"
-    assert registers.prepare(["ring/1"], Ballot(9, "p")) == [final(Value(b"agreed"))]
-    registers.change([Change("new", Ballot(0, ""), Value(b""))], "w", 4)
-    registers.join(4, "ring")
-    registers.join(3, "ring")
+    assert registers.read(["ring/1"], 4) == [final_record(RegisterValue(b"agreed"))], "what is final is not forgotten"
+    assert registers.prepare(["ring/1"], Ballot(9, "p")) == [final_record(RegisterValue(b"agreed"))]
+    registers.change([DirectChange("new", Ballot(0, ""), RegisterValue(b""))], "w", 4)
+    registers.join_ring(4, "ring")
+    registers.join_ring(3, "ring")
     assert [name for name, _ in registers.scan("")] == ["new", "ring/1"], "who has joined already does not forget"
 
 
@@ -111,7 +113,7 @@ def test_other_keepers(tmp_path: Path, to: tuple[int, ...]) -> None:
     three_of(tmp_path, 6)
     old, new = (Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2))
     assert keepers(old) == {"disk0", "disk1", "disk2"}
-    assert succeed(new, spots(new, *to)).epoch == 3  # type: ignore[arg-type]
+    assert change_ring(new, spots(new, *to)).epoch == 3  # type: ignore[arg-type]
     assert keepers(new) == {f"disk{i}" for i in to}
     old.put("d/later", b"by a client that did not know")
     assert keepers(old) == {f"disk{i}" for i in to}, "it was told"
@@ -120,11 +122,11 @@ def test_other_keepers(tmp_path: Path, to: tuple[int, ...]) -> None:
     all_there(new)
     all_there(old)
     for i in range(6):
-        names = {name for name, _ in new.places[f"disk{i}"].registers.scan("/")}
-        kept = {name for name in names if f"disk{i}" in new.ring.keepers(name).members}
+        names = {name for name, _ in new.open_members[f"disk{i}"].registers.scan("/")}
+        kept = {name for name in names if f"disk{i}" in new.ring.replica_set(name).members}
         assert names == kept, "nobody keeps what is not his"
         assert len(kept) == (len(CONTENT) + 1) * (i in to) or len(to) > 3
-    assert succeed(new, spots(new, *to)).epoch == 3, "there is nothing to do"  # type: ignore[arg-type]
+    assert change_ring(new, spots(new, *to)).epoch == 3, "there is nothing to do"  # type: ignore[arg-type]
 
 
 def kill_at(point: str) -> str:
@@ -141,8 +143,8 @@ def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
     members = ", ".join(f'{{url = "{tmp_path}/disk{i}", name = "disk{i}"}}' for i in range(5))
     config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
     program = (
-        "from ckpt.aggregator.namespace import *; from ckpt.aggregator.succession import succeed\n"
-        "n, _ = open_namespace('ckpt://lab/'); succeed(n, [s for s in n.spots if s.name != 'disk2'])"
+        "from ckpt.aggregator.namespace import *; from ckpt.aggregator.succession import change_ring\n"
+        "n, _ = open_namespace('ckpt://lab/'); change_ring(n, [s for s in n.locations if s.name != 'disk2'])"
     )
     environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "CKPT_CONFIG": str(config)}
     before = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
@@ -154,11 +156,11 @@ def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
     all_there(after)
     after.put("d/f1", CONTENT["d/f1"])
     if by == "repair":
-        repairs.repair(after, surveys.survey(after))
-        assert after.ring.before is None
+        repairs.repair_namespace(after, surveys.scrub_namespace(after))
+        assert after.ring.previous is None
         assert keepers(after) == {"disk0", "disk1", "disk2"} if point == "ring.joined" else "disk2" not in keepers(after)
     else:
-        moving.forget(after, "disk2")
+        moving.remove_member(after, "disk2")
         assert keepers(after) == {"disk0", "disk1", "disk3", "disk4"}
         shutil.rmtree(tmp_path / "disk2")
     all_there(after)
@@ -172,17 +174,17 @@ def test_one_is_away_and_comes_back(tmp_path: Path, away: int, monkeypatch: pyte
     stale = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
     assert stale.ring.epoch == 1
     new = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
-    there = new.places[f"disk{away}"].registers
-    new._registers[f"disk{away}"] = new.places[f"disk{away}"].registers = Flaky(there, random.Random(0), 1.0)
-    succeed(new, spots(new, *({0, 1, 2, 3} - {away})))  # type: ignore[arg-type]
+    there = new.open_members[f"disk{away}"].registers
+    new._member_registers[f"disk{away}"] = new.open_members[f"disk{away}"].registers = Flaky(there, random.Random(0), 1.0)
+    change_ring(new, spots(new, *({0, 1, 2, 3} - {away})))  # type: ignore[arg-type]
     new.put("many/1", b"changed")
     new.delete(["many/2"])
     for other in {0, 1, 2} - {away}:  # a client that reaches the one that was away, and one more
         alone = {n: r if n in (f"disk{away}", f"disk{other}") else Flaky(r, random.Random(0), 1.0)
-                 for n, r in stale._registers.items()}  # fmt: skip
-        monkeypatch.setattr(stale, "_registers", alone)
-        monkeypatch.setattr(stale._ledger, "_registers", alone)
-        stale.renew()
+                 for n, r in stale._member_registers.items()}  # fmt: skip
+        monkeypatch.setattr(stale, "_member_registers", alone)
+        monkeypatch.setattr(stale._replicated_registers, "_registers", alone)
+        stale.invalidate_ring()
         with pytest.raises(StoreError):
             assert stale.get("many/1") == b"changed"
             assert stale.stat("many/2") is None
@@ -200,23 +202,23 @@ def test_a_value_that_nobody_agreed_upon(tmp_path: Path, writer: str, after: tup
     """One member took it before it was away; its author died. What others agree upon later stays, when that member is back."""
     three_of(tmp_path, 4)
     paths = [f"half/{i}" for i in range(12)]
-    half = Namespace(directories(tmp_path, 4)).places["disk0"].registers
+    half = Namespace(directories(tmp_path, 4)).open_members["disk0"].registers
     lost = Namespace(directories(tmp_path, 4))
     lost.put("half", b"lost")
-    ((_, record),) = [r for r in lost.places["disk1"].registers.scan("/half") if r[0] == "/half"]
-    (full,) = lost.places["disk1"].registers.read(["/half"])
+    ((_, record),) = [r for r in lost.open_members["disk1"].registers.scan("/half") if r[0] == "/half"]
+    (full,) = lost.open_members["disk1"].registers.read(["/half"])
     assert isinstance(record, Record)
     assert isinstance(full, Record)
     assert full.value is not None
-    half.change([Change(f"/{path}", Ballot(0, ""), full.value) for path in paths], writer)
+    half.change([DirectChange(f"/{path}", Ballot(0, ""), full.value) for path in paths], writer)
     mover = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
-    mover._registers["disk0"] = mover.places["disk0"].registers = Flaky(half, random.Random(0), 1.0)
-    succeed(mover, spots(mover, 1, 2, 3))  # type: ignore[arg-type]
+    mover._member_registers["disk0"] = mover.open_members["disk0"].registers = Flaky(half, random.Random(0), 1.0)
+    change_ring(mover, spots(mover, 1, 2, 3))  # type: ignore[arg-type]
     for path in paths:
         mover.put(path, b"agreed", new=True)
     for to in (after, (0, 1, 2)):
         back = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
-        succeed(back, spots(back, *to))  # type: ignore[arg-type]
+        change_ring(back, spots(back, *to))  # type: ignore[arg-type]
         for _ in range(3):
             assert {back.get(path) for path in paths} == {b"agreed"}
 
@@ -225,14 +227,14 @@ def test_too_many_are_away(tmp_path: Path) -> None:
     """What can't be fenced could still agree on something: nothing is moved, and clients go on with what there is."""
     three_of(tmp_path, 5)  # of three, two decide
     namespace = Namespace(directories(tmp_path, 5, deadline_seconds=1.0))
-    whole = dict(namespace._registers)
+    whole = dict(namespace._member_registers)
     for gone in ("disk1", "disk2"):
-        namespace._registers[gone] = namespace.places[gone].registers = Flaky(whole[gone], random.Random(0), 1.0)
+        namespace._member_registers[gone] = namespace.open_members[gone].registers = Flaky(whole[gone], random.Random(0), 1.0)
     with pytest.raises(Unavailable, match="start"):
-        succeed(namespace, spots(namespace, 0, 3, 4))  # type: ignore[arg-type]
+        change_ring(namespace, spots(namespace, 0, 3, 4))  # type: ignore[arg-type]
     for gone in ("disk1", "disk2"):
-        namespace._registers[gone] = namespace.places[gone].registers = whole[gone]
-    namespace.renew()
+        namespace._member_registers[gone] = namespace.open_members[gone].registers = whole[gone]
+    namespace.invalidate_ring()
     all_there(namespace)
 
 
@@ -246,14 +248,14 @@ def test_one_of_two_is_destroyed(tmp_path: Path) -> None:
     (tmp_path / "disk1").write_text("a disk that is broken")
     namespace = Namespace(directories(tmp_path, 3, deadline_seconds=1.0))
     with pytest.raises(StoreError, match="start"):
-        moving.forget(namespace, "disk1")
-    done = moving.forget(namespace, "disk1", destroyed=True)
+        moving.remove_member(namespace, "disk1")
+    done = moving.remove_member(namespace, "disk1", is_destroyed=True)
     assert not done.failed
     assert keepers(namespace) == {"disk0", "disk2"}
     all_there(namespace)
-    assert surveys.survey(namespace, verify=True).whole
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
     with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2; start the others"):
-        moving.forget(namespace, "disk0")
+        moving.remove_member(namespace, "disk0")
 
 
 def test_two_change_at_once(tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_two_change_at_once(tmp_path: Path) -> None:
 
     def change(namespace: Namespace, *to: int) -> None:
         try:
-            ends.append({s.name for s in succeed(namespace, spots(namespace, *to)).members})  # type: ignore[arg-type]
+            ends.append({s.name for s in change_ring(namespace, spots(namespace, *to)).members})  # type: ignore[arg-type]
         except StoreError as error:
             ends.append(error)
 
@@ -273,7 +275,7 @@ def test_two_change_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(ends) == 2
-    finish(both[0])
+    complete_ring_change(both[0])
     assert keepers(both[0]) in [{"disk0", "disk1", "disk3"}, {"disk2", "disk4", "disk5"}], ends
     for namespace in both:
         all_there(namespace)
@@ -289,17 +291,17 @@ def test_a_namespace_that_was_made_for_less(tmp_path: Path, lost: tuple[int, int
     first.put("old", b"of one who asked for less")
     more = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0))
     for i in range(8):
-        more.put(f"f{i}", pattern(50_000, i) if i % 2 else b"%d" % i)
-    assert not more.ring.before
-    assert len(more.ring.keepers("/f0").members) == 5
-    first.put("f9", pattern(50_000, 9), redundancy=parse("3x"))
+        more.put(f"f{i}", random_bytes(50_000, i) if i % 2 else b"%d" % i)
+    assert not more.ring.previous
+    assert len(more.ring.replica_set("/f0").members) == 5
+    first.put("f9", random_bytes(50_000, 9), redundancy=parse_redundancy("3x"))
     for i in lost:
         shutil.rmtree(tmp_path / f"disk{i}")
         (tmp_path / f"disk{i}").write_text("a disk that is broken")
     rest = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0))
     for i in range(8):
-        assert rest.get(f"f{i}") == (pattern(50_000, i) if i % 2 else b"%d" % i)
-    assert rest.get("f9") == pattern(50_000, 9)
+        assert rest.get(f"f{i}") == (random_bytes(50_000, i) if i % 2 else b"%d" % i)
+    assert rest.get("f9") == random_bytes(50_000, 9)
     assert rest.get("old") == b"of one who asked for less"
 
 
@@ -307,7 +309,7 @@ def test_a_namespace_that_was_made_for_less(tmp_path: Path, lost: tuple[int, int
 def test_killed_while_more_come_to_keep_records(tmp_path: Path, point: str) -> None:
     """The next who writes completes it; nothing that was acknowledged before is lost meanwhile."""
     three_of(tmp_path, 6)
-    moving.rebalance(grown := Namespace(directories(tmp_path, 6)))
+    moving.rebalance_fragments(grown := Namespace(directories(tmp_path, 6)))
     program = (
         "import sys; from pathlib import Path; from cluster import directories\n"
         "from ckpt.aggregator.namespace import Namespace\n"
@@ -320,21 +322,21 @@ def test_killed_while_more_come_to_keep_records(tmp_path: Path, point: str) -> N
     after = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=1.0))
     after.put("d/new", b"2")
     assert after.delete(["d/new"])
-    assert after.ring.bears(2, 6)
+    assert after.ring.can_tolerate(2, 6)
     all_there(after)
     all_there(grown)
 
 
 def test_many_ask_for_more_at_once(tmp_path: Path) -> None:
     three_of(tmp_path, 6)
-    moving.rebalance(Namespace(directories(tmp_path, 6)))
+    moving.rebalance_fragments(Namespace(directories(tmp_path, 6)))
     clients = [Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0)) for _ in range(4)]
     ends: list[object] = []
 
     def put(number: int) -> None:
         try:
-            clients[number].put(f"more/{number}", pattern(50_000, number))
-            ends.append(clients[number].ring.bears(2, 6))
+            clients[number].put(f"more/{number}", random_bytes(50_000, number))
+            ends.append(clients[number].ring.can_tolerate(2, 6))
         except StoreError as error:
             ends.append(error)
 
@@ -345,7 +347,7 @@ def test_many_ask_for_more_at_once(tmp_path: Path) -> None:
         thread.join()
     assert ends == [True] * 4
     for i in range(4):
-        assert clients[0].get(f"more/{i}") == pattern(50_000, i)
+        assert clients[0].get(f"more/{i}") == random_bytes(50_000, i)
     clients[0].delete([f"more/{i}" for i in range(4)])
     all_there(clients[0])
 
@@ -380,12 +382,12 @@ def test_too_few_members_for_what_is_asked(tmp_path: Path, caplog: pytest.LogCap
     for each in (namespace, Namespace(directories(tmp_path, 3, redundancy="3x"))):
         caplog.clear()
         for name in "bc":
-            each.put(name, b"2", redundancy=parse("3x"))
+            each.put(name, b"2", redundancy=parse_redundancy("3x"))
         assert [r.message for r in caplog.records if "has 3 members: after the loss of 2" in r.message] == [
             f"{each.url} has 3 members: after the loss of 2 the others do not know what there is, though 3x keeps the bytes; "
             "with 4 members they do"
         ]
-        assert surveys.survey(each, verify=True).whole
+        assert surveys.scrub_namespace(each, verify=True).is_whole
     grown = Namespace(directories(tmp_path, 4, redundancy="3x"))
     caplog.clear()
     grown.put("b", b"2")
@@ -396,21 +398,21 @@ def test_too_few_members_for_what_is_asked(tmp_path: Path, caplog: pytest.LogCap
 def test_records_that_outlive_less_than_files(tmp_path: Path) -> None:
     """As a namespace that lost a member for ever has them, or one whose writer was killed in the change."""
     namespace = Namespace(directories(tmp_path, 4, redundancy="3x"))
-    namespace.put("a", pattern(100_000))
-    succeed(namespace, spots(namespace, 0, 1, 2))  # type: ignore[arg-type]
-    found = surveys.survey(namespace, verify=True)
-    assert found.exposed == parse("3x")
-    assert not found.whole
-    assert not repairs.repair(namespace, found).failed
-    assert surveys.survey(namespace, verify=True).whole
+    namespace.put("a", random_bytes(100_000))
+    change_ring(namespace, spots(namespace, 0, 1, 2))  # type: ignore[arg-type]
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert found.insufficient_redundancy == parse_redundancy("3x")
+    assert not found.is_whole
+    assert not repairs.repair_namespace(namespace, found).failed
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
     assert keepers(namespace) == {"disk0", "disk1", "disk2", "disk3"}
 
 
 def test_rebalancing_for_more(tmp_path: Path) -> None:
     three_of(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    moving.rebalance(namespace)
-    assert len(namespace.ring.keepers("/d/f0").members) == 5
+    moving.rebalance_fragments(namespace)
+    assert len(namespace.ring.replica_set("/d/f0").members) == 5
     all_there(namespace)
 
 
@@ -457,9 +459,9 @@ def test_one_history(tmp_path: Path, seed: int) -> None:
     def opened(number: int) -> Namespace:
         namespace = Namespace(directories(tmp_path, 6, redundancy=tolerated, deadline_seconds=3.0))
         mine = breaking[number] = random.Random(f"{seed} {number}")
-        for name, place in namespace.places.items():
-            namespace._registers[name] = place.registers = Flaky(place.registers, mine, rate)
-        namespace.fan_out.health._first_seconds, namespace.fan_out.health._most_seconds = 0.001, 0.01
+        for name, place in namespace.open_members.items():
+            namespace._member_registers[name] = place.registers = Flaky(place.registers, mine, rate)
+        namespace.fan_out.health._first_pause_seconds, namespace.fan_out.health._max_pause_seconds = 0.001, 0.01
         return namespace
 
     def client(number: int) -> None:
@@ -467,15 +469,15 @@ def test_one_history(tmp_path: Path, seed: int) -> None:
         for i in range(25):
             word, name = f"{number}.{i}", f"v{mine.randrange(3)}"
 
-            def add(_: str, value: Value | None, word: str = word) -> Value | None:
+            def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
                 there = words(value)
-                return None if word in there else Value(b"", " ".join([*there, word]).encode())
+                return None if word in there else RegisterValue(b"", " ".join([*there, word]).encode())
 
             try:
                 if mine.random() < 0.4:
                     seen, who = words(namespace.read_records([name])[name]), None
                 else:
-                    seen, who = words(namespace.office(name, add)), word
+                    seen, who = words(namespace.update_register(name, add)), word
             except Unavailable:
                 continue
             with lock:
@@ -495,11 +497,11 @@ def test_one_history(tmp_path: Path, seed: int) -> None:
                     raise StoreError("given up")
 
             try:
-                succeed(namespace, spots(namespace, *to), progress=stop, tolerated=mine.choice([0, 2]))  # type: ignore[arg-type]
+                change_ring(namespace, spots(namespace, *to), progress=stop, tolerated_losses=mine.choice([0, 2]))  # type: ignore[arg-type]
                 if namespace.ring.epoch > 1:
                     changed.set()
             except StoreError:
-                namespace.renew()
+                namespace.invalidate_ring()
             time.sleep(mine.random() * 0.05)
 
     clients = [threading.Thread(target=client, args=(i,)) for i in range(4)]
@@ -512,7 +514,7 @@ def test_one_history(tmp_path: Path, seed: int) -> None:
     for thread in changers:
         thread.join()
     last = Namespace(directories(tmp_path, 6, redundancy=tolerated))
-    finish(last)
+    complete_ring_change(last)
     for name in ("v0", "v1", "v2"):
         end = words(last.read_records([name])[name])
         assert len(set(end)) == len(end), "no word is there twice"
@@ -545,8 +547,8 @@ def test_a_lost_node_is_replaced(tmp_path: Path) -> None:
         client.put("after", b"by a client that knows of four")
         assert keepers(client) == {n.address for n in nodes} - {nodes[1].address}
         all_but_after = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
-        found = surveys.survey(all_but_after, verify=True)
-        assert found.whole, found
+        found = surveys.scrub_namespace(all_but_after, verify=True)
+        assert found.is_whole, found
         nodes[2].kill()  # and now another one
         rest = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
         assert rest.get("after") == b"by a client that knows of four"
@@ -561,4 +563,4 @@ def test_forgetting_what_is_no_member(tmp_path: Path) -> None:
     three_of(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 3))
     with pytest.raises(InvalidArgument, match="nobody is no member of ckpt://test; there are disk0"):
-        moving.forget(namespace, "nobody")
+        moving.remove_member(namespace, "nobody")

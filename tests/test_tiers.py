@@ -41,13 +41,13 @@ from test_two_writers import take_over
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.manifest import Row
-from ckpt.promote import _pieces
+from ckpt.promote import _copy_ranges
 from ckpt.shard import Box
 from ckpt.storage.base import ALIGNMENT, Store, Writer
 from ckpt.storage.errors import NoSpace
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
-from ckpt.tier import name_of
+from ckpt.tier import memory_folder_name
 from ckpt.tiers import drain
 
 
@@ -67,7 +67,7 @@ class Places:
 
     @property
     def memory(self) -> Path:
-        return self.base / "memory" / name_of(self.run.as_uri())
+        return self.base / "memory" / memory_folder_name(self.run.as_uri())
 
     def all(self) -> list[Path]:
         return [self.memory, self.nvme, self.run]
@@ -259,7 +259,7 @@ def test_without_ckpt_run_memory_is_a_folder_of_this_user(tmp_path: Path, monkey
     monkeypatch.delenv("CKPT_MEMORY", raising=False)
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no shared memory")
-    memory = Path(f"/dev/shm/ckpt-{os.getuid()}") / name_of((tmp_path / "run").as_uri())
+    memory = Path(f"/dev/shm/ckpt-{os.getuid()}") / memory_folder_name((tmp_path / "run").as_uri())
     try:
         ck = ckpt.Checkpointer(tmp_path / "run", tiers=[ckpt.Tier("memory")], every=100, group=None)
         ck.step(0, state_of(0))
@@ -490,7 +490,7 @@ def test_a_promotion_that_fails_once_is_tried_again(places: Places, method: str)
         ck.wait()
         store._method, store._at = method, store.calls.get(method, 0) + 1
         ck.step(3, state_of(3))
-        ck._open().wait()
+        ck._require_open().wait()
         for _ in range(2):
             try:
                 ck.wait()
@@ -595,8 +595,8 @@ def test_a_tier_that_can_only_be_read(places: Places) -> None:
     """As where it is two nodes, and one of them is lost. What is only there is found."""
     ck = places.open()
     train(ck, range(6))
-    ck._open().wait()
-    ck._tiers.settle()  # type: ignore[union-attr]
+    ck._require_open().wait()
+    ck._tiers.wait_ignoring_errors()  # type: ignore[union-attr]
     leave(ck)
     assert [steps[-1] for steps in places.steps()] == [5, 5, 3]
     shutil.rmtree(places.memory)
@@ -882,7 +882,7 @@ def test_the_pieces_of_a_pack_make_it_whole(blocks: list[tuple[int, int]], rest:
         at += -(-stored // ALIGNMENT) * ALIGNMENT
     nbytes = at + rest
     end = 0
-    for begin, stop, row in _pieces(rows, nbytes):
+    for begin, stop, row in _copy_ranges(rows, nbytes):
         assert begin == end < stop
         assert begin % ALIGNMENT == 0
         assert row is None or (row.position == begin and row.stored <= stop - begin)

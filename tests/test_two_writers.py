@@ -20,8 +20,8 @@ from support import SOAK, assert_all_load, assert_clean, assert_same, failing, f
 
 import ckpt
 from ckpt import records
-from ckpt.claim import Claim, claim
-from ckpt.process_identity import Owner, alive, is_dead, this_process
+from ckpt.claim import WriterLease, acquire_lease
+from ckpt.process_identity import ProcessIdentity, is_alive, is_dead, this_process
 from ckpt.repository import Repository
 from ckpt.storage.errors import StoreError
 from ckpt.storage.local import LocalStore
@@ -104,7 +104,7 @@ saver.close()
 
 def test_who_is_alive() -> None:
     me = this_process()
-    assert alive(me, me) is True
+    assert is_alive(me, me) is True
     for change, lives in (
         ({"started": "1"}, False),  # the number was given to another process since
         ({"pid": 1 << 30}, False),
@@ -113,7 +113,7 @@ def test_who_is_alive() -> None:
         ({"host": "another", "boot": "another"}, None),
         ({"namespace": "another"}, None),  # a container beside this one
     ):
-        assert alive(dataclasses.replace(me, **change), me) is lives, change
+        assert is_alive(dataclasses.replace(me, **change), me) is lives, change
 
 
 def test_rank_0_on_another_host_of_the_same_name_is_not_taken_for_dead(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_rank_0_on_another_host_of_the_same_name_is_not_taken_for_dead(tmp_path:
     owner = dataclasses.replace(this_process(), boot="another", pid=1 << 30)
     data = records.encode("generation", {"owner": dataclasses.asdict(owner)})
     (tmp_path / "generations/00000003.json").write_bytes(data)
-    assert Claim(repo, 3, rank=1, size=2).lost() is None
+    assert WriterLease(repo, 3, rank=1, size=2).rank_0_error() is None
     gone = dataclasses.replace(owner, boot=this_process().boot)
     (tmp_path / "generations/00000003.json").write_bytes(records.encode("generation", {"owner": dataclasses.asdict(gone)}))
-    assert "is dead" in str(Claim(repo, 3, rank=1, size=2).lost())
+    assert "is dead" in str(WriterLease(repo, 3, rank=1, size=2).rank_0_error())
 
 
 def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
@@ -136,20 +136,20 @@ def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(StoreError, match="Too many open files; this process has too many files open: raise the limit"):
-            alive(me, me)
+            is_alive(me, me)
         dead = is_dead(me, me)
         told = this_process()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not dead
     assert told.pid == me.pid, "what it says of itself ends no collective call of many"
-    assert alive(me, me) is True
+    assert is_alive(me, me) is True
 
 
 # --- another host, whose life cannot be told -------------------------------------------------------------------
 
 
-def take_over(root: Path, generation: int) -> Owner:
+def take_over(root: Path, generation: int) -> ProcessIdentity:
     """What a writer on another host leaves when it takes the repository over."""
     owner = dataclasses.replace(this_process(), host="elsewhere", boot="b", pid=4711)
     data = records.encode("generation", {"owner": dataclasses.asdict(owner)})
@@ -339,12 +339,12 @@ def test_a_result_means_that_others_may_write(tmp_path: Path) -> None:
 def test_a_copy_under_way_does_not_sweep_what_releases_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copying between tiers may begin to clean a place while that place is given free."""
     repo = Repository(LocalStore(tmp_path))
-    mine = claim(repo)
+    mine = acquire_lease(repo)
     began, done = threading.Event(), threading.Event()
     put = repo.store.put
 
     def slowly(name: str, data: bytes) -> None:
-        threading.Thread(target=lambda: (began.set(), mine.clean(), done.set())).start()
+        threading.Thread(target=lambda: (began.set(), mine.sweep_temporaries_once(), done.set())).start()
         began.wait(60)
         assert not done.wait(0.2)
         put(name, data)
@@ -354,7 +354,7 @@ def test_a_copy_under_way_does_not_sweep_what_releases_the_claim(tmp_path: Path,
         patch.setattr(repo.store, "sweep_temporaries", lambda _: pytest.fail("it was swept"))
         mine.release()
         assert done.wait(60)
-    claim(repo).release()
+    acquire_lease(repo).release()
 
 
 def test_reading_while_another_process_writes_and_deletes(tmp_path: Path) -> None:

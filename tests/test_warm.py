@@ -19,32 +19,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import imports
-from ckpt.pulse import Pulse
+from ckpt.pulse import HeartbeatPage
 from ckpt.recovery import host
-from ckpt.recovery.warm import Cold, Forge, Forged, WarmStarts, split
+from ckpt.recovery.warm import ForkedRank, ForkServerClient, ForkServers, NotForkable, split_python_command
 
 if sys.platform != "linux":
     pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
 
 PROGRAM = Path(__file__).parent / "warm_program.py"
 
-Starter = Callable[..., Forge]
+Starter = Callable[..., ForkServerClient]
 
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Starter]:
-    made: list[Forge] = []
+    made: list[ForkServerClient] = []
 
-    def one(command: Sequence[str], told: dict[str, object] | Path | None = None, **environ: str) -> Forge:
+    def one(command: Sequence[str], told: dict[str, object] | Path | None = None, **environ: str) -> ForkServerClient:
         """A forge that is ready, or has a reason. told: modules by name, as a rank would tell."""
         if not isinstance(told, Path):
             file = tmp_path / "told.imports"
             file.write_text(json.dumps(told or {"modules": {}, "environ": {}}))
             told = file
-        forge = Forge.begin(command, surroundings(**environ), told)
+        forge = ForkServerClient.start(command, surroundings(**environ), told)
         made.append(forge)
         until = time.monotonic() + 120
-        while not forge.ready and not forge.reason and time.monotonic() < until:
+        while not forge.is_ready and not forge.reason and time.monotonic() < until:
             time.sleep(0.01)
         return forge
 
@@ -79,7 +79,7 @@ def cold(command: Sequence[str], log: Path, rank: int = 0, **environ: str) -> in
         ).returncode  # fmt: skip
 
 
-def warm(forge: Forge, log: Path, rank: int = 0, **environ: str) -> int:
+def warm(forge: ForkServerClient, log: Path, rank: int = 0, **environ: str) -> int:
     forged = forge.fork(surroundings(rank, **environ), log)
     assert forged is not None, forge.reason
     return forged.wait()
@@ -87,7 +87,7 @@ def warm(forge: Forge, log: Path, rank: int = 0, **environ: str) -> int:
 
 def gone(*pids: int | None) -> bool:
     until = time.monotonic() + 20
-    while any(host.state(pid) not in ("", "Z") for pid in pids if pid):
+    while any(host.process_state(pid) not in ("", "Z") for pid in pids if pid):
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
@@ -115,8 +115,8 @@ def test_all_is_as_in_a_process_that_was_started(
     log = tmp_path / "log"
     assert cold(command, log, CKPT_PULSE=page) == 0, log.read_text()
     want = json.loads(log.read_text())
-    forge = begin(command, imports.beside(page))
-    assert forge.ready, forge.reason
+    forge = begin(command, imports.report_path(page))
+    assert forge.is_ready, forge.reason
     assert forge.note == ""
     for _ in range(2):  # as often as it is asked to
         log.unlink()
@@ -204,7 +204,7 @@ def test_processes_of_its_own(begin: Starter, tmp_path: Path) -> None:
     """
     command = [sys.executable, script(tmp_path, text)]
     forge = begin(command, modules("multiprocessing", "concurrent.futures", "concurrent.futures.process", "pickle"))
-    assert forge.ready, forge.reason
+    assert forge.is_ready, forge.reason
     assert warm(forge, tmp_path / "log", 7) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "log").read_text() == "3 __main__\nspawn 8 7\nfork 8 7\nforkserver 8 7\n"
 
@@ -236,7 +236,7 @@ def test_torch(begin: Starter, tmp_path: Path) -> None:
     """
     command = [sys.executable, script(tmp_path, text)]
     forge = begin(command, modules("numpy", "torch", "torch.distributed", "torch.utils.data"))
-    assert forge.ready, forge.reason
+    assert forge.is_ready, forge.reason
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2"}
@@ -252,12 +252,12 @@ def test_it_is_the_rank(begin: Starter, tmp_path: Path) -> None:
     text = """
         import os
         from ckpt import pulse
-        pulse.mine().beat(2, 41)
+        pulse.own_page().beat(2, 41)
         if os.fork() == 0:
-            os._exit(0 if pulse.mine() is None else 1)
+            os._exit(0 if pulse.own_page() is None else 1)
         assert os.wait()[1] == 0
     """
-    page = Pulse(tmp_path / "page", new=True)
+    page = HeartbeatPage(tmp_path / "page", new=True)
     forge = begin([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.pulse"))
     rank = forge.fork(surroundings(CKPT_PULSE=str(tmp_path / "page")), tmp_path / "log")
     assert rank is not None
@@ -269,7 +269,7 @@ def test_numbers_in_many_threads(begin: Starter, tmp_path: Path) -> None:
     """OpenBLAS starts threads when numpy is imported, and knows of forks."""
     text = "import numpy as np\nprint(float((np.ones((900, 900)) @ np.ones((900, 900))).sum()))\n"
     forge = begin([sys.executable, script(tmp_path, text)], modules("numpy"), OMP_NUM_THREADS="4")
-    assert (forge.ready, forge.note) == (True, ""), forge.reason
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
     for _ in range(2):
         (tmp_path / "log").unlink(missing_ok=True)
         assert warm(forge, tmp_path / "log", OMP_NUM_THREADS="4") == 0
@@ -288,7 +288,7 @@ def test_an_allocator_with_a_thread(begin: Starter, tmp_path: Path) -> None:
     """
     command = [sys.executable, script(tmp_path, text), str(tmp_path / "table")]
     forge = begin(command, modules("pyarrow", "pyarrow.parquet"))
-    assert (forge.ready, forge.note) == (True, ""), forge.reason
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
     for _ in range(2):
         assert warm(forge, tmp_path / "log") == 0
     assert (tmp_path / "log").read_text() == "True True\n" * 2
@@ -331,15 +331,15 @@ def test_what_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
         before = sorted({"good", "bad", "needs"} & sys.modules.keys())
         import good, needs, bad
         from ckpt import imports
-        imports.tell()
+        imports.write_report()
         print(*before, getattr(bad, "rank", 1), getattr(bad, "backend", "mine"))
         if hasattr(bad, "child"): bad.child.kill()
     """
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    forge = begin(command, imports.beside(page), PYTHONPATH=path)
-    assert forge.ready, forge.reason
+    forge = begin(command, imports.report_path(page), PYTHONPATH=path)
+    assert forge.is_ready, forge.reason
     assert why in forge.note
     assert "without needs: it needs bad, which is left out" in forge.note
     assert warm(forge, tmp_path / "warm", 1, PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
@@ -352,7 +352,7 @@ def test_what_begins_mpi_is_left_out(begin: Starter, tmp_path: Path) -> None:
     told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
     path = script(tmp_path / "here", f"import sys\nprint(*sorted({set(names)} & sys.modules.keys()))\n")
     forge = begin([sys.executable, path], told, PYTHONPATH=str(site))
-    assert (forge.ready, forge.note) == (True, "without needs: it needs mpi4py, which is left out"), forge.reason
+    assert (forge.is_ready, forge.note) == (True, "without needs: it needs mpi4py, which is left out"), forge.reason
     assert warm(forge, tmp_path / "log", PYTHONPATH=str(site)) == 0
     assert (tmp_path / "log").read_text() == "good\n"
 
@@ -363,7 +363,7 @@ def test_too_much_is_left_out(begin: Starter, tmp_path: Path) -> None:
     site = libraries(tmp_path, **names)
     told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
     forge = begin([sys.executable, script(tmp_path / "here", "")], told, PYTHONPATH=str(site))
-    assert not forge.ready
+    assert not forge.is_ready
     assert "can't be imported alone (RuntimeError: not today); and as many as 8 other packages" in forge.reason
     assert gone(forge.pid)
 
@@ -376,7 +376,7 @@ def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: 
         from ckpt import imports
         print(*sorted({"good", "model", "other", "statistics", "space"} & sys.modules.keys()))
         import good, model, other, statistics, space.deep
-        imports.tell()
+        imports.write_report()
         print(model.pid == os.getpid(), statistics.__file__.endswith("here/statistics.py"))
     """
     command = [sys.executable, script(tmp_path / "here", text)]
@@ -387,8 +387,8 @@ def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: 
     (tmp_path / "here" / "space" / "deep.py").write_text("")
     page, path = str(tmp_path / "page"), f"{tmp_path / 'there'}:{site}"
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0, (tmp_path / "cold").read_text()
-    forge = begin(command, imports.beside(page), PYTHONPATH=path)
-    assert (forge.ready, forge.note) == (True, ""), forge.reason
+    forge = begin(command, imports.report_path(page), PYTHONPATH=path)
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
     assert warm(forge, tmp_path / "warm", PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
     assert (tmp_path / "warm").read_text() == "good\nTrue True\n"
 
@@ -400,14 +400,14 @@ def test_what_libraries_set_stays_set(begin: Starter, tmp_path: Path) -> None:
         import os
         import sets
         from ckpt import imports
-        imports.tell()
+        imports.write_report()
         print(os.environ["A_CACHE"], os.environ["KMP_INIT"], os.environ["RANK"])
     """
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    forge = begin(command, imports.beside(page), PYTHONPATH=path)
-    assert (forge.ready, forge.note) == (True, ""), forge.reason
+    forge = begin(command, imports.report_path(page), PYTHONPATH=path)
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
     for rank in range(2):
         assert warm(forge, tmp_path / "warm", rank, PYTHONPATH=path) == 0
     assert (tmp_path / "warm").read_text() == "/a 1 0\n/a 1 1\n"
@@ -429,16 +429,16 @@ def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
                 ck.step(step, {})
                 ck.wait()
                 if step in (1, 3) and os.environ["RANK"] == "0":
-                    shutil.copy(imports.beside(page), f"{page}.{step}")
+                    shutil.copy(imports.report_path(page), f"{page}.{step}")
     """
     command = [sys.executable, script(tmp_path, text)]
     for rank in range(2):
         page, log = tmp_path / f"page-{rank}", tmp_path / "log"
-        Pulse(page, new=True)
+        HeartbeatPage(page, new=True)
         assert cold([*command, str(tmp_path / f"repo-{rank}")], log, rank, CKPT_PULSE=str(page)) == 0, log.read_text()
     first, second, last = (
         json.loads(path.read_text())
-        for path in (tmp_path / "page-0.1", tmp_path / "page-0.3", imports.beside(tmp_path / "page-0"))
+        for path in (tmp_path / "page-0.1", tmp_path / "page-0.3", imports.report_path(tmp_path / "page-0"))
     )
     assert first["modules"]["__main__"] == command[1]
     assert first["environ"] == {"MINE": "1"}
@@ -447,7 +447,7 @@ def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
     assert "wave" in second["modules"]
     assert "pyarrow.parquet" in second["modules"]
     assert "mailbox" not in last["modules"]
-    assert not imports.beside(tmp_path / "page-1").exists()
+    assert not imports.report_path(tmp_path / "page-1").exists()
 
 
 # --- cold, and why ---------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def test_commands_taken_apart(tmp_path: Path) -> None:
         (["-uBmpack", "a"], ["-uB"], ["-m", "pack", "a"]),
     ]:
         for python in ("python", "python3", "/opt/bin/python3.13t"):
-            assert split([python, *words]) == ([python, *flags], rest)
+            assert split_python_command([python, *words]) == ([python, *flags], rest)
 
 
 @given(
@@ -473,7 +473,7 @@ def test_commands_taken_apart(tmp_path: Path) -> None:
 def test_nothing_of_a_command_is_lost(flags: list[str], rest: list[str], as_module: bool) -> None:
     words = [word for flag in flags for word in flag.split()]
     script = ["-m", "some.module", *rest] if as_module else [__file__, *rest]
-    assert split(["python3", *words, *script]) == (["python3", *words], script)
+    assert split_python_command(["python3", *words, *script]) == (["python3", *words], script)
 
 
 @pytest.mark.parametrize(
@@ -495,13 +495,13 @@ def test_nothing_of_a_command_is_lost(flags: list[str], rest: list[str], as_modu
 )
 def test_what_is_started_cold(begin: Starter, tmp_path: Path, command: list[str], why: str) -> None:
     forge = begin(command)
-    assert not forge.ready
+    assert not forge.is_ready
     assert why in forge.reason
     assert forge.fork(surroundings(), tmp_path / "log") is None
     assert not (tmp_path / "log").exists()
     if command[0] != "/none/such/python":
-        with pytest.raises(Cold):
-            split(command)
+        with pytest.raises(NotForkable):
+            split_python_command(command)
 
 
 def test_no_python_after_all(begin: Starter, tmp_path: Path) -> None:
@@ -509,7 +509,7 @@ def test_no_python_after_all(begin: Starter, tmp_path: Path) -> None:
     liar.write_text("#!/bin/sh\necho no licence >&2; exit 3\n")
     liar.chmod(0o755)
     forge = begin([str(liar), script(tmp_path, "")])
-    assert not forge.ready
+    assert not forge.is_ready
     assert "the process has ended (no licence)" in forge.reason
 
 
@@ -517,10 +517,10 @@ def test_no_python_after_all(begin: Starter, tmp_path: Path) -> None:
 def test_what_has_changed_is_not_run_warm(begin: Starter, tmp_path: Path, what: str) -> None:
     """A newer version of what was imported ahead, or a script that may go another way, starts anew."""
     site = libraries(tmp_path, good="")
-    path = script(tmp_path / "here", "import good\nfrom ckpt import imports\nimports.tell()\nprint('old')\n")
+    path = script(tmp_path / "here", "import good\nfrom ckpt import imports\nimports.write_report()\nprint('old')\n")
     command, page = [sys.executable, path], str(tmp_path / "page")
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=str(site)) == 0
-    forge = begin(command, imports.beside(page), PYTHONPATH=str(site))
+    forge = begin(command, imports.report_path(page), PYTHONPATH=str(site))
     assert warm(forge, tmp_path / "warm", PYTHONPATH=str(site)) == 0
     changed = Path(path) if what == "script" else site / "good" / "__init__.py"
     if what == "gone":
@@ -536,7 +536,7 @@ def test_what_has_changed_is_not_run_warm(begin: Starter, tmp_path: Path, what: 
 def test_native_code_has_read_what_the_script_sets(begin: Starter, tmp_path: Path) -> None:
     told = {"modules": {}, "environ": {"OMP_NUM_THREADS": "3"}}
     forge = begin([sys.executable, script(tmp_path, "")], told)
-    assert not forge.ready
+    assert not forge.is_ready
     assert forge.reason == "the script sets OMP_NUM_THREADS, and libraries have read it when they are loaded"
 
 
@@ -553,7 +553,7 @@ def test_a_run_becomes_warm(begin: Starter, tmp_path: Path) -> None:
     """Once a rank tells; better when it tells more; cold and then warm again when the script is another."""
     text = "import sys\nprint(*sorted({'wave', 'colorsys'} & sys.modules.keys()))\n"
     command, told, log = [sys.executable, script(tmp_path, text)], tmp_path / "told", tmp_path / "log"
-    warm_starts = WarmStarts(command)
+    warm_starts = ForkServers(command)
 
     def tell(*names: str) -> None:
         found = modules(*names)
@@ -562,9 +562,9 @@ def test_a_run_becomes_warm(begin: Starter, tmp_path: Path) -> None:
 
     def until_warm() -> None:
         until = time.monotonic() + 60
-        while warm_starts._next or warm_starts.said != "the next start is warm":
-            assert time.monotonic() < until, warm_starts.said
-            warm_starts.look(surroundings(), told)
+        while warm_starts._next or warm_starts.status_text != "the next start is warm":
+            assert time.monotonic() < until, warm_starts.status_text
+            warm_starts.update(surroundings(), told)
             time.sleep(0.01)
 
     def start() -> str | None:
@@ -573,28 +573,28 @@ def test_a_run_becomes_warm(begin: Starter, tmp_path: Path) -> None:
         return None if rank is None else log.read_text() if rank.wait() == 0 else "failed"
 
     try:
-        warm_starts.look(surroundings(), told)
-        assert warm_starts.said == "no warm start yet: no rank has done a step"
+        warm_starts.update(surroundings(), told)
+        assert warm_starts.status_text == "no warm start yet: no rank has done a step"
         assert start() is None
         tell("colorsys")
-        warm_starts.look(surroundings(), told)
+        warm_starts.update(surroundings(), told)
         until_warm()
         assert start() == "colorsys\n"
         tell("colorsys", "wave")
-        warm_starts.look(surroundings(), told)
+        warm_starts.update(surroundings(), told)
         assert start() == "colorsys\n", "the old one serves until the new one is ready"
         until_warm()
         assert start() == "colorsys wave\n"
         tell("wave")
-        warm_starts.look(surroundings(), told)
+        warm_starts.update(surroundings(), told)
         assert warm_starts._next is None, "nothing new"
         Path(command[1]).write_text("print('new')\n")
         assert start() is None
-        assert warm_starts.said == f"no warm start: {command[1]} has changed"
-        warm_starts.look(surroundings(), told)
+        assert warm_starts.status_text == f"no warm start: {command[1]} has changed"
+        warm_starts.update(surroundings(), told)
         assert start() is None, "only what is told after the change is believed"
         tell("wave")
-        warm_starts.look(surroundings(), told)
+        warm_starts.update(surroundings(), told)
         until_warm()
         assert start() == "new\n"
     finally:
@@ -631,13 +631,13 @@ def test_signals_and_statuses(begin: Starter, tmp_path: Path) -> None:
     forge.close()
     assert gone(forge.pid)
     assert second.poll() is None, "the ranks go on without it"
-    host.end([second.pid])
+    host.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
 
 
 def test_an_exit_that_somebody_else_heard_of() -> None:
     child = subprocess.Popen(["true"])
-    rank = Forged(child.pid)
+    rank = ForkedRank(child.pid)
     child.wait()
     assert rank.poll() == 255
 
@@ -651,11 +651,11 @@ def test_the_forge_is_killed(begin: Starter, tmp_path: Path) -> None:
     os.kill(forge.pid, signal.SIGKILL)
     assert gone(forge.pid)
     assert says(tmp_path / "log", "here")
-    assert not forge.ready
+    assert not forge.is_ready
     assert forge.fork(surroundings(), tmp_path / "other") is None
     assert "the process has ended" in forge.reason
     assert rank.poll() is None
-    host.end([rank.pid])
+    host.kill_sessions([rank.pid])
     assert rank.wait() == -signal.SIGKILL
 
 
@@ -677,7 +677,7 @@ def test_a_rank_begins_only_when_it_is_told_to(
 ) -> None:
     """So none runs whose number was lost on the way."""
     forge = begin([sys.executable, script(tmp_path, SLEEPS)])
-    monkeypatch.setattr("ckpt.recovery.forge.GO", word)
+    monkeypatch.setattr("ckpt.recovery.forge.GO_BYTE", word)
     rank = forge.fork(surroundings(), tmp_path / "log")
     assert rank is not None
     assert rank.wait() == 1
@@ -693,21 +693,21 @@ def test_a_log_that_cannot_be_written_and_one_that_can(begin: Starter, tmp_path:
     for _ in range(20):  # it can be ended from the first moment on
         rank = forge.fork(surroundings(), tmp_path / "log")
         assert rank is not None, forge.reason
-        host.end([rank.pid])
+        host.kill_sessions([rank.pid])
         assert rank.wait() == -signal.SIGKILL
 
 
 AGENT = """
     import json, os, sys, time
     from pathlib import Path
-    from ckpt.recovery.warm import Forge
+    from ckpt.recovery.warm import ForkServerClient
 
     folder = Path(sys.argv[1])
-    forge = Forge.begin([sys.executable, str(folder / "train.py")], os.environ, folder / "told.imports")
-    while sys.argv[2] == "ranks" and not forge.ready:
+    forge = ForkServerClient.start([sys.executable, str(folder / "train.py")], os.environ, folder / "told.imports")
+    while sys.argv[2] == "ranks" and not forge.is_ready:
         assert not forge.reason, forge.reason
         time.sleep(0.01)
-    ranks = [forge.fork({**os.environ, "RANK": str(n)}, folder / f"log-{n}") for n in range(2) if forge.ready]
+    ranks = [forge.fork({**os.environ, "RANK": str(n)}, folder / f"log-{n}") for n in range(2) if forge.is_ready]
     (folder / "pids.new").write_text(json.dumps([forge.pid, *[rank.pid for rank in ranks]]))
     (folder / "pids.new").rename(folder / "pids")
     time.sleep(3600)
@@ -728,7 +728,7 @@ def test_the_agent_is_killed(tmp_path: Path, when: str) -> None:
         pids = json.loads((tmp_path / "pids").read_text())
         assert len(pids) == (3 if when == "ranks" else 1)
         assert all(says(tmp_path / f"log-{n}", "here") for n in range(len(pids) - 1))
-        assert all(host.state(pid) for pid in pids)
+        assert all(host.process_state(pid) for pid in pids)
     finally:
         agent.kill()
         agent.wait()

@@ -23,12 +23,12 @@ from test_ranks_processes import clean
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
-from ckpt.read import Worker
+from ckpt.read import BlockReader
 from ckpt.storage.base import Store
 from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.local import LocalStore
 from ckpt.storage.memory import MemoryStore
-from ckpt.window import RankFailed, Window
+from ckpt.window import RankFailed, SharedWindow
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"),
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.skipif(
 SLOT = 4096
 
 
-def window_of(group: Group, slots: int, parts: int) -> Window:
-    window = Window.meet(group, slots, SLOT, parts)
+def window_of(group: Group, slots: int, parts: int) -> SharedWindow:
+    window = SharedWindow.create(group, slots, SLOT, parts)
     assert window is not None
     return window
 
@@ -57,17 +57,17 @@ def test_each_block_goes_round_whole(size: int, slots: int, blocks: list[tuple[i
         def read() -> None:
             for block, (reader, _) in enumerate(blocks):
                 if reader == group.rank:
-                    window.to_fill(block)[:] = block % 251
+                    window.wait_for_free_slot(block)[:] = block % 251
                     window.mark_ready(block)
 
         reading = threading.Thread(target=read)
         reading.start()
         for block, (reader, takers) in enumerate(blocks):
             if takers >> group.rank & 1:
-                window.wait_for(block, reader)
+                window.wait_until_ready(block, reader)
                 seen = window.slot(block)
                 got[group.rank][block] = int(seen[0]) if (seen == seen[0]).all() else -1
-            window.pass_on(block)
+            window.release(block)
         reading.join()
 
     all_well(on_ranks(size, work))
@@ -79,11 +79,11 @@ def test_who_gives_up_keeps_nobody_waiting() -> None:
     def work(group: Group) -> None:
         window = window_of(group, 2, 3)
         if group.rank == 1:
-            window.give_up()
+            window.mark_failed()
         elif group.rank == 0:
-            window.wait_for(0, reader=1)
+            window.wait_until_ready(0, reader=1)
         else:
-            window.to_fill(2)
+            window.wait_for_free_slot(2)
 
     assert [type(found) for found in on_ranks(3, work)] == [RankFailed, type(None), RankFailed]
 
@@ -107,8 +107,8 @@ def empty(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_what_all_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool) -> None:
     """Also where the group has no messages, as that of the environment."""
     monkeypatch.setattr(ThreadGroup, "can_exchange", messages)
-    monkeypatch.setattr("ckpt.sharing.WINDOW_BYTES", 0)
-    monkeypatch.setattr("ckpt.sharing.MOST_WINDOW_BYTES", 3 << 23)  # three slots
+    monkeypatch.setattr("ckpt.sharing.MIN_WINDOW_BYTES", 0)
+    monkeypatch.setattr("ckpt.sharing.MAX_WINDOW_BYTES", 3 << 23)  # three slots
     state = saved(tmp_path, codec)
     stored = sum(file.stat().st_size for file in tmp_path.rglob("*.pack"))
     told: list[int] = []
@@ -134,11 +134,11 @@ def test_ranks_that_see_no_memory_in_common_read_all_the_same(
     if lacking == "memfd_create":
         monkeypatch.delattr(os, "memfd_create")
     else:
-        opened, turns = Window.meet.__globals__["_opened"], iter([False, True, False])
-        monkeypatch.setattr("ckpt.window._opened", lambda *a: None if next(turns) else opened(*a))
+        opened, turns = SharedWindow.create.__globals__["_opened"], iter([False, True, False])
+        monkeypatch.setattr("ckpt.window._map_memory_of_rank_0", lambda *a: None if next(turns) else opened(*a))
     windows: list[Any] = []
-    meet = Window.meet
-    monkeypatch.setattr(Window, "meet", lambda *a: windows.append(meet(*a)) or windows[-1])
+    meet = SharedWindow.create
+    monkeypatch.setattr(SharedWindow, "create", lambda *a: windows.append(meet(*a)) or windows[-1])
 
     def load(group: Group) -> None:
         loaded = ckpt.load(tmp_path, empty(state), group=group)
@@ -153,8 +153,8 @@ def test_what_lies_in_memory_is_not_handed_on(tmp_path: Path, monkeypatch: pytes
     """Each rank can copy from it itself."""
     state = saved(tmp_path)
     met: list[int] = []
-    meet = Window.meet
-    monkeypatch.setattr(Window, "meet", lambda group, *a: met.append(group.rank) or meet(group, *a))
+    meet = SharedWindow.create
+    monkeypatch.setattr(SharedWindow, "create", lambda group, *a: met.append(group.rank) or meet(group, *a))
 
     def load(group: Group) -> None:
         loaded = ckpt.load(kind(tmp_path), empty(state), group=group)  # type: ignore[call-arg]
@@ -193,14 +193,14 @@ def test_an_interrupt_or_damage_leaves_nothing_of_the_memory(
     state = saved(tmp_path)
     kind: type[BaseException] = KeyboardInterrupt if where == "accept" else ckpt.IntegrityError
     calls = iter(range(1000))
-    work = getattr(Worker, where)
+    work = getattr(BlockReader, where)
 
-    def fail(self: Worker, *args: Any) -> None:
+    def fail(self: BlockReader, *args: Any) -> None:
         if next(calls) == 5:
             raise kind("now")
         work(self, *args)
 
-    monkeypatch.setattr(Worker, where, fail)
+    monkeypatch.setattr(BlockReader, where, fail)
 
     def load(group: Group) -> BaseException | None:
         try:

@@ -13,8 +13,8 @@ from cluster import directories
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import Changed, Unavailable
 from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.testing import pattern
-from ckpt.tools.mount import Tree
+from ckpt.storage.testing import random_bytes
+from ckpt.tools.mount import MountOperations
 
 _MIB = 1 << 20
 
@@ -27,26 +27,26 @@ def namespace(tmp_path: Path) -> Iterator[Namespace]:
 
 
 @pytest.fixture
-def tree(namespace: Namespace) -> Tree:
-    return Tree(namespace, "")
+def tree(namespace: Namespace) -> MountOperations:
+    return MountOperations(namespace, "")
 
 
-def written(tree: Tree, path: str, data: bytes, flags: int = 0) -> int:
+def written(tree: MountOperations, path: str, data: bytes, flags: int = 0) -> int:
     """A handle, with this written at its end."""
     handle = tree.open(path, os.O_WRONLY) if flags else tree.create(path, 0o644)
     tree.write(path, data, tree.getattr(path)["st_size"], handle)
     return handle
 
 
-def close(tree: Tree, path: str, handle: int) -> None:
+def close(tree: MountOperations, path: str, handle: int) -> None:
     try:
         tree.flush(path, handle)
     finally:
         tree.release(path, handle)
 
 
-def test_a_renamed_file_is_written_on(tree: Tree, namespace: Namespace) -> None:
-    data = pattern(20 * _MIB + 5)
+def test_a_renamed_file_is_written_on(tree: MountOperations, namespace: Namespace) -> None:
+    data = random_bytes(20 * _MIB + 5)
     for first, second in ((0, 10), (10, 50_000), (50_000, 50_001), (9 * _MIB, len(data))):
         handle = written(tree, "/a", data[:first])
         tree.rename("/a", "/b")
@@ -58,10 +58,10 @@ def test_a_renamed_file_is_written_on(tree: Tree, namespace: Namespace) -> None:
         close(tree, "/c", handle)
         assert namespace.get("c") == data[:second] + b"end"
         assert list(namespace.list()) == ["c"]
-        assert not tree._written
+        assert not tree._files_in_writing
 
 
-def test_out_of_order_until_it_is_visible(tree: Tree, namespace: Namespace) -> None:
+def test_out_of_order_until_it_is_visible(tree: MountOperations, namespace: Namespace) -> None:
     handle = written(tree, "/a", b"")
     tree.write("/a", b"2", 10, handle)
     tree.write("/a", b"1", 0, handle)
@@ -76,7 +76,7 @@ def test_out_of_order_until_it_is_visible(tree: Tree, namespace: Namespace) -> N
     assert namespace.get("a") == b"anew"
 
 
-def test_what_was_cut_does_not_come_back(tree: Tree, namespace: Namespace) -> None:
+def test_what_was_cut_does_not_come_back(tree: MountOperations, namespace: Namespace) -> None:
     for length, cut in ((100, 10), (9 * _MIB, 9 * _MIB - 5), (17 * _MIB, 3 * _MIB)):
         handle = written(tree, "/a", b"x" * length)
         tree.truncate("/a", cut)
@@ -86,8 +86,8 @@ def test_what_was_cut_does_not_come_back(tree: Tree, namespace: Namespace) -> No
         tree.unlink("/a")
 
 
-def test_what_others_did_meanwhile(tree: Tree, namespace: Namespace) -> None:
-    other = Tree(namespace, "")  # as another host
+def test_what_others_did_meanwhile(tree: MountOperations, namespace: Namespace) -> None:
+    other = MountOperations(namespace, "")  # as another host
     for size in (5, 50_000):
         close(tree, "/log", written(tree, "/log", b"0" * size))
         first, second = written(tree, "/log", b"1", os.O_APPEND), written(other, "/log", b"2", os.O_APPEND)
@@ -108,8 +108,8 @@ def test_what_others_did_meanwhile(tree: Tree, namespace: Namespace) -> None:
     assert namespace.get("log") == b"new"
 
 
-def test_what_others_wrote_into_an_empty_file(tree: Tree, namespace: Namespace) -> None:
-    other = Tree(namespace, "")
+def test_what_others_wrote_into_an_empty_file(tree: MountOperations, namespace: Namespace) -> None:
+    other = MountOperations(namespace, "")
     for size in (5, 50_000):
         for flags in (0, os.O_APPEND):  # made here, and found here
             if flags:
@@ -130,7 +130,7 @@ def test_what_others_wrote_into_an_empty_file(tree: Tree, namespace: Namespace) 
 
 
 @pytest.mark.parametrize("size", [5, 50_000])
-def test_emptied_while_another_writes(tree: Tree, namespace: Namespace, size: int) -> None:
+def test_emptied_while_another_writes(tree: MountOperations, namespace: Namespace, size: int) -> None:
     namespace.put("a", b"0" * size)
     handle = tree.open("/a", os.O_WRONLY)
     namespace.put("a", b"precious" * size)
@@ -153,7 +153,7 @@ def test_emptied_while_another_writes(tree: Tree, namespace: Namespace, size: in
     tree.write("/a", b"3" * size, 0, handle)
     close(tree, "/a", handle)
     assert namespace.get("a") == b"3" * size
-    assert not any(place.info().uploads for place in namespace.places.values())
+    assert not any(place.info().uploads for place in namespace.open_members.values())
     gone = written(tree, "/a", b"1", os.O_APPEND)
     tree.unlink("/a")
     tree.truncate("/a", 0, gone)
@@ -161,7 +161,7 @@ def test_emptied_while_another_writes(tree: Tree, namespace: Namespace, size: in
     assert namespace.stat("a") is None
 
 
-def test_a_part_that_failed_is_not_forgotten(tree: Tree, namespace: Namespace, tmp_path: Path) -> None:
+def test_a_part_that_failed_is_not_forgotten(tree: MountOperations, namespace: Namespace, tmp_path: Path) -> None:
     handle = written(tree, "/a", b"1" * 100_000)
     tree.fsync("/a", 0, handle)
     tree.write("/a", b"2" * 100_000, 100_000, handle)
@@ -177,7 +177,7 @@ def test_a_part_that_failed_is_not_forgotten(tree: Tree, namespace: Namespace, t
         close(tree, "/a", handle)
 
 
-def test_folders(tree: Tree, namespace: Namespace) -> None:
+def test_folders(tree: MountOperations, namespace: Namespace) -> None:
     tree.mkdir("/a", 0)
     tree.mkdir("/a/e", 0)
     tree.mkdir("/b", 0)
@@ -201,7 +201,7 @@ def test_folders(tree: Tree, namespace: Namespace) -> None:
     assert stat.S_ISDIR(tree.getattr("/c")["st_mode"])
 
 
-def test_removed_while_it_is_written(tree: Tree, namespace: Namespace, tmp_path: Path) -> None:
+def test_removed_while_it_is_written(tree: MountOperations, namespace: Namespace, tmp_path: Path) -> None:
     """As libfuse removes a file that is open: under a hidden name, until it is closed."""
     handle = written(tree, "/a", b"1" * 20 * _MIB)
     tree.rename("/a", "/.fuse_hidden01")
@@ -217,7 +217,7 @@ def test_removed_while_it_is_written(tree: Tree, namespace: Namespace, tmp_path:
     assert not [p for p in tmp_path.glob("disk*/objects/**/*") if p.is_file()]
 
 
-def test_a_rename_that_was_cut_off(tree: Tree, namespace: Namespace) -> None:
+def test_a_rename_that_was_cut_off(tree: MountOperations, namespace: Namespace) -> None:
     """Both names may be there then, of the same objects: what is done to one takes nothing from the other."""
     close(tree, "/a", written(tree, "/a", b"1" * 100_000))
     set_failpoints("namespace.renamed=error")

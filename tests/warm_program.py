@@ -56,5 +56,5 @@ def around() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    imports.tell()
+    imports.write_report()
     print(json.dumps(around()))

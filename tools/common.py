@@ -68,17 +68,17 @@ def run(command: click.Command) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        complain(name, "interrupted")
+        print_error(name, "interrupted")
         sys.exit(interrupts.STATUS)
     except (CkptError, OSError) as error:
-        complain(name, str(error))
+        print_error(name, str(error))
         sys.exit(1)
     except MemoryError:
-        complain(name, "not enough memory; name fewer leaves with --only, or choose a format that is written in pieces")
+        print_error(name, "not enough memory; name fewer leaves with --only, or choose a format that is written in pieces")
         sys.exit(1)
 
 
-def complain(name: str, message: str) -> None:
+def print_error(name: str, message: str) -> None:
     """One line on stderr."""
     click.echo(f"{name}: {printable(' '.join(message.split()))}", err=True)
 
@@ -128,7 +128,7 @@ def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[Advanc
     """Such a bar, whose total grows: what adds to that, and what advances it."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _nothing, _nothing
+        yield _check_interrupts, _check_interrupts
         return
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -150,11 +150,11 @@ def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[Advanc
         yield expect, advance
 
 
-def _nothing(_: int) -> None:
+def _check_interrupts(_: int) -> None:
     interrupts.check()
 
 
-def size(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
     """Bytes for people: 1.2 GB."""
     return decimal(round(nbytes)).replace(" bytes", " B")
 
@@ -164,14 +164,14 @@ def printable(name: str) -> str:
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
-def require_picture(png: Path) -> None:
+def require_plot(png: Path) -> None:
     """Before the work: whether a picture can be drawn into this file."""
-    optional("matplotlib", "--png", "report")
+    import_optional("matplotlib", "--png", "report")
     if not png.parent.is_dir():
         raise CkptError(f"--png {png}: there is no folder {png.parent}; make it, or name another file")
 
 
-def optional(module: str, what: str, extra: str) -> Any:
+def import_optional(module: str, what: str, extra: str) -> Any:
     """Import a package that is not a core dependency; say how to get it where it is missing."""
     try:
         return importlib.import_module(module)

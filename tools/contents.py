@@ -80,7 +80,7 @@ def as_raw(data: Data) -> Data:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).reshape(*data.shape, nbytes)
 
 
-class Piece(NamedTuple):
+class ArrayPiece(NamedTuple):
     """A part of an array: `data` is what lies in `box`."""
 
     array: Array
@@ -106,7 +106,7 @@ class Contents:
         """Bytes of all arrays."""
         return sum(a.nbytes for a in self.arrays)
 
-    def read(self) -> Iterator[Piece]:
+    def read(self) -> Iterator[ArrayPiece]:
         """All arrays in order, each in C order, verified; an array without elements is one empty piece.
 
         Small arrays are read together: they share blocks, and a block is read once.
@@ -115,30 +115,30 @@ class Contents:
         pending = 0
         for array in self.arrays:
             if array.nbytes > PIECE_BYTES:
-                yield from self._together(batch)
+                yield from self._read_batch(batch)
                 batch, pending = [], 0
-                yield from self._apart(array)
+                yield from self._read_in_pieces(array)
                 continue
             batch.append(array)
             pending += array.nbytes
             if pending >= PIECE_BYTES:
-                yield from self._together(batch)
+                yield from self._read_batch(batch)
                 batch, pending = [], 0
-        yield from self._together(batch)
+        yield from self._read_batch(batch)
 
-    def _together(self, batch: list[Array]) -> Iterator[Piece]:
-        made = [np.empty(a.shape, a.numpy) for a in batch]
-        self.checkpoint.read([Target(a.leaf, NumpyLeaf(data), None) for a, data in zip(batch, made, strict=True)])
-        for array, data in zip(batch, made, strict=True):
-            yield Piece(array, Box((0,) * len(array.shape), array.shape), data)
+    def _read_batch(self, batch: list[Array]) -> Iterator[ArrayPiece]:
+        buffers = [np.empty(a.shape, a.numpy) for a in batch]
+        self.checkpoint.read([Target(a.leaf, NumpyLeaf(data), None) for a, data in zip(batch, buffers, strict=True)])
+        for array, data in zip(batch, buffers, strict=True):
+            yield ArrayPiece(array, Box((0,) * len(array.shape), array.shape), data)
 
-    def _apart(self, array: Array) -> Iterator[Piece]:
+    def _read_in_pieces(self, array: Array) -> Iterator[ArrayPiece]:
         lazy = self.checkpoint[array.leaf]
-        for box in boxes(array.shape, piece_shape(array.shape, array.numpy.itemsize)):
-            yield Piece(array, box, lazy[box.slices()])
+        for box in tile_boxes(array.shape, piece_shape(array.shape, array.numpy.itemsize)):
+            yield ArrayPiece(array, box, lazy[box.slices()])
 
 
-def contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
+def read_contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
     """What a step holds, or the part of it that matches; raise LeafNotFound for a pattern that matches nothing."""
     only = tuple(only)
     tree = checkpoint.tree()
@@ -146,7 +146,7 @@ def contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
     found = list(entries(tree))
     if only:
         require_match((path for path, _ in found), only, checkpoint.where)
-    wanted = matcher(only) if only else lambda _: True
+    matches = matcher(only) if only else lambda _: True
     arrays: dict[str, Array] = {}
     tied: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -162,27 +162,27 @@ def contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
 
     for path, node in found:
         if not (isinstance(node, dict) and "array" in node):
-            if wanted(path):
-                values[_unused(path, values)] = _json(node)
+            if matches(path):
+                values[_unused_name(path, values)] = _node_to_json(node)
             continue
         leaf = node["array"]
         first = leaf not in seen
         seen.add(leaf)
-        if wanted(path):
-            add(leaf, leaf if first else _unused(path, collections.ChainMap[str, Any](tied, saved)))
+        if matches(path):
+            add(leaf, leaf if first else _unused_name(path, collections.ChainMap[str, Any](tied, saved)))
     for leaf in saved:  # arrays where `entries` does not look, such as in a set
-        if leaf not in seen and wanted(leaf):
+        if leaf not in seen and matches(leaf):
             add(leaf, leaf)
     return Contents(checkpoint, tree, only, list(arrays.values()), tied, values)
 
 
-def _unused(path: str, taken: Container[str]) -> str:
+def _unused_name(path: str, taken: Container[str]) -> str:
     while path in taken:  # {"a.b": x, "a": {"b": y}}: two entries of one name
         path += "~"
     return path
 
 
-def _json(node: Node) -> Any:
+def _node_to_json(node: Node) -> Any:
     if isinstance(node, dict):
         if node.get("dict") == []:
             return {}
@@ -205,7 +205,7 @@ def piece_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(piece)
 
 
-def boxes(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[Box]:
+def tile_boxes(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[Box]:
     """The tiles of an array, in C order."""
     starts = (range(0, length, extent) for length, extent in zip(shape, piece, strict=True))
     for offset in itertools.product(*starts):
@@ -214,11 +214,11 @@ def boxes(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[Box]:
 
 def check_paths(names: Iterable[str], what: str) -> None:
     """Refuse names that cannot lie side by side where `/` makes groups."""
-    known = set(names)
-    for name in known:
+    unique_names = set(names)
+    for name in unique_names:
         parts = name.split("/")
         above = ("/".join(parts[:i]) for i in range(1, len(parts)))
-        if (group := next((a for a in above if a in known), None)) is not None:
+        if (group := next((a for a in above if a in unique_names), None)) is not None:
             raise CkptError(
                 f"{what} cannot hold the leaves {group} and {name}: '/' makes groups there, and {group} would be a "
                 "group and an array at once; choose another format, or one of the two with --only"

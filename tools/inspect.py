@@ -13,26 +13,26 @@ import click
 
 import ckpt
 from ckpt.api import check_step
-from ckpt.lines import Order, in_order
+from ckpt.lines import StepOrder, order_steps
 from ckpt.repository import Repository
 from ckpt.storage.errors import CkptError
-from ckpt.storage.words import count
+from ckpt.storage.words import format_count
 from ckpt.tools import common, subset
-from ckpt.tools.common import emit, printable, size
-from ckpt.tools.contents import Contents, contents
+from ckpt.tools.common import emit, format_size, printable
+from ckpt.tools.contents import Contents, read_contents
 from ckpt.tools.survey import (
     LeafReport,
-    State,
     StepReport,
-    blocks_of,
-    failed_by,
-    leaf_reports,
+    StepState,
+    report_leaves,
+    select_manifest,
+    state_of_error,
     stored_bytes,
-    survey,
-    verify,
+    survey_steps,
+    verify_manifest,
 )
 
-_COLOURS: dict[State, str] = {
+_COLOURS: dict[StepState, str] = {
     "ok": "green", "unfinished": "yellow", "incomplete": "red", "damaged": "red", "unreadable": "red",
 }  # fmt: skip
 
@@ -103,13 +103,13 @@ def command(
         raise click.UsageError("--subset goes with --verify, and not with --only")
     repo = ckpt.open(url, key=key_file)
     if share is not None:
-        return _subset(repo, step, share, as_json)
+        return _verify_subset(repo, step, share, as_json)
     if step is None:
-        return _all_steps(repo, verifying, as_json)
-    (report,) = survey(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
+        return _inspect_all_steps(repo, verifying, as_json)
+    (report,) = survey_steps(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
     if report.state == "unfinished" and step not in repo.step_numbers():
         repo.commit(step)  # raises StepNotFound, which names the steps that there are
-    return _one_step(repo, report, only, verifying, as_json)
+    return _inspect_one_step(repo, report, only, verifying, as_json)
 
 
 def main() -> None:
@@ -120,12 +120,12 @@ def main() -> None:
 # --- all steps -------------------------------------------------------------------------------------------------
 
 
-def _all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
-    reports, order = _by_age(survey(repo, repo.step_numbers()))
+def _inspect_all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
+    reports, order = _sort_by_age(survey_steps(repo, repo.step_numbers()))
     if verifying:
-        checked = list(_verified_steps(repo, reports, as_json))
+        checked = list(_verify_steps(repo, reports, as_json))
         reports = [report for report, _ in checked]
-    failed = sum(r.failed for r in reports)
+    failed = sum(r.has_failed for r in reports)
     if as_json:
         common.emit_json({"url": repo.url, "ok": not failed, "steps": [_step_json(repo, r, order, verifying) for r in reports]})
         return int(bool(failed))
@@ -133,37 +133,41 @@ def _all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
         _show_steps(reports, order)
         for report in reports:
             _show_problems(report)
-    emit(f"{count(len(reports), 'step')} in {repo.url}" + (f", {failed} of them not whole" if failed else ""))
+    emit(f"{format_count(len(reports), 'step')} in {repo.url}" + (f", {failed} of them not whole" if failed else ""))
     return int(bool(failed))
 
 
-def _by_age(reports: list[StepReport]) -> tuple[list[StepReport], Order]:
+def _sort_by_age(reports: list[StepReport]) -> tuple[list[StepReport], StepOrder]:
     """The steps by when they were saved, the newest last; those that were never committed come after it."""
-    order = in_order(
-        {r.step: r.commit.on for r in reports if r.commit is not None},
+    order = order_steps(
+        {r.step: r.commit.training_line for r in reports if r.commit is not None},
         [r.step for r in reports if r.commit is None and r.state != "unfinished"],
     )
     age = {step: at for at, step in enumerate(order.steps)}
-    by_age = sorted(reports, key=lambda r: (age.get(r.step, len(age)), r.step)) if order.newest.number else reports
+    by_age = sorted(reports, key=lambda r: (age.get(r.step, len(age)), r.step)) if order.newest_line.number else reports
     return by_age, order
 
 
-def _show_steps(reports: list[StepReport], order: Order) -> None:
+def _show_steps(reports: list[StepReport], order: StepOrder) -> None:
     rows = []
     for report in reports:
         commit = report.commit
         facts = ["-"] * 6
         if commit is not None:
             facts = [
-                _when(commit.created), f"{commit.leaves:,}", size(commit.raw_bytes), size(commit.written_bytes),
-                _ratio(commit.written_bytes, commit.raw_bytes), str(commit.generation),
-            ]  # fmt: skip
-        rows.append([str(report.step), *facts, _styled(report.state)])
-        if order.newest.number:
-            fate = "abandoned" if report.step in order.abandoned else "set aside" if report.step in order.aside else ""
+                _format_time(commit.created),
+                f"{commit.leaves:,}",
+                format_size(commit.raw_bytes),
+                format_size(commit.written_bytes),
+                _format_ratio(commit.written_bytes, commit.raw_bytes),
+                str(commit.generation),
+            ]
+        rows.append([str(report.step), *facts, _style_state(report.state)])
+        if order.newest_line.number:
+            fate = "abandoned" if report.step in order.abandoned else "set aside" if report.step in order.set_aside else ""
             rows[-1].append(f"{'-' if commit is None else commit.line} {fate}".strip())
     columns = [">step", "created (UTC)", ">leaves", ">raw", ">written", ">ratio", ">generation", "state"]
-    common.show_table(columns + ["line"] * (order.newest.number > 0), rows)
+    common.show_table(columns + ["line"] * (order.newest_line.number > 0), rows)
 
 
 def _show_problems(report: StepReport, most: int = 10) -> None:
@@ -173,7 +177,7 @@ def _show_problems(report: StepReport, most: int = 10) -> None:
         emit(f"step {report.step}: … and {len(report.problems) - most} more files")
 
 
-def _step_json(repo: Repository, report: StepReport, order: Order | None, verifying: bool) -> dict[str, Any]:
+def _step_json(repo: Repository, report: StepReport, order: StepOrder | None, verifying: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
     if verifying:
         facts["verified"] = report.state == "ok"
@@ -181,7 +185,7 @@ def _step_json(repo: Repository, report: StepReport, order: Order | None, verify
         names = ("created", "generation", "world_size", "leaves", "raw_bytes", "written_bytes", "version", "line")
         facts |= {name: getattr(report.commit, name) for name in names}
         if order is not None:
-            facts |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.aside}
+            facts |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.set_aside}
         signature = report.commit.signature
         facts["signature"] = None if signature is None else {"key": signature.key, "checked": bool(repo.keys)}
     return facts
@@ -190,19 +194,19 @@ def _step_json(repo: Repository, report: StepReport, order: Order | None, verify
 # --- one step --------------------------------------------------------------------------------------------------
 
 
-def _one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verifying: bool, as_json: bool) -> int:
+def _inspect_one_step(repo: Repository, report: StepReport, only: tuple[str, ...], verifying: bool, as_json: bool) -> int:
     chosen: Contents | None = None
     leaves: list[LeafReport] = []
     if report.commit is not None:
         checkpoint = repo.checkpoint(report.commit)
         try:
-            known = leaf_reports(checkpoint, report.bad_files)
-            chosen = contents(checkpoint, only)
-            leaves = [dataclasses.replace(known[a.leaf], name=a.name) for a in chosen.arrays]
+            reports_by_leaf = report_leaves(checkpoint, report.bad_files)
+            chosen = read_contents(checkpoint, only)
+            leaves = [dataclasses.replace(reports_by_leaf[a.leaf], name=a.name) for a in chosen.arrays]
         except ckpt.IntegrityError as error:
-            report = _failed(report, error)
+            report = _with_error(report, error)
     if verifying and chosen is not None:
-        report, _ = _verified(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
+        report, _ = _verify_step(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
     if as_json:
         facts = {"url": repo.url, **_step_json(repo, report, None, verifying)}
         if chosen is not None:
@@ -221,13 +225,13 @@ def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, le
             emit(f"{printable(second)} is tied to {printable(first)}")
         stored = sum(leaf.stored_bytes for leaf in leaves)
         emit(
-            f"{count(len(leaves), 'leaf')}, {size(chosen.nbytes)} stored in {size(stored)}, "
-            f"and {count(len(chosen.values), 'plain value')}"
+            f"{format_count(len(leaves), 'leaf')}, {format_size(chosen.nbytes)} stored in {format_size(stored)}, "
+            f"and {format_count(len(chosen.values), 'plain value')}"
         )
     about = f"step {report.step} of {repo.url}: {report.state}"
     if (commit := report.commit) is not None:
-        who = f"{count(commit.world_size, 'rank')} of generation {commit.generation}, ckpt {commit.version}"
-        about += f"; saved {_when(commit.created)} UTC by {who}"
+        who = f"{format_count(commit.world_size, 'rank')} of generation {commit.generation}, ckpt {commit.version}"
+        about += f"; saved {_format_time(commit.created)} UTC by {who}"
     emit(about)
     _show_problems(report)
 
@@ -236,10 +240,10 @@ def _show_leaves(leaves: list[LeafReport]) -> None:
     any_missing = any(leaf.missing for leaf in leaves)
     rows = [
         [
-            printable(leaf.name), printable(leaf.dtype), "x".join(map(str, leaf.shape)) or "scalar", size(leaf.nbytes),
-            _ratio(leaf.stored_bytes, leaf.nbytes), ", ".join(map(_codec, leaf.codecs)) or "none",
+            printable(leaf.name), printable(leaf.dtype), "x".join(map(str, leaf.shape)) or "scalar", format_size(leaf.nbytes),
+            _format_ratio(leaf.stored_bytes, leaf.nbytes), ", ".join(map(_describe_codec, leaf.codecs)) or "none",
             ", ".join(map(str, leaf.written_in)) or "-",
-            *([_styled("incomplete", "file missing") if leaf.missing else ""] if any_missing else []),
+            *([_style_state("incomplete", "file missing") if leaf.missing else ""] if any_missing else []),
         ]
         for leaf in leaves
     ]  # fmt: skip
@@ -252,26 +256,26 @@ def _leaf_json(leaf: LeafReport) -> dict[str, Any]:
     return {**facts, "codecs": [json.loads(codec) for codec in leaf.codecs]}
 
 
-def _codec(config: str) -> str:
+def _describe_codec(config: str) -> str:
     """A codec configuration in short: `blosc lz4`."""
-    wish = json.loads(config)
-    return " ".join(str(wish[key]) for key in ("id", "cname") if key in wish)
+    parameters = json.loads(config)
+    return " ".join(str(parameters[key]) for key in ("id", "cname") if key in parameters)
 
 
 # --- verification ----------------------------------------------------------------------------------------------
 
 
-def _verified_steps(repo: Repository, reports: list[StepReport], quiet: bool) -> Iterator[tuple[StepReport, int]]:
+def _verify_steps(repo: Repository, reports: list[StepReport], quiet: bool) -> Iterator[tuple[StepReport, int]]:
     for report in reports:
         if report.commit is None:
             if not quiet:
-                emit(_verdict(report, "; ".join(report.problems)))
+                emit(_format_verdict(report, "; ".join(report.problems)))
             yield report, 0
         else:
-            yield _verified(repo, report, None, quiet)
+            yield _verify_step(repo, report, None, quiet)
 
 
-def _verified(repo: Repository, report: StepReport, leaves: list[str] | None, quiet: bool) -> tuple[StepReport, int]:
+def _verify_step(repo: Repository, report: StepReport, leaves: list[str] | None, quiet: bool) -> tuple[StepReport, int]:
     """Read and check a step; return its report with what was found, and the bytes read."""
     assert report.commit is not None
     checkpoint = repo.checkpoint(report.commit)
@@ -279,43 +283,45 @@ def _verified(repo: Repository, report: StepReport, leaves: list[str] | None, qu
     nbytes = 0
     try:
         checkpoint.require_complete()
-        manifest = blocks_of(checkpoint, leaves)
+        manifest = select_manifest(checkpoint, leaves)
         with common.progress(stored_bytes(manifest), f"step {report.step}") as advance:
-            nbytes = verify(checkpoint, manifest, advance)
+            nbytes = verify_manifest(checkpoint, manifest, advance)
     except CkptError as error:
-        report = _failed(report, error)
+        report = _with_error(report, error)
         if not quiet:
-            emit(_verdict(report, str(error)))
+            emit(_format_verdict(report, str(error)))
     else:
         if not quiet:
-            what = "" if leaves is None else f" of {count(len(leaves), 'leaf')}"
-            told = f"{size(nbytes)}{what} read and checked in {time.monotonic() - began:.1f} s"
-            emit(_verdict(report, "; ".join((told, checkpoint.protection, *report.problems))))
+            what = "" if leaves is None else f" of {format_count(len(leaves), 'leaf')}"
+            summary = f"{format_size(nbytes)}{what} read and checked in {time.monotonic() - began:.1f} s"
+            emit(_format_verdict(report, "; ".join((summary, checkpoint.protection, *report.problems))))
     return report, nbytes
 
 
-def _subset(repo: Repository, step: int | None, share: float, as_json: bool) -> int:
+def _verify_subset(repo: Repository, step: int | None, share: float, as_json: bool) -> int:
     """Check the next part of all blocks, or of those of one step."""
-    reports = {report.step: report for report in survey(repo, repo.step_numbers() if step is None else [check_step(step)])}
+    reports = {
+        report.step: report for report in survey_steps(repo, repo.step_numbers() if step is None else [check_step(step)])
+    }
     if step is not None and (not reports or reports[step].state == "unfinished"):
         repo.commit(step)  # raises StepNotFound, which names the steps that there are
     checkpoints = (repo.checkpoint(report.commit) for report in reports.values() if report.commit is not None)
-    blocks, failed = subset.blocks_of(checkpoints)
+    blocks, failed = subset.collect_blocks(checkpoints)
     for number, error in failed.items():
-        reports[number] = _failed(reports[number], error)
-    position = subset.Position(repo, step)
-    chosen = subset.part_of(blocks, position.last() or subset.anywhere(blocks), share)
-    nbytes, total = (sum(blocks[place].row.stored for place in places) for places in (chosen, blocks))
+        reports[number] = _with_error(reports[number], error)
+    position = subset.VerifyProgress(repo, step)
+    chosen = subset.choose_part(blocks, position.last() or subset.random_position(blocks), share)
+    nbytes, total = (sum(blocks[pack_position].row.stored for pack_position in places) for places in (chosen, blocks))
     with common.progress(nbytes, f"{100 * share:g}% of the blocks") as advance:
-        for number, errors in subset.verify(repo, blocks, chosen, advance).items():
+        for number, errors in subset.verify_chosen(repo, blocks, chosen, advance).items():
             for bad in errors:
-                reports[number] = _failed(reports[number], bad)
+                reports[number] = _with_error(reports[number], bad)
     if chosen:
         try:
             position.remember(chosen[-1])
         except OSError as error:
-            common.complain("ckpt-inspect", f"the next run begins anywhere, for {position.file} can't be written: {error}")
-    bad_steps = [report for report in reports.values() if report.failed]
+            common.print_error("ckpt-inspect", f"the next run begins anywhere, for {position.file} can't be written: {error}")
+    bad_steps = [report for report in reports.values() if report.has_failed]
     if as_json:
         facts = {"read_bytes": nbytes, "of_bytes": total, "blocks": len(chosen), "of_blocks": len(blocks)}
         steps = [_step_json(repo, report, None, False) for report in reports.values()]
@@ -324,37 +330,38 @@ def _subset(repo: Repository, step: int | None, share: float, as_json: bool) -> 
     for report in bad_steps:
         _show_problems(report)
     emit(
-        f"{size(nbytes)} of {size(total)} read and checked, in {len(chosen):,} of {count(len(blocks), 'block')} of "
-        f"{count(len(reports), 'step')}" + (f", {len(bad_steps)} of them not whole" if bad_steps else "")
+        f"{format_size(nbytes)} of {format_size(total)} read and checked, in {len(chosen):,} of "
+        f"{format_count(len(blocks), 'block')} of "
+        f"{format_count(len(reports), 'step')}" + (f", {len(bad_steps)} of them not whole" if bad_steps else "")
     )
     return int(bool(bad_steps))
 
 
-def _failed(report: StepReport, error: CkptError) -> StepReport:
-    return dataclasses.replace(report, state=failed_by(error), problems=(*report.problems, str(error)))
+def _with_error(report: StepReport, error: CkptError) -> StepReport:
+    return dataclasses.replace(report, state=state_of_error(error), problems=(*report.problems, str(error)))
 
 
-def _verdict(report: StepReport, told: str) -> str:
+def _format_verdict(report: StepReport, details: str) -> str:
     word = "OK" if report.state == "ok" else report.state.upper()
-    return f"step {report.step}  {_styled(report.state, word)}  {printable(told)}"
+    return f"step {report.step}  {_style_state(report.state, word)}  {printable(details)}"
 
 
 # --- words -----------------------------------------------------------------------------------------------------
 
 
-def _styled(state: State, text: str = "") -> str:
+def _style_state(state: StepState, text: str = "") -> str:
     return click.style(text or state, fg=_COLOURS[state])
 
 
-def _when(created: str) -> str:
+def _format_time(created: str) -> str:
     try:
         return datetime.fromisoformat(created).strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:
         return printable(created)
 
 
-def _ratio(part: float, whole: int) -> str:
-    return f"{part / whole:.2f}" if whole else "-"
+def _format_ratio(part: float, total: int) -> str:
+    return f"{part / total:.2f}" if total else "-"
 
 
 if __name__ == "__main__":

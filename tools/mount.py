@@ -27,18 +27,18 @@ from typing import Any
 import click
 
 import ckpt
-from ckpt.aggregator.files import Head
+from ckpt.aggregator.files import RecordHead
 from ckpt.aggregator.folders import move_folder, remove_folder
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.aggregator.reading import FileReader
 from ckpt.storage.errors import CkptError, error_number
 from ckpt.tools import common
 from ckpt.tools.unmount import unmount_on_signals
-from ckpt.tools.writes import Writing
+from ckpt.tools.writes import MountFile
 
-_ENCODING = "ckpt_names"
+_CODEC_NAME = "ckpt_names"
 
-_HIDDEN = ".fuse_hidden"
+_HIDDEN_PREFIX = ".fuse_hidden"
 """How libfuse begins the name that it gives a file which is removed, or replaced, while it is open: until it is closed."""
 
 
@@ -56,18 +56,18 @@ class Ownership:
         return {"st_mode": mode & ~self.umask, "st_uid": self.uid, "st_gid": self.gid}
 
 
-class Tree:
+class MountOperations:
     """The operations of a mounted namespace, in the terms of fusepy."""
 
     def __init__(self, namespace: Namespace, root: str, ownership: Ownership | None = None) -> None:
         self._namespace = namespace
         self._root = root
         self._ownership = ownership or Ownership()
-        self._open: dict[int, FileReader | Writing] = {}
-        self._written: dict[str, Writing] = {}
-        self._next = 1
+        self._handles: dict[int, FileReader | MountFile] = {}
+        self._files_in_writing: dict[str, MountFile] = {}
+        self._next_handle = 1
         self._lock = threading.Lock()
-        self._began = time.time()
+        self._mounted_at = time.time()
 
     def __call__(self, operation: str, *args: Any) -> Any:
         from fuse import FuseOSError
@@ -84,28 +84,28 @@ class Tree:
         except OSError as error:
             raise FuseOSError(error.errno or errno.EIO) from error
 
-    def _path(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return "/".join(p for p in (self._root, path.strip("/")) if p)
 
     # --- looking -----------------------------------------------------------------------------------------------
 
     def getattr(self, path: str, handle: int | None = None) -> dict[str, Any]:
-        full = self._path(path)
-        writing = self._written.get(full)
+        full = self._full_path(path)
+        writing = self._files_in_writing.get(full)
         if writing is not None:
-            return self._attributes("file", writing.length, time.time(), time.time())
+            return self._stat_attributes("file", writing.length, time.time(), time.time())
         if path != "/":
             file = self._namespace.stat(full)
             if file is not None:
-                return self._of(file.head)
+                return self._file_attributes(file.head)
         if path != "/" and not self._namespace.list(full):
             raise OSError(errno.ENOENT, path)
-        return self._attributes("folder", 0, self._began, self._began)
+        return self._stat_attributes("folder", 0, self._mounted_at, self._mounted_at)
 
-    def _of(self, head: Head) -> dict[str, Any]:
-        return self._attributes(head.kind, head.nbytes, head.created, head.modified)
+    def _file_attributes(self, head: RecordHead) -> dict[str, Any]:
+        return self._stat_attributes(head.kind, head.nbytes, head.created, head.modified)
 
-    def _attributes(self, kind: str, nbytes: int, created: float, modified: float) -> dict[str, Any]:
+    def _stat_attributes(self, kind: str, nbytes: int, created: float, modified: float) -> dict[str, Any]:
         return {
             **self._ownership.attributes(kind == "folder"), "st_nlink": 2 if kind == "folder" else 1, "st_size": nbytes,
             "st_ctime": created, "st_mtime": modified, "st_atime": modified, "st_blocks": -(-nbytes // 512),
@@ -113,13 +113,13 @@ class Tree:
         }  # fmt: skip
 
     def readdir(self, path: str, handle: int) -> list[str]:
-        full = self._path(path)
+        full = self._full_path(path)
         skip = len(full) + 1 if full else 0
         return [".", "..", *sorted({name[skip:].partition("/")[0] for name in self._namespace.list(full)})]
 
     def statfs(self, path: str) -> dict[str, int]:
-        calls = {name: place.info for name, place in self._namespace.places.items()}
-        answers, _ = self._namespace.fan_out.ask(calls, self._namespace.config.access.deadline_seconds)
+        calls = {name: place.info for name, place in self._namespace.open_members.items()}
+        answers, _ = self._namespace.fan_out.ask(calls, self._namespace.config.credentials.deadline_seconds)
         overhead = self._namespace.config.redundancy.overhead
         free = int(sum(info.free_bytes or 0 for info in answers.values()) / overhead)
         used = int(sum(info.used_bytes or 0 for info in answers.values()) / overhead)
@@ -130,29 +130,29 @@ class Tree:
     # --- files -------------------------------------------------------------------------------------------------
 
     def open(self, path: str, flags: int) -> int:
-        full = self._path(path)
+        full = self._full_path(path)
         if flags & os.O_ACCMODE == os.O_RDONLY:
-            return self._keep(self._namespace.open(full))
+            return self._add_handle(self._namespace.open(full))
         with self._lock:
-            writing = self._written.get(full)
+            writing = self._files_in_writing.get(full)
         if writing is None:
-            there = self._namespace.stat(full)
-            if there is None or there.head.kind != "file":
-                raise OSError(errno.ENOENT if there is None else errno.EISDIR, path)
-            writing = Writing(self._namespace, full, None if flags & os.O_TRUNC else there)
-        return self._join(full, writing)
+            file = self._namespace.stat(full)
+            if file is None or file.head.kind != "file":
+                raise OSError(errno.ENOENT if file is None else errno.EISDIR, path)
+            writing = MountFile(self._namespace, full, None if flags & os.O_TRUNC else file)
+        return self._add_write_handle(full, writing)
 
     def create(self, path: str, mode: int, info: Any = None) -> int:
-        full = self._path(path)
+        full = self._full_path(path)
         made = self._namespace.put(full, b"", new=True)
-        self._removed(full)  # by another client, if it is still being written here
-        return self._join(full, Writing(self._namespace, full, made))
+        self._discard_writes(full)  # by another client, if it is still being written here
+        return self._add_write_handle(full, MountFile(self._namespace, full, made))
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
-        full = self._path(path)
-        writing = self._written.get(full) if handle is None else self._open.get(handle)
-        if isinstance(writing, Writing):
-            writing.cut(length, anew=handle is None)  # None: it is about to be opened, with O_TRUNC
+        full = self._full_path(path)
+        writing = self._files_in_writing.get(full) if handle is None else self._handles.get(handle)
+        if isinstance(writing, MountFile):
+            writing.truncate(length, replace=handle is None)  # None: it is about to be opened, with O_TRUNC
             return
         file = self._namespace.stat(full)
         if file is None:
@@ -164,22 +164,22 @@ class Tree:
         self._namespace.put(full, b"")
 
     def read(self, path: str, size: int, offset: int, handle: int) -> bytes:
-        reader = self._open[handle]
+        reader = self._handles[handle]
         if not isinstance(reader, FileReader):
             raise OSError(errno.EBADF, path)
         data = bytearray(size)
         return bytes(data[: reader.read_into(offset, memoryview(data))])
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
-        writing = self._open[handle]
-        if not isinstance(writing, Writing):
+        writing = self._handles[handle]
+        if not isinstance(writing, MountFile):
             raise OSError(errno.EBADF, path)
         return writing.write(data, offset)
 
     def flush(self, path: str, handle: int) -> None:
         """Close, which tells the program whether it failed."""
-        writing = self._open.get(handle)
-        if isinstance(writing, Writing):
+        writing = self._handles.get(handle)
+        if isinstance(writing, MountFile):
             writing.publish()
 
     def fsync(self, path: str, datasync: int, handle: int) -> None:
@@ -188,63 +188,63 @@ class Tree:
 
     def release(self, path: str, handle: int) -> None:
         with self._lock:
-            held = self._open.pop(handle, None)
-            if isinstance(held, Writing):
-                held.handles -= 1
-                if held.handles:
+            file = self._handles.pop(handle, None)
+            if isinstance(file, MountFile):
+                file.handles -= 1
+                if file.handles:
                     return
-                if self._written.get(held.path) is held:
-                    del self._written[held.path]
-        if isinstance(held, FileReader):
-            held.close()
-        elif held is not None:
-            held.end()
+                if self._files_in_writing.get(file.path) is file:
+                    del self._files_in_writing[file.path]
+        if isinstance(file, FileReader):
+            file.close()
+        elif file is not None:
+            file.discard()
 
     # --- names -------------------------------------------------------------------------------------------------
 
     def unlink(self, path: str) -> None:
-        full = self._path(path)
-        there = self._namespace.delete([full])
-        self._removed(full)
-        if not there:
+        full = self._full_path(path)
+        existed = self._namespace.delete([full])
+        self._discard_writes(full)
+        if not existed:
             raise OSError(errno.ENOENT, path)
 
     def mkdir(self, path: str, mode: int) -> None:
-        self._namespace.make_folder(self._path(path))
+        self._namespace.make_folder(self._full_path(path))
 
     def rmdir(self, path: str) -> None:
         with suppress(FileNotFoundError):  # it was there by its files alone, which are gone
-            remove_folder(self._namespace, self._path(path))
+            remove_folder(self._namespace, self._full_path(path))
 
     def rename(self, old: str, new: str) -> None:
-        first, second = self._path(old), self._path(new)
+        first, second = self._full_path(old), self._full_path(new)
         file = self._namespace.stat(first)
         if file is not None and file.head.kind == "file":
-            self._rename(first, second)
+            self._rename_file(first, second)
         else:
-            move_folder(self._namespace, first, second, self._rename)
+            move_folder(self._namespace, first, second, self._rename_file)
 
-    def _rename(self, old: str, new: str) -> None:
+    def _rename_file(self, old: str, new: str) -> None:
         """Of a file, which may be open for writing: then what was written goes with it, and what is still to be."""
         with self._lock:
-            writing = self._written.get(old)
+            writing = self._files_in_writing.get(old)
         if writing is None:
             self._namespace.rename(old, new)
-        elif new.rpartition("/")[2].startswith(_HIDDEN):
+        elif new.rpartition("/")[2].startswith(_HIDDEN_PREFIX):
             writing.remove(new)
         else:
             writing.rename(new)
         if old == new:
             return
-        self._removed(new)
+        self._discard_writes(new)
         with self._lock:
             if writing is not None and writing.handles:
-                self._written[new] = self._written.pop(old)
+                self._files_in_writing[new] = self._files_in_writing.pop(old)
 
-    def _removed(self, path: str) -> None:
+    def _discard_writes(self, path: str) -> None:
         """What is written to it through handles that are open goes nowhere."""
         with self._lock:
-            writing = self._written.pop(path, None)
+            writing = self._files_in_writing.pop(path, None)
         if writing is not None:
             writing.remove()
 
@@ -259,33 +259,33 @@ class Tree:
         self.getattr(path)
         return 0
 
-    def _keep(self, what: FileReader | Writing) -> int:
+    def _add_handle(self, what: FileReader | MountFile) -> int:
         with self._lock:
-            handle, self._next = self._next, self._next + 1
-            self._open[handle] = what
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+            self._handles[handle] = what
         return handle
 
-    def _join(self, path: str, writing: Writing) -> int:
+    def _add_write_handle(self, path: str, writing: MountFile) -> int:
         """Another handle of a file that is being written: all of them write one file."""
         with self._lock:
-            writing = self._written.setdefault(path, writing)
+            writing = self._files_in_writing.setdefault(path, writing)
             writing.handles += 1
-        return self._keep(writing)
+        return self._add_handle(writing)
 
 
-def _names(encoding: str) -> codecs.CodecInfo | None:
+def _find_codec(encoding: str) -> codecs.CodecInfo | None:
     """UTF-8, and what is not that as no name can have it, so that it is refused as any other wrong name (EINVAL)."""
-    if encoding != _ENCODING:
+    if encoding != _CODEC_NAME:
         return None
     return codecs.CodecInfo(
         lambda text, _="strict": codecs.utf_8_encode(text, "surrogateescape"),
         lambda data, _="strict": codecs.utf_8_decode(data, "surrogateescape", True),
-        name=_ENCODING,
+        name=_CODEC_NAME,
     )
 
 
 @contextmanager
-def mounted(url: str, folder: Path, options: dict[str, Any], ownership: Ownership | None = None) -> Iterator[None]:
+def serve_mount(url: str, folder: Path, options: dict[str, Any], ownership: Ownership | None = None) -> Iterator[None]:
     """Serve until the folder is unmounted, as a signal that ends a process does."""
     try:
         import fuse
@@ -293,20 +293,20 @@ def mounted(url: str, folder: Path, options: dict[str, Any], ownership: Ownershi
         raise CkptError(
             f'mounting needs FUSE ({error}): pip install "ckpt-store[mount]", and libfuse2 and fuse3 of the system'
         ) from error
-    codecs.register(_names)
+    codecs.register(_find_codec)
     unmount_on_signals(folder.absolute())
     fuse.signal = lambda number, _: signal.getsignal(number)  # it would take our handler of SIGINT away
     namespace, root = open_namespace(url)
     _ = namespace.ring  # whether the nodes are there is told now
     try:
-        fuse.FUSE(Tree(namespace, root, ownership), str(folder), encoding=_ENCODING, **options)
+        fuse.FUSE(MountOperations(namespace, root, ownership), str(folder), encoding=_CODEC_NAME, **options)
     except RuntimeError as error:
-        told = f"mounting {url} at {folder} failed; see what FUSE says above, and that /dev/fuse may be used"
-        raise CkptError(told) from error
+        message = f"mounting {url} at {folder} failed; see what FUSE says above, and that /dev/fuse may be used"
+        raise CkptError(message) from error
     yield
 
 
-class _Octal(click.ParamType):  # type: ignore[type-arg]
+class _OctalMask(click.ParamType):  # type: ignore[type-arg]
     """A mask of permissions."""
 
     name = "octal"
@@ -335,7 +335,7 @@ Examples:
 @click.option("--gid", type=click.IntRange(0), help="Group of all files, by number.  [default: that of this user]")
 @click.option(
     "--umask",
-    type=_Octal(),
+    type=_OctalMask(),
     default=0o022,
     metavar="OCTAL",
     help="What owner, group and others may not do: 022 others only read, 077 they do not even read.  [default: 022]",
@@ -351,7 +351,7 @@ def command(
     (EOPNOTSUPP). A rename keeps what was written until then.
     """
     if background:
-        return _in_background(folder)
+        return _mount_in_background(folder)
     # default_permissions: the kernel checks owner and mode. Without it every user who reaches the mount could write and delete.
     options = {
         "foreground": True, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
@@ -359,25 +359,25 @@ def command(
     if allow_other:
         options["allow_other"] = True
     ownership = Ownership(os.getuid() if uid is None else uid, os.getgid() if gid is None else gid, umask)
-    with mounted(url, folder, options, ownership):
+    with serve_mount(url, folder, options, ownership):
         pass
     return 0
 
 
-def _in_background(folder: Path) -> int:
+def _mount_in_background(folder: Path) -> int:
     """Start this command once more, without --background, and return when the folder is mounted."""
     again = [sys.executable, "-m", "ckpt.tools.mount", *(word for word in sys.argv[1:] if word != "--background")]
     before = os.stat(folder).st_dev
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr_file:
         process = subprocess.Popen(
-            again, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+            again, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr_file, start_new_session=True
         )
         while process.poll() is None:
             if os.stat(folder).st_dev != before:
                 return 0
             time.sleep(0.05)
-        said.seek(0)
-        sys.stderr.write(said.read().decode(errors="replace"))
+        stderr_file.seek(0)
+        sys.stderr.write(stderr_file.read().decode(errors="replace"))
         return process.returncode
 
 

@@ -16,23 +16,23 @@ import click
 import ckpt
 from ckpt.checkpoint import Checkpoint
 from ckpt.repository import Repository
-from ckpt.storage.descriptors import explained
+from ckpt.storage.descriptors import describe_os_error
 from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
 from ckpt.storage.failpoints import failpoint
-from ckpt.storage.words import count
+from ckpt.storage.words import format_count
 from ckpt.tools import common
-from ckpt.tools.common import Advance, emit, printable, size
-from ckpt.tools.contents import contents
+from ckpt.tools.common import Advance, emit, format_size, printable
+from ckpt.tools.contents import read_contents
 
 # One module a format, imported only when asked for: each needs another library.
-_WRITERS = {
+_WRITER_MODULES = {
     "safetensors": "to_safetensors", "npz": "to_npz", "pt": "to_torch", "hdf5": "to_hdf5", "zarr": "to_zarr",
 }  # fmt: skip
-_ENDINGS = {
+_FORMATS_BY_SUFFIX = {
     ".safetensors": "safetensors", ".npz": "npz", ".pt": "pt", ".pth": "pt", ".h5": "hdf5", ".hdf5": "hdf5",
     ".zarr": "zarr",
 }  # fmt: skip
-_TEMPORARY = ".ckpt-tmp"
+_TEMPORARY_SUFFIX = ".ckpt-tmp"
 
 
 @click.command(
@@ -83,7 +83,7 @@ Exit status: 0 written, 1 not written (the message says why), 2 wrong usage.""",
 @click.option(
     "--format",
     "wish",
-    type=click.Choice(list(_WRITERS)),
+    type=click.Choice(list(_WRITER_MODULES)),
     help="Default: by DEST's ending (.safetensors .npz .pt .pth .h5 .hdf5 .zarr).",
 )
 @common.key_option
@@ -96,29 +96,30 @@ def command(
 
     URL is a folder, or any URL that ckpt.save takes (s3://bucket/run …). Nothing is changed there.
     """
-    chosen = wish or _ENDINGS.get(dest.suffix.lower())
+    chosen = wish or _FORMATS_BY_SUFFIX.get(dest.suffix.lower())
     if chosen is None:
         raise click.UsageError(
             f"no format is known by the ending of {dest.name!r}: name one with --format, or end DEST in one of "
-            + " ".join(_ENDINGS)
+            + " ".join(_FORMATS_BY_SUFFIX)
         )
     _check_destination(dest, chosen, overwrite)
     repo = ckpt.open(url, key=key_file)
-    checkpoint = repo[step] if step is not None else _newest(repo)
-    wanted = contents(checkpoint, only)
-    writer = importlib.import_module(f"ckpt.tools.{_WRITERS[chosen]}")
+    checkpoint = repo[step] if step is not None else _newest_checkpoint(repo)
+    selected = read_contents(checkpoint, only)
+    writer = importlib.import_module(f"ckpt.tools.{_WRITER_MODULES[chosen]}")
     passes = 2 if chosen == "pt" else 1  # read into memory, then written
-    with _published(dest, chosen, overwrite) as temporary:
-        with common.progress(wanted.nbytes * passes, f"step {checkpoint.step}") as advance:
-            raw = writer.write(wanted, str(temporary), _passing("restore.piece", advance))
+    with _atomic_destination(dest, chosen, overwrite) as temporary:
+        with common.progress(selected.nbytes * passes, f"step {checkpoint.step}") as advance:
+            raw = writer.write(selected, str(temporary), _with_failpoint("restore.piece", advance))
         nbytes = _make_durable(temporary)
         failpoint("restore.written")
     if raw:
         listed = ", ".join(printable(name) for name in raw[:5]) + (f" and {len(raw) - 5} more" if len(raw) > 5 else "")
         click.echo(f"{chosen} lacks the types of {listed}: stored as plain integers, see --help", err=True)
     emit(
-        f"wrote {dest}: {count(len(wanted.arrays), 'leaf')} and {count(len(wanted.values), 'plain value')} of step "
-        f"{checkpoint.step}, {size(nbytes)}"
+        f"wrote {dest}: {format_count(len(selected.arrays), 'leaf')} and "
+        f"{format_count(len(selected.values), 'plain value')} of step "
+        f"{checkpoint.step}, {format_size(nbytes)}"
     )
     return 0
 
@@ -128,7 +129,7 @@ def main() -> None:
     common.run(command)
 
 
-def _newest(repo: Repository) -> Checkpoint:
+def _newest_checkpoint(repo: Repository) -> Checkpoint:
     """The newest committed step. A damaged record is an error: an older step in its place would go unnoticed."""
     for number in repo.order().newest_first():
         try:
@@ -158,9 +159,9 @@ def _check_destination(dest: Path, form: str, overwrite: bool) -> None:
 
 
 @contextmanager
-def _published(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
+def _atomic_destination(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
     """A temporary name beside `dest`, renamed to it at the end, or removed if anything goes wrong."""
-    temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{_TEMPORARY}")
+    temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}")
     replaced = temporary.with_name(temporary.name + "-old")
     done = False
     try:
@@ -173,7 +174,7 @@ def _published(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
         done = True
         _fsync(dest.parent)
     except OSError as error:
-        raise CkptError(f"{dest} could not be written: {explained(error)}") from error
+        raise CkptError(f"{dest} could not be written: {describe_os_error(error)}") from error
     finally:
         _remove(temporary)
         if done:
@@ -182,7 +183,7 @@ def _published(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
             os.rename(replaced, dest)
 
 
-def _passing(name: str, advance: Advance) -> Advance:
+def _with_failpoint(name: str, advance: Advance) -> Advance:
     def passed(nbytes: int) -> None:
         failpoint(name)
         advance(nbytes)

@@ -13,14 +13,14 @@ import click
 
 from ckpt.recovery import place
 from ckpt.storage.errors import CkptError, InvalidArgument
-from ckpt.storage.words import count
+from ckpt.storage.words import format_count
 from ckpt.tools import ask, common
 from ckpt.tools.simulate import command as simulate
 
 if TYPE_CHECKING:
-    from ckpt.recovery.keeper import Guard
+    from ckpt.recovery.keeper import NodeSecurity
 
-_FILE = click.Path(exists=True, dir_okay=False, resolve_path=True)
+_FILE_TYPE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 
 
 @click.command("ckpt-run", context_settings=ask.SETTINGS | {"ignore_unknown_options": False})
@@ -120,12 +120,12 @@ _FILE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 )
 @click.option(
     "--token-file",
-    type=_FILE,
+    type=_FILE_TYPE,
     help="The job's secret, the same on all hosts: signs its log in etcd.  [default: $CKPT_TOKEN, $CKPT_TOKEN_FILE]",
 )
-@click.option("--tls-cert", type=_FILE, help="The certificate chain of this host, PEM.")
-@click.option("--tls-key", type=_FILE, help="Its key, PEM.")
-@click.option("--ca-file", type=_FILE, help="The authority of the certificates of all hosts.  [default: $CKPT_CA_FILE]")
+@click.option("--tls-cert", type=_FILE_TYPE, help="The certificate chain of this host, PEM.")
+@click.option("--tls-key", type=_FILE_TYPE, help="Its key, PEM.")
+@click.option("--ca-file", type=_FILE_TYPE, help="The authority of the certificates of all hosts.  [default: $CKPT_CA_FILE]")
 @click.option("--insecure", is_flag=True, help="Let other hosts reach the memory of this one without token or TLS.")
 @click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus' metrics there, at /metrics.")
 @click.option("--show", type=click.Choice(["0", "all", "none"]), default="0", show_default=True, help="Whose output to show.")
@@ -158,24 +158,24 @@ def command(
     noticed when it hangs, too, and is asked to save before the job ends. Exit status: 0 all ranks ended well, 1 the job was
     given up, 128 + n it was ended by signal n.
     """
-    from ckpt.recovery.agent import Agent, Here
-    from ckpt.recovery.course import Spec
-    from ckpt.recovery.limits import FIRST_SECONDS, Limits, first_seconds
-    from ckpt.recovery.state import open_state
-    from ckpt.repository import DIRECTORY
-    from ckpt.spikes import FACTOR
+    from ckpt.recovery.agent import Agent, HostOptions
+    from ckpt.recovery.course import RunSpec
+    from ckpt.recovery.limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
+    from ckpt.recovery.state import open_run_log
+    from ckpt.repository import DIRECTORY_VARIABLE
+    from ckpt.spikes import FACTOR_VARIABLE
 
     if spike is not None:
-        os.environ[FACTOR] = str(spike)  # the ranks inherit it
+        os.environ[FACTOR_VARIABLE] = str(spike)  # the ranks inherit it
 
     _set_credentials(token_file, ca_file, insecure)
-    hosts = nnodes or (place.hosts_of(launcher, os.environ) or 1) - spares
+    hosts = nnodes or (place.host_count(launcher, os.environ) or 1) - spares
     if spares and hosts < 2:
         raise InvalidArgument(
             f"--spares {spares} is of hosts, beside --nnodes 2 or more; one host has a process ready for warm starts without it"
         )
     if least is not None and least > hosts:
-        raise InvalidArgument(f"--min {least} is more than the {count(hosts, 'host')} of --nnodes")
+        raise InvalidArgument(f"--min {least} is more than the {format_count(hosts, 'host')} of --nnodes")
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
@@ -184,44 +184,49 @@ def command(
         )
     if not command[0].strip():
         raise InvalidArgument("the command is empty, as a variable that is not set; write ckpt-run -- python train.py")
-    _require(command)
-    if hint := place.hint(launcher, command):
-        common.complain("ckpt-run", hint)
+    _require_startable(command)
+    if hint := place.launcher_hint(launcher, command):
+        common.print_error("ckpt-run", hint)
     if directory is not None:
-        os.environ[DIRECTORY] = directory = _usable(directory)  # the ranks inherit it
-    name = place.check_name(name or place.name_of(launcher, os.environ))
+        os.environ[DIRECTORY_VARIABLE] = directory = _usable_url(directory)  # the ranks inherit it
+    name = place.check_host_name(name or place.host_name(launcher, os.environ))
     if nnodes is None:
-        place.require_started(launcher, os.environ)
-    lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_name(run_dir, name)
-    limits = Limits(least_seconds=hang, first_seconds=FIRST_SECONDS if first_hang is None else first_seconds(first_hang))
-    address = (address or "").strip("[]") or place.address_of(state if hosts > 1 else None)
-    guard = _guard(address, tls_cert, tls_key, insecure) if memory and hosts > 1 else None
-    here = Here(name, run_dir, address, limits, show, warm, _listen(metrics), launcher == "mpiexec", again, guard)
-    spec = Spec(
+        place.require_host_count(launcher, os.environ)
+    lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_host_name(run_dir, name)
+    limits = HangLimits(
+        least_seconds=hang,
+        initial_limit_seconds=INITIAL_LIMIT_SECONDS if first_hang is None else uniform_initial_limits(first_hang),
+    )
+    address = (address or "").strip("[]") or place.host_address(state if hosts > 1 else None)
+    security = _node_security(address, tls_cert, tls_key, insecure) if memory and hosts > 1 else None
+    host_options = HostOptions(
+        name, run_dir, address, limits, show, warm, _parse_metrics_address(metrics), launcher == "mpiexec", again, security
+    )
+    spec = RunSpec(
         command, ranks, hosts, least or hosts, restarts, grace, patience, give_up, spares, straggler or 0.0, straggler_after,
         directory or "",
     )  # fmt: skip
-    opened = open_state(run_dir, state)
+    opened = open_run_log(run_dir, state)
     try:
-        return Agent(spec, here, opened, lambda text: common.complain("ckpt-run", text)).run()
+        return Agent(spec, host_options, opened, lambda text: common.print_error("ckpt-run", text)).run()
     finally:
         opened.close()
         os.close(lock)
 
 
-def _require(command: Sequence[str]) -> None:
+def _require_startable(command: Sequence[str]) -> None:
     """Refuse a command that can't be started: it may be meant for what is asked of a run."""
     from ckpt.recovery import launch
 
     try:
-        launch.require(command)
+        launch.require_startable(command)
     except CkptError as error:
-        if near := get_close_matches(command[0], _OTHERS, 1):
+        if near := get_close_matches(command[0], _SUBCOMMANDS, 1):
             raise CkptError(f"there is no command {command[0]}; did you mean `ckpt-run {near[0]}`?") from error
         raise
 
 
-def _usable(url: str) -> str:
+def _usable_url(url: str) -> str:
     """A URL that steps can be saved to, whatever folder it is seen from."""
     from ckpt.repository import open_repository
 
@@ -237,32 +242,32 @@ def _usable(url: str) -> str:
 
 def _set_credentials(token_file: str | None, ca_file: str | None, insecure: bool) -> None:
     """For this process and the ranks, which inherit it."""
-    told = {"CKPT_TOKEN_FILE": token_file, "CKPT_CA_FILE": ca_file, "CKPT_INSECURE": "1" if insecure else None}
-    os.environ.update({variable: value for variable, value in told.items() if value})
+    variables = {"CKPT_TOKEN_FILE": token_file, "CKPT_CA_FILE": ca_file, "CKPT_INSECURE": "1" if insecure else None}
+    os.environ.update({variable: value for variable, value in variables.items() if value})
     if token_file:
         os.environ.pop("CKPT_TOKEN", None)
 
 
-def _guard(address: str, tls_cert: str | None, tls_key: str | None, insecure: bool) -> Guard | None:
+def _node_security(address: str, tls_cert: str | None, tls_key: str | None, insecure: bool) -> NodeSecurity | None:
     """For the memory of this host, which others are to reach; None, and a line that says why, where they could not be told from
     strangers."""
-    from ckpt.recovery.keeper import Guard
+    from ckpt.recovery.keeper import NodeSecurity
     from ckpt.storage.access import is_loopback
 
     has_token = bool(os.environ.get("CKPT_TOKEN") or os.environ.get("CKPT_TOKEN_FILE"))
-    guard = Guard(has_token, tls_cert or "", tls_key or "", os.environ.get("CKPT_CA_FILE", ""), insecure)
-    if lacks := guard.lacks(address):
-        common.complain(
+    security = NodeSecurity(has_token, tls_cert or "", tls_key or "", os.environ.get("CKPT_CA_FILE", ""), insecure)
+    if lacks := security.missing_options(address):
+        common.print_error(
             "ckpt-run", f"no memory is kept for Tier('memory'), as others would reach it at {address}: give {lacks}, or say "
             "--insecure or --no-memory",
         )  # fmt: skip
         return None
     if insecure and not is_loopback(address):
-        common.complain("ckpt-run", f"--insecure: anyone who reaches {address} can read and write the memory of this job")
-    return guard
+        common.print_error("ckpt-run", f"--insecure: anyone who reaches {address} can read and write the memory of this job")
+    return security
 
 
-def _listen(address: str | None) -> tuple[str, int] | None:
+def _parse_metrics_address(address: str | None) -> tuple[str, int] | None:
     if address is None:
         return None
     host, _, port = address.rpartition(":")
@@ -276,7 +281,7 @@ def _listen(address: str | None) -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
-_OTHERS = {
+_SUBCOMMANDS = {
     "why": ask.why, "status": ask.status, "report": ask.report, "inject": ask.inject, "drain": ask.drain, "plan": ask.plan,
     "simulate": simulate,
 }  # fmt: skip
@@ -284,8 +289,8 @@ _OTHERS = {
 
 def main() -> None:
     """The console script."""
-    if len(sys.argv) > 1 and sys.argv[1] in _OTHERS:
-        common.run(_OTHERS[sys.argv.pop(1)])
+    if len(sys.argv) > 1 and sys.argv[1] in _SUBCOMMANDS:
+        common.run(_SUBCOMMANDS[sys.argv.pop(1)])
     common.run(command)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ckpt.storage.words import count
+from ckpt.storage.words import format_count
 from ckpt.tools import common
 from ckpt.tools.common import emit
 
@@ -26,20 +26,20 @@ def time(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _time(flag: str, default: str, text: str) -> Callable[[_Command], _Command]:
+def _time_option(flag: str, default: str, text: str) -> Callable[[_Command], _Command]:
     return click.option(flag, type=time, default=default, show_default=True, help=text)
 
 
 @click.command("ckpt-run simulate", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--hosts", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="On each host.")
-@_time("--mtbf", "3h", "Mean time between failures, of the whole job.")
-@_time("--step", "1s", "A training step.")
-@_time("--stall", "0.5s", "What a save takes from training.")
-@_time("--durable", "20s", "From the end of that to the commit.")
-@_time("--spawn", "10s", "Until the ranks have imported what they need.")
-@_time("--restore", "20s", "Reading a checkpoint.")
-@_time("--repair", "4h", "Until a host that was lost is back.")
+@_time_option("--mtbf", "3h", "Mean time between failures, of the whole job.")
+@_time_option("--step", "1s", "A training step.")
+@_time_option("--stall", "0.5s", "What a save takes from training.")
+@_time_option("--durable", "20s", "From the end of that to the commit.")
+@_time_option("--spawn", "10s", "Until the ranks have imported what they need.")
+@_time_option("--restore", "20s", "Reading a checkpoint.")
+@_time_option("--repair", "4h", "Until a host that was lost is back.")
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Hosts that stand by.")
 @click.option("--every", type=time, multiple=True, help="An interval to try, as often as wanted. Default: around Daly's.")
 @click.option("--days", type=common.Number(0, min_open=True), default=30.0, show_default=True)
@@ -56,14 +56,14 @@ def command(
       ckpt-run simulate --hosts 512 --mtbf 3h --step 5s --stall 2s
       ckpt-run simulate --mtbf 40m --spares 2 --every 60s --every 10m --png goodput.png
     """
-    from ckpt.recovery.ledger import NAMES
+    from ckpt.recovery.ledger import TIME_CATEGORIES
     from ckpt.recovery.simulate import World, sweep
 
     for name, value in (("--mtbf", mtbf), ("--step", step), *(("--every", value) for value in every)):
         if value <= 0:
             raise click.UsageError(f"{name}: give more than 0")
     if png is not None:
-        common.require_picture(png)
+        common.require_plot(png)
     world = World(
         hosts, ranks, mtbf * hosts, step, stall, durable, spawn_seconds=spawn, restore_seconds=restore, spares=spares,
         repair_seconds=repair,
@@ -72,36 +72,46 @@ def command(
     if png is not None:
         from ckpt.recovery.picture import draw_sweep
 
-        what = f"{count(hosts, 'host')}, a failure every {mtbf / 3600:.3g} h, a save stalls for {stall:g} s"
-        draw_sweep(points, f"{what}; {days:g} days, {count(seeds, 'seed')}", png)
+        what = f"{format_count(hosts, 'host')}, a failure every {mtbf / 3600:.3g} h, a save stalls for {stall:g} s"
+        draw_sweep(points, f"{what}; {days:g} days, {format_count(seeds, 'seed')}", png)
     if as_json:
-        common.emit_json([
-            {
-                "interval_seconds": p.interval_seconds, "daly": p.daly, "goodput": p.goodput, "goodputs": p.goodputs,
-                "seconds": {name: p.mean(name) * sum(o.wall_seconds for o in p.outcomes) / len(p.outcomes) for name in NAMES},
-                "failures": sum(sum(o.failures.values()) for o in p.outcomes) / len(p.outcomes),
-                "redone_steps": sum(o.redone_steps for o in p.outcomes) / len(p.outcomes),
-                "halted": sum(bool(o.halted) for o in p.outcomes),
-            }
-            for p in points
-        ])  # fmt: skip
+        common.emit_json(
+            [
+                {
+                    "interval_seconds": p.interval_seconds,
+                    "daly": p.daly,
+                    "goodput": p.goodput,
+                    "goodputs": p.goodputs,
+                    "seconds": {
+                        name: p.mean(name) * sum(o.wall_seconds for o in p.outcomes) / len(p.outcomes)
+                        for name in TIME_CATEGORIES
+                    },
+                    "failures": sum(sum(o.failures.values()) for o in p.outcomes) / len(p.outcomes),
+                    "redone_steps": sum(o.redone_steps for o in p.outcomes) / len(p.outcomes),
+                    "halted": sum(bool(o.halt_reason) for o in p.outcomes),
+                }
+                for p in points
+            ]
+        )
         return 0
-    shown = [name for name in NAMES if name != "useful" and any(p.mean(name) >= 5e-5 for p in points)]
+    shown = [name for name in TIME_CATEGORIES if name != "useful" and any(p.mean(name) >= 5e-5 for p in points)]
     rows = [
         (
-            _seconds(p.interval_seconds), *(f"{100 * share:.2f}" for share in (p.goodput, min(p.goodputs), max(p.goodputs))),
-            *(f"{100 * p.mean(name):.2f}" for name in shown), "← Daly" if p.daly else "",
+            _format_duration(p.interval_seconds),
+            *(f"{100 * share:.2f}" for share in (p.goodput, min(p.goodputs), max(p.goodputs))),
+            *(f"{100 * p.mean(name):.2f}" for name in shown),
+            "← Daly" if p.daly else "",
         )
         for p in points
-    ]  # fmt: skip
+    ]
     common.show_table((">saved every", ">goodput", ">least", ">most", *(f">{name}" for name in shown), ""), rows)
     outcomes = [outcome for p in points for outcome in p.outcomes]
     failures = sum(sum(o.failures.values()) for o in outcomes) / len(outcomes)
-    emit(f"shares of the time in %; {failures:.0f} failures in {days:g} days, on average of {count(seeds, 'seed')}")
-    if given_up := [outcome for outcome in outcomes if outcome.halted]:
-        emit(f"{len(given_up)} of {len(outcomes)} runs were given up: {given_up[0].halted}")
+    emit(f"shares of the time in %; {failures:.0f} failures in {days:g} days, on average of {format_count(seeds, 'seed')}")
+    if given_up := [outcome for outcome in outcomes if outcome.halt_reason]:
+        emit(f"{len(given_up)} of {len(outcomes)} runs were given up: {given_up[0].halt_reason}")
     return 0
 
 
-def _seconds(value: float) -> str:
+def _format_duration(value: float) -> str:
     return f"{value:.1f} s" if value < 600 else f"{value / 60:.1f} min"

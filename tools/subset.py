@@ -21,7 +21,7 @@ import click
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.manifest import Row
-from ckpt.read import bad_blocks
+from ckpt.read import find_bad_blocks
 from ckpt.repository import Repository
 from ckpt.storage.errors import CkptError, IntegrityError
 from ckpt.tools.common import Advance
@@ -44,7 +44,7 @@ class Percent(click.ParamType):  # type: ignore[type-arg]
         return share
 
 
-class Place(NamedTuple):
+class PackPosition(NamedTuple):
     """Where a block lies."""
 
     pack: str
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Stored:
+class ReferencedBlock:
     """A block, and the steps that refer to it."""
 
     row: Row
@@ -60,10 +60,10 @@ class Stored:
     steps: list[int] = field(default_factory=list)
 
 
-Blocks = dict[Place, Stored]
+Blocks = dict[PackPosition, ReferencedBlock]
 
 
-def blocks_of(checkpoints: Iterable[Checkpoint]) -> tuple[Blocks, dict[int, CkptError]]:
+def collect_blocks(checkpoints: Iterable[Checkpoint]) -> tuple[Blocks, dict[int, CkptError]]:
     """All blocks of these steps, and what is wrong with the steps whose manifest or tree can't be used."""
     found: Blocks = {}
     failed: dict[int, CkptError] = {}
@@ -76,12 +76,12 @@ def blocks_of(checkpoints: Iterable[Checkpoint]) -> tuple[Blocks, dict[int, Ckpt
             failed[checkpoint.step] = error
             continue
         for row in rows:
-            place = Place(row.pack or "", row.position)
-            found.setdefault(place, Stored(row, manifest.digest_algorithm)).steps.append(checkpoint.step)
+            pack_position = PackPosition(row.pack or "", row.position)
+            found.setdefault(pack_position, ReferencedBlock(row, manifest.digest_algorithm)).steps.append(checkpoint.step)
     return found, failed
 
 
-def part_of(blocks: Blocks, after: Place | None, share: float) -> list[Place]:
+def choose_part(blocks: Blocks, after: PackPosition | None, share: float) -> list[PackPosition]:
     """The blocks that come after one, and then the first ones again, until they are so large a share of the stored bytes. Pure.
 
     At least one block, and none twice. after: need not exist any more.
@@ -89,30 +89,32 @@ def part_of(blocks: Blocks, after: Place | None, share: float) -> list[Place]:
     order = sorted(blocks)
     begin = 0 if after is None else bisect.bisect_right(order, after)
     most = share * sum(stored.row.stored for stored in blocks.values())
-    chosen: list[Place] = []
+    chosen: list[PackPosition] = []
     nbytes = 0
-    for place in (*order[begin:], *order[:begin]):
+    for pack_position in (*order[begin:], *order[:begin]):
         if chosen and nbytes >= most:
             break
-        chosen.append(place)
-        nbytes += blocks[place].row.stored
+        chosen.append(pack_position)
+        nbytes += blocks[pack_position].row.stored
     return chosen
 
 
-def verify(repo: Repository, blocks: Blocks, chosen: Sequence[Place], advance: Advance) -> dict[int, list[IntegrityError]]:
+def verify_chosen(
+    repo: Repository, blocks: Blocks, chosen: Sequence[PackPosition], advance: Advance
+) -> dict[int, list[IntegrityError]]:
     """Read and check these blocks. By step, what is wrong with those that refer to a bad one."""
     by_algorithm: dict[str, list[Row]] = {}
-    for place in chosen:
-        by_algorithm.setdefault(blocks[place].algorithm, []).append(blocks[place].row)
+    for pack_position in chosen:
+        by_algorithm.setdefault(blocks[pack_position].algorithm, []).append(blocks[pack_position].row)
     failed: dict[int, list[IntegrityError]] = {}
     for algorithm, rows in by_algorithm.items():
-        for row, error in bad_blocks(repo.store, algorithm, rows, repo.url, advance):
-            for step in blocks[Place(row.pack or "", row.position)].steps:
+        for row, error in find_bad_blocks(repo.store, algorithm, rows, repo.url, advance):
+            for step in blocks[PackPosition(row.pack or "", row.position)].steps:
                 failed.setdefault(step, []).append(error)
     return failed
 
 
-class Position:
+class VerifyProgress:
     """The last block that was read of a repository, or of one step of it, in a file of this user."""
 
     def __init__(self, repo: Repository, step: int | None) -> None:
@@ -121,24 +123,24 @@ class Position:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
         self.file = Path(state) / "ckpt" / "verified" / f"{name}.json"
 
-    def last(self) -> Place | None:
+    def last(self) -> PackPosition | None:
         """None where nothing is known of this repository."""
         try:
-            known = json.loads(self.file.read_text())
-            if known["repository"] != self._repository:
+            record = json.loads(self.file.read_text())
+            if record["repository"] != self._repository:
                 return None
-            return Place(str(known["pack"]), int(known["position"]))
+            return PackPosition(str(record["pack"]), int(record["position"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def remember(self, place: Place) -> None:
+    def remember(self, pack_position: PackPosition) -> None:
         """Raises OSError where the file can't be written."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"repository": self._repository, **place._asdict()}))
+        temporary.write_text(json.dumps({"repository": self._repository, **pack_position._asdict()}))
         temporary.replace(self.file)
 
 
-def anywhere(blocks: Blocks) -> Place | None:
+def random_position(blocks: Blocks) -> PackPosition | None:
     """One of the blocks; None where there are none."""
     return random.choice(list(blocks)) if blocks else None

@@ -6,15 +6,15 @@ import itertools
 import json
 from typing import Any
 
-from ckpt.tools.common import Advance, optional
+from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.contents import Array, Contents, as_raw, check_paths
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     """Write the file; return the names of arrays that are in it as plain integers."""
-    h5py = optional("h5py", "HDF5", "restore")
+    h5py = import_optional("h5py", "HDF5", "restore")
     check_paths([*(a.name for a in contents.arrays), *contents.tied], "HDF5")
-    raw = {a.name: a.dtype for a in contents.arrays if not _holds(h5py, a)}
+    raw = {a.name: a.dtype for a in contents.arrays if not _is_supported(h5py, a)}
     # From HDF5 1.8 (2008) on, attributes may be larger than 64 KiB: the plain values need that.
     with h5py.File(path, "w", libver=("v108", "latest"), track_order=True) as file:
         file.attrs["step"] = contents.checkpoint.step
@@ -33,7 +33,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     return list(raw)
 
 
-def _holds(h5py: Any, array: Array) -> bool:
+def _is_supported(h5py: Any, array: Array) -> bool:
     """Whether HDF5 keeps the array's type so that it comes back the same."""
     if not array.is_numpy:
         return False

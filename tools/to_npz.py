@@ -25,23 +25,23 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     with zipfile.ZipFile(path, "w") as archive:
         for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):
             dtype, shape = array.raw if array.name in raw else (array.numpy, array.shape)
-            with _entry(archive, array.name) as file:
-                _header(file, dtype, shape)
+            with _open_entry(archive, array.name) as file:
+                _write_header(file, dtype, shape)
                 for _, _, data in pieces:
                     file.write(np.ascontiguousarray(as_raw(data)).data)  # zipfile takes nothing but plain integers
                     advance(data.nbytes)
         for name, value in zip(_COMPANIONS, (contents.values, contents.tied, raw), strict=True):
             if value:
-                with _entry(archive, name) as file:
+                with _open_entry(archive, name) as file:
                     np.lib.format.write_array(file, np.array(json.dumps(value)), allow_pickle=False)
     return list(raw)
 
 
-def _entry(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+def _open_entry(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
     return archive.open(zipfile.ZipInfo(name + ".npy"), "w", force_zip64=True)
 
 
-def _header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     try:
         np.lib.format.write_array_header_1_0(file, described)

@@ -16,7 +16,7 @@ from ckpt.storage.errors import CkptError
 from ckpt.tools.common import Advance
 from ckpt.tools.contents import Array, Contents, as_raw
 
-_TYPES = {
+_TYPE_CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "float32": "F32", "float64": "F64", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -27,7 +27,7 @@ _HEADER_LIMIT = 100_000_000  # the library refuses longer ones
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     """Write the file; return the names of arrays that are in it as plain integers."""
-    types = {a.name: _type(a) for a in contents.arrays}
+    types = {a.name: _type_code(a) for a in contents.arrays}
     metadata = {"format": "pt", "step": str(contents.checkpoint.step)}  # transformers asks for `format`
     raw = {a.name: a.dtype for a in contents.arrays if types[a.name] is None}
     for key, value in (("values", contents.values), ("tied", contents.tied), ("dtypes", raw)):
@@ -66,6 +66,6 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     return list(raw)
 
 
-def _type(array: Array) -> str | None:
+def _type_code(array: Array) -> str | None:
     """The code of the array's type, None where the format has none."""
-    return _TYPES.get(array.native.name if array.native is not None else array.dtype)
+    return _TYPE_CODES.get(array.native.name if array.native is not None else array.dtype)

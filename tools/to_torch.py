@@ -13,7 +13,7 @@ from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import NumpyLeaf
 from ckpt.manifest import Saved
 from ckpt.select import matcher, select
-from ckpt.tools.common import Advance, optional
+from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.contents import PIECE_BYTES, Array, Contents, as_raw
 from ckpt.tree import Node, flatten, rebuild, scalar_bytes
 from ckpt.wanted import Target
@@ -27,32 +27,32 @@ TENSOR_TYPES = {
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     """Write the file; return the names of arrays that are in it as plain integers. The state is in memory whole."""
-    torch = optional("torch", "a .pt file", "torch")
-    tensors = _Tensors(contents, torch)
+    torch = import_optional("torch", "a .pt file", "torch")
+    tensors = _TensorReader(contents, torch)
     tree = select(contents.tree, matcher(contents.only)) if contents.only else contents.tree
-    finish = rebuild(plain(tree), tensors.make)
-    tensors.read(advance)
+    finish = rebuild(make_plain(tree), tensors.plan_array)
+    tensors.read_all(advance)
     with open(path, "wb") as file:
-        torch.save(finish(), _Counting(file, advance))
-    return tensors.raw
+        torch.save(finish(), _CountingFile(file, advance))
+    return tensors.raw_names
 
 
-class _Tensors:
+class _TensorReader:
     """The arrays of a tree as tensors, each name once, so that ties stay ties."""
 
     def __init__(self, contents: Contents, torch: Any) -> None:
         self._contents = contents
         self._torch = torch
         self._saved = contents.checkpoint.saved()
-        self._made: dict[str, ArrayLeaf] = {}
+        self._leaves: dict[str, ArrayLeaf] = {}
         self._values: dict[str, Any] = {}
-        self.raw: list[str] = []
+        self.raw_names: list[str] = []
 
-    def make(self, node: Node) -> Callable[[], Any]:
+    def plan_array(self, node: Node) -> Callable[[], Any]:
         """Plan one array of the tree."""
         name = node["array"]
-        if name not in self._made:
-            self._made[name] = self._leaf(node, self._saved[name])
+        if name not in self._leaves:
+            self._leaves[name] = self._leaf(node, self._saved[name])
         return lambda: self._value(name)
 
     def _leaf(self, node: Node, saved: Saved) -> ArrayLeaf:
@@ -63,11 +63,11 @@ class _Tensors:
             return empty_leaf("torch", saved.dtype, saved.shape, attributes)
         return NumpyLeaf(np.empty(saved.shape, Array("", "", *saved).numpy))
 
-    def read(self, advance: Advance) -> None:
+    def read_all(self, advance: Advance) -> None:
         """Fill them all."""
         batch: list[Target] = []
         pending = 0
-        for name, leaf in self._made.items():
+        for name, leaf in self._leaves.items():
             batch.append(Target(name, leaf, None))
             pending += leaf.nbytes
             if pending >= 4 * PIECE_BYTES:
@@ -79,7 +79,7 @@ class _Tensors:
 
     def _value(self, name: str) -> Any:
         if name not in self._values:
-            leaf = self._made[name]
+            leaf = self._leaves[name]
             value = leaf.finish()
             if isinstance(value, np.ndarray):
                 value = self._from_numpy(name, value)
@@ -91,39 +91,39 @@ class _Tensors:
         array = Array(name, name, *self._saved[name])
         if array.native is not None and array.native.name in TENSOR_TYPES:
             return self._torch.from_numpy(value.astype(array.native))
-        self.raw.append(name)
+        self.raw_names.append(name)
         return {"dtype": array.dtype, "raw": self._torch.from_numpy(as_raw(value))}
 
 
-def plain(node: Node) -> Node:
+def make_plain(node: Node) -> Node:
     """The tree without the containers that weights_only refuses: see `ckpt-restore --help`."""
     if isinstance(node, list):
-        return [plain(n) for n in node]
+        return [make_plain(n) for n in node]
     if not isinstance(node, dict):
         return node
     if "object" in node:
-        return plain(node["object"])
+        return make_plain(node["object"])
     if "dataclass" in node:
-        return {"dict": [[f, plain(n)] for f, n in zip(node["fields"], node["dataclass"], strict=True)]}
+        return {"dict": [[f, make_plain(n)] for f, n in zip(node["fields"], node["dataclass"], strict=True)]}
     for tag in ("tuple", "namedtuple", "frozenset"):
         if tag in node:
-            return {"tuple": [plain(n) for n in node[tag]]}
+            return {"tuple": [make_plain(n) for n in node[tag]]}
     if "scalar" in node:
         value = rebuild(node, lambda _: lambda: None)().item()
         return flatten(value if isinstance(value, (bool, int, float, complex, str, bytes)) else scalar_bytes(node)).node
     if "set" in node:
-        return {"set": [plain(n) for n in node["set"]]}
+        return {"set": [make_plain(n) for n in node["set"]]}
     if "dict" in node:
-        made: dict[str, Any] = {"dict": [[k, plain(n)] for k, n in node["dict"]]}
+        made: dict[str, Any] = {"dict": [[k, make_plain(n)] for k, n in node["dict"]]}
         if node.get("type") in ("OrderedDict", "Counter"):
             made["type"] = node["type"]
         if "metadata" in node and node.get("type") == "OrderedDict":  # versions kept by torch modules
-            made["metadata"] = plain(node["metadata"])
+            made["metadata"] = make_plain(node["metadata"])
         return made
     return node
 
 
-class _Counting(io.RawIOBase):
+class _CountingFile(io.RawIOBase):
     """A file that reports what is written to it."""
 
     def __init__(self, file: io.BufferedWriter, advance: Advance) -> None:

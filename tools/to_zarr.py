@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 from ckpt.storage.errors import CkptError
-from ckpt.tools.common import Advance, optional
+from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.contents import Array, Contents, as_raw, check_paths, piece_shape
 
-_TYPES = {
+_CORE_TYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "complex64", "complex128",
 }  # fmt: skip
@@ -17,13 +17,13 @@ _TYPES = {
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     """Write the group as a directory; return the names of arrays that are in it as plain integers."""
-    zarr = optional("zarr", "zarr", "restore")
+    zarr = import_optional("zarr", "zarr", "restore")
     names = [a.name for a in contents.arrays]
     check_paths(names, "zarr")
     for name in names:
         if any(part == "zarr.json" or part.startswith("__") for part in name.split("/")):
             raise CkptError(f"zarr keeps names such as {name!r} for itself; choose another format for this leaf")
-    raw = {a.name: a.dtype for a in contents.arrays if not _holds(a)}
+    raw = {a.name: a.dtype for a in contents.arrays if not _is_supported(a)}
     attributes = {"step": contents.checkpoint.step, "values": contents.values, "tied": contents.tied}
     group = zarr.open_group(path, mode="w-", zarr_format=3, attributes=attributes)
     for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):
@@ -43,5 +43,5 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     return list(raw)
 
 
-def _holds(array: Array) -> bool:
-    return array.native is not None and array.native.name in _TYPES
+def _is_supported(array: Array) -> bool:
+    return array.native is not None and array.native.name in _CORE_TYPES

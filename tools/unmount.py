@@ -27,29 +27,29 @@ def unmount_on_signals(folder: Path) -> None:
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # libfuse leaves a handler that is there
-    threading.Thread(target=_wait, args=(receiver, folder), name="ckpt-unmount", daemon=True).start()
+    threading.Thread(target=_unmount_on_signal, args=(receiver, folder), name="ckpt-unmount", daemon=True).start()
 
 
-def _wait(receiver: int, folder: Path) -> None:
-    first = _next(receiver)
-    if (error := _unmounted(folder, "-u")) is not None:
-        if _unmounted(folder, "-uz") is not None:  # it is not mounted yet
+def _unmount_on_signal(receiver: int, folder: Path) -> None:
+    first = _read_signal(receiver)
+    if (error := _try_unmount(folder, "-u")) is not None:
+        if _try_unmount(folder, "-uz") is not None:  # it is not mounted yet
             os._exit(128 + first)
         log.warning(
             "%s is still in use (%s): it is detached, and this process ends when the last of its files is closed. Another "
             "signal ends it at once; what was not synced is lost then", folder, error,
         )  # fmt: skip
-    os._exit(128 + _next(receiver))
+    os._exit(128 + _read_signal(receiver))
 
 
-def _next(receiver: int) -> int:
+def _read_signal(receiver: int) -> int:
     """The number of the next of the signals that end this process."""
     while (number := os.read(receiver, 1)[0]) not in _SIGNALS:
         pass
     return number
 
 
-def _unmounted(folder: Path, option: str) -> str | None:
+def _try_unmount(folder: Path, option: str) -> str | None:
     """Unmount; the reason where that failed."""
     program = shutil.which("fusermount3") or shutil.which("fusermount") or "fusermount3"
     try:

@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ckpt import session as sessions
-from ckpt.apart import check_apart
+from ckpt.apart import check_aliasing
 from ckpt.api import check_step
 from ckpt.checkpoint import Checkpoint
-from ckpt.codec import CodecWish
-from ckpt.fill import Filler
-from ckpt.groups.base import Alone, Group
+from ckpt.codec import CodecOption
+from ckpt.fill import TargetMatcher
+from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.leaves import as_leaf, sharded
 from ckpt.leaves.base import ArrayLeaf
 from ckpt.leaves.host import BytesLeaf
@@ -49,12 +49,12 @@ from ckpt.retention import Keep, as_keep
 from ckpt.session import Session
 from ckpt.shard import Box
 from ckpt.storage.errors import CkptError, GroupError, InvalidArgument, LeafNotFound, StepNotFound, UnsupportedLeaf
-from ckpt.tree import INLINE_BYTES, Flat, Node, decode_key, flatten
+from ckpt.tree import INLINE_BYTES, FlatState, Node, decode_key, flatten
 from ckpt.wanted import Target
-from ckpt.write import give_up
+from ckpt.write import give_up_attempt
 from ckpt.write import save as run_save
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """The keys and list positions that lead to an entry; its name is their text joined by dots."""
 
 
@@ -65,19 +65,19 @@ class Pickled:
     data: bytes
 
 
-class _Ranks(Group):
+class _PlannedGroup(Group):
     """The ranks of one dcp.save. What rank 0 tells the others when a session begins travels with DCP's own plan."""
 
     name = "torch.distributed.checkpoint"
     can_gather = False
 
-    def __init__(self, rank: int, size: int, told: bytes = b"", step: int = 0) -> None:
-        self.rank, self.size, self.told, self.step = rank, size, told, step
+    def __init__(self, rank: int, size: int, session_message: bytes = b"", step: int = 0) -> None:
+        self.rank, self.size, self.session_message, self.step = rank, size, session_message, step
 
     def broadcast(self, data: bytes | None) -> bytes:
         if self.rank == 0:
-            self.told = self._first(data)
-        return self.told
+            self.session_message = self._broadcast_input(data)
+        return self.session_message
 
     def all_gather(self, data: bytes) -> list[bytes]:
         raise GroupError(f"{self!r} makes no gathers of its own")
@@ -86,7 +86,7 @@ class _Ranks(Group):
 # --- saving ----------------------------------------------------------------------------------------------------
 
 
-class _ByStep:
+class _StepAddressed:
     """What DCP calls a checkpoint id is the number of a step."""
 
     _step: int | None
@@ -100,7 +100,7 @@ class _ByStep:
         return str(checkpoint_id).isdecimal()
 
 
-class Writer(_ByStep, StorageWriter):  # type: ignore[misc]  # mypy does not look into torch
+class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does not look into torch
     """Where dcp.save and dcp.async_save write to: the repository at `url`, as one step of it.
 
     step: its number; None takes the one after the newest. A decimal `checkpoint_id` of dcp.save sets it, so that one Writer
@@ -112,53 +112,53 @@ class Writer(_ByStep, StorageWriter):  # type: ignore[misc]  # mypy does not loo
     """
 
     def __init__(
-        self, url: Url, *, step: int | None = None, codec: CodecWish = "auto", digest: str = "auto",
+        self, url: Url, *, step: int | None = None, codec: CodecOption = "auto", digest: str = "auto",
         keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False, timeout: float = TIMEOUT_SECONDS,
     ) -> None:  # fmt: skip
         self._url = url
         self._step = None if step is None else check_step(step)
         self._options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout)
-        self._mine: frozenset[Any] = frozenset()
+        self._own_items: frozenset[Any] = frozenset()
         self._session: Session | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._leave()  # of a save that DCP gave up
+        self._leave_session()  # of a save that DCP gave up
         if kwargs.get("use_collectives") is False:
             raise InvalidArgument("a ckpt step is made by all ranks together: call dcp.save with use_collectives=True")
         if is_coordinator and kwargs.get("rank"):
             raise InvalidArgument(f"rank 0 commits a ckpt step: coordinator_rank={kwargs['rank']} can't be")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._mine = frozenset(item.index for item in plan.items)
+        self._own_items = frozenset(item.index for item in plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: begin a session, and let the plans tell the other ranks of it."""
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise InvalidArgument("a planner that caches plans keeps what each save tells the ranks: do not enable that")
-        ranks = _Ranks(0, len(plans))
-        session = self._enter(ranks)
+        ranks = _PlannedGroup(0, len(plans))
+        session = self._enter_session(ranks)
         step = session.next_step() if self._step is None else self._step
         return [
-            dataclasses.replace(plan, storage_data=_Ranks(rank, len(plans), ranks.told, step))
-            for rank, plan in enumerate(_values_first(plans, self._mine))
+            dataclasses.replace(plan, storage_data=_PlannedGroup(rank, len(plans), ranks.session_message, step))
+            for rank, plan in enumerate(_move_values_to_rank_0(plans, self._own_items))
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, and wait for the commit of the step."""
         ranks = plan.storage_data
-        if not isinstance(ranks, _Ranks):
+        if not isinstance(ranks, _PlannedGroup):
             raise InvalidArgument(f"{type(planner).__name__} loses SavePlan.storage_data on the way to the ranks")
-        session = self._session or self._enter(ranks)
+        session = self._session or self._enter_session(ranks)
         try:
             try:
-                flat = _flat(plan, planner)
+                flat = _flatten_plan(plan, planner)
             except BaseException as error:
-                give_up(session, session.claim.begin(ranks.step), error)
+                give_up_attempt(session, session.lease.begin_attempt(ranks.step), error)
                 raise
             run_save(session, flat, ranks.step, self._options, blocking=True)
         finally:
-            self._leave()
+            self._leave_session()
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return done
@@ -166,56 +166,58 @@ class Writer(_ByStep, StorageWriter):  # type: ignore[misc]  # mypy does not loo
     def finish(self, metadata: described.Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing: every rank has seen the commit."""
 
-    def _enter(self, ranks: _Ranks) -> Session:
-        self._leave()
-        self._session = sessions.enter(open_repository(self._url), ranks if ranks.size > 1 else Alone())
+    def _enter_session(self, ranks: _PlannedGroup) -> Session:
+        self._leave_session()
+        self._session = sessions.enter(open_repository(self._url), ranks if ranks.size > 1 else SingleProcessGroup())
         self._session.raise_failed()
         return self._session
 
-    def _leave(self) -> None:
+    def _leave_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             sessions.leave(session)
 
 
-def _values_first(plans: list[SavePlan], mine: frozenset[Any]) -> list[SavePlan]:
+def _move_values_to_rank_0(plans: list[SavePlan], items_of_rank_0: frozenset[Any]) -> list[SavePlan]:
     """The plans, with every value that rank 0 has too written by rank 0: so the lists among them stay together."""
     if not plans:
         return plans
 
     def moves(item: WriteItem) -> bool:
-        return item.type == WriteItemType.BYTE_IO and item.index in mine
+        return item.type == WriteItemType.BYTE_IO and item.index in items_of_rank_0
 
     moved = [item for plan in plans[1:] for item in plan.items if moves(item)]
     others = [dataclasses.replace(plan, items=[item for item in plan.items if not moves(item)]) for plan in plans[1:]]
     return [dataclasses.replace(plans[0], items=[*plans[0].items, *moved]), *others]
 
 
-def _flat(plan: SavePlan, planner: SavePlanner) -> Flat:
+def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
     """What this rank writes, as leaves. One leaf for each name, whatever memory is shared: DCP divides names among ranks."""
-    flat = Flat(None, {})
+    flat = FlatState(None, {})
     shards: dict[str, list[tuple[WriteItem, Any]]] = {}
     nodes: dict[str, Node] = {}
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            nodes[name] = _value(name, planner, item, flat)
+            nodes[name] = _value_node(name, planner, item, flat)
         else:
             shards.setdefault(name, []).append((item, planner.resolve_data(item).detach()))
-    for name, held in shards.items():
-        data = [item.tensor_data for item, _ in held]
+    for name, items_and_tensors in shards.items():
+        data = [item.tensor_data for item, _ in items_and_tensors]
         try:
-            shard = sharded.Shard([tensor for _, tensor in held], data[0].size, [tuple(d.chunk.offsets) for d in data])
+            shard = sharded.Shard(
+                [tensor for _, tensor in items_and_tensors], data[0].size, [tuple(d.chunk.offsets) for d in data]
+            )
             flat.leaves[name] = sharded.as_leaf(shard)
         except TypeError as error:
             raise UnsupportedLeaf(f"leaf {name}: {error}") from error
         nodes[name] = {"array": name, "kind": "torch"}
     paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    flat.node = _nested({tuple(paths.get(name, (name,))): node for name, node in nodes.items()}, paths.values())
+    flat.node = _nested_tree({tuple(paths.get(name, (name,))): node for name, node in nodes.items()}, paths.values())
     return flat
 
 
-def _value(name: str, planner: SavePlanner, item: WriteItem, flat: Flat) -> Node:
+def _value_node(name: str, planner: SavePlanner, item: WriteItem, flat: FlatState) -> Node:
     """A value that is no tensor: plain where the planner shows it, else the bytes that the planner makes of it."""
     kind = type(planner)
     if isinstance(planner, DefaultSavePlanner) and (kind.resolve_data, kind.transform_object) == (
@@ -230,7 +232,7 @@ def _value(name: str, planner: SavePlanner, item: WriteItem, flat: Flat) -> Node
         return flatten(Pickled(data)).node
     leaf = f"{name}.data"
     flat.leaves[leaf] = BytesLeaf(np.frombuffer(data, np.uint8))
-    flat.own.add(leaf)
+    flat.per_rank.add(leaf)
     return {**flatten(Pickled(b"")).node, "dataclass": [{"array": leaf, "kind": "bytes"}]}
 
 
@@ -240,18 +242,18 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _nested(entries: Mapping[Path, Node], all_paths: Iterable[Path]) -> Node:
+def _nested_tree(entries: Mapping[KeyPath, Node], all_paths: Iterable[KeyPath]) -> Node:
     """The tree of entries at these paths. A list of which this rank has not all entries becomes a dict by position."""
-    lengths: dict[Path, int] = {}
+    lengths: dict[KeyPath, int] = {}
     for path in all_paths:
         for i, key in enumerate(path):
             if isinstance(key, int):
                 lengths[path[:i]] = max(lengths.get(path[:i], 0), key + 1)
 
-    def build(at: Path, below: list[tuple[Path, Node]]) -> Node:
+    def build(at: KeyPath, below: list[tuple[KeyPath, Node]]) -> Node:
         if len(below) == 1 and below[0][0] == at:
             return below[0][1]
-        parts: dict[str | int, list[tuple[Path, Node]]] = {}
+        parts: dict[str | int, list[tuple[KeyPath, Node]]] = {}
         for path, node in below:
             parts.setdefault(path[len(at)], []).append((path, node))
         if at in lengths and sorted(parts, key=str) == sorted(range(lengths[at]), key=str):
@@ -265,7 +267,7 @@ def _nested(entries: Mapping[Path, Node], all_paths: Iterable[Path]) -> Node:
 # --- loading ---------------------------------------------------------------------------------------------------
 
 
-class Reader(_ByStep, StorageReader):  # type: ignore[misc]
+class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
     """Where dcp.load reads from: a step of the repository at `url`, by default the newest whose manifest is whole.
 
     step: its number; a decimal `checkpoint_id` of dcp.load sets it.
@@ -280,14 +282,14 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
         self._step = None if step is None else check_step(step)
         self._checkpoint: Checkpoint | None = None
         self._nodes: dict[str, Node] = {}
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[str, KeyPath] = {}
 
     def read_metadata(self) -> described.Metadata:
         """Made of manifest and tree: one chunk for each tensor, since any box of it can be read."""
         try:
             return self._metadata()
         except CkptError as error:
-            return _Unread(error)
+            return _UnreadMetadata(error)
 
     def _metadata(self) -> described.Metadata:
         step = self._step
@@ -300,7 +302,7 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
         saved = checkpoint.saved()
         found: dict[str, Any] = {}
         for name, node in self._nodes.items():
-            dtype = _dtype(saved[node["array"]].dtype) if _is_tensor(node) and node["array"] in saved else None
+            dtype = _torch_dtype(saved[node["array"]].dtype) if _is_tensor(node) and node["array"] in saved else None
             if dtype is None:
                 found[name] = described.BytesStorageMetadata()
                 continue
@@ -313,7 +315,7 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
 
     def set_up_storage_reader(self, metadata: described.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what kept `read_metadata` from opening the step."""
-        if isinstance(metadata, _Unread):
+        if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -329,7 +331,7 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
         assert self._checkpoint is not None
         step = self._checkpoint.step if plan.storage_data is None else plan.storage_data
         checkpoint = self._checkpoint if step == self._checkpoint.step else self._open(step)
-        filler = Filler(checkpoint.saved(), None, checkpoint.where, checkpoint.manifest().bytes_of_leaves)
+        filler = TargetMatcher(checkpoint.saved(), None, checkpoint.where, checkpoint.manifest().bytes_of_leaves)
         targets: list[Target] = []
         tensors, values = [], []
         for item in plan.items:
@@ -342,30 +344,30 @@ class Reader(_ByStep, StorageReader):  # type: ignore[misc]
             begin = item.storage_index.offset or (0,) * len(item.lengths)
             offset = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
             tensor = planner.resolve_tensor(item)
-            place = _place(tensor.detach(), checkpoint.saved()[node["array"]].dtype, tuple(item.lengths))
-            targets.append(Target(node["array"], place, Box(offset, tuple(item.lengths))))
-            tensors.append((item, tensor, place))
-        check_apart(targets, checkpoint.manifest(), checkpoint.where)
-        checkpoint.read([t for t in targets if t.leaf.nbytes] + filler.reading())
-        for item, tensor, place in tensors:
-            if place.value.dtype != tensor.dtype:
-                tensor.detach().copy_(place.value)
+            destination = _destination_leaf(tensor.detach(), checkpoint.saved()[node["array"]].dtype, tuple(item.lengths))
+            targets.append(Target(node["array"], destination, Box(offset, tuple(item.lengths))))
+            tensors.append((item, tensor, destination))
+        check_aliasing(targets, checkpoint.manifest(), checkpoint.where)
+        checkpoint.read([t for t in targets if t.leaf.nbytes] + filler.read_targets())
+        for item, tensor, destination in tensors:
+            if destination.value.dtype != tensor.dtype:
+                tensor.detach().copy_(destination.value)
             planner.commit_tensor(item, tensor)
         for item, finish in values:
-            planner.load_bytes(item, _pickled(finish()))
+            planner.load_bytes(item, _as_pickled(finish()))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _open(self, step: int) -> Checkpoint:
         self._checkpoint = self._repo.of_rank(step, _rank())
-        found = {".".join(map(str, path)): (path, node) for path, node in _entries(self._checkpoint.tree())}
+        found = {".".join(map(str, path)): (path, node) for path, node in _dcp_entries(self._checkpoint.tree())}
         self._nodes = {name: node for name, (_, node) in found.items()}
         self._paths = {name: path for name, (path, _) in found.items()}
         return self._checkpoint
 
 
-class _Unread(described.Metadata):  # type: ignore[misc]
+class _UnreadMetadata(described.Metadata):  # type: ignore[misc]
     """Raises why it was not read when it is looked at: an error of `read_metadata` DCP would replace by an AssertionError."""
 
     def __init__(self, error: CkptError) -> None:
@@ -376,43 +378,45 @@ class _Unread(described.Metadata):  # type: ignore[misc]
         raise self.error
 
 
-def _entries(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+def _dcp_entries(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     """The entries of a tree as DCP cuts a state: at dicts, and at lists that hold tensors or dicts."""
     if isinstance(node, dict) and "object" in node:
-        yield from _entries(node["object"], path)
+        yield from _dcp_entries(node["object"], path)
     elif isinstance(node, dict) and "dict" in node:
         for key, child in node["dict"]:
-            yield from _entries(child, (*path, str(decode_key(key))))
-    elif isinstance(node, list) and _is_divided(node):
+            yield from _dcp_entries(child, (*path, str(decode_key(key))))
+    elif isinstance(node, list) and _has_tensor_or_dict(node):
         for i, child in enumerate(node):
-            yield from _entries(child, (*path, i))
+            yield from _dcp_entries(child, (*path, i))
     else:
         yield path, node
 
 
-def _is_divided(nodes: Sequence[Node]) -> bool:
-    return any(_is_divided(n) if isinstance(n, list) else isinstance(n, dict) and (_is_tensor(n) or "dict" in n) for n in nodes)
+def _has_tensor_or_dict(nodes: Sequence[Node]) -> bool:
+    return any(
+        _has_tensor_or_dict(n) if isinstance(n, list) else isinstance(n, dict) and (_is_tensor(n) or "dict" in n) for n in nodes
+    )
 
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(node, dict) and node.get("kind") in ("torch", "jax", "numpy")
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def _torch_dtype(name: str) -> torch.dtype | None:
     """The torch type of saved elements, None where torch has none: such arrays are handed over pickled."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
 
-def _place(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> ArrayLeaf:
+def _destination_leaf(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> ArrayLeaf:
     """Where to read a box to: the tensor, or memory of the saved type where the planner's is of another."""
-    saved = _dtype(dtype)
+    saved = _torch_dtype(dtype)
     leaf = as_leaf(tensor if saved is None or tensor.dtype == saved else torch.empty(shape, dtype=saved))
     assert leaf is not None
     return leaf
 
 
-def _pickled(value: Any) -> io.BytesIO:
+def _as_pickled(value: Any) -> io.BytesIO:
     """A value as DCP's planner wants it."""
     if isinstance(value, Pickled):
         return io.BytesIO(value.data)

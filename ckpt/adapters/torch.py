@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt.leaves import empty_leaf
 from ckpt.leaves.sharded import Shard
 from ckpt.manifest import Saved
-from ckpt.modules import Members
+from ckpt.modules import ModuleEntries
 from ckpt.optimizers import moment_like
 from ckpt.select import children
 from ckpt.shard import Replica
 from ckpt.storage.errors import InvalidArgument, LeafMismatch
-from ckpt.tree import Node, join
+from ckpt.tree import Node, join_path
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where torch.compile and activation checkpointing put the module that they wrap."""
 
-_NOT_OPTIONS = ("params", "param_names")
+_NON_OPTION_KEYS = ("params", "param_names")
 
 
 class ModelState:
@@ -51,25 +51,28 @@ class ModelState:
         self, model: torch.nn.Module | Iterable[torch.nn.Module], optimizer: Any = None, *, group: Any = "auto"
     ) -> None:
         self._models: list[Any] = [model] if hasattr(model, "named_parameters") else list(model)
-        self._optimizers: list[Any] = [] if optimizer is None else _several(optimizer)
+        self._optimizers: list[Any] = [] if optimizer is None else _as_list(optimizer)
         self._group = group
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors themselves, not copies, by name. Changes nothing: a fresh optimizer has no state."""
         buffers = {name.removeprefix("model.") for name in self.members().buffers}
         model = self._models_state()
-        found: dict[str, Any] = {"model": {
-            name: self._held(value, True) if name in buffers else _each(value, self._held) for name, value in model.items()
-        }}  # fmt: skip
+        found: dict[str, Any] = {
+            "model": {
+                name: self._with_replica_ranks(value, True) if name in buffers else _map_nested(value, self._with_replica_ranks)
+                for name, value in model.items()
+            }
+        }
         if self._optimizers:
-            found["optimizer"] = _each(self._optimizers_state(), self._held)
+            found["optimizer"] = _map_nested(self._optimizers_state(), self._with_replica_ranks)
         return found
 
-    def members(self) -> Members:
+    def members(self) -> ModuleEntries:
         """The names in `state_dict` of buffers, which may differ between ranks, and of parameters that are not trained."""
         buffers = [f"model.{name}" for model in self._models for name, _ in _named_buffers(model)]
         named = (item for model in self._models for item in _named_parameters(model))
-        return Members(buffers, [f"model.{name}" for name, parameter in named if not parameter.requires_grad])
+        return ModuleEntries(buffers, [f"model.{name}" for name, parameter in named if not parameter.requires_grad])
 
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """What a load is to fill: this model's entries, and of the optimizer what was saved of its parameters.
@@ -79,9 +82,9 @@ class ModelState:
         """
         state = self.state_dict()
         if self._optimizers:
-            told = (saved or {}).get("optimizer")
-            if isinstance(told, dict):
-                state["optimizer"] = self._optimizers_like(state["optimizer"], told, everything)
+            saved_optimizer = (saved or {}).get("optimizer")
+            if isinstance(saved_optimizer, dict):
+                state["optimizer"] = self._optimizer_targets(state["optimizer"], saved_optimizer, everything)
             elif not everything:
                 del state["optimizer"]
         return state
@@ -94,8 +97,8 @@ class ModelState:
         state = self.state_dict()
         parts = [["model", entry(state["model"], "model")]]
         if self._optimizers:
-            homes = dict(_parameters_of(tree, ""))
-            found = {name: homes.get(saved_name(f"model.{name}")) for name in state["optimizer"]["group_of"]}
+            saved_parameters = dict(_saved_parameters(tree, ""))
+            found = {name: saved_parameters.get(saved_name(f"model.{name}")) for name in state["optimizer"]["group_of"]}
             known = {name: home for name, home in found.items() if home is not None}
             if known:
                 parts.append(["optimizer", _optimizer_node(known)])
@@ -105,14 +108,14 @@ class ModelState:
         """Take what `state_dict_like` gave, filled. Entries of other models are passed over."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-        state = _each(state, _tensor)
+        state = _map_nested(state, _unwrap)
         for model in self._models:
             mine = {name: state["model"][name] for name in get_model_state_dict(model) if name in state["model"]}
             set_model_state_dict(model, mine)
         if "optimizer" in state:
             names = self._names()
             for optimizer in self._optimizers:
-                _load(optimizer, names, state["optimizer"])
+                _load_optimizer(optimizer, names, state["optimizer"])
 
     # --- the model ---------------------------------------------------------------------------------------------
 
@@ -147,7 +150,7 @@ class ModelState:
         groups: dict[str, Any] = {}
         group_of: dict[str, str] = {}
         for optimizer in self._optimizers:
-            mine = _names_of(optimizer, names)
+            mine = _parameter_names(optimizer, names)
             packed = optimizer.state_dict()
             for number, values in packed["state"].items():
                 if not isinstance(number, int):
@@ -156,42 +159,47 @@ class ModelState:
             for group in packed["param_groups"]:
                 members = [mine[number] for number in group["params"]]
                 if members:
-                    groups[members[0]] = _options(group)
+                    groups[members[0]] = _group_options(group)
                     group_of.update(dict.fromkeys(members, members[0]))
         return {"state": state, "group_of": group_of, "groups": groups}
 
-    def _optimizers_like(self, current: dict[str, Any], told: dict[str, Any], everything: bool) -> dict[str, Any]:
+    def _optimizer_targets(self, current: dict[str, Any], saved_optimizer: dict[str, Any], everything: bool) -> dict[str, Any]:
         parameters = {name: parameter for parameter, name in self._names().items()}
         state = {}
         for name in current["group_of"]:
             have = current["state"].get(name, {})
-            saved = told.get("state", {}).get(name, {})
-            values = {key: self._target(key, value, have.get(key), parameters[name]) for key, value in saved.items()}
+            saved = saved_optimizer.get("state", {}).get(name, {})
+            values = {key: self._optimizer_target(key, value, have.get(key), parameters[name]) for key, value in saved.items()}
             state[name] = values if everything else have | values
-        group_of = current["group_of"] | {n: k for n, k in told.get("group_of", {}).items() if n in current["group_of"]}
+        group_of = current["group_of"] | {
+            n: k for n, k in saved_optimizer.get("group_of", {}).items() if n in current["group_of"]
+        }
         groups = {
-            key: {option: self._target("", value, None, None) for option, value in told["groups"][key].items()}
+            key: {
+                option: self._optimizer_target("", value, None, None)
+                for option, value in saved_optimizer["groups"][key].items()
+            }
             for key in dict.fromkeys(group_of.values())
-            if key in told.get("groups", {})
+            if key in saved_optimizer.get("groups", {})
         }
         return {"state": {n: values for n, values in state.items() if values}, "group_of": group_of, "groups": groups}
 
-    def _target(self, key: str, saved: Any, have: Any, parameter: Any) -> Any:
+    def _optimizer_target(self, key: str, saved: Any, existing: Any, parameter: Any) -> Any:
         """Where a value of the optimizer's state is to go: the tensor there, or a new one."""
         import torch
 
         if isinstance(saved, dict):
-            known = have if isinstance(have, dict) else {}
-            return {k: self._target(k, v, known.get(k), parameter) for k, v in saved.items()}
+            known = existing if isinstance(existing, dict) else {}
+            return {k: self._optimizer_target(k, v, known.get(k), parameter) for k, v in saved.items()}
         if not isinstance(saved, Saved):
             return None  # a plain value, taken as it was saved
-        tensor = _tensor(have)
+        tensor = _unwrap(existing)
         if isinstance(tensor, torch.Tensor) and Saved(str(tensor.dtype)[6:], tuple(tensor.shape)) == saved:
-            return have
+            return existing
         made = None if parameter is None else moment_like(key, saved.dtype, saved.shape, parameter)
-        return self._held(empty_leaf("torch", saved.dtype, saved.shape, {}).value if made is None else made)
+        return self._with_replica_ranks(empty_leaf("torch", saved.dtype, saved.shape, {}).value if made is None else made)
 
-    def _held(self, value: Any, whole: bool = False) -> Any:
+    def _with_replica_ranks(self, value: Any, is_stored_whole: bool = False) -> Any:
         """A tensor, with those who hold copies of it where neither it nor the rules for plain arrays tell.
 
         whole: the copies may differ, so that the first rank stores all of its own.
@@ -204,29 +212,31 @@ class ModelState:
         if not hasattr(value, "device_mesh"):
             if auto:
                 return value
-            return _Held(value, [value], value.shape, [(0,) * value.dim()], _ranks(self._group), whole)
+            return _ReplicatedShard(value, [value], value.shape, [(0,) * value.dim()], _ranks_of(self._group), is_stored_whole)
         from ckpt.leaves import dtensor
 
-        ranks = dtensor.copies(value, range(torch.distributed.get_world_size()) if auto else _ranks(self._group))
-        parts = [] if ranks is None else dtensor.as_leaf(value).parts() or []
+        ranks = dtensor.replica_ranks(value, range(torch.distributed.get_world_size()) if auto else _ranks_of(self._group))
+        parts = [] if ranks is None else dtensor.as_leaf(value).shards() or []
         if ranks is None or not parts:
             return value
-        return _Held(value, [p.leaf.value for p in parts], value.shape, [p.box.offset for p in parts], ranks, whole)
+        return _ReplicatedShard(
+            value, [p.leaf.value for p in parts], value.shape, [p.box.offset for p in parts], ranks, is_stored_whole
+        )
 
 
-class _Held(Shard):
+class _ReplicatedShard(Shard):
     """A tensor or DTensor of which these ranks, this one among them, hold copies of the part that this one has."""
 
     def __init__(
         self, tensor: Any, local: list[Any], shape: Sequence[int], offset: list[tuple[int, ...]], ranks: tuple[int, ...],
-        whole: bool,
+        is_stored_whole: bool,
     ) -> None:  # fmt: skip
-        super().__init__(local, shape, offset, replica=Replica(ranks.index(_rank()), len(ranks), ranks, whole))
+        super().__init__(local, shape, offset, replica=Replica(ranks.index(_rank()), len(ranks), ranks, is_stored_whole))
         self.tensor = tensor
 
 
-def _tensor(value: Any) -> Any:
-    return value.tensor if isinstance(value, _Held) else value
+def _unwrap(value: Any) -> Any:
+    return value.tensor if isinstance(value, _ReplicatedShard) else value
 
 
 def _rank() -> int:
@@ -235,7 +245,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
+def _ranks_of(group: Any) -> tuple[int, ...]:
     """The ranks of a process group or device mesh, or this one alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -249,44 +259,44 @@ def _ranks(group: Any) -> tuple[int, ...]:
     raise InvalidArgument(f"ModelState: group={group!r}: give 'auto', None, a torch process group or a device mesh")
 
 
-def _several(optimizer: Any) -> list[Any]:
+def _as_list(optimizer: Any) -> list[Any]:
     return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def _map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested dicts, lists and tuples with each entry changed."""
     if isinstance(value, dict):
-        return {k: _each(v, change) for k, v in value.items()}
+        return {k: _map_nested(v, change) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_each(v, change) for v in value)
+        return type(value)(_map_nested(v, change) for v in value)
     return change(value)
 
 
 def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     """Parameters by the names that they have without DDP, torch.compile and activation checkpointing around them."""
-    return _named(module, "_parameters", "")
+    return _walk_tensors(module, "_parameters", "")
 
 
 def _named_buffers(module: Any) -> Iterator[tuple[str, Any]]:
     """Buffers by such names."""
-    return _named(module, "_buffers", "")
+    return _walk_tensors(module, "_buffers", "")
 
 
-def _named(module: Any, kind: str, prefix: str) -> Iterator[tuple[str, Any]]:
+def _walk_tensors(module: Any, kind: str, prefix: str) -> Iterator[tuple[str, Any]]:
     from torch.nn.parallel import DistributedDataParallel
 
     inner = next((module._modules[w] for w in _WRAPPERS if w in module._modules), None)
     if isinstance(module, DistributedDataParallel):
         inner = module.module
     if inner is not None:
-        yield from _named(inner, kind, prefix)
+        yield from _walk_tensors(inner, kind, prefix)
         return
     for name, tensor in getattr(module, kind).items():
         if tensor is not None:
             yield prefix + name, tensor
     for name, child in module._modules.items():
         if child is not None:
-            yield from _named(child, kind, f"{prefix}{name}.")
+            yield from _walk_tensors(child, kind, f"{prefix}{name}.")
 
 
 def _refuse_fsdp1(model: Any) -> None:
@@ -299,11 +309,11 @@ def _refuse_fsdp1(model: Any) -> None:
         )
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in group.items() if option not in _NOT_OPTIONS}
+def _group_options(group: dict[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in group.items() if option not in _NON_OPTION_KEYS}
 
 
-def _names_of(optimizer: Any, names: dict[Any, str]) -> list[str]:
+def _parameter_names(optimizer: Any, names: dict[Any, str]) -> list[str]:
     """The names of an optimizer's parameters, in the order in which its state_dict numbers them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if unknown := sum(p not in names for p in parameters):
@@ -314,7 +324,7 @@ def _names_of(optimizer: Any, names: dict[Any, str]) -> list[str]:
     return [names[p] for p in parameters]
 
 
-class _Home(NamedTuple):
+class _SavedParameter(NamedTuple):
     """Where the optimizer's state of a parameter was saved."""
 
     optimizer: dict[str, dict[str, Node]]
@@ -323,23 +333,23 @@ class _Home(NamedTuple):
     """Of the parameter, there."""
 
 
-def _parameters_of(node: Node, path: str) -> Iterator[tuple[str, _Home]]:
+def _saved_parameters(node: Node, path: str) -> Iterator[tuple[str, _SavedParameter]]:
     """The tensors of every ModelState in a tree that has an optimizer, by their names in the tree."""
     parts = dict(children(node, ""))
     optimizer = {part: dict(children(n, "")) for part, n in children(parts.get("optimizer"), "")}
     if "model" in parts and optimizer.keys() >= {"state", "group_of", "groups"}:
         for name, _ in children(parts["model"], ""):
-            yield join(join(path, "model"), name), _Home(optimizer, name)
+            yield join_path(join_path(path, "model"), name), _SavedParameter(optimizer, name)
         return
     for name, child in children(node, path):
-        yield from _parameters_of(child, name)
+        yield from _saved_parameters(child, name)
 
 
-def _optimizer_node(homes: dict[str, _Home]) -> Node:
+def _optimizer_node(saved_parameters: dict[str, _SavedParameter]) -> Node:
     """The state of an optimizer over these parameters. A group is called by the first of them that is in it."""
     state, group_of = [], []
     groups: dict[tuple[int, str], list[Node]] = {}
-    for name, (optimizer, saved) in homes.items():
+    for name, (optimizer, saved) in saved_parameters.items():
         if saved in optimizer["state"]:
             state.append([name, optimizer["state"][saved]])
         if (label := optimizer["group_of"].get(saved)) in optimizer["groups"]:
@@ -348,8 +358,8 @@ def _optimizer_node(homes: dict[str, _Home]) -> Node:
     return {"dict": [["state", {"dict": state}], ["group_of", {"dict": group_of}], ["groups", {"dict": [*groups.values()]}]]}
 
 
-def _load(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]) -> None:
-    mine = _names_of(optimizer, names)
+def _load_optimizer(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]) -> None:
+    mine = _parameter_names(optimizer, names)
     packed = optimizer.state_dict()
     state = {number: saved["state"][name] for number, name in enumerate(mine) if name in saved["state"]}
     groups = []
@@ -357,7 +367,7 @@ def _load(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]) -> None:
         members = [mine[number] for number in group["params"]]
         keys = dict.fromkeys(saved["group_of"][name] for name in members)
         options = [saved["groups"][key] for key in keys if key in saved["groups"]]
-        if any(not _same(options[0], other) for other in options[1:]):
+        if any(not _is_equal(options[0], other) for other in options[1:]):
             raise LeafMismatch(
                 f"the parameters of one group of {type(optimizer).__name__} ({members[0]} …) were saved with different "
                 f"options: {options}; divide them into groups as they were when saved"
@@ -371,11 +381,11 @@ def _load(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]) -> None:
         now.update({k: v for k, v in values.items() if getattr(v, "dtype", None) != getattr(now.get(k), "dtype", None)})
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     import torch
 
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(_is_equal(a[k], b[k]) for k in a)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return bool(torch.equal(a, b))
     return bool(type(a) is type(b) and a == b)

@@ -8,16 +8,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ckpt.groups.base import Alone, Group
-from ckpt.groups.env import EnvGroup, Place, place
+from ckpt.groups.base import Group, SingleProcessGroup
+from ckpt.groups.env import EnvGroup, EnvRank, rank_from_env
 from ckpt.storage.errors import InvalidArgument
 
-__all__ = ["Alone", "EnvGroup", "Group", "as_group", "detect"]
+__all__ = ["EnvGroup", "Group", "SingleProcessGroup", "as_group", "detect"]
 
-_wrapped: dict[int, tuple[Callable[[], Any], Group]] = {}
+_group_cache: dict[int, tuple[Callable[[], Any], Group]] = {}
 """By the identity of what was wrapped, with what still gives that: once it is gone its number may be another's."""
 
-_by_environment: dict[Place, EnvGroup] = {}
+_env_groups: dict[EnvRank, EnvGroup] = {}
 
 
 def as_group(group: Any = "auto") -> Group:
@@ -29,16 +29,16 @@ def as_group(group: Any = "auto") -> Group:
     if isinstance(group, str) and group == "auto":
         return detect()
     if group is None:
-        return Alone()
+        return SingleProcessGroup()
     if isinstance(group, Group):
         return group
-    known = _wrapped.get(id(group))
+    known = _group_cache.get(id(group))
     if known is None or known[0]() is not group:
-        known = _wrapped[id(group)] = (_reference(group), _wrap(group))
+        known = _group_cache[id(group)] = (_weak_reference(group), _wrap(group))
     return known[1]
 
 
-def _reference(group: Any) -> Callable[[], Any]:
+def _weak_reference(group: Any) -> Callable[[], Any]:
     """Not held where that can be: a process group that the user destroys must go, with its threads."""
     try:
         return weakref.ref(group)
@@ -53,22 +53,22 @@ def detect() -> Group:
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return as_group(dist.group.WORLD) if dist.get_world_size() > 1 else Alone()
+        return as_group(dist.group.WORLD) if dist.get_world_size() > 1 else SingleProcessGroup()
     if "jax" in sys.modules:
         from ckpt.groups import jax
 
-        if jax.processes() > 1:
+        if jax.process_count() > 1:
             return jax.JaxGroup()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
         return as_group(mpi.COMM_WORLD)
-    here = place()
-    if here is None or here.size == 1:
-        return Alone()
-    if here not in _by_environment:
-        _by_environment[here] = EnvGroup()
-        atexit.register(_by_environment[here].close)
-    return _by_environment[here]
+    env_rank = rank_from_env()
+    if env_rank is None or env_rank.size == 1:
+        return SingleProcessGroup()
+    if env_rank not in _env_groups:
+        _env_groups[env_rank] = EnvGroup()
+        atexit.register(_env_groups[env_rank].close)
+    return _env_groups[env_rank]
 
 
 def _wrap(group: Any) -> Group:

@@ -45,7 +45,7 @@ class Group(ABC):
     has_network_notes: bool = False
     """Whether notes go through a network, too."""
 
-    _one_host: bool | None = None
+    _is_one_host: bool | None = None
     _note_thread: threading.Thread | None = None
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Group(ABC):
 
     def broadcast(self, data: bytes | None) -> bytes:
         """The bytes of rank 0; the others' are not looked at. Collective."""
-        return self.all_gather(self._first(data))[0]
+        return self.all_gather(self._broadcast_input(data))[0]
 
     def exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
         """Send and receive, all at once. Collective, for a rank with nothing to hand over too.
@@ -64,13 +64,13 @@ class Group(ABC):
         """
         if not self.can_exchange:
             raise InvalidArgument(f"{self.name} has no messages from rank to rank; gather, or let each rank read")
-        send, receive = self._messages(send), self._messages(receive)
+        send, receive = self._flat_messages(send), self._flat_messages(receive)
         mine = [data for peer, data in send if peer == self.rank]
         for source, target in zip(mine, (data for peer, data in receive if peer == self.rank), strict=True):
             target[:] = source
         self._exchange([m for m in send if m[0] != self.rank], [m for m in receive if m[0] != self.rank])
 
-    def _messages(self, messages: Sequence[Message]) -> list[Message]:
+    def _flat_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Messages as flat bytes. One of no bytes is left out on both sides: not every library takes such."""
         for peer, _ in messages:
             if not 0 <= peer < self.size:
@@ -86,9 +86,9 @@ class Group(ABC):
 
     def one_host(self) -> bool:
         """Whether all ranks run on one host, so that they share its memory. Collective when first asked."""
-        if self._one_host is None:
-            self._one_host = len(set(self.all_gather(_host()))) == 1
-        return self._one_host
+        if self._is_one_host is None:
+            self._is_one_host = len(set(self.all_gather(_host_identity()))) == 1
+        return self._is_one_host
 
     # --- notes -------------------------------------------------------------------------------------------------
 
@@ -98,15 +98,15 @@ class Group(ABC):
 
         One key has one note: a later one may replace it.
         """
-        self._attempted(lambda: host_notes.leave(key, note))
+        self._call_or_none(lambda: host_notes.write(key, note))
         if self.has_network_notes:
-            self._attempted(lambda: self._in_a_thread(lambda: self._leave_network_note(key, note)))
+            self._call_or_none(lambda: self._call_with_timeout(lambda: self._leave_network_note(key, note)))
 
     def note(self, key: str) -> bytes | None:
         """The note that a rank left under a key, None where none has arrived. Not collective; raises nothing."""
         found = host_notes.read(key)
         if found is None and self.has_network_notes:
-            found = self._attempted(lambda: self._in_a_thread(lambda: self._network_note(key)))
+            found = self._call_or_none(lambda: self._call_with_timeout(lambda: self._network_note(key)))
         return found
 
     def _leave_network_note(self, key: str, note: bytes) -> None:
@@ -117,17 +117,19 @@ class Group(ABC):
         """`note` from the network of the group."""
         raise NotImplementedError
 
-    def _in_a_thread(self, call: Callable[[], bytes | None]) -> bytes | None:
+    def _call_with_timeout(self, call: Callable[[], bytes | None]) -> bytes | None:
         """What a call returns, None where it takes too long. While a call hangs, no other one is made."""
         if self._note_thread is not None and self._note_thread.is_alive():
             return None
         found: list[bytes | None] = []
-        self._note_thread = threading.Thread(target=lambda: found.append(self._attempted(call)), name="ckpt-notes", daemon=True)
+        self._note_thread = threading.Thread(
+            target=lambda: found.append(self._call_or_none(call)), name="ckpt-notes", daemon=True
+        )
         self._note_thread.start()
         self._note_thread.join(_NOTE_SECONDS)
         return found[0] if found else None
 
-    def _attempted(self, call: Callable[[], bytes | None]) -> bytes | None:
+    def _call_or_none(self, call: Callable[[], bytes | None]) -> bytes | None:
         try:
             return call()
         except Exception as error:  # of whatever library the group uses: who waits goes on waiting, as without notes
@@ -140,7 +142,7 @@ class Group(ABC):
     def __repr__(self) -> str:
         return f"{self.name}, rank {self.rank} of {self.size}"
 
-    def _first(self, data: bytes | None) -> bytes:
+    def _broadcast_input(self, data: bytes | None) -> bytes:
         """What this rank brings to a broadcast."""
         if self.rank:
             return b""
@@ -149,7 +151,7 @@ class Group(ABC):
         return data
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _as_group_error(self, doing: str) -> Iterator[None]:
         """Turn an error of the group's library, or of its meeting place, into a GroupError that says where.
 
         MPI, torch and jax all raise kinds of RuntimeError; torch a ValueError once the process group is destroyed.
@@ -170,7 +172,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
-def late(group: Group, missing: Sequence[int], doing: str, seconds: float) -> GroupError:
+def timeout_error(group: Group, missing: Sequence[int], doing: str, seconds: float) -> GroupError:
     """The error of a rank that has waited long enough."""
     return GroupError(
         f"{group!r}: {ranks_text(missing)} did not come within {seconds:g} s to {doing}; every rank must make the same "
@@ -178,7 +180,7 @@ def late(group: Group, missing: Sequence[int], doing: str, seconds: float) -> Gr
     )
 
 
-def different_steps(doing: str, rank: int, size: int, step: int | None, step_of_rank_0: int | None) -> InvalidArgument:
+def step_mismatch_error(doing: str, rank: int, size: int, step: int | None, step_of_rank_0: int | None) -> InvalidArgument:
     """The error of a rank that was given another step than rank 0."""
 
     def named(number: int | None) -> str:
@@ -190,7 +192,7 @@ def different_steps(doing: str, rank: int, size: int, step: int | None, step_of_
     )
 
 
-def _host() -> bytes:
+def _host_identity() -> bytes:
     from ckpt.process_identity import this_process
 
     me = this_process()
@@ -198,7 +200,7 @@ def _host() -> bytes:
     return f"{me.host} {me.boot}".encode()
 
 
-class Alone(Group):
+class SingleProcessGroup(Group):
     """One process that works for itself."""
 
     name = "one process"

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt.groups.base import TIMEOUT_SECONDS, Group
-from ckpt.groups.meeting import Job, Meeting
-from ckpt.groups.meeting_notes import MeetingNotes
+from ckpt.groups.meeting import JobId, StoreRendezvous
+from ckpt.groups.meeting_notes import RendezvousNotes
 from ckpt.storage.base import Store
 from ckpt.storage.errors import CkptError, GroupError, StoreError
 
@@ -39,16 +39,16 @@ _LAUNCHERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EnvRank:
     """What the environment says of this process."""
 
     name: str
     rank: int
     size: int
-    job: Job
+    job_id: JobId
 
 
-def place(environ: Mapping[str, str] = os.environ) -> Place | None:
+def rank_from_env(environ: Mapping[str, str] = os.environ) -> EnvRank | None:
     """Rank, size and job as the first launcher has set them, None where none has."""
     for launcher in _LAUNCHERS:
         rank, size = environ.get(launcher.rank), environ.get(launcher.size)
@@ -59,15 +59,15 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
                 f"the environment says {launcher.rank}={rank} and {launcher.size}={size}, which is no rank of a group; "
                 "correct or unset them, or give group=None"
             )
-        return Place(f"environment ({launcher.rank}, {launcher.size})", int(rank), int(size), _job(launcher, environ))
+        return EnvRank(f"environment ({launcher.rank}, {launcher.size})", int(rank), int(size), _job_id(launcher, environ))
     return None
 
 
-def _job(launcher: _Launcher, environ: Mapping[str, str]) -> Job:
+def _job_id(launcher: _Launcher, environ: Mapping[str, str]) -> JobId:
     """The name of the job, its restart included where the launcher counts it: CKPT_RUN_ID, or the launcher's own."""
     words = [environ.get(name, "") for name in (("CKPT_RUN_ID",) if "CKPT_RUN_ID" in environ else launcher.job)]
     named = bool(words) and words[0] not in ("", "none")  # torchrun's name of a job that was given none
-    return Job(hashlib.sha256("\n".join(words).encode()).hexdigest()[:12], named)
+    return JobId(hashlib.sha256("\n".join(words).encode()).hexdigest()[:12], named)
 
 
 class EnvGroup(Group):
@@ -77,39 +77,39 @@ class EnvGroup(Group):
     """
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
-        found = place()
+        found = rank_from_env()
         if found is None:
             raise GroupError("no launcher has told this process its rank: set RANK and WORLD_SIZE, or give group=None")
         self.name, self.rank, self.size = found.name, found.rank, found.size
-        self._job = found.job
+        self._job_id = found.job_id
         self._timeout = timeout
-        self._process = os.getpid()
-        self._meetings: dict[str, Meeting] = {}
+        self._creator_pid = os.getpid()
+        self._rendezvous: dict[str, StoreRendezvous] = {}
         self._url: str | None = None
 
     def meet_at(self, store: Store) -> None:
         self._url = store.url
-        if store.url not in self._meetings:
-            with self._noting(store.url), self._told(f"meeting at {store.url}"):
-                self._meetings[store.url] = Meeting(self, store, self._job, self._timeout)
+        if store.url not in self._rendezvous:
+            with self._leave_note_on_failure(store.url), self._as_group_error(f"meeting at {store.url}"):
+                self._rendezvous[store.url] = StoreRendezvous(self, store, self._job_id, self._timeout)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        meeting = self._meetings.get(self._url or "")
+        meeting = self._rendezvous.get(self._url or "")
         if meeting is None:
             raise GroupError(f"{self!r} has no network: all ranks must call meet_at(store) first")
         try:
-            with self._noting(meeting.url), self._told(f"a gather at {self._url}"):
+            with self._leave_note_on_failure(meeting.url), self._as_group_error(f"a gather at {self._url}"):
                 return meeting.gather(data)
         except GroupError:
             # The ranks no longer agree on which gather is the next.
-            self._meetings.pop(self._url or "", None)
-            self._one_host = None  # which some may have heard, and others not
+            self._rendezvous.pop(self._url or "", None)
+            self._is_one_host = None  # which some may have heard, and others not
             raise
 
     @contextmanager
-    def _noting(self, url: str) -> Iterator[None]:
+    def _leave_note_on_failure(self, url: str) -> Iterator[None]:
         """Where this rank can't reach the meeting place, the others of this host must not wait for it."""
-        notes = MeetingNotes(self, self._job.digest, url)
+        notes = RendezvousNotes(self, self._job_id.digest, url)
         notes.withdraw()
         try:
             yield
@@ -119,8 +119,8 @@ class EnvGroup(Group):
             raise
 
     def close(self) -> None:
-        meetings, self._meetings = self._meetings, {}
-        if os.getpid() != self._process:  # a forked child is no rank
+        meetings, self._rendezvous = self._rendezvous, {}
+        if os.getpid() != self._creator_pid:  # a forked child is no rank
             return
         for url, meeting in meetings.items():
             try:

@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from ckpt.process_identity import Owner, alive, is_dead, started, this_process
+from ckpt.process_identity import ProcessIdentity, is_alive, is_dead, process_start_ticks, this_process
 from ckpt.storage.decode import decode, read_json
 
 
@@ -18,41 +18,45 @@ from ckpt.storage.decode import decode, read_json
 class Hello:
     """Of one rank."""
 
-    owner: Owner
+    owner: ProcessIdentity
     parent: int
     """The process that has started it, 1 or 0 where that is not known any more."""
     parent_started: str
 
-    def lives(self, me: Hello) -> bool:
+    def can_be_alive(self, me: Hello) -> bool:
         """Whether its process may live."""
         return not is_dead(self.owner, me.owner)
 
-    def is_of(self, me: Hello) -> bool | None:
+    def has_same_launcher(self, me: Hello) -> bool | None:
         """Whether one process has started both; None where that can't be told."""
-        if not alive(self.owner, me.owner) or me.parent <= 1 or not me.parent_started:
+        if not is_alive(self.owner, me.owner) or me.parent <= 1 or not me.parent_started:
             return None
         return (self.parent, self.parent_started) == (me.parent, me.parent_started)
 
-    def is_left_over(self, me: Hello) -> bool:
+    def is_orphaned(self, me: Hello) -> bool:
         """Whether what has started it is gone, while that of this process lives: of a job that was killed, and begun again."""
-        return self.is_of(me) is False and self.parent > 1 and started(self.parent, must_look=True) != self.parent_started
+        return (
+            self.has_same_launcher(me) is False
+            and self.parent > 1
+            and process_start_ticks(self.parent, raise_unreadable=True) != self.parent_started
+        )
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """As an object of a meeting."""
         return json.dumps({**asdict(self.owner), "parent": self.parent, "parent_started": self.parent_started}).encode()
 
 
-def hello() -> Hello:
+def own_hello() -> Hello:
     """Of this process, before it waits: its parent may end meanwhile."""
     parent = os.getppid()
-    return Hello(this_process(), parent, started(parent))
+    return Hello(this_process(), parent, process_start_ticks(parent))
 
 
-def decoded(data: bytes | None) -> Hello | None:
+def decode_hello(data: bytes | None) -> Hello | None:
     """What was said; None where that is gone, or says nothing."""
     try:
-        said = read_json(data or b"")
-        parent, since = said.pop("parent"), said.pop("parent_started")
-        return Hello(decode(Owner, said), parent, since)
+        fields = read_json(data or b"")
+        parent, since = fields.pop("parent"), fields.pop("parent_started")
+        return Hello(decode(ProcessIdentity, fields), parent, since)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 _BASE = Path("/dev/shm")
-_MOST_BYTES = 64 * 1024
-_OLD_SECONDS = 86400.0
+_MAX_BYTES = 64 * 1024
+_EXPIRY_SECONDS = 86400.0
 """Nobody waits for a rank for so long."""
 
 
-def leave(key: str, data: bytes) -> None:
+def write(key: str, data: bytes) -> None:
     """Write a note. Raises OSError."""
     if not os.access(_BASE, os.W_OK):
         return
@@ -29,7 +29,7 @@ def leave(key: str, data: bytes) -> None:
     if not _is_mine(folder):
         return
     temporary = folder / f".{secrets.token_hex(8)}"
-    temporary.write_bytes(data[:_MOST_BYTES])
+    temporary.write_bytes(data[:_MAX_BYTES])
     os.replace(temporary, folder / _name(key))
     _remove_old(folder)
 
@@ -47,7 +47,7 @@ def read(key: str) -> bytes | None:
         return None
     try:
         with (folder / _name(key)).open("rb") as file:
-            return file.read(_MOST_BYTES)
+            return file.read(_MAX_BYTES)
     except OSError:
         return None
 
@@ -70,5 +70,5 @@ def _name(key: str) -> str:
 def _remove_old(folder: Path) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < time.time() - _OLD_SECONDS:
+            if path.lstat().st_mtime < time.time() - _EXPIRY_SECONDS:
                 path.unlink()

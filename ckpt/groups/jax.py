@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.groups.base import TIMEOUT_SECONDS, Group, late
+from ckpt.groups.base import TIMEOUT_SECONDS, Group, timeout_error
 from ckpt.storage.errors import GroupError, first_line
 
-_number = itertools.count()  # of the gathers of this process, whatever objects make them: keys are never used twice
+_gather_numbers = itertools.count()  # of the gathers of this process, whatever objects make them: keys are never used twice
 
 
 class JaxGroup(Group):
@@ -26,7 +26,7 @@ class JaxGroup(Group):
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
         self._timeout = timeout
-        state = _state()
+        state = _distributed_state()
         self._client: Any = getattr(state, "client", None)
         if self._client is not None:  # and do not start the backend only to ask who is there
             self.rank, self.size = state.process_id, state.num_processes
@@ -37,29 +37,29 @@ class JaxGroup(Group):
         self.has_network_notes = self._client is not None
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        with self._told("a gather"):
+        with self._as_group_error("a gather"):
             if self._client is None:
                 return self._gather_on_devices(data)
-            number = next(_number)
-            self._client.key_value_set_bytes(_key(number, self.rank), data)
+            number = next(_gather_numbers)
+            self._client.key_value_set_bytes(_gather_key(number, self.rank), data)
             until = time.monotonic() + self._timeout
-            got = [self._get(number, rank, until) for rank in range(self.size)]
+            got = [self._wait_for_part(number, rank, until) for rank in range(self.size)]
             # All have come to this gather, so all have left the one before and nobody needs it any more.
-            self._client.key_value_delete(_key(number - 1, self.rank))
+            self._client.key_value_delete(_gather_key(number - 1, self.rank))
             return got
 
-    def _get(self, number: int, rank: int, until: float) -> bytes:
+    def _wait_for_part(self, number: int, rank: int, until: float) -> bytes:
         left = max(1, int(1000 * (until - time.monotonic())))
         try:
-            data: bytes = self._client.blocking_key_value_get_bytes(_key(number, rank), left)
+            data: bytes = self._client.blocking_key_value_get_bytes(_gather_key(number, rank), left)
         except RuntimeError as error:
-            missing = [r for r in range(self.size) if not self._has(_key(number, r))]
+            missing = [r for r in range(self.size) if not self._has_key(_gather_key(number, r))]
             if not missing or "DEADLINE_EXCEEDED" not in str(error):
                 raise GroupError(
                     f"{self!r}: what rank {rank} gave to a gather could not be read: {first_line(error)}; "
                     "see whether the coordinator (process 0) has died, and restart the job"
                 ) from error
-            raise late(self, missing, "a gather", self._timeout) from error
+            raise timeout_error(self, missing, "a gather", self._timeout) from error
         return data
 
     def _leave_network_note(self, key: str, note: bytes) -> None:
@@ -71,7 +71,7 @@ class JaxGroup(Group):
         except RuntimeError:  # not there within 10 ms
             return None
 
-    def _has(self, key: str) -> bool:
+    def _has_key(self, key: str) -> bool:
         try:
             self._client.blocking_key_value_get_bytes(key, 10)
         except RuntimeError:
@@ -89,9 +89,9 @@ class JaxGroup(Group):
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def processes() -> int:
+def process_count() -> int:
     """How many processes jax.distributed was initialised with, 0 where it was not. Starts no backend."""
-    state = _state()
+    state = _distributed_state()
     if state is not None:
         return int(state.num_processes) if state.client is not None else 0
     import jax
@@ -99,7 +99,7 @@ def processes() -> int:
     return int(jax.process_count()) if jax.distributed.is_initialized() else 0
 
 
-def _state() -> Any:
+def _distributed_state() -> Any:
     """What jax.distributed knows, None where this release keeps it elsewhere."""
     try:
         from jax._src.distributed import global_state
@@ -108,5 +108,5 @@ def _state() -> Any:
     return global_state
 
 
-def _key(number: int, rank: int) -> str:
+def _gather_key(number: int, rank: int) -> str:
     return f"ckpt/{number}/{rank}"

@@ -25,28 +25,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.groups.base import Group, late, ranks_text
-from ckpt.groups.hello import Hello, decoded, hello
-from ckpt.groups.meeting_notes import MeetingNotes
-from ckpt.process_identity import alive
+from ckpt.groups.base import Group, ranks_text, timeout_error
+from ckpt.groups.hello import Hello, decode_hello, own_hello
+from ckpt.groups.meeting_notes import RendezvousNotes
+from ckpt.process_identity import is_alive
 from ckpt.storage.base import Store
 from ckpt.storage.decode import Malformed, read_json
 from ckpt.storage.errors import CkptError, GroupError, IntegrityError, NotFound
-from ckpt.storage.threads import Threads
+from ckpt.storage.threads import DaemonThreadPool
 
 log = logging.getLogger("ckpt")
 
-PLACE = "meet"
-_WORD_BYTES = 4 << 20
+RENDEZVOUS_FOLDER = "meet"
+_MAX_MARKER_BYTES = 4 << 20
 """The longest object of a meeting that no gather brings: the tokens of two hundred thousand ranks."""
-_GATHER_BYTES = 1 << 30
+_MAX_GATHER_BYTES = 1 << 30
 """The longest that a rank brings to a gather: where each of ten million arrays lies that it needs."""
-_FAREWELL_SECONDS = 2.0
+_LEAVE_SECONDS = 2.0
 """How long rank 0 waits at the end to clean up. Short, for it may be leaving because another rank has died."""
 _STALE_SECONDS = 86400.0
-_UNSURE_SECONDS = 1.0
+_WRITE_PROBE_SECONDS = 1.0
 """After so long without a meeting a rank looks whether it could write to the store at all."""
-_LONG_SECONDS = 15.0
+_WARN_SECONDS = 15.0
 """After so long a rank says for whom it waits."""
 _SETTLE_SECONDS = 2.0
 """How long rank 0 looks whether a rank comes once more, where the job has no name and another process has started that rank;
@@ -54,37 +54,37 @@ five times as long where that process is gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobId:
     """What tells the meetings of one job from those of others."""
 
     digest: str
-    named: bool
+    is_named: bool
     """Whether the launcher gave the job a name, so that another of the same digest is this one, started again."""
 
 
-class Meeting:
+class StoreRendezvous:
     """Ranks that have met at a store."""
 
-    def __init__(self, group: Group, store: Store, job: Job, timeout: float) -> None:
+    def __init__(self, group: Group, store: Store, job: JobId, timeout: float) -> None:
         self._group = group
         self._store = store
-        self._job = job
+        self._job_id = job
         self._timeout = timeout
-        self._me = hello()
-        self._others: dict[int, Hello] = {}
+        self._own_hello = own_hello()
+        self._peers: dict[int, Hello] = {}
         """Those that this rank waits for: rank 0 for all, the others for rank 0."""
-        self._gathers = 0
-        self._notes = MeetingNotes(group, job.digest, store.url)
-        self._folder = self._open() if group.rank == 0 else self._find()
+        self._gather_count = 0
+        self._notes = RendezvousNotes(group, job.digest, store.url)
+        self._folder = self._open() if group.rank == 0 else self._join_rendezvous()
 
     @property
     def url(self) -> str:
         """Of the meeting place."""
         return self._store.url
 
-    def _looks(self) -> Iterator[bool]:
+    def _poll_peers(self) -> Iterator[bool]:
         """`_waits` for the other ranks; raises GroupError where one of them noted that it can't reach the store."""
-        for is_long in _waits(self._timeout):
+        for is_long in _poll_times(self._timeout):
             self._notes.raise_failure()
             yield is_long
 
@@ -93,189 +93,196 @@ class Meeting:
     def _open(self) -> str:
         """Rank 0: open a meeting and wait for the others."""
         token = secrets.token_hex(8)
-        folder = f"{PLACE}/{self._job.digest}-{self._group.size}-{token}"
-        _put(self._store, f"{folder}/open", self._me.encoded())
-        came: dict[int, str] = {}
-        all_came: float | None = None
-        for is_long in self._looks():
-            hellos = _words(self._store, folder, "hello")
+        folder = f"{RENDEZVOUS_FOLDER}/{self._job_id.digest}-{self._group.size}-{token}"
+        _put(self._store, f"{folder}/open", self._own_hello.encode())
+        tokens: dict[int, str] = {}
+        complete_since: float | None = None
+        for is_long in self._poll_peers():
+            hellos = _list_markers(self._store, folder, "hello")
             if is_long:
-                self._tell([rank for rank in range(1, self._group.size) if rank not in hellos])
+                self._warn_missing([rank for rank in range(1, self._group.size) if rank not in hellos])
             if len(hellos) == self._group.size - 1:
-                came, doubt = self._living(folder, hellos)
-                if len(came) == len(hellos):
-                    if all_came is None and doubt:
+                tokens, settle_seconds = self._live_tokens(folder, hellos)
+                if len(tokens) == len(hellos):
+                    if complete_since is None and settle_seconds:
                         log.info("%r: waiting %g s for others that say to be one of its ranks: no CKPT_RUN_ID names this job",
-                                 self._group, doubt)  # fmt: skip
-                    all_came = all_came or time.monotonic()
-                    if time.monotonic() >= all_came + doubt:
+                                 self._group, settle_seconds)  # fmt: skip
+                    complete_since = complete_since or time.monotonic()
+                    if time.monotonic() >= complete_since + settle_seconds:
                         break
         else:
-            came, _ = self._living(folder, _words(self._store, folder, "hello"))
-            if len(came) < self._group.size - 1:
-                gone = _words(self._store, folder, "gone")
+            tokens, _ = self._live_tokens(folder, _list_markers(self._store, folder, "hello"))
+            if len(tokens) < self._group.size - 1:
+                departed = _list_markers(self._store, folder, "gone")
                 self._remove(folder)
-                raise self._late({0, *came, *gone} if len({*came, *gone}) < self._group.size - 1 else {0, *came})
-        names = [token, *(came[rank] for rank in range(1, self._group.size))]
+                raise self._timeout_error(
+                    {0, *tokens, *departed} if len({*tokens, *departed}) < self._group.size - 1 else {0, *tokens}
+                )
+        names = [token, *(tokens[rank] for rank in range(1, self._group.size))]
         _put(self._store, f"{folder}/members.json", json.dumps(names).encode())
-        self._clean(folder)
+        self._remove_stale(folder)
         return folder
 
-    def _find(self) -> str:
+    def _join_rendezvous(self) -> str:
         """Another rank: say hello in every meeting of the job until one answers."""
         rank, token = self._group.rank, secrets.token_hex(8)
-        mine = f"{self._job.digest}-{self._group.size}-"
+        mine = f"{self._job_id.digest}-{self._group.size}-"
         greeted: set[str] = set()
-        begun: set[str] = set()  # without this process
-        unsure: float | None = time.monotonic() + _UNSURE_SECONDS
-        for is_long in self._looks():
+        closed: set[str] = set()  # without this process
+        probe_at: float | None = time.monotonic() + _WRITE_PROBE_SECONDS
+        for is_long in self._poll_peers():
             if is_long:
-                self._tell([] if greeted else [0])
-            if unsure is not None and not greeted and time.monotonic() > unsure:
-                unsure = None
-                self._try(token)
-            folders = {f"{PLACE}/{name}" for name in self._store.list_folders(PLACE) if name.startswith(mine)}
-            for folder in folders - begun:
-                members = _tokens(_get(self._store, f"{folder}/members.json"), self._group.size)
+                self._warn_missing([] if greeted else [0])
+            if probe_at is not None and not greeted and time.monotonic() > probe_at:
+                probe_at = None
+                self._probe_write(token)
+            folders = {
+                f"{RENDEZVOUS_FOLDER}/{name}" for name in self._store.list_folders(RENDEZVOUS_FOLDER) if name.startswith(mine)
+            }
+            for folder in folders - closed:
+                members = _member_tokens(_get(self._store, f"{folder}/members.json"), self._group.size)
                 if folder not in greeted:
                     if members is not None:
-                        begun.add(folder)
+                        closed.add(folder)
                         continue
                     with suppress(NotFound):  # swept, as in _put, or the meeting is over: then not made anew by a hello
-                        self._store.put(f"{folder}/hello-{rank}-{token}", self._me.encoded())
+                        self._store.put(f"{folder}/hello-{rank}-{token}", self._own_hello.encode())
                         greeted.add(folder)
                 elif members is not None and members[rank] == token:
-                    self._withdraw(greeted - {folder}, token)
-                    if (opener := decoded(_get(self._store, f"{folder}/open"))) is not None:
-                        self._others[0] = opener
+                    self._withdraw_hellos(greeted - {folder}, token)
+                    if (opener := decode_hello(_get(self._store, f"{folder}/open"))) is not None:
+                        self._peers[0] = opener
                     return folder
         # Where one is still open it is the others that are missing; if all are there, rank 0 answers no more.
-        heard = [{0, rank, *_words(self._store, folder, "hello"), *_words(self._store, folder, "gone")} for folder in greeted]
+        present_by_folder = [
+            {0, rank, *_list_markers(self._store, folder, "hello"), *_list_markers(self._store, folder, "gone")}
+            for folder in greeted
+        ]
         others = set(range(1, self._group.size))
-        came = max(heard, key=len, default=others)
+        present = max(present_by_folder, key=len, default=others)
         for folder in greeted:  # who waits longer is not to blame this rank
             with suppress(CkptError):
                 if self._store.exists(f"{folder}/open"):
                     self._store.put(f"{folder}/gone-{rank}", b"")
-        self._withdraw(greeted, token)
-        raise self._late(others if came > others else came)
+        self._withdraw_hellos(greeted, token)
+        raise self._timeout_error(others if present > others else present)
 
-    def _tell(self, missing: Sequence[int]) -> None:
+    def _warn_missing(self, missing: Sequence[int]) -> None:
         """Say who has not come by now, and what may be the reason."""
-        here = self._store.list_folders(PLACE)
-        others = [name for name in here if not name.startswith((f"{self._job.digest}-", "try-"))]
-        perhaps = (
-            "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too: all of a job need the same"
-        )
+        folders = self._store.list_folders(RENDEZVOUS_FOLDER)
+        others = [name for name in folders if not name.startswith((f"{self._job_id.digest}-", "try-"))]
+        hint = "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too: all of a job need the same"
         log.warning(
             "%r: waiting for %s at %s, for %g s at most%s", self._group, ranks_text(missing) if missing else "the others",
-            self._store.url, self._timeout, perhaps if others else "",
+            self._store.url, self._timeout, hint if others else "",
         )  # fmt: skip
 
-    def _try(self, token: str) -> None:
+    def _probe_write(self, token: str) -> None:
         """Raise where this rank could not say hello, and rank 0 perhaps not open a meeting."""
-        name = f"{PLACE}/try-{token}/try"
+        name = f"{RENDEZVOUS_FOLDER}/try-{token}/try"
         _put(self._store, name, b"")
         self._store.delete([name])
 
-    def _withdraw(self, folders: Collection[str], token: str) -> None:
+    def _withdraw_hellos(self, folders: Collection[str], token: str) -> None:
         """Take the hellos back: nobody is to count on a process that does not come."""
         self._store.delete([f"{folder}/hello-{self._group.rank}-{token}" for folder in folders])
 
-    def _living(self, folder: str, hellos: dict[int, list[str]]) -> tuple[dict[int, str], float]:
+    def _live_tokens(self, folder: str, hellos: dict[int, list[str]]) -> tuple[dict[int, str], float]:
         """The token of each rank whose process may live: one that died since, and was started again, said hello too.
 
         Also how many seconds to look for others, where one of them may be of another job.
         """
-        me, doubt = self._me, 0.0
+        me, settle_seconds = self._own_hello, 0.0
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
-        said = iter(_get_all(self._store, names, _WORD_BYTES))
+        answers = iter(_get_all(self._store, names, _MAX_MARKER_BYTES))
         living: dict[int, str] = {}
         for rank, tokens in hellos.items():
-            came = [(token, decoded(next(said))) for token in tokens]
-            here = [(token, one) for token, one in came if one is not None and one.lives(me)]
-            if not self._job.named:
-                here = [it for it in here if not it[1].is_left_over(me)] or here
-                ours = [it for it in here if it[1].is_of(me)]
-                here = ours if len(ours) == 1 else here
-                for _, one in here:
-                    left_over = one.is_left_over(me)
-                    doubt = max(doubt, _SETTLE_SECONDS * (5 if left_over else 1 if one.is_of(me) is False else 0))
-            if len(here) > 1:
+            came = [(token, decode_hello(next(answers))) for token in tokens]
+            live = [(token, one) for token, one in came if one is not None and one.can_be_alive(me)]
+            if not self._job_id.is_named:
+                live = [it for it in live if not it[1].is_orphaned(me)] or live
+                same_launcher = [it for it in live if it[1].has_same_launcher(me)]
+                live = same_launcher if len(same_launcher) == 1 else live
+                for _, one in live:
+                    left_over = one.is_orphaned(me)
+                    settle_seconds = max(
+                        settle_seconds, _SETTLE_SECONDS * (5 if left_over else 1 if one.has_same_launcher(me) is False else 0)
+                    )
+            if len(live) > 1:
                 self._remove(folder)
-                who = " and ".join(f"process {one.owner.pid} on {one.owner.host}" for _, one in here)
+                who = " and ".join(f"process {one.owner.pid} on {one.owner.host}" for _, one in live)
                 raise GroupError(
                     f"{self._group!r}: {who} both say that they are rank {rank}: end what is left of an earlier start, "
                     f"and give jobs that use {self._store.url} at the same time a CKPT_RUN_ID each"
                 )
-            living.update((rank, token) for token, _ in here)
-            self._others.update((rank, one) for _, one in here)
-        return living, doubt
+            living.update((rank, token) for token, _ in live)
+            self._peers.update((rank, one) for _, one in live)
+        return living, settle_seconds
 
-    def _late(self, came: Collection[int], doing: str = "meet") -> GroupError:
-        missing = [rank for rank in range(self._group.size) if rank not in came]
-        return late(self._group, missing, f"{doing} at {self._store.url}", self._timeout)
+    def _timeout_error(self, present: Collection[int], doing: str = "meet") -> GroupError:
+        missing = [rank for rank in range(self._group.size) if rank not in present]
+        return timeout_error(self._group, missing, f"{doing} at {self._store.url}", self._timeout)
 
     # --- together ----------------------------------------------------------------------------------------------
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank."""
-        number = self._gathers
-        self._gathers += 1
+        number = self._gather_count
+        self._gather_count += 1
         mine = f"{self._folder}/{number}-{self._group.rank}"
         _put(self._store, mine, data)
         if self._group.rank:
-            together = self._await(number)
+            packed = self._await_parts(number)
             self._store.delete([mine])  # rank 0 has read it
         else:
-            together = self._collect(number)
-            _put(self._store, f"{self._folder}/{number}-all", together)
+            packed = self._collect_parts(number)
+            _put(self._store, f"{self._folder}/{number}-all", packed)
             # All have come to this gather, and each does so only when it has read the one before.
             self._store.delete([mine, f"{self._folder}/{number - 1}-all"])
-        return _split(together)
+        return _unpack_parts(packed)
 
-    def _collect(self, number: int) -> bytes:
+    def _collect_parts(self, number: int) -> bytes:
         """Rank 0: what all have brought, once they have."""
         names = [f"{self._folder}/{number}-{rank}" for rank in range(self._group.size)]
         dead: GroupError | None = None
-        for _ in self._looks():
-            here = {entry.name for entry in self._store.list(self._folder)}
-            if here.issuperset(names):
-                brought = [data for data in _get_all(self._store, names, _GATHER_BYTES) if data is not None]
-                if len(brought) == self._group.size:  # else the store lists what it can't yet read
-                    return _join(brought)
+        for _ in self._poll_peers():
+            present = {entry.name for entry in self._store.list(self._folder)}
+            if present.issuperset(names):
+                parts = [data for data in _get_all(self._store, names, _MAX_GATHER_BYTES) if data is not None]
+                if len(parts) == self._group.size:  # else the store lists what it can't yet read
+                    return _pack_parts(parts)
             elif dead is not None:
                 raise dead
-            dead = self._dead(rank for rank in range(self._group.size) if names[rank] not in here)
-        raise self._absent(number)
+            dead = self._dead_rank_error(rank for rank in range(self._group.size) if names[rank] not in present)
+        raise self._gather_timeout_error(number)
 
-    def _await(self, number: int) -> bytes:
+    def _await_parts(self, number: int) -> bytes:
         """Another rank: the same, from rank 0."""
         dead: GroupError | None = None
-        for _ in self._looks():
-            together = _get(self._store, f"{self._folder}/{number}-all", self._group.size * _GATHER_BYTES)
-            if together is not None:
-                return together
+        for _ in self._poll_peers():
+            packed = _get(self._store, f"{self._folder}/{number}-all", self._group.size * _MAX_GATHER_BYTES)
+            if packed is not None:
+                return packed
             if dead is not None:
                 raise dead
-            dead = self._dead([0])
-        raise self._absent(number)
+            dead = self._dead_rank_error([0])
+        raise self._gather_timeout_error(number)
 
-    def _dead(self, ranks: Iterable[int]) -> GroupError | None:
+    def _dead_rank_error(self, ranks: Iterable[int]) -> GroupError | None:
         """What to raise where one of these ranks, which was not heard, is dead: once it was looked for again."""
         for rank in ranks:
-            other = self._others.get(rank)
-            if other is not None and not other.lives(self._me):
+            other = self._peers.get(rank)
+            if other is not None and not other.can_be_alive(self._own_hello):
                 return GroupError(
                     f"{self._group!r}: rank {rank} (process {other.owner.pid} on {other.owner.host}) is dead; look at its log, "
                     "and restart the job"
                 )
         return None
 
-    def _absent(self, number: int) -> GroupError:
-        here = {entry.name for entry in self._store.list(self._folder)}
-        came = {rank for rank in range(self._group.size) if f"{self._folder}/{number}-{rank}" in here}
-        return self._late(came if len(came) < self._group.size else came - {0}, "a gather")
+    def _gather_timeout_error(self, number: int) -> GroupError:
+        present = {entry.name for entry in self._store.list(self._folder)}
+        arrived = {rank for rank in range(self._group.size) if f"{self._folder}/{number}-{rank}" in present}
+        return self._timeout_error(arrived if len(arrived) < self._group.size else arrived - {0}, "a gather")
 
     # --- and apart ---------------------------------------------------------------------------------------------
 
@@ -286,89 +293,89 @@ class Meeting:
                 # Not twice, as other puts: it may have been seen already, and everything removed.
                 self._store.put(f"{self._folder}/bye-{self._group.rank}", b"")
             return
-        for _ in _waits(_FAREWELL_SECONDS):
-            left = {entry.name for entry in self._store.list(self._folder)}
-            if all(f"{self._folder}/bye-{rank}" in left for rank in range(1, self._group.size)):
+        for _ in _poll_times(_LEAVE_SECONDS):
+            remaining = {entry.name for entry in self._store.list(self._folder)}
+            if all(f"{self._folder}/bye-{rank}" in remaining for rank in range(1, self._group.size)):
                 self._remove(self._folder)
                 return
 
     def _remove(self, folder: str) -> None:
         self._store.delete([entry.name for entry in self._store.list(folder)])
 
-    def _clean(self, mine: str) -> None:
+    def _remove_stale(self, own_folder: str) -> None:
         """Remove meetings whose rank 0 has died: nobody will ever need them."""
-        for name in list(self._store.list_folders(PLACE)):
-            folder = f"{PLACE}/{name}"
-            if folder == mine:
+        for name in list(self._store.list_folders(RENDEZVOUS_FOLDER)):
+            folder = f"{RENDEZVOUS_FOLDER}/{name}"
+            if folder == own_folder:
                 continue
             said = _get(self._store, f"{folder}/open")
-            opener = decoded(said)
+            opener = decode_hello(said)
             if said is not None and opener is None:  # damaged, or of a newer version: its ranks may be in a gather
                 log.info("%s/%s/open can't be read, so the meeting is left alone", self._store.url, folder)
                 continue
-            same_job = self._job.named and name.startswith(f"{self._job.digest}-")
-            if opener is None or _is_over(opener, self._me, same_job):
+            same_job = self._job_id.is_named and name.startswith(f"{self._job_id.digest}-")
+            if opener is None or _is_stale(opener, self._own_hello, same_job):
                 log.debug("removing %s of %s, which nobody needs", folder, self._store.url)
                 self._remove(folder)
 
 
-def _is_over(opener: Hello, me: Hello, same_job: bool) -> bool:
+def _is_stale(opener: Hello, me: Hello, same_job: bool) -> bool:
     """Whether nobody needs the meeting of this rank 0 any more. One of another job that lives may be in a gather."""
-    lives = alive(opener.owner, me.owner)
+    lives = is_alive(opener.owner, me.owner)
     if lives is None:  # on another host
-        return same_job or _age(opener.owner.since) > _STALE_SECONDS
+        return same_job or _age_seconds(opener.owner.since) > _STALE_SECONDS
     return not lives
 
 
-def _age(since: str) -> float:
+def _age_seconds(since: str) -> float:
     return time.time() - calendar.timegm(time.strptime(since, "%Y-%m-%dT%H:%M:%SZ"))
 
 
-def _words(store: Store, folder: str, word: str) -> dict[int, list[str]]:
+def _list_markers(store: Store, folder: str, marker: str) -> dict[int, list[str]]:
     """The ranks that have left such a word, each with the tokens that it gave."""
     found: dict[int, list[str]] = {}
     for entry in store.list(folder):
         kind, *rest = entry.name.rpartition("/")[2].split("-")
-        if kind == word:
+        if kind == marker:
             found.setdefault(int(rest[0]), []).extend(rest[1:])
     return found
 
 
-def _join(parts: Sequence[bytes]) -> bytes:
+def _pack_parts(parts: Sequence[bytes]) -> bytes:
     """Parts of any length as one object."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
-def _split(together: bytes) -> list[bytes]:
+def _unpack_parts(packed: bytes) -> list[bytes]:
     """The counterpart of `_join`."""
     parts, position = [], 0
-    while position < len(together):
+    while position < len(packed):
         begin = position + 8
-        position = begin + int.from_bytes(together[position:begin], "little")
-        parts.append(together[begin:position])
+        position = begin + int.from_bytes(packed[position:begin], "little")
+        parts.append(packed[begin:position])
     return parts
 
 
 def _get_all(store: Store, names: Sequence[str], limit: int) -> list[bytes | None]:
     """Many small objects, by several threads: of a thousand ranks in a bucket they take seconds each otherwise."""
-    with Threads(min(16, len(names) or 1), "ckpt-meeting") as pool:
+    with DaemonThreadPool(min(16, len(names) or 1), "ckpt-meeting") as pool:
         return list(pool.map(lambda name: _get(store, name, limit), names))
 
 
-def _get(store: Store, name: str, limit: int = _WORD_BYTES) -> bytes | None:
+def _get(store: Store, name: str, limit: int = _MAX_MARKER_BYTES) -> bytes | None:
     """An object; None where there is none. A word that is too long says nothing; what a rank brings must not be too long."""
     try:
         return store.get_up_to(name, limit)
     except NotFound:
         return None
     except IntegrityError as error:
-        if limit > _WORD_BYTES:
+        if limit > _MAX_MARKER_BYTES:
             raise GroupError(f"what the ranks have brought can't be read: {error}") from error
         log.warning("%s", error)
         return b""
 
 
-def _tokens(data: bytes | None, size: int) -> list[Any] | None:
+def _member_tokens(data: bytes | None, size: int) -> list[Any] | None:
     """Those of the members of a meeting, by rank; None where there are none yet."""
     if data is None:
         return None
@@ -391,10 +398,10 @@ def _put(store: Store, name: str, data: bytes) -> None:
     store.put(name, data)
 
 
-def _waits(seconds: float) -> Iterator[bool]:
+def _poll_times(seconds: float) -> Iterator[bool]:
     """Look now, then ever more rarely, and a last time when the time is over. True is given once, when that has lasted long."""
     until = time.monotonic() + seconds
-    pause, long = 0.002, time.monotonic() + _LONG_SECONDS
+    pause, long = 0.002, time.monotonic() + _WARN_SECONDS
     while True:
         is_long = time.monotonic() >= long
         long = math.inf if is_long else long

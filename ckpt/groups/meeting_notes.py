@@ -10,15 +10,15 @@ import time
 
 from ckpt.groups import host_notes
 from ckpt.groups.base import Group
-from ckpt.process_identity import started
+from ckpt.process_identity import process_start_ticks
 from ckpt.storage import errors
 from ckpt.storage.errors import GroupError, StoreError
 
-_raised: set[str] = set()
+_raised_tokens: set[str] = set()
 """Tokens of the notes that this process has raised. Each counts once, for the ranks may meet again after that."""
 
 
-class MeetingNotes:
+class RendezvousNotes:
     """The note of a job's ranks about one meeting place. One rank that fails is enough: a later note replaces it."""
 
     def __init__(self, group: Group, job: str, url: str) -> None:
@@ -28,9 +28,9 @@ class MeetingNotes:
 
     def leave(self, error: StoreError) -> None:
         """Note why this rank can't take part."""
-        said = {"rank": self._group.rank, "reason": str(error), "at": _now(), "token": secrets.token_hex(8)}
-        said |= {"kind": type(error).__name__, "errno": getattr(error.__cause__, "errno", None)}
-        self._group.leave_note(self._key, json.dumps(said).encode())
+        note = {"rank": self._group.rank, "reason": str(error), "at": _boot_clock_seconds(), "token": secrets.token_hex(8)}
+        note |= {"kind": type(error).__name__, "errno": getattr(error.__cause__, "errno", None)}
+        self._group.leave_note(self._key, json.dumps(note).encode())
 
     def withdraw(self) -> None:
         """This rank tries again."""
@@ -48,10 +48,10 @@ class MeetingNotes:
         if said is None:
             return
         rank, cause, at, token = said
-        began = _began()
-        if rank == self._group.rank or token in _raised or began is None or at < began:
+        began = _process_started_at()
+        if rank == self._group.rank or token in _raised_tokens or began is None or at < began:
             return
-        _raised.add(token)
+        _raised_tokens.add(token)
         where = "" if self._url in str(cause) else f" at {self._url}"
         error = GroupError(f"{self._group!r}: rank {rank} can't meet the others{where}: {cause}")
         error.noted = True
@@ -60,24 +60,24 @@ class MeetingNotes:
     def _read(self) -> tuple[int, StoreError, float, str] | None:
         data = self._group.note(self._key)
         try:
-            said = json.loads(data or b"null")
-            if said is None:
+            note = json.loads(data or b"null")
+            if note is None:
                 return None
-            kind = getattr(errors, str(said.get("kind")), StoreError)
-            cause = kind(str(said["reason"])) if issubclass(kind, StoreError) else StoreError(str(said["reason"]))
-            if isinstance(said.get("errno"), int):
-                cause.__cause__ = OSError(said["errno"], os.strerror(said["errno"]))
-            return int(said["rank"]), cause, float(said["at"]), str(said["token"])
+            kind = getattr(errors, str(note.get("kind")), StoreError)
+            cause = kind(str(note["reason"])) if issubclass(kind, StoreError) else StoreError(str(note["reason"]))
+            if isinstance(note.get("errno"), int):
+                cause.__cause__ = OSError(note["errno"], os.strerror(note["errno"]))
+            return int(note["rank"]), cause, float(note["at"]), str(note["token"])
         except (ValueError, KeyError, TypeError):
             return None
 
 
-def _now() -> float:
+def _boot_clock_seconds() -> float:
     """Seconds since this host was booted."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
 
 
-def _began() -> float | None:
+def _process_started_at() -> float | None:
     """When this process began, likewise; None where that can't be found out."""
-    ticks = started(os.getpid())
+    ticks = process_start_ticks(os.getpid())
     return int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None

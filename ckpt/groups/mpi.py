@@ -15,7 +15,7 @@ from ckpt.groups.base import Group, Message
 PIECE_BYTES = 1 << 30
 """Messages are cut to this length, and gathers to rounds of it: counts in MPI were 32 bits wide until MPI 4."""
 
-_MESSAGES, _NOTES = 0, 1
+_MESSAGE_TAG, _NOTE_TAG = 0, 1
 """Tags."""
 
 
@@ -28,26 +28,26 @@ class MpiGroup(Group):
     def __init__(self, communicator: Any) -> None:
         self.rank = communicator.Get_rank()
         self.size = communicator.Get_size()
-        self._given = communicator
-        self._own: Any = None
-        self._arrived: dict[str, bytes] = {}
-        self._sent: list[Any] = []
-        self.has_network_notes = _many_threads()
+        self._user_communicator = communicator
+        self._duplicate: Any = None
+        self._received_notes: dict[str, bytes] = {}
+        self._pending_sends: list[Any] = []
+        self.has_network_notes = _is_thread_multiple()
 
     def _communicator(self) -> Any:
         """A duplicate of the one given: a receive of the user's from any source can't take our messages there.
 
         Made at the first collective call, for making it is one too: a rank alone can still ask who it is.
         """
-        if self._own is None:
+        if self._duplicate is None:
             from mpi4py import MPI
 
-            self._own = self._given.Dup()
-            self._own.Set_errhandler(MPI.ERRORS_RETURN)  # as exceptions, whatever the user has set
-        return self._own
+            self._duplicate = self._user_communicator.Dup()
+            self._duplicate.Set_errhandler(MPI.ERRORS_RETURN)  # as exceptions, whatever the user has set
+        return self._duplicate
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        with self._told("a gather"):
+        with self._as_group_error("a gather"):
             communicator = self._communicator()
             lengths = np.empty(self.size, np.int64)
             communicator.Allgather(np.array([len(data)], np.int64), lengths)
@@ -58,80 +58,86 @@ class MpiGroup(Group):
                 ends = np.cumsum(counts)
                 got = np.empty(int(ends[-1]), np.uint8)
                 mine = np.frombuffer(data, np.uint8)[start : start + piece]
-                communicator.Allgatherv(mine, [got, counts.tolist(), (ends - counts).tolist(), _byte()])
+                communicator.Allgatherv(mine, [got, counts.tolist(), (ends - counts).tolist(), _byte_type()])
                 for part, end, count in zip(parts, ends, counts, strict=True):
                     part.append(got[end - count : end].tobytes())
             return [b"".join(part) for part in parts]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        mine = self._first(data)
-        with self._told("a broadcast"):
+        mine = self._broadcast_input(data)
+        with self._as_group_error("a broadcast"):
             communicator = self._communicator()
             length = np.array([len(mine)], np.int64)
             communicator.Bcast(length)
             got = np.empty(int(length[0]), np.uint8)
             if self.rank == 0:
                 got[:] = np.frombuffer(mine, np.uint8)
-            for piece in _pieces(got.data):
-                communicator.Bcast([piece, _byte()])
+            for piece in _split_message(got.data):
+                communicator.Bcast([piece, _byte_type()])
             return got.tobytes()
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
         from mpi4py import MPI
 
-        with self._told("an exchange"):
+        with self._as_group_error("an exchange"):
             communicator = self._communicator()
             # Messages of one tag between two ranks do not overtake each other (MPI 4.1, section 3.5).
             requests = [
-                communicator.Irecv([piece, MPI.BYTE], peer, _MESSAGES) for peer, data in receive for piece in _pieces(data)
+                communicator.Irecv([piece, MPI.BYTE], peer, _MESSAGE_TAG)
+                for peer, data in receive
+                for piece in _split_message(data)
             ]
             requests += [
-                communicator.Isend([piece, MPI.BYTE], peer, _MESSAGES) for peer, data in send for piece in _pieces(data)
+                communicator.Isend([piece, MPI.BYTE], peer, _MESSAGE_TAG)
+                for peer, data in send
+                for piece in _split_message(data)
             ]
             MPI.Request.Waitall(requests)
 
     def _leave_network_note(self, key: str, note: bytes) -> None:
         from mpi4py import MPI
 
-        if self._own is None or MPI.Is_finalized():  # not met yet: making the communicator is collective
+        if self._duplicate is None or MPI.Is_finalized():  # not met yet: making the communicator is collective
             return
         data = len(key.encode()).to_bytes(4, "little") + key.encode() + note
-        self._sent = [request for request in self._sent if not request.Test()]
-        self._sent += [self._own.Isend([data, _byte()], peer, _NOTES) for peer in range(self.size) if peer != self.rank]
+        self._pending_sends = [request for request in self._pending_sends if not request.Test()]
+        self._pending_sends += [
+            self._duplicate.Isend([data, _byte_type()], peer, _NOTE_TAG) for peer in range(self.size) if peer != self.rank
+        ]
 
     def _network_note(self, key: str) -> bytes | None:
         from mpi4py import MPI
 
         status = MPI.Status()
-        if self._own is None or MPI.Is_finalized():
+        if self._duplicate is None or MPI.Is_finalized():
             return None
-        while (message := self._own.Improbe(MPI.ANY_SOURCE, _NOTES, status)) is not None:
-            data = bytearray(status.Get_count(_byte()))
-            message.Recv([data, _byte()])
+        while (message := self._duplicate.Improbe(MPI.ANY_SOURCE, _NOTE_TAG, status)) is not None:
+            data = bytearray(status.Get_count(_byte_type()))
+            message.Recv([data, _byte_type()])
             end = 4 + int.from_bytes(data[:4], "little")
-            self._arrived[data[4:end].decode()] = bytes(data[end:])
-        return self._arrived.get(key)
+            self._received_notes[data[4:end].decode()] = bytes(data[end:])
+        return self._received_notes.get(key)
 
     def close(self) -> None:
         from mpi4py import MPI
 
-        own, self._own = self._own, None
+        own, self._duplicate = self._duplicate, None
         if own is not None and not MPI.Is_finalized():
             own.Free()
 
 
-def _many_threads() -> bool:
+def _is_thread_multiple() -> bool:
     """Whether MPI may be called from several threads at once: a save waits in the background."""
     from mpi4py import MPI
 
     return MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def _byte() -> Any:
+def _byte_type() -> Any:
     from mpi4py import MPI
 
     return MPI.BYTE
 
 
-def _pieces(data: memoryview) -> list[memoryview]:
+def _split_message(data: memoryview) -> list[memoryview]:
     return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]

@@ -6,17 +6,17 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from ckpt.groups.base import Group, Message, late
+from ckpt.groups.base import Group, Message, timeout_error
 from ckpt.storage.errors import GroupError
 
 
-class _Table:
+class _SharedState:
     """Where the threads of a group put down what they bring."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.condition = threading.Condition()
         self.gathers: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
-        self.letters: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        self.messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
 
 
 class ThreadGroup(Group):
@@ -25,33 +25,33 @@ class ThreadGroup(Group):
     name = "threads"
     can_exchange = True
 
-    def __init__(self, rank: int, size: int, table: _Table, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, shared: _SharedState, timeout: float) -> None:
         self.rank = rank
         self.size = size
-        self._table = table
+        self._shared = shared
         self._timeout = timeout
-        self._gathers = 0
+        self._gather_count = 0
 
     @staticmethod
     def make(size: int, timeout: float = 60) -> list[Group]:
         """One group object for each of `size` threads; they wait for each other `timeout` seconds."""
-        table = _Table()
-        return [ThreadGroup(rank, size, table, timeout) for rank in range(size)]
+        shared = _SharedState()
+        return [ThreadGroup(rank, size, shared, timeout) for rank in range(size)]
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        number = self._gathers
-        self._gathers += 1
-        with self._table.changed:
-            came = self._table.gathers[number]
-            came[self.rank] = bytes(data)
-            self._table.changed.notify_all()
-            if not self._table.changed.wait_for(lambda: len(came) == self.size, self._timeout):
-                raise late(self, [r for r in range(self.size) if r not in came], "a gather", self._timeout)
-            self._table.gathers.pop(number - 1, None)  # all have come here, so all have left that one
-            return [came[rank] for rank in range(self.size)]
+        number = self._gather_count
+        self._gather_count += 1
+        with self._shared.condition:
+            parts = self._shared.gathers[number]
+            parts[self.rank] = bytes(data)
+            self._shared.condition.notify_all()
+            if not self._shared.condition.wait_for(lambda: len(parts) == self.size, self._timeout):
+                raise timeout_error(self, [r for r in range(self.size) if r not in parts], "a gather", self._timeout)
+            self._shared.gathers.pop(number - 1, None)  # all have come here, so all have left that one
+            return [parts[rank] for rank in range(self.size)]
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
-        letters, changed = self._table.letters, self._table.changed
+        letters, changed = self._shared.messages, self._shared.condition
         with changed:
             for peer, data in send:
                 letters[self.rank, peer].append(bytes(data))
@@ -60,7 +60,7 @@ class ThreadGroup(Group):
             mail = letters[peer, self.rank]
             with changed:
                 if not changed.wait_for(mail.__len__, self._timeout):
-                    raise late(self, [peer], "an exchange", self._timeout)
+                    raise timeout_error(self, [peer], "an exchange", self._timeout)
                 letter = mail.popleft()
             if len(letter) != len(data):
                 raise GroupError(f"{self!r}: rank {peer} sent {len(letter)} bytes where {len(data)} were awaited")

@@ -27,22 +27,22 @@ class TorchGroup(Group):
         import torch.distributed as dist
 
         # Not held: one that the user destroys must go, or its threads are alive when the process ends, and may abort it.
-        self._weak = weakref.ref(dist.group.WORLD if group is None else group)
+        self._group_reference = weakref.ref(dist.group.WORLD if group is None else group)
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
-        self._members = dist.get_process_group_ranks(self._group)  # messages go to global ranks, in a subgroup too
-        kinds = _devices(self._group)
+        self._global_ranks = dist.get_process_group_ranks(self._group)  # messages go to global ranks, in a subgroup too
+        kinds = _device_kinds(self._group)
         kind = "cpu" if "cpu" in kinds else kinds[0]
         # The user has set the current device of a rank, or the collectives of the training would not work either.
         index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
         self._device = torch.device(kind, index)
         # Point to point on the device would take its memory, and its time from the training.
         self.can_exchange = kind == "cpu"
-        self._met = False
+        self._has_met = False
 
     @property
     def _group(self) -> Any:
-        found = self._weak()
+        found = self._group_reference()
         if found is None:
             raise ValueError("the process group was destroyed")  # told as GroupError
         return found
@@ -51,18 +51,18 @@ class TorchGroup(Group):
         """Before all else, once: gloo can say who does not come, by a barrier, and no other call of it does."""
         import torch.distributed as dist
 
-        if self._met:
+        if self._has_met:
             return
-        with self._told("meeting"):
-            if dist.get_backend(self._group) == dist.Backend.GLOO and (limit := _timeout(self._group)) is not None:
+        with self._as_group_error("meeting"):
+            if dist.get_backend(self._group) == dist.Backend.GLOO and (limit := _gloo_timeout(self._group)) is not None:
                 dist.monitored_barrier(self._group, limit, wait_all_ranks=True)
-        self._met = True
+        self._has_met = True
 
     def all_gather(self, data: bytes) -> list[bytes]:
         import torch
         import torch.distributed as dist
 
-        with self._told("a gather"):
+        with self._as_group_error("a gather"):
             mine = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
             gathered = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(gathered, mine, group=self._group)
@@ -72,7 +72,7 @@ class TorchGroup(Group):
             # Padded to the longest, for not every backend gathers different lengths.
             mine = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
             if data:
-                mine[: len(data)] = _tensor(memoryview(data))
+                mine[: len(data)] = _as_tensor(memoryview(data))
             gathered = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(gathered, mine, group=self._group)
             return [bytes(g[:n].cpu().numpy()) for g, n in zip(gathered, lengths, strict=True)]
@@ -81,16 +81,16 @@ class TorchGroup(Group):
         import torch
         import torch.distributed as dist
 
-        mine = self._first(data)
-        with self._told("a broadcast"):
+        mine = self._broadcast_input(data)
+        with self._as_group_error("a broadcast"):
             length = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
-            dist.broadcast(length, self._members[0], group=self._group)
+            dist.broadcast(length, self._global_ranks[0], group=self._group)
             if not int(length):
                 return b""
             got = torch.empty(int(length), dtype=torch.uint8, device=self._device)
             if mine:
-                got[:] = _tensor(memoryview(mine))
-            dist.broadcast(got, self._members[0], group=self._group)
+                got[:] = _as_tensor(memoryview(mine))
+            dist.broadcast(got, self._global_ranks[0], group=self._group)
             return bytes(got.cpu().numpy())
 
     def _leave_network_note(self, key: str, note: bytes) -> None:
@@ -103,12 +103,12 @@ class TorchGroup(Group):
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
         import torch.distributed as dist
 
-        with self._told("an exchange"):
+        with self._as_group_error("an exchange"):
             operations = [
-                dist.P2POp(call, piece, self._members[peer], self._group)
+                dist.P2POp(call, piece, self._global_ranks[peer], self._group)
                 for call, messages in ((dist.irecv, receive), (dist.isend, send))
                 for peer, data in messages
-                for piece in _tensor(data).split(PIECE_BYTES)
+                for piece in _as_tensor(data).split(PIECE_BYTES)
             ]
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
@@ -121,7 +121,7 @@ def _key_value_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _timeout(group: Any) -> Any:
+def _gloo_timeout(group: Any) -> Any:
     """That of a process group on gloo, as timedelta; None where this version of torch does not tell it."""
     import torch
 
@@ -129,14 +129,14 @@ def _timeout(group: Any) -> Any:
     return getattr(options, "_timeout", None)
 
 
-def _devices(group: Any) -> list[str]:
+def _device_kinds(group: Any) -> list[str]:
     """The kinds of device that a process group serves, such as cpu and cuda for "cpu:gloo,cuda:nccl"."""
     import torch.distributed as dist
 
     return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
 
-def _tensor(data: memoryview) -> Any:
+def _as_tensor(data: memoryview) -> Any:
     """The same memory as a tensor; a copy of memory that is read-only, which torch has no word for."""
     import torch
 

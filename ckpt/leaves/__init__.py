@@ -20,9 +20,9 @@ def as_leaf(value: Any) -> ArrayLeaf | None:
     """Return the leaf that `value` is, or None where it is no array. Raise TypeError for an array that has no bytes."""
     kind = type(value)
     try:
-        maker = _makers[kind]
+        maker = _leaf_makers[kind]
     except KeyError:
-        maker = _makers[kind] = _maker(kind)
+        maker = _leaf_makers[kind] = _leaf_maker(kind)
     if maker is None:
         return None
     try:
@@ -34,10 +34,10 @@ def as_leaf(value: Any) -> ArrayLeaf | None:
         raise TypeError(message) from error
 
 
-_makers: dict[type, Callable[[Any], ArrayLeaf | None] | None] = {}
+_leaf_makers: dict[type, Callable[[Any], ArrayLeaf | None] | None] = {}
 
 
-def _maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
+def _leaf_maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
     """What makes leaves of values of this type, None for a type of no arrays."""
     if issubclass(kind, np.ndarray):
         return NumpyLeaf

@@ -9,20 +9,20 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.shard import ONLY, Box, Replica, whole
+from ckpt.shard import SINGLE_REPLICA, Box, Replica, whole_box
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Part(NamedTuple):
+class LeafShard(NamedTuple):
     """A shard: a box of a leaf's global array, in memory of exactly its shape."""
 
     leaf: ArrayLeaf
     box: Box
-    replica: Replica = ONLY
+    replica: Replica = SINGLE_REPLICA
 
 
-class Memory(NamedTuple):
+class MemoryLayout(NamedTuple):
     """Where the elements of an array lie and how its bytes are read. Two arrays are the same array where all of it is equal."""
 
     device: str
@@ -38,11 +38,11 @@ class Memory(NamedTuple):
     """What turns the bytes into the elements: "conj" and "neg" of a lazy view of torch."""
 
 
-class Elements(NamedTuple):
+class StridedElements(NamedTuple):
     """Some elements of an array in C order: runs of equal length at equal distances."""
 
     runs: int
-    run: int
+    run_length: int
     """Elements of each run."""
     stride: int
     """Elements from the beginning of one run to that of the next."""
@@ -50,14 +50,14 @@ class Elements(NamedTuple):
     run_type: np.dtype[Any]
     """A run as one numpy element."""
 
-    def of(self, data: Bytes) -> bytes:
+    def take_from(self, data: Bytes) -> bytes:
         """Those elements of the bytes of an array."""
         return np.ndarray((self.runs,), self.run_type, data, 0, (self.stride_bytes,)).tobytes()
 
-    def numbers(self) -> npt.NDArray[np.int64]:
+    def indices(self) -> npt.NDArray[np.int64]:
         """The numbers of the elements."""
         starts = np.arange(self.runs, dtype=np.int64)[:, np.newaxis] * self.stride
-        return np.asarray(starts + np.arange(self.run, dtype=np.int64)).reshape(-1)
+        return np.asarray(starts + np.arange(self.run_length, dtype=np.int64)).reshape(-1)
 
 
 class ArrayLeaf(ABC):
@@ -89,7 +89,7 @@ class ArrayLeaf(ABC):
 
     def identity(self) -> Hashable | None:
         """Equal for two leaves that are the same array: tied weights. None where no other leaf can be the same."""
-        memory = self.memory()
+        memory = self.memory_layout()
         return None if memory is None else (self.kind, memory)
 
     def address(self) -> int | None:
@@ -99,7 +99,7 @@ class ArrayLeaf(ABC):
         """
         return None
 
-    def memory(self) -> Memory | None:
+    def memory_layout(self) -> MemoryLayout | None:
         """Where the elements of the user's array lie, to which `write` of a target puts them; None where no other array can
         share them."""
         return None
@@ -112,30 +112,30 @@ class ArrayLeaf(ABC):
         """A number that grows with each in-place change, where the framework counts them."""
         return None
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether nothing can ever change these bytes, so that a save may read them later."""
         return False
 
-    def on_cuda(self) -> bool:
+    def is_on_cuda(self) -> bool:
         """Whether the bytes come from a CUDA device, to which page-locked memory is much nearer."""
         return False
 
-    def parts(self) -> list[Part] | None:
+    def shards(self) -> list[LeafShard] | None:
         """The shards of a global array that this leaf stands for; None where it is all there, in this memory."""
         return None
 
-    def copy_of_all(self) -> ArrayLeaf | None:
+    def full_copy(self) -> ArrayLeaf | None:
         """The leaf with all elements of the array, where other ranks with this name should have an equal copy; else None."""
-        return self if self.parts() is None else None
+        return self if self.shards() is None else None
 
     @classmethod
-    def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
+    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
         """The bytes of some elements of leaves of this class, for each leaf."""
         found = []
         for leaf, elements in leaves:
             data = np.empty(leaf.nbytes, np.uint8)
-            leaf.read(whole(leaf.shape), data)
-            found.append(elements.of(data))
+            leaf.read(whole_box(leaf.shape), data)
+            found.append(elements.take_from(data))
         return found
 
     def finish(self) -> Any:

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.leaves.base import ArrayLeaf, Part
-from ckpt.leaves.sharded import ShardedLeaf, checked
+from ckpt.leaves.base import ArrayLeaf, LeafShard
+from ckpt.leaves.sharded import ShardedLeaf, require_in_bounds
 from ckpt.leaves.torch import as_leaf as leaf_of
 from ckpt.leaves.torch import attributes_of
 from ckpt.shard import Box, Replica
 
-Run = tuple[int, int]
+IndexRun = tuple[int, int]
 """First index and length, along one axis."""
 
 
@@ -37,16 +37,16 @@ def _of_dtensor(value: Any) -> ArrayLeaf:
     if local.requires_grad:
         local = local.detach()
     extent = tuple(local.shape)
-    parts: list[Part] = []
+    parts: list[LeafShard] = []
     if (coordinate := mesh.get_coordinate()) is not None:  # else this rank is not in the mesh
-        place = _place(mesh, placements, tuple(coordinate))
-        for box, within in shard_boxes(shape, place.mesh_shape, place.coordinate, place.cuts):
+        place = _mesh_position(mesh, placements, tuple(coordinate))
+        for box, within in shard_boxes(shape, place.mesh_shape, place.coordinate, place.splits):
             leaf = leaf_of(local if within.shape == extent else local[within.slices()])
             if leaf.shape != box.shape:
                 raise TypeError(
                     f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(extent)}"
                 )
-            parts.append(Part(leaf, box, place.replica))
+            parts.append(LeafShard(leaf, box, place.replica))
     plain = parts[0].leaf if parts else leaf_of(local)
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, attributes_of(value))
 
@@ -56,12 +56,14 @@ def _of_sharded_tensor(value: Any) -> ArrayLeaf:
     parts = []
     for shard in value.local_shards():
         offset = tuple(shard.metadata.shard_offsets)
-        parts.append(checked(Part(leaf_of(shard.tensor.detach()), Box(offset, tuple(shard.metadata.shard_sizes))), shape))
+        parts.append(
+            require_in_bounds(LeafShard(leaf_of(shard.tensor.detach()), Box(offset, tuple(shard.metadata.shard_sizes))), shape)
+        )
     plain = parts[0].leaf if parts else leaf_of(torch.empty(0, dtype=value.dtype))
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts)
 
 
-def copies(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:
+def replica_ranks(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:
     """The ranks that hold copies of this rank's shard of a DTensor, where its mesh is not all there is to know.
 
     holders: the ranks that have the tensor. Beyond those of its mesh they have it on meshes beside that one, made by the
@@ -69,22 +71,22 @@ def copies(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:
     its mesh has all the holders, or where no larger mesh is known that does.
     """
     mesh = value.device_mesh
-    own = set(mesh.mesh.reshape(-1).tolist())
-    root = _root(mesh)
-    if mesh.get_coordinate() is None or root is None or own.issuperset(holders):
+    mesh_ranks = set(mesh.mesh.reshape(-1).tolist())
+    root = _root_mesh(mesh)
+    if mesh.get_coordinate() is None or root is None or mesh_ranks.issuperset(holders):
         return None
     coordinates = {int(root.mesh[at]): at for at in itertools.product(*map(range, root.mesh.shape))}
-    if not own.issubset(coordinates) or not coordinates.keys() >= set(holders):
+    if not mesh_ranks.issubset(coordinates) or not coordinates.keys() >= set(holders):
         return None
-    varied = [axis for axis in range(root.mesh.ndim) if len({coordinates[rank][axis] for rank in own}) > 1]
-    if len(own) != math.prod(root.mesh.shape[axis] for axis in varied):
+    varied = [axis for axis in range(root.mesh.ndim) if len({coordinates[rank][axis] for rank in mesh_ranks}) > 1]
+    if len(mesh_ranks) != math.prod(root.mesh.shape[axis] for axis in varied):
         return None  # no cut along axes
-    here = _replica(mesh, tuple(mesh.get_coordinate()), tuple(value.placements)).ranks or ()
-    places = {tuple(coordinates[rank][axis] for axis in varied) for rank in here}
-    return tuple(sorted(r for r in holders if tuple(coordinates[r][axis] for axis in varied) in places))
+    replica_ranks_here = _replica(mesh, tuple(mesh.get_coordinate()), tuple(value.placements)).ranks or ()
+    replica_coordinates = {tuple(coordinates[rank][axis] for axis in varied) for rank in replica_ranks_here}
+    return tuple(sorted(r for r in holders if tuple(coordinates[r][axis] for axis in varied) in replica_coordinates))
 
 
-def _root(mesh: Any) -> Any:
+def _root_mesh(mesh: Any) -> Any:
     """The mesh that this one was cut from, by the names that releases of torch have for it."""
     if callable(find := getattr(mesh, "_get_root_mesh", None)):
         return find()
@@ -92,28 +94,28 @@ def _root(mesh: Any) -> Any:
     return None if resources is None else resources.get_root_mesh(mesh)
 
 
-Cut = tuple[int, int] | None
+MeshSplit = tuple[int, int] | None
 """How a mesh dimension cuts: (axis, split factor), None where it holds copies."""
 
 
-class _Place(NamedTuple):
+class _MeshPosition(NamedTuple):
     """Where this rank stands in a mesh, for tensors of the same placements."""
 
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
-    cuts: tuple[Cut, ...]
+    splits: tuple[MeshSplit, ...]
     replica: Replica
 
 
 @lru_cache(maxsize=1024)
-def _place(mesh: Any, placements: tuple[Any, ...], at: tuple[int, ...]) -> _Place:
+def _mesh_position(mesh: Any, placements: tuple[Any, ...], at: tuple[int, ...]) -> _MeshPosition:
     """Of the rank that stands there. Remembered: what the mesh answers takes longer than to plan a tensor."""
     if any(p.is_partial() for p in placements):
         raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")
-    return _Place(tuple(mesh.shape), at, tuple(map(_cut_of, placements)), _replica(mesh, at, placements))
+    return _MeshPosition(tuple(mesh.shape), at, tuple(map(_mesh_split, placements)), _replica(mesh, at, placements))
 
 
-def _cut_of(placement: Any) -> Cut:
+def _mesh_split(placement: Any) -> MeshSplit:
     if placement.is_replicate():
         return None
     dim = getattr(placement, "dim", None)
@@ -131,15 +133,15 @@ def _replica(mesh: Any, coordinate: tuple[int, ...], placements: Sequence[Any]) 
 
 @lru_cache(maxsize=4096)
 def shard_boxes(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], cuts: tuple[Cut, ...]
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], splits: tuple[MeshSplit, ...]
 ) -> list[tuple[Box, Box]]:
     """The boxes of a global array at one place of a mesh, and where each lies in the local tensor."""
-    runs: list[list[Run]] = [[(0, n)] for n in shape]
-    for cut, size, at in zip(cuts, mesh_shape, coordinate, strict=True):
+    runs: list[list[IndexRun]] = [[(0, n)] for n in shape]
+    for cut, size, at in zip(splits, mesh_shape, coordinate, strict=True):
         if cut is not None:
             axis, factor = cut
-            runs[axis] = [run for piece in _pieces(runs[axis], factor) for run in _chunk(piece, size, at)]
-    merged = [_merge(r) for r in runs]
+            runs[axis] = [run for piece in _split_runs(runs[axis], factor) for run in _chunk_runs(piece, size, at)]
+    merged = [_merge_runs(r) for r in runs]
     if not all(merged):
         return []
     local = [list(itertools.accumulate((n for _, n in axis), initial=0)) for axis in merged]
@@ -154,11 +156,11 @@ def shard_boxes(
     return found
 
 
-def _pieces(runs: list[Run], count: int) -> list[list[Run]]:
-    return [runs] if count == 1 else [_chunk(runs, count, i) for i in range(count)]
+def _split_runs(runs: list[IndexRun], count: int) -> list[list[IndexRun]]:
+    return [runs] if count == 1 else [_chunk_runs(runs, count, i) for i in range(count)]
 
 
-def _chunk(runs: list[Run], count: int, index: int) -> list[Run]:
+def _chunk_runs(runs: list[IndexRun], count: int, index: int) -> list[IndexRun]:
     """Chunk `index` of `count`, as torch.chunk makes them: all of the rounded-up size but the last ones."""
     total = sum(n for _, n in runs)
     step = -(-total // count)
@@ -173,9 +175,9 @@ def _chunk(runs: list[Run], count: int, index: int) -> list[Run]:
     return found
 
 
-def _merge(runs: list[Run]) -> list[Run]:
+def _merge_runs(runs: list[IndexRun]) -> list[IndexRun]:
     """Join runs that follow each other."""
-    found: list[Run] = []
+    found: list[IndexRun] = []
     for start, length in runs:
         if found and sum(found[-1]) == start:
             found[-1] = (found[-1][0], found[-1][1] + length)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckpt.dtypes import dtype_name, numpy_dtype
-from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, MemoryLayout, StridedElements
 from ckpt.shard import Box
 
 
@@ -19,31 +19,31 @@ class HostLeaf(ArrayLeaf):
     __slots__ = ("array",)
 
     array: np.ndarray[Any, Any]
-    may_alias: ClassVar[bool] = True
+    can_alias: ClassVar[bool] = True
     """Whether another array can lie in the same memory and change it."""
 
     def read(self, box: Box, out: Bytes) -> None:
-        np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[_index(box)])
+        np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[_view_index(box)])
 
     def write(self, box: Box, data: Bytes) -> None:
-        np.copyto(self.array[_index(box)], data.view(self.array.dtype).reshape(box.shape))
+        np.copyto(self.array[_view_index(box)], data.view(self.array.dtype).reshape(box.shape))
 
     @classmethod
-    def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
-        return [leaf.array.flat[elements.numbers()].tobytes() for leaf, elements in leaves]
+    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
+        return [leaf.array.flat[elements.indices()].tobytes() for leaf, elements in leaves]
 
     def address(self) -> int | None:
-        return None if self.flat is None or not self.may_alias else int(self.array.__array_interface__["data"][0])
+        return None if self.flat is None or not self.can_alias else int(self.array.__array_interface__["data"][0])
 
-    def memory(self) -> Memory | None:
-        if not self.may_alias:
+    def memory_layout(self) -> MemoryLayout | None:
+        if not self.can_alias:
             return None
         array = self.array
         start = array.__array_interface__["data"][0]
-        return Memory("cpu", start, array.shape, array.strides, self.itemsize, self.dtype)
+        return MemoryLayout("cpu", start, array.shape, array.strides, self.itemsize, self.dtype)
 
 
-def _index(box: Box) -> Any:
+def _view_index(box: Box) -> Any:
     """The box as an index that gives a view; without the ellipsis an array without axes would give a scalar."""
     return (*box.slices(), ...)
 
@@ -76,18 +76,18 @@ class NumpyLeaf(HostLeaf):
         self.itemsize = array.dtype.itemsize
         self.nbytes = array.nbytes
         # Seen as raw elements: numpy then never converts, and copies of exotic types are plain memory copies.
-        self.array = array if array.dtype.kind in "biufc" else _opaque(array)
+        self.array = array if array.dtype.kind in "biufc" else _as_opaque(array)
         self.flat = flat_bytes(self.array) if self.itemsize else np.empty(0, np.uint8)
 
     def attributes(self) -> dict[str, Any]:
         value = self.value
-        return {} if type(value) is np.ndarray and not value.dtype.names else _class_of(value)
+        return {} if type(value) is np.ndarray and not value.dtype.names else _class_attribute(value)
 
     def target(self) -> ArrayLeaf:
-        return self if self.array.flags.writeable else _ReadOnly(self.value)
+        return self if self.array.flags.writeable else _ReadOnlyLeaf(self.value)
 
 
-class _ReadOnly(NumpyLeaf):
+class _ReadOnlyLeaf(NumpyLeaf):
     """A new array in place of a read-only one, which a load hands out read-only as well."""
 
     __slots__ = ()
@@ -104,7 +104,7 @@ class NumpyScalarLeaf(NumpyLeaf):
     """One numpy scalar: immutable, so that a load hands out a new one."""
 
     kind = "scalar"
-    may_alias = False
+    can_alias = False
 
     __slots__ = ()
 
@@ -122,7 +122,7 @@ class BytesLeaf(NumpyLeaf):
     """A long Python bytes or bytearray, kept in the packs rather than in the tree file."""
 
     kind = "bytes"
-    may_alias = False
+    can_alias = False
 
     __slots__ = ("_type",)
 
@@ -142,14 +142,14 @@ def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[s
     value = np.empty(shape, numpy_dtype(dtype))
     if kind == "bytes":
         return BytesLeaf(value, bytearray if attributes.get("type") == "bytearray" else bytes)
-    return NumpyLeaf(_as_class(value, attributes.get("class"))) if kind == "numpy" else NumpyScalarLeaf(value)
+    return NumpyLeaf(_view_as_class(value, attributes.get("class"))) if kind == "numpy" else NumpyScalarLeaf(value)
 
 
 _CLASSES = ("matrix", "recarray", "chararray")
 """Classes of numpy that add methods to an array and no data."""
 
 
-def _class_of(value: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _class_attribute(value: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The attribute `class`: that of an array where it is one of numpy's, `record` where only the elements are of a class."""
     kind = type(value)
     if kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in _CLASSES:
@@ -157,7 +157,7 @@ def _class_of(value: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"class": "record"} if value.dtype.type is np.record else {}
 
 
-def _as_class(value: np.ndarray[Any, Any], name: str | None) -> np.ndarray[Any, Any]:
+def _view_as_class(value: np.ndarray[Any, Any], name: str | None) -> np.ndarray[Any, Any]:
     """An array as the class that `_class_of` gave a name to."""
     if name == "record":
         return value.view(np.dtype((np.record, value.dtype)))
@@ -166,7 +166,7 @@ def _as_class(value: np.ndarray[Any, Any], name: str | None) -> np.ndarray[Any, 
     return value
 
 
-def _opaque(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _as_opaque(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The same memory with elements that numpy moves but never looks into."""
     size = array.dtype.itemsize
     if not size:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ckpt.dtypes import dtype_name, numpy_dtype
-from ckpt.leaves.base import ArrayLeaf, Part
+from ckpt.leaves.base import ArrayLeaf, LeafShard
 from ckpt.leaves.host import HostLeaf, NumpyLeaf, flat_bytes
 from ckpt.leaves.sharded import ShardedLeaf
 from ckpt.shard import Box, Replica
@@ -36,13 +36,13 @@ class JaxLeaf(HostLeaf):
     """A jax array to be saved. The bytes of a key array are its key data."""
 
     kind = "jax"
-    may_alias = False
+    can_alias = False
 
     __slots__ = ("_data", "_key")
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value
-        self._data, self._key = _plain(value)
+        self._data, self._key = _plain_data(value)
         array = np.asarray(self._data)
         self.dtype = dtype_name(array.dtype)
         self.shape = array.shape
@@ -57,7 +57,7 @@ class JaxLeaf(HostLeaf):
     def attributes(self) -> dict[str, Any]:
         return {"key": self._key} if self._key else {}
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         # The host array keeps the buffer alive, also when jit donates it; a device array would be deleted instead,
         # but np.asarray has already copied that one.
         return True
@@ -85,7 +85,7 @@ class _JaxTarget(NumpyLeaf):
         if self._key:
             made = jax.random.wrap_key_data(jax.numpy.asarray(self.value), impl=self._key)
             return jax.device_put(made, self._sharding)
-        return _same_type(jax.device_put(self.value, self._sharding), self)
+        return _require_same_dtype(jax.device_put(self.value, self._sharding), self)
 
 
 class JaxShards(ShardedLeaf):
@@ -94,16 +94,18 @@ class JaxShards(ShardedLeaf):
     __slots__ = ("_data", "_key")
 
     def __init__(self, value: jax.Array) -> None:
-        self._data, self._key = _plain(value)
+        self._data, self._key = _plain_data(value)
         shape = self._data.shape
-        places = _places(self._data.sharding, shape)
+        processes_by_box = _processes_by_box(self._data.sharding, shape)
         mine = jax.process_index()
-        parts: dict[Box, Part] = {}
+        parts: dict[Box, LeafShard] = {}
         for shard in self._data.addressable_shards:
-            box = _box(shard.index, shape)
+            box = _box_of_index(shard.index, shape)
             if box not in parts:
-                holders = places[box]
-                parts[box] = Part(_HostShard(np.asarray(shard.data)), box, Replica(holders.index(mine), len(holders), holders))
+                holders = processes_by_box[box]
+                parts[box] = LeafShard(
+                    _HostShard(np.asarray(shard.data)), box, Replica(holders.index(mine), len(holders), holders)
+                )
         attributes = {"key": self._key} if self._key else {}
         dtype = np.dtype(self._data.dtype)
         super().__init__(value, "jax", shape, dtype_name(dtype), dtype.itemsize, list(parts.values()), attributes)
@@ -119,11 +121,11 @@ class _HostShard(NumpyLeaf):
     """One shard, seen on the host. Nothing changes it, and the host array keeps its buffer alive."""
 
     kind = "jax"
-    may_alias = False
+    can_alias = False
 
     __slots__ = ()
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         return True
 
 
@@ -134,41 +136,41 @@ class _JaxShardsTarget(ShardedLeaf):
 
     def __init__(self, like: JaxShards, sharding: Any, key: str | None) -> None:
         dtype = numpy_dtype(like.dtype)
-        parts = [Part(NumpyLeaf(np.empty(p.box.shape, dtype)), p.box, p.replica) for p in like.parts()]
+        parts = [LeafShard(NumpyLeaf(np.empty(p.box.shape, dtype)), p.box, p.replica) for p in like.shards()]
         super().__init__(None, "jax", like.shape, like.dtype, like.itemsize, parts)
         self._sharding = sharding
         self._key = key
 
     def finish(self) -> Any:
-        shards = {p.box: p.leaf.value for p in self.parts()}
+        shards = {p.box: p.leaf.value for p in self.shards()}
         devices = self._sharding.addressable_devices_indices_map(self.shape)
-        arrays = [jax.device_put(shards[_box(index, self.shape)], device) for device, index in devices.items()]
+        arrays = [jax.device_put(shards[_box_of_index(index, self.shape)], device) for device, index in devices.items()]
         made = jax.make_array_from_single_device_arrays(self.shape, self._sharding, arrays)
-        return jax.random.wrap_key_data(made, impl=self._key) if self._key else _same_type(made, self)
+        return jax.random.wrap_key_data(made, impl=self._key) if self._key else _require_same_dtype(made, self)
 
 
-def _plain(value: jax.Array) -> tuple[jax.Array, str | None]:
+def _plain_data(value: jax.Array) -> tuple[jax.Array, str | None]:
     """The array of plain numbers, and the random generator if it is one of keys."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value), str(jax.random.key_impl(value))
     return value, None
 
 
-def _same_type(made: jax.Array, leaf: ArrayLeaf) -> jax.Array:
+def _require_same_dtype(made: jax.Array, leaf: ArrayLeaf) -> jax.Array:
     if dtype_name(np.dtype(made.dtype)) != leaf.dtype:
         raise TypeError(f"jax made {made.dtype} of {leaf.dtype}: set jax_enable_x64 to load it")
     return made
 
 
 @lru_cache(maxsize=4096)
-def _places(sharding: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+def _processes_by_box(sharding: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
     """The processes that hold each shard."""
     found: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        found.setdefault(_box(index, shape), set()).add(device.process_index)
+        found.setdefault(_box_of_index(index, shape), set()).add(device.process_index)
     return {box: tuple(sorted(processes)) for box, processes in found.items()}
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def _box_of_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     spans = [s.indices(n) for s, n in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _, _ in spans), tuple(b - a for a, b, _ in spans))

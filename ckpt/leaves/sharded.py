@@ -7,8 +7,8 @@ import operator
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from ckpt.leaves.base import ArrayLeaf, Bytes, Part
-from ckpt.shard import Box, Replica, flat_boxes, whole
+from ckpt.leaves.base import ArrayLeaf, Bytes, LeafShard
+from ckpt.shard import Box, Replica, flat_boxes, whole_box
 from ckpt.storage.errors import InvalidArgument
 
 
@@ -36,12 +36,12 @@ class Shard:
         if (offset is None) == (flat is None):
             raise InvalidArgument("Shard: give either offset=, the corner of the box, or flat=, the first element")
         self.local = local
-        self.global_shape = _numbers(global_shape, "global_shape")
+        self.global_shape = _as_integers(global_shape, "global_shape")
         self.flat = None if flat is None else operator.index(flat)
         if not isinstance(replica, Replica) and (not isinstance(replica, (tuple, list)) or len(replica) != 2):
             raise InvalidArgument(f"Shard: replica={replica!r}: use (i, n) for copy i of n")
         self.replica = Replica(*replica)
-        if not 0 <= self.replica.number < self.replica.of:
+        if not 0 <= self.replica.number < self.replica.total:
             raise InvalidArgument(f"Shard: replica={tuple(replica)[:2]}: use (i, n) with 0 <= i < n")
         self._several = flat is None and isinstance(local, (list, tuple))
         self.offset: list[tuple[int, ...]] = []
@@ -49,7 +49,7 @@ class Shard:
             corners: Any = offset if self._several else [offset]
             if self._several and (hasattr(corners, "__index__") or any(hasattr(corner, "__index__") for corner in corners)):
                 raise InvalidArgument(f"Shard: offset={offset!r}: to a list of arrays give a list of offsets, as [(2, 0)]")
-            self.offset = [_numbers(o, "offset") for o in corners]
+            self.offset = [_as_integers(o, "offset") for o in corners]
             if self._several and len(self.offset) != len(local):
                 raise InvalidArgument(f"Shard: {len(local)} local arrays and {len(self.offset)} offsets")
 
@@ -65,12 +65,12 @@ class Shard:
 class ShardedLeaf(ArrayLeaf):
     """A leaf by its shards, each within it (see `checked`). `shape` is that of the global array, `nbytes` what is held here."""
 
-    __slots__ = ("_attributes", "_parts", "kind")
+    __slots__ = ("_attributes", "_shards", "kind")
 
     kind: str  # type: ignore[misc]
 
     def __init__(
-        self, value: Any, kind: str, shape: tuple[int, ...], dtype: str, itemsize: int, parts: list[Part],
+        self, value: Any, kind: str, shape: tuple[int, ...], dtype: str, itemsize: int, shards: list[LeafShard],
         attributes: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.value = value
@@ -78,19 +78,19 @@ class ShardedLeaf(ArrayLeaf):
         self.dtype = dtype
         self.shape = shape
         self.itemsize = itemsize
-        self.nbytes = parts[0].leaf.nbytes if len(parts) == 1 else sum(p.leaf.nbytes for p in parts)
+        self.nbytes = shards[0].leaf.nbytes if len(shards) == 1 else sum(p.leaf.nbytes for p in shards)
         self.flat = None
-        self._parts = parts
+        self._shards = shards
         self._attributes = attributes or {}
 
-    def parts(self) -> list[Part]:
-        return self._parts
+    def shards(self) -> list[LeafShard]:
+        return self._shards
 
-    def copy_of_all(self) -> ArrayLeaf | None:
-        if len(self._parts) != 1 or not isinstance(self.value, Shard):  # else a framework describes its copies
+    def full_copy(self) -> ArrayLeaf | None:
+        if len(self._shards) != 1 or not isinstance(self.value, Shard):  # else a framework describes its copies
             return None
-        leaf, box, replica = self._parts[0]
-        return leaf if replica.of > 1 and not replica.whole and box == whole(self.shape) else None
+        leaf, box, replica = self._shards[0]
+        return leaf if replica.total > 1 and not replica.is_stored_whole and box == whole_box(self.shape) else None
 
     def read(self, box: Box, out: Bytes) -> None:
         raise AssertionError("a sharded leaf is read through its parts")
@@ -100,26 +100,26 @@ class ShardedLeaf(ArrayLeaf):
 
     def identity(self) -> Hashable | None:
         found: list[Hashable] = [self.shape]
-        for part in self._parts:
+        for part in self._shards:
             if (known := part.leaf.identity()) is None:
                 return None
             found += (part.box, known)
-        return tuple(found) if self._parts else None
+        return tuple(found) if self._shards else None
 
     def attributes(self) -> dict[str, Any]:
         return self._attributes
 
-    def frozen(self) -> bool:
-        return all(p.leaf.frozen() for p in self._parts)
+    def is_frozen(self) -> bool:
+        return all(p.leaf.is_frozen() for p in self._shards)
 
-    def on_cuda(self) -> bool:
-        return any(p.leaf.on_cuda() for p in self._parts)
+    def is_on_cuda(self) -> bool:
+        return any(p.leaf.is_on_cuda() for p in self._shards)
 
     def target(self) -> ArrayLeaf:
-        parts = [Part(p.leaf.target(), p.box, p.replica) for p in self._parts]
-        if all(a.leaf is b.leaf for a, b in zip(parts, self._parts, strict=True)):
+        parts = [LeafShard(p.leaf.target(), p.box, p.replica) for p in self._shards]
+        if all(a.leaf is b.leaf for a, b in zip(parts, self._shards, strict=True)):
             return self
-        if any(a.leaf.value is not b.leaf.value for a, b in zip(parts, self._parts, strict=True)):
+        if any(a.leaf.value is not b.leaf.value for a, b in zip(parts, self._shards, strict=True)):
             raise TypeError(
                 "its local array cannot be filled in place: use a numpy array that can be written to or a torch tensor"
             )
@@ -133,7 +133,7 @@ def as_leaf(value: Shard) -> ArrayLeaf:
     leaves = []
     for local in value.locals():
         leaf = leaf_of(local)
-        if leaf is None or leaf.parts() is not None:
+        if leaf is None or leaf.shards() is not None:
             raise TypeError(f"a Shard holds plain arrays, not a {type(local).__name__}")
         leaves.append(leaf)
     if not leaves:
@@ -142,14 +142,16 @@ def as_leaf(value: Shard) -> ArrayLeaf:
     if any(leaf.dtype != first.dtype for leaf in leaves):
         raise TypeError(f"the local arrays of a Shard differ in dtype: {', '.join(leaf.dtype for leaf in leaves)}")
     if value.flat is not None:
-        parts = _flat_parts(first, value)
+        parts = _flat_shards(first, value)
     else:
         boxes = [Box(offset, leaf.shape) for leaf, offset in zip(leaves, value.offset, strict=True)]
-        parts = [checked(Part(*held, value.replica), value.global_shape) for held in zip(leaves, boxes, strict=True)]
+        parts = [
+            require_in_bounds(LeafShard(*held, value.replica), value.global_shape) for held in zip(leaves, boxes, strict=True)
+        ]
     return ShardedLeaf(value, first.kind, value.global_shape, first.dtype, first.itemsize, parts, first.attributes())
 
 
-def _flat_parts(leaf: ArrayLeaf, value: Shard) -> list[Part]:
+def _flat_shards(leaf: ArrayLeaf, value: Shard) -> list[LeafShard]:
     """The boxes of a range of the flattened array, each a view of the local memory."""
     from ckpt.leaves import as_leaf as leaf_of
 
@@ -165,15 +167,15 @@ def _flat_parts(leaf: ArrayLeaf, value: Shard) -> list[Part]:
         view = flat[at : at + box.size].reshape(box.shape)
         part = leaf_of(view)
         assert part is not None
-        parts.append(Part(part, box, value.replica))
+        parts.append(LeafShard(part, box, value.replica))
         at += box.size
-    memory = leaf.memory()
-    if parts and memory is not None and (mine := parts[0].leaf.memory()) is not None and mine.start != memory.start:
+    memory = leaf.memory_layout()
+    if parts and memory is not None and (mine := parts[0].leaf.memory_layout()) is not None and mine.start != memory.start:
         raise TypeError("the local array of a flat Shard must be contiguous, so that it can be filled in place")
     return parts
 
 
-def checked(part: Part, shape: tuple[int, ...]) -> Part:
+def require_in_bounds(part: LeafShard, shape: tuple[int, ...]) -> LeafShard:
     """A shard of an array of `shape` that somebody has named; raise TypeError where it does not lie in there."""
     leaf, box, _ = part
     if len(box.offset) != len(shape) or len(leaf.shape) != len(shape):
@@ -190,7 +192,7 @@ def checked(part: Part, shape: tuple[int, ...]) -> Part:
     return part
 
 
-def _numbers(values: Any, what: str) -> tuple[int, ...]:
+def _as_integers(values: Any, what: str) -> tuple[int, ...]:
     try:
         return tuple(operator.index(v) for v in values)
     except TypeError:

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt.leaves.base import ArrayLeaf, Bytes, Elements, Memory
+from ckpt.leaves.base import ArrayLeaf, Bytes, MemoryLayout, StridedElements
 from ckpt.leaves.host import HostLeaf, flat_bytes
 from ckpt.shard import Box, contiguous_start
 
 # numpy knows these itself; every other type is shown to it as plain integers of the same size.
-_NUMPY = {
+_NUMPY_DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.complex64, torch.complex128, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
 }  # fmt: skip
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_leaf(value: torch.Tensor) -> ArrayLeaf:
@@ -81,19 +81,19 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class _Type(NamedTuple):
+class _TensorType(NamedTuple):
     name: str
     itemsize: int
-    shown: torch.dtype | None
+    view_dtype: torch.dtype | None
     """As what numpy is shown it, None for what it knows itself."""
 
 
 @lru_cache(maxsize=64)
-def _type(dtype: torch.dtype) -> _Type:
+def _tensor_type(dtype: torch.dtype) -> _TensorType:
     if dtype in _QUANTIZED:
         raise TypeError(f"a quantized tensor ({dtype}) carries scales: store .int_repr() and the scales")
-    shown = None if dtype in _NUMPY else _INTEGERS[dtype.itemsize]
-    return _Type(str(dtype).removeprefix("torch."), dtype.itemsize, shown)
+    shown = None if dtype in _NUMPY_DTYPES else _INTEGER_DTYPES[dtype.itemsize]
+    return _TensorType(str(dtype).removeprefix("torch."), dtype.itemsize, shown)
 
 
 def _require_storage(value: torch.Tensor) -> None:
@@ -112,40 +112,40 @@ def _require_storage(value: torch.Tensor) -> None:
     )
 
 
-def _lazy_view(value: torch.Tensor) -> str:
+def _lazy_view_of(value: torch.Tensor) -> str:
     """`Memory.view` of a tensor."""
     return " ".join(["conj"] * value.is_conj() + ["neg"] * value.is_neg())
 
 
-def _applied(value: torch.Tensor) -> torch.Tensor:
+def _resolve_lazy_view(value: torch.Tensor) -> torch.Tensor:
     """A copy of a lazy view, with its elements as the user sees them."""
     return value.resolve_conj().resolve_neg()
 
 
-class _Tensor(ArrayLeaf):
+class _TensorLeaf(ArrayLeaf):
     kind = "torch"
 
     __slots__ = ()
 
     _start: int
     """Address of the first element."""
-    _lazy: str
+    _lazy_view: str
     """`Memory.view`: what a lazy view has not applied to its bytes yet."""
 
     def _describe(self, value: torch.Tensor) -> tuple[torch.dtype | None, int]:
         """Set what describes the tensor. Return the type under which numpy knows it, None for its own, and `_start`."""
         self.value = value
-        self.dtype, self.itemsize, shown = _type(value.dtype)
+        self.dtype, self.itemsize, shown = _tensor_type(value.dtype)
         self.nbytes = value.nbytes
         start = value.data_ptr()
         if self.nbytes and (not start or value.untyped_storage().nbytes() != self.nbytes):
             _require_storage(value)
         return shown, start
 
-    def memory(self) -> Memory | None:
+    def memory_layout(self) -> MemoryLayout | None:
         value, size = self.value, self.itemsize
         strides = tuple([step * size for step in value.stride()])
-        return Memory(str(value.device), self._start, self.shape, strides, size, self.dtype, self._lazy)
+        return MemoryLayout(str(value.device), self._start, self.shape, strides, size, self.dtype, self._lazy_view)
 
     def attributes(self) -> dict[str, Any]:
         value = self.value
@@ -155,19 +155,19 @@ class _Tensor(ArrayLeaf):
         return None if self.value.is_inference() else self.value._version
 
     def target(self) -> ArrayLeaf:
-        return _LazyTarget(self.value, self) if self._lazy else self
+        return _LazyTarget(self.value, self) if self._lazy_view else self
 
 
-class _LazyTarget(_Tensor):
+class _LazyTarget(_TensorLeaf):
     """A conjugate or negative view to be filled: torch writes through it what makes it show the given elements."""
 
-    __slots__ = ("_lazy", "_start")
+    __slots__ = ("_lazy_view", "_start")
 
-    def __init__(self, value: torch.Tensor, like: _Tensor) -> None:
+    def __init__(self, value: torch.Tensor, like: _TensorLeaf) -> None:
         self.value = value
         self.dtype, self.shape, self.itemsize, self.nbytes = like.dtype, like.shape, like.itemsize, like.nbytes
         self.flat = None
-        self._lazy, self._start = like._lazy, like._start
+        self._lazy_view, self._start = like._lazy_view, like._start
 
     def read(self, box: Box, out: Bytes) -> None:
         raise AssertionError("a target is not read")
@@ -178,42 +178,42 @@ class _LazyTarget(_Tensor):
             self.value[box.slices()].copy_(source)
 
 
-class TorchLeaf(_Tensor, HostLeaf):
+class TorchLeaf(_TensorLeaf, HostLeaf):
     """A tensor on the host."""
 
-    __slots__ = ("_lazy", "_start")
+    __slots__ = ("_lazy_view", "_start")
 
     def __init__(self, value: torch.Tensor) -> None:
         shown, self._start = self._describe(value)
         plain = value.detach() if value.requires_grad else value
-        self._lazy = ""
+        self._lazy_view = ""
         try:
             self.array = (plain if shown is None else plain.view(shown)).numpy()
         except RuntimeError:  # both refuse a lazy view; to ask each tensor first would take as long as all else here
-            self._lazy = _lazy_view(plain)
-            if not self._lazy:
+            self._lazy_view = _lazy_view_of(plain)
+            if not self._lazy_view:
                 raise
-            plain = _applied(plain)
+            plain = _resolve_lazy_view(plain)
             self.array = (plain if shown is None else plain.view(shown)).numpy()
         self.shape = self.array.shape
         self.flat = flat_bytes(self.array)
 
     def address(self) -> int | None:
-        return None if self.flat is None or self._lazy else self._start  # `array` is a copy of a lazy view
+        return None if self.flat is None or self._lazy_view else self._start  # `array` is a copy of a lazy view
 
 
-class DeviceLeaf(_Tensor):
+class DeviceLeaf(_TensorLeaf):
     """A tensor on an accelerator. What made it is waited for by an event, never by stopping the device."""
 
-    __slots__ = ("_lazy", "_plain", "_ready", "_start")
+    __slots__ = ("_lazy_view", "_plain", "_ready", "_start")
 
     def __init__(self, value: torch.Tensor) -> None:
         self.shape = tuple(value.shape)
         shown, self._start = self._describe(value)
         plain = value.detach()  # it is read later, when it may want a gradient
-        if lazy := _lazy_view(plain):
-            plain = _applied(plain)
-        self._lazy = lazy
+        if lazy := _lazy_view_of(plain):
+            plain = _resolve_lazy_view(plain)
+        self._lazy_view = lazy
         self._plain = plain if shown is None else plain.view(shown)
         self.flat = None
         self._ready = None
@@ -224,26 +224,26 @@ class DeviceLeaf(_Tensor):
     def read(self, box: Box, out: Bytes) -> None:
         host = torch.from_numpy(out)
         if self._ready is None:
-            host.copy_(self._bytes(box))
+            host.copy_(self._box_bytes(box))
             return
         stream = _side_stream(self._plain.device)
         stream.wait_event(self._ready)
         with torch.cuda.stream(stream):
-            host.copy_(self._bytes(box), non_blocking=True)
+            host.copy_(self._box_bytes(box), non_blocking=True)
             done = torch.cuda.Event()
             done.record(stream)
         done.synchronize()
 
     @classmethod
-    def picked(cls, leaves: Sequence[tuple[Any, Elements]]) -> list[bytes]:
+    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
         """With one transfer for each device and type: one for each leaf would take longer than to copy the state."""
         found = [b""] * len(leaves)
-        together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        indices_by_type: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, (leaf, _) in enumerate(leaves):
-            together.setdefault((leaf._plain.device, leaf._plain.dtype), []).append(i)
-        for (device, _), those in together.items():
-            with _reading(device, [leaves[i][0]._ready for i in those]):
-                data = torch.cat([_elements(leaves[i][0]._plain, leaves[i][1]) for i in those]).cpu()
+            indices_by_type.setdefault((leaf._plain.device, leaf._plain.dtype), []).append(i)
+        for (device, _), those in indices_by_type.items():
+            with _on_side_stream(device, [leaves[i][0]._ready for i in those]):
+                data = torch.cat([_strided_elements(leaves[i][0]._plain, leaves[i][1]) for i in those]).cpu()
             at = 0
             raw = data.numpy().view(np.uint8)
             for i in those:
@@ -257,10 +257,10 @@ class DeviceLeaf(_Tensor):
         with torch.no_grad():
             self._plain[box.slices()].copy_(source)
 
-    def on_cuda(self) -> bool:
+    def is_on_cuda(self) -> bool:
         return self._ready is not None
 
-    def _bytes(self, box: Box) -> torch.Tensor:
+    def _box_bytes(self, box: Box) -> torch.Tensor:
         if self._plain.is_contiguous() and (start := contiguous_start(box, self.shape)) is not None:
             part = self._plain.view(-1)[start : start + box.size]
         else:
@@ -268,16 +268,16 @@ class DeviceLeaf(_Tensor):
         return part.view(torch.uint8)
 
 
-def _elements(plain: torch.Tensor, elements: Elements) -> torch.Tensor:
+def _strided_elements(plain: torch.Tensor, elements: StridedElements) -> torch.Tensor:
     """Some elements of a tensor, one after the other."""
     runs, run, stride, _, _ = elements
     if plain.is_contiguous():
         return plain.as_strided((runs, run), (stride, 1)).reshape(-1)
-    return plain.take(torch.from_numpy(elements.numbers()).to(plain.device))
+    return plain.take(torch.from_numpy(elements.indices()).to(plain.device))
 
 
 @contextmanager
-def _reading(device: torch.device, ready: Sequence[torch.cuda.Event | None]) -> Iterator[None]:
+def _on_side_stream(device: torch.device, ready: Sequence[torch.cuda.Event | None]) -> Iterator[None]:
     """In it, what is read of tensors on a device is read beside the training step's kernels, after these events."""
     events = [event for event in ready if event is not None]
     if not events:
@@ -290,12 +290,12 @@ def _reading(device: torch.device, ready: Sequence[torch.cuda.Event | None]) -> 
         yield
 
 
-_local = threading.local()
+_thread_local = threading.local()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream for each thread and device, so that copies run beside the training step's kernels."""
-    streams = _local.__dict__.setdefault("streams", {})
+    streams = _thread_local.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
     stream: torch.cuda.Stream = streams[device]

@@ -11,7 +11,7 @@ from test_run_hosts import starts
 from test_run_memory import InMemory, failures, job, keepers
 
 from ckpt.recovery import host
-from ckpt.recovery.state import Entry
+from ckpt.recovery.state import LogEntry
 
 __all__ = ["job"]
 
@@ -19,7 +19,7 @@ __all__ = ["job"]
 def processes_of(run: InMemory, name: str) -> list[int]:
     """The agent and what serves the memory of its host."""
     agent = run.agents[name].pid
-    return [agent, *(pid for pid in keepers(run) if int(host._fields(pid)[1]) == agent)]
+    return [agent, *(pid for pid in keepers(run) if int(host._stat_fields(pid)[1]) == agent)]
 
 
 def test_one_host_is_killed_and_the_other_stands_still(job: Callable[..., InMemory]) -> None:
@@ -35,7 +35,7 @@ def test_one_host_is_killed_and_the_other_stands_still(job: Callable[..., InMemo
         os.kill(pid, signal.SIGSTOP)
     run.agents[killed].kill()
 
-    def waits_or_went_on(log: list[Entry]) -> bool:
+    def waits_or_went_on(log: list[LogEntry]) -> bool:
         return any("awaited" in entry.facts for entry in log) or len(list(run.folder.glob("from-1-*"))) == 2
 
     run.until(waits_or_went_on, "waited for")

@@ -100,13 +100,13 @@ def _refuse(store: LocalStore):  # type: ignore[no-untyped-def]
 
 def test_notes_are_left_alone_in_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_notes, "_BASE", tmp_path)
-    host_notes.leave("a", b"said")
+    host_notes.write("a", b"said")
     assert host_notes.read("a") == b"said"
     assert host_notes.read("b") is None
     folder = host_notes._folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     os.utime(folder / host_notes._name("a"), (0, 0))
-    host_notes.leave("b", b"now")
+    host_notes.write("b", b"now")
     assert host_notes.read("a") is None, "nobody waits for so long"
     other = tmp_path / "other"
     folder.rename(other)
@@ -119,12 +119,12 @@ def test_the_network_of_notes_may_stand_still(monkeypatch: pytest.MonkeyPatch) -
     import threading
 
     from ckpt.groups import base
-    from ckpt.groups.base import Alone
+    from ckpt.groups.base import SingleProcessGroup
 
     monkeypatch.setattr(base, "_NOTE_SECONDS", 0.05)
     goes_on, calls = threading.Event(), []
 
-    class Slow(Alone):
+    class Slow(SingleProcessGroup):
         has_network_notes = True
 
         def _network_note(self, key: str) -> bytes | None:

@@ -11,10 +11,10 @@ from stopped_client import Stopped
 
 from ckpt.aggregator import moving
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.collection import collect
+from ckpt.aggregator.collection import collect_tombstones
 from ckpt.aggregator.eras import begin_era
 from ckpt.aggregator.namespace import Namespace, open_namespace
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def url_of(nodes: list[Process]) -> str:
 def kept_first_by(namespace: Namespace, node: Process) -> str:
     """A path whose record this node orders."""
     names = (f"f{i}" for i in range(1000))
-    return next(name for name in names if namespace.ring.keepers(f"/{name}").members[0] == node.address)
+    return next(name for name in names if namespace.ring.replica_set(f"/{name}").members[0] == node.address)
 
 
 @pytest.mark.parametrize("nbytes", [1_000, 1 << 20])
@@ -53,20 +53,20 @@ def test_the_only_member_that_took_the_record_is_forgotten(
     namespace.put("a", b"1")
     if collected:
         namespace.delete(["a"])
-        assert collect(namespace, 0.0) == 1
+        assert collect_tombstones(namespace, 0.0) == 1
     path = kept_first_by(namespace, nodes[2])
     writer = Stopped(url_of(nodes), f"namespace.put({path!r}, pattern({nbytes}, 2))", point)
     try:
         nodes[2].kill()
         rest, _ = open_namespace(url_of(nodes))
-        assert not moving.forget(rest, nodes[2].address).failed
+        assert not moving.remove_member(rest, nodes[2].address).failed
         ended = writer.goes_on()
     finally:
         writer.close()
     assert ended.startswith("acknowledged"), ended
     left, _ = open_namespace(url_of([nodes[0], nodes[1], nodes[3]]))
-    assert left.get(path) == pattern(nbytes, 2)
-    assert surveys.survey(left, verify=True).whole
+    assert left.get(path) == random_bytes(nbytes, 2)
+    assert surveys.scrub_namespace(left, verify=True).is_whole
 
 
 @pytest.mark.parametrize("collects", [False, True], ids=["nothing", "another file"])
@@ -79,12 +79,12 @@ def test_an_era_begins_under_a_writer(nodes: list[Process], collects: bool) -> N
         namespace.delete(["a"])
     writer = Stopped(url_of(nodes), "namespace.put('b', pattern(1 << 20, 2))", "ledger.accept")
     try:
-        assert collect(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
+        assert collect_tombstones(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
         ended = writer.goes_on()
     finally:
         writer.close()
     assert ended.startswith("acknowledged"), ended
-    assert namespace.get("b") == pattern(1 << 20, 2)
+    assert namespace.get("b") == random_bytes(1 << 20, 2)
 
 
 def test_the_file_is_moved_while_its_writer_moves_it(tmp_path: Path) -> None:
@@ -92,13 +92,13 @@ def test_the_file_is_moved_while_its_writer_moves_it(tmp_path: Path) -> None:
     here = [Here(tmp_path / f"n{i}") for i in range(4)]
     writer, admin = (Namespace(nodes_config(here, redundancy="1x")) for _ in range(2))
     try:
-        file = writer.put("f", pattern(1 << 20, 2))
+        file = writer.put("f", random_bytes(1 << 20, 2))
         assert file.layout is not None
-        member = file.layout.holders[0].member
-        assert not moving.forget(admin, member).failed  # the only copy that the writer knows is gone
-        writer.renew()
-        writer._leave("f", file, {member})
-        assert writer.get("f") == pattern(1 << 20, 2)
+        member = file.layout.objects[0].member
+        assert not moving.remove_member(admin, member).failed  # the only copy that the writer knows is gone
+        writer.invalidate_ring()
+        writer._move_off_members("f", file, {member})
+        assert writer.get("f") == random_bytes(1 << 20, 2)
     finally:
         for each in (writer, admin, *here):
             each.close()

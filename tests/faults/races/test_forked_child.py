@@ -156,8 +156,8 @@ if __name__ == "__main__":
 def test_the_page_of_a_rank_is_not_written_by_its_child(tmp_path: Path) -> None:
     code = f"""{IN_CHILD}
 from ckpt import pulse as pulses
-page = pulses.Pulse(url + "/page", new=True)
-os.environ[pulses.VARIABLE] = url + "/page"
+page = pulses.HeartbeatPage(url + "/page", new=True)
+os.environ[pulses.PAGE_VARIABLE] = url + "/page"
 saver = ckpt.Checkpointer(url + "/run", every=1000)
 data = ckpt.pulse.mine()
 for step in range(3):

@@ -11,13 +11,13 @@ from cluster import Process
 from stopped_client import Stopped
 
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.collection import collect
+from ckpt.aggregator.collection import collect_tombstones
 from ckpt.aggregator.eras import begin_era
 from ckpt.aggregator.namespace import Namespace, open_namespace
 from ckpt.storage.errors import NotFound
-from ckpt.storage.testing import pattern
+from ckpt.storage.testing import random_bytes
 
-OLD, NEW = pattern(1 << 20, 1), pattern(1 << 20, 2)
+OLD, NEW = random_bytes(1 << 20, 1), random_bytes(1 << 20, 2)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,9 @@ def content(namespace: Namespace, path: str) -> bytes | None:
 
 def whole(namespace: Namespace) -> None:
     """All records name objects that exist, and after a repair nothing else is left."""
-    found = surveys.survey(namespace, verify=True, grace_seconds=0.0)
-    assert not found.damaged, found
-    assert not found.missing, found
+    found = surveys.scrub_namespace(namespace, verify=True, grace_seconds=0.0)
+    assert not found.damaged_files, found
+    assert not found.missing_members, found
 
 
 PUT = "namespace.put('a', pattern(1 << 20, 2))"
@@ -129,17 +129,17 @@ def test_a_writer_that_no_repair_meets_loses_nothing(url: str, namespace: Namesp
     assert said.startswith("acknowledged"), said
     assert content(namespace, "a") == NEW
     whole(namespace)
-    assert not surveys.survey(namespace, grace_seconds=0.0).orphans, "the names from before are gone"
+    assert not surveys.scrub_namespace(namespace, grace_seconds=0.0).orphans, "the names from before are gone"
 
 
 def test_what_was_deleted_and_collected_does_not_come_back(url: str, namespace: Namespace) -> None:
     """A writer stops while members may have its record. Nothing is left that says whether the file was deleted since."""
-    collect(namespace, 0.0)
+    collect_tombstones(namespace, 0.0)
     writer = Stopped(url, "namespace.put('b', b'small')", "ledger.accept")
     try:
         namespace.put("b", b"other")
         namespace.delete(["b"])
-        assert collect(namespace, 0.0) >= 1
+        assert collect_tombstones(namespace, 0.0) >= 1
         said = writer.goes_on()
     finally:
         writer.close()
@@ -168,9 +168,9 @@ def test_a_repair_or_a_drain_that_stops(url: str, namespace: Namespace, work: st
     file = namespace.stat("a")
     assert file is not None
     assert file.layout is not None
-    holder = file.layout.holders[0]
+    holder = file.layout.objects[0]
     if work.startswith("repair"):
-        namespace.places[holder.member].store.delete([holder.name])
+        namespace.open_members[holder.member].store.delete([holder.name])
     client = Stopped(url, work.replace("MEMBER", repr(holder.member)), "repair.record")
     try:
         repair(url)

@@ -22,24 +22,24 @@ import pytest
 import ckpt
 from ckpt import claim, records, tier
 from ckpt.aggregator import election, etcd, files, ring
-from ckpt.aggregator.etcd_client import Item
-from ckpt.aggregator.files import File, Head
-from ckpt.aggregator.placement import Spot
+from ckpt.aggregator.etcd_client import EtcdItem
+from ckpt.aggregator.files import PathRecord, RecordHead
+from ckpt.aggregator.placement import MemberLocation
 from ckpt.groups import hello
-from ckpt.pulse import Bad
+from ckpt.pulse import BadLoss
 from ckpt.recovery import course as courses
-from ckpt.recovery.advance import View, advance
-from ckpt.recovery.agents import Report, Slowest, Wrong, readable
-from ckpt.recovery.course import Course, Spec
+from ckpt.recovery.advance import DecisionInput, draft_next_entries
+from ckpt.recovery.agents import AgentReport, HostFailure, SlowestRank, decode_reports
+from ckpt.recovery.course import RunSpec, RunState
 from ckpt.recovery.decide import Failure
 from ckpt.recovery.entry_facts import read_entry, read_row
-from ckpt.recovery.ledger import FILE, lines_in
-from ckpt.recovery.metrics import text
-from ckpt.recovery.straggle import Pace
+from ckpt.recovery.ledger import LEDGER_FILE, read_ledger_file
+from ckpt.recovery.metrics import render_metrics
+from ckpt.recovery.straggle import RankPace
 from ckpt.repository import MARKER, open_repository
-from ckpt.storage.device import Info
+from ckpt.storage.device import MemberInfo
 from ckpt.storage.errors import CkptError, IntegrityError
-from ckpt.storage.registers import Value
+from ckpt.storage.registers import RegisterValue
 
 TIMES = 300
 STRANGE: Sequence[Any] = (
@@ -101,37 +101,45 @@ def _bytes(data: Any, rng: random.Random) -> bytes:
 
 # --- the log of a run ------------------------------------------------------------------------------------------
 
-SPEC = Spec(("python", "train.py"), 2, 2, 1)
+SPEC = RunSpec(("python", "train.py"), 2, 2, 1)
 
 
-def _agent(name: str, **more: Any) -> Report:
-    return Report(name, f"{name}-1", 0.0, 1, "/p", "/l", "10.0.0.1", 7000, **more)
+def _agent(name: str, **more: Any) -> AgentReport:
+    return AgentReport(name, f"{name}-1", 0.0, 1, "/p", "/l", "10.0.0.1", 7000, **more)
 
 
 REPORT = _agent(
-    "a", attempt=0, doing="running", wrong=Wrong("diverged", (1,), "NaN", 0.5, Bad(7, "spike", 9.0, 3.0, 5)), heard=True,
-    step=3, slowest=Slowest(1, 3, 0.1, "step"), paces=(Pace(0, 1.0, 0.9, 1.0, False),), nodes=("10.0.0.1:7001",),
-    memory="ready", fresh="10.0.0.1:7001",
-)  # fmt: skip
+    "a",
+    attempt=0,
+    doing="running",
+    wrong=HostFailure("diverged", (1,), "NaN", 0.5, BadLoss(7, "spike", 9.0, 3.0, 5)),
+    heard=True,
+    step=3,
+    slowest=SlowestRank(1, 3, 0.1, "step"),
+    paces=(RankPace(0, 1.0, 0.9, 1.0, False),),
+    nodes=("10.0.0.1:7001",),
+    memory="ready",
+    fresh="10.0.0.1:7001",
+)
 
 
 def _log() -> list[Any]:
     """The rows of a run with an entry of each kind."""
     living = {name: _agent(name) for name in "ab"}
-    drafts = [courses.run(0, "r", SPEC), courses.Draft(0, "lead", "a coordinates", {"name": "a"})]
+    drafts = [courses.draft_run(0, "r", SPEC), courses.Draft(0, "lead", "a coordinates", {"name": "a"})]
 
-    def course() -> Course:
-        return Course().went_on([read_entry(i + 1, json.dumps(row).encode()) for i, row in enumerate(_rows(drafts))])
+    def course() -> RunState:
+        return RunState().apply_entries([read_entry(i + 1, json.dumps(row).encode()) for i, row in enumerate(_rows(drafts))])
 
-    drafts += advance(View(course(), living, living, 1e9))
+    drafts += draft_next_entries(DecisionInput(course(), living, living, 1e9))
     note = {"straggler": 1, "host": "a", "times": 2.5, "seconds": 0.1}
     drafts.append(courses.Draft(0, "note", "rank 1 is slow", note))
     drafts.append(courses.Draft(0, "note", "spares", {"spares": 1, "came": 2, "restored": 3, "left_out": ""}))
     drafts.append(courses.Draft(0, "stop", "drain", {"step": 9, "agreed": False, "ahead": 2}))
-    drafts.append(courses.failed(0, Failure("diverged", (1,), "NaN", 7, 5, 30.0, "a", Bad(7, "spike", 9.0, 3.0, 5))))
-    drafts += advance(View(course(), living, living, 0.0))
-    drafts.append(courses.remembered(course(), course().memory[:1], "not needed any more"))
-    drafts += advance(View(course(), living, living, 1e9))
+    drafts.append(courses.draft_failure(0, Failure("diverged", (1,), "NaN", 7, 5, 30.0, "a", BadLoss(7, "spike", 9.0, 3.0, 5))))
+    drafts += draft_next_entries(DecisionInput(course(), living, living, 0.0))
+    drafts.append(courses.draft_memory(course(), course().memory[:1], "not needed any more"))
+    drafts += draft_next_entries(DecisionInput(course(), living, living, 1e9))
     drafts.append(courses.Draft(1, "request", "drain", {}))
     drafts.append(courses.Draft(1, "end", "all ranks have ended well", {"status": 0, "final": True}))
     assert [draft.kind for draft in drafts].count("start") == 2
@@ -143,19 +151,19 @@ def _rows(drafts: Sequence[courses.Draft]) -> list[Any]:
     return found
 
 
-def _follow(rows: Sequence[Any], rng: random.Random | None = None) -> Course:
+def _follow(rows: Sequence[Any], rng: random.Random | None = None) -> RunState:
     """What an agent does with a log, up to each of its entries."""
     entries = []
     for i, row in enumerate(rows):
         encoded = json.dumps(row).encode() if rng is None or rng.random() < 0.9 else _bytes(row, rng)
         entries.append(read_entry(i + 1, encoded))
         assert entries[-1].number == i + 1
-        course = Course().went_on(entries)
+        course = RunState().apply_entries(entries)
         assert course.number == i + 1
         if course.last is not None and course.spec is not None:
             for living in ({"a": REPORT, "b": _agent("b", attempt=0, doing="over")}, {"b": _agent("b")}):
-                advance(View(course, living, living, 1e9, 1e9))
-    text(entries, {}, True)
+                draft_next_entries(DecisionInput(course, living, living, 1e9, 1e9))
+    render_metrics(entries, {}, True)
     return course
 
 
@@ -179,7 +187,7 @@ def test_rows_of_a_database_may_be_malformed(rng: random.Random) -> None:
 
 
 def test_fields_that_a_newer_version_adds_to_entries_change_nothing() -> None:
-    def known(course: Course) -> dict[str, Any]:
+    def known(course: RunState) -> dict[str, Any]:
         return {k: v for k, v in asdict(course).items() if k != "last"}
 
     rows = _log()
@@ -199,27 +207,27 @@ def test_an_entry_of_an_unknown_kind_is_passed_over_by_name(caplog: pytest.LogCa
 
 
 def test_reports_of_agents_may_be_malformed(rng: random.Random, caplog: pytest.LogCaptureFixture) -> None:
-    facts = json.loads(json.dumps(REPORT.facts()))
-    assert readable({"a": facts, "b": _agent("b").facts()}) == {"a": REPORT, "b": _agent("b")}
-    assert readable({"a": _with_new_fields(facts)}) == {"a": REPORT}
+    facts = json.loads(json.dumps(REPORT.to_facts()))
+    assert decode_reports({"a": facts, "b": _agent("b").to_facts()}) == {"a": REPORT, "b": _agent("b")}
+    assert decode_reports({"a": _with_new_fields(facts)}) == {"a": REPORT}
     course = _follow(_log()[:3])
     for _ in range(TIMES):
-        told = readable({"a": _mutated(facts, rng), "b": _agent("b").facts()})
+        told = decode_reports({"a": _mutated(facts, rng), "b": _agent("b").to_facts()})
         assert told["b"] == _agent("b"), "the others are read all the same"
-        advance(View(course, told, told, 1e9, 1e9))
+        draft_next_entries(DecisionInput(course, told, told, 1e9, 1e9))
     with caplog.at_level(logging.WARNING):
-        assert readable({"c": {**facts, "name": "a"}, "d": {**facts, "name": "d", "port": "x"}}) == {}
+        assert decode_reports({"c": {**facts, "name": "a"}, "d": {**facts, "name": "d", "port": "x"}}) == {}
     assert "agent c" in caplog.text
     assert "Report.port is 'x'" in caplog.text
 
 
 def test_lines_of_a_ledger_may_be_malformed(rng: random.Random, tmp_path: Path) -> None:
     line = {"at": 1e9, "name": "useful", "seconds": 2.0, "attempt": 0, "step": 3, "committed": 1, "since": 1.0}
-    path = tmp_path / FILE
+    path = tmp_path / LEDGER_FILE
     for _ in range(TIMES):
         good = [json.dumps(line).encode(), json.dumps(_with_new_fields(line)).encode()]
         path.write_bytes(b"\n".join([good[0], _bytes(_mutated(line, rng), rng).replace(b"\n", b" "), good[1], b""]))
-        found = lines_in(path)
+        found = read_ledger_file(path)
         assert len(found) in (2, 3)
         assert found[0] == found[-1]
 
@@ -230,10 +238,10 @@ def test_lines_of_a_ledger_may_be_malformed(rng: random.Random, tmp_path: Path) 
 def test_announcements_may_be_malformed(rng: random.Random) -> None:
     facts = {"address": "h:7070", "domain": "r1/h1", "weight": 2, "device": "d"}
     key = "/ckpt/lab/known/h:7070"
-    whole = etcd.Facts("h:7070", "r1/h1", 2.0, "d")
-    assert etcd._facts(Item(key, json.dumps(_with_new_fields(facts)).encode(), 1)) == whole
+    whole = etcd.AnnouncedNode("h:7070", "r1/h1", 2.0, "d")
+    assert etcd._parse_announcement(EtcdItem(key, json.dumps(_with_new_fields(facts)).encode(), 1)) == whole
     for _ in range(TIMES):
-        etcd._facts(Item(key, _bytes(_mutated(facts, rng), rng), 1))
+        etcd._parse_announcement(EtcdItem(key, _bytes(_mutated(facts, rng), rng), 1))
 
 
 def _packed(data: Any, rng: random.Random) -> bytes:
@@ -245,19 +253,19 @@ def _packed(data: Any, rng: random.Random) -> bytes:
 
 
 def test_records_of_a_namespace_may_be_malformed(rng: random.Random) -> None:
-    spots = tuple(Spot(name, ("r", name)) for name in "abc")
-    members = msgpack.unpackb(ring.encode(ring.Ring(1, spots, 1, "n")).head)
-    stored = files.encode(File(Head("file", 3, 1.0, 1.0, "v", ()), data=b"abc"))
+    spots = tuple(MemberLocation(name, ("r", name)) for name in "abc")
+    members = msgpack.unpackb(ring.encode_ring(ring.RecordRing(1, spots, 1, "n")).head)
+    stored = files.encode_record(PathRecord(RecordHead("file", 3, 1.0, 1.0, "v", ()), inline_data=b"abc"))
     head, body = msgpack.unpackb(stored.head), msgpack.unpackb(stored.body)
     for _ in range(TIMES):
-        election._holder(_packed(_mutated(["me", 3], rng), rng))
+        election._decode_leader(_packed(_mutated(["me", 3], rng), rng))
         for read in (
-            partial(ring.decode, Value(_packed(_mutated(members, rng), rng))),
-            partial(files.decode, "/a", Value(_packed(_mutated(head, rng), rng), stored.body)),
-            partial(files.decode, "/a", Value(stored.head, _packed(_mutated(body, rng), rng))),
+            partial(ring.decode_ring, RegisterValue(_packed(_mutated(members, rng), rng))),
+            partial(files.decode_record, "/a", RegisterValue(_packed(_mutated(head, rng), rng), stored.body)),
+            partial(files.decode_record, "/a", RegisterValue(stored.head, _packed(_mutated(body, rng), rng))),
         ):
             _reads_or_refuses(read)
-    assert election._holder(msgpack.packb(["me", 3, "added later"])) == election._Holder("me", 3)
+    assert election._decode_leader(msgpack.packb(["me", 3, "added later"])) == election._Leader("me", 3)
 
 
 def _reads_or_refuses(read: Callable[[], object]) -> None:
@@ -303,16 +311,16 @@ def test_who_writes_a_repository_may_be_malformed(rng: random.Random, saved: _Sa
     repo.ensure()
     name = "generations/00000001.json"
     repo.store.put(name, records.encode("generation", _with_new_fields(saved.generation)))
-    owner = claim._owner(repo, 1)
-    assert owner == claim.Owner(**saved.generation["owner"]), "else a newer version's process would count as gone"
+    owner = claim._lease_holder(repo, 1)
+    assert owner == claim.ProcessIdentity(**saved.generation["owner"]), "else a newer version's process would count as gone"
     for _ in range(TIMES):
         changed = _mutated(saved.generation, rng)
         if isinstance(changed, dict):
             repo.store.put(name, records.encode("generation", changed))
-            claim._owner(repo, 1)
-        hello.decoded(_bytes(_mutated({**saved.generation["owner"], "parent": 1, "parent_started": "2"}, rng), rng))
+            claim._lease_holder(repo, 1)
+        hello.decode_hello(_bytes(_mutated({**saved.generation["owner"], "parent": 1, "parent_started": "2"}, rng), rng))
     newer = {**saved.generation["owner"], "parent": 1, "parent_started": "2", "added_later": 1}
-    assert hello.decoded(json.dumps(newer).encode()) == hello.Hello(owner, 1, "2")
+    assert hello.decode_hello(json.dumps(newer).encode()) == hello.Hello(owner, 1, "2")
 
 
 def test_the_marker_of_a_repository_and_the_note_of_a_tier_may_be_malformed(rng: random.Random, tmp_path: Path) -> None:
@@ -323,15 +331,15 @@ def test_the_marker_of_a_repository_and_the_note_of_a_tier_may_be_malformed(rng:
     for _ in range(TIMES // 3):
         repo.store.put(MARKER, _record("repository", _mutated({"id": identity}, rng)))
         _reads_or_refuses(repo.identity)
-        repo.store.put(tier.NOTE, _record("tier", _mutated(note, rng)))
+        repo.store.put(tier.TIER_NOTE_NAME, _record("tier", _mutated(note, rng)))
         try:
-            found = tier.note_of(repo)
+            found = tier.read_tier_note(repo)
             assert found is not None
             assert found["places"][-1] + found["id"]
         except IntegrityError:
             pass
-    repo.store.put(tier.NOTE, _record("tier", _with_new_fields(note)))
-    assert tier.note_of(repo) is not None
+    repo.store.put(tier.TIER_NOTE_NAME, _record("tier", _with_new_fields(note)))
+    assert tier.read_tier_note(repo) is not None
 
 
 def _record(kind: str, body: Any) -> bytes:
@@ -342,4 +350,4 @@ def test_what_a_node_says_of_itself_may_have_more() -> None:
     from ckpt.storage.decode import decode
 
     facts = {"identity": "i", "used_bytes": None, "free_bytes": 3, "state": "serving", "labels": [["rack", "r1"]], "uploads": 0}
-    assert decode(Info, _with_new_fields(facts)) == Info("i", None, 3, "serving", (("rack", "r1"),), 0)
+    assert decode(MemberInfo, _with_new_fields(facts)) == MemberInfo("i", None, 3, "serving", (("rack", "r1"),), 0)

@@ -14,10 +14,10 @@ from support import FailingStore, assert_same, state_of
 from test_tiers import Places, flip, leave, places, train
 
 import ckpt
-from ckpt.claim import claim
-from ckpt.groups.hello import hello
-from ckpt.groups.meeting import PLACE, Meeting
-from ckpt.places import bad_packs
+from ckpt.claim import acquire_lease
+from ckpt.groups.hello import own_hello
+from ckpt.groups.meeting import RENDEZVOUS_FOLDER, StoreRendezvous
+from ckpt.places import bad_files
 from ckpt.recovery import memory
 from ckpt.retention import sweep
 from ckpt.storage.errors import NotFound, StoreError
@@ -25,8 +25,8 @@ from ckpt.storage.failpoints import set_failpoints
 from ckpt.storage.fsspecs import FsspecStore
 from ckpt.storage.local import LocalStore
 from ckpt.tiered import TieredRepository
-from ckpt.tiers import NOT_DRAINED, _forget_freed, drain
-from ckpt.tools.restore import _published
+from ckpt.tiers import NOT_DRAINED, _remove_freed_commits, drain
+from ckpt.tools.restore import _atomic_destination
 
 __all__ = ["places"]
 
@@ -54,7 +54,7 @@ def damage(path: Path, how: str) -> None:
 def test_memory_whose_note_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
     saved_in_memory(places)
     damage(places.memory / "tier.json", how)
-    said = memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    said = memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert NOT_DRAINED in said
     assert "tier.json" in said
     assert_same(ckpt.load(places.memory, step=2), state_of(2))
@@ -64,7 +64,7 @@ def test_memory_whose_note_is_damaged_counts_as_not_drained(places: Places, how:
 def test_memory_whose_newest_record_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
     saved_in_memory(places)
     damage(places.memory / "steps/2/commit.json", how)
-    assert NOT_DRAINED in memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    assert NOT_DRAINED in memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert (places.memory / "steps/2").is_dir()
 
 
@@ -104,7 +104,7 @@ def test_memory_stays_where_the_repository_of_record_lost_the_newest_step(places
     train(ck, range(3))
     ck.wait()
     flip(places.run / "steps/2/commit.json", 20)
-    ck._tiers._free(2)  # type: ignore[union-attr]
+    ck._tiers._free_memory(2)  # type: ignore[union-attr]
     assert ckpt.open(places.memory).steps()[-1] == 2
     leave(ck)
 
@@ -114,7 +114,7 @@ def test_memory_stays_where_the_newer_step_of_record_lacks_a_pack(places: Places
     saved_in_memory(places)
     ckpt.save(state_of(7), places.run, step=7)
     next(iter(places.run.glob("steps/7/pack/*.pack"))).unlink()
-    memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert_same(ckpt.load(places.run, step=2), state_of(2))
 
 
@@ -122,7 +122,7 @@ def test_a_later_save_without_its_packs_does_not_count_as_a_copy(places: Places)
     saved_in_memory(places)
     ckpt.save(state_of(5), places.run, step=2, overwrite=True)
     next(iter(places.run.glob("steps/2/pack/*.pack"))).unlink()
-    said = memory.bring_home(Path(os.environ["CKPT_MEMORY"]))
+    said = memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert NOT_DRAINED in said
     assert "without" in said
     assert_same(ckpt.load(places.memory, step=2), state_of(2))
@@ -137,7 +137,7 @@ def test_the_only_readable_record_of_a_step_stays_in_memory(places: Places) -> N
     flip(places.run / "steps/0/commit.json", 20)
     for name in ("pack", "manifest"):
         shutil.rmtree(places.memory / "steps/0" / name)
-    _forget_freed(ckpt.open(places.memory), ckpt.open(places.run))
+    _remove_freed_commits(ckpt.open(places.memory), ckpt.open(places.run))
     assert (places.memory / "steps/0/commit.json").exists()
 
 
@@ -157,7 +157,7 @@ def test_a_step_whose_record_is_listed_and_not_found_keeps_its_files(tmp_path: P
     ckpt.save(state_of(0), tmp_path, step=0)
     ckpt.save(state_of(1), tmp_path, step=1)
     repo = ckpt.Repository(_Forgetful(tmp_path))
-    mine = claim(repo)
+    mine = acquire_lease(repo)
     sweep(repo, mine)
     mine.release()
     assert_same(ckpt.load(tmp_path, step=0), state_of(0))
@@ -173,7 +173,7 @@ def test_the_folder_that_a_restore_replaces_comes_back_where_it_fails(tmp_path: 
     (dest / "precious").write_text("old")
     set_failpoints("restore.replace=error")
     try:
-        with pytest.raises(ckpt.CkptError), _published(dest, "zarr", True) as temporary:
+        with pytest.raises(ckpt.CkptError), _atomic_destination(dest, "zarr", True) as temporary:
             temporary.mkdir()
     finally:
         set_failpoints("")
@@ -196,7 +196,7 @@ def test_a_bad_near_copy_stays_where_the_further_one_is_rotten_elsewhere(places:
     with ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
         assert_same(ck.restore(state_of(0))[0], state_of(0))
         assert near.exists(), "the further copy was never read as a whole"
-        assert bad_packs(places.memory.as_uri())
+        assert bad_files(places.memory.as_uri())
         leave(ck)
     assert_same(ckpt.Checkpointer(places.run, tiers=[ckpt.Tier("memory")], group=None).restore(state_of(0))[0], state_of(0))
 
@@ -231,13 +231,13 @@ def test_a_listing_through_fsspec_fails_where_a_folder_cannot_be_read(tmp_path: 
 
 def test_a_meeting_whose_record_is_damaged_is_left_alone(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    store.put(f"{PLACE}/other-2-aa/open", hello().encoded()[:-5])
-    store.put(f"{PLACE}/left-2-bb/hello-1-cc", hello().encoded())
-    meeting = Meeting.__new__(Meeting)
-    meeting._store, meeting._me = store, hello()
-    meeting._job = type("Job", (), {"named": False, "digest": "mine"})()
-    meeting._clean(f"{PLACE}/mine")
-    assert set(store.list_folders(PLACE)) == {"other-2-aa"}
+    store.put(f"{RENDEZVOUS_FOLDER}/other-2-aa/open", own_hello().encode()[:-5])
+    store.put(f"{RENDEZVOUS_FOLDER}/left-2-bb/hello-1-cc", own_hello().encode())
+    meeting = StoreRendezvous.__new__(StoreRendezvous)
+    meeting._store, meeting._own_hello = store, own_hello()
+    meeting._job_id = type("Job", (), {"named": False, "digest": "mine"})()
+    meeting._remove_stale(f"{RENDEZVOUS_FOLDER}/mine")
+    assert set(store.list_folders(RENDEZVOUS_FOLDER)) == {"other-2-aa"}
 
 
 def test_nodes_that_hold_steps_are_found(tmp_path: Path) -> None:

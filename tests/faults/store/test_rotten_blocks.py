@@ -22,7 +22,7 @@ FROZEN = np.arange(400_000, dtype=np.float32)
 def _forget() -> Iterator[None]:
     """What is known to be bad belongs to the process."""
     yield
-    places._bad.clear()
+    places._bad_blocks.clear()
     damage_registry._damaged.clear()
 
 
@@ -158,8 +158,8 @@ def wait_until(true: Callable[[], bool]) -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scrub begins at once, and goes on without end."""
-    monkeypatch.setattr(scrub, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(scrub, "PASS_SECONDS", 0.05)
+    monkeypatch.setattr(scrub, "FIRST_PASS_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(scrub, "PASS_INTERVAL_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("soon")
@@ -228,7 +228,7 @@ def test_a_bad_copy_in_the_repository_of_record_is_found_with_tiers(tmp_path: Pa
             ck.save(step, state(step), blocking=True)
             ck.wait()
         pack = rot(tmp_path / "run", 2)
-        wait_until(lambda: pack in places.bad_packs(ckpt.repository.open_repository(tmp_path / "run").url))
+        wait_until(lambda: pack in places.bad_files(ckpt.repository.open_repository(tmp_path / "run").url))
         ck.save(3, state(3), blocking=True)
         ck.wait()
     assert pack in caplog.text

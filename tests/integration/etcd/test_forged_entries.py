@@ -12,9 +12,9 @@ import pytest
 from etcd_server import EtcdProcess, needs_etcd, running_etcd, until  # noqa: F401  a fixture
 from test_run_hosts import Job, starts
 
-from ckpt.aggregator.etcd_client import Etcd
-from ckpt.recovery.etcd_state import EtcdState
-from ckpt.recovery.signing import Signer, Unsigned
+from ckpt.aggregator.etcd_client import EtcdClient
+from ckpt.recovery.etcd_state import EtcdRunLog
+from ckpt.recovery.signing import Signer, UntrustedValue
 from ckpt.recovery.state import Draft
 from ckpt.storage.errors import Refused
 
@@ -23,17 +23,17 @@ LOG = "/ckpt-run/lab/log/"
 AGENTS = "/ckpt-run/lab/agents/"
 
 
-def _state(server: EtcdProcess, token: str | None = TOKEN, read_only: bool = False) -> EtcdState:
-    return EtcdState(f"etcd://{server.endpoint.removeprefix('http://')}/lab", token, read_only)
+def _state(server: EtcdProcess, token: str | None = TOKEN, read_only: bool = False) -> EtcdRunLog:
+    return EtcdRunLog(f"etcd://{server.endpoint.removeprefix('http://')}/lab", token, read_only)
 
 
 def _forge(server: EtcdProcess, kind: str, facts: dict[str, Any], signer: Signer | None = None) -> int:
     """Write an entry behind the last one, as anybody can who reaches etcd; its number."""
-    etcd = Etcd(server.endpoints)
+    etcd = EtcdClient(server.endpoints)
     while True:
         number = len(etcd.range(LOG)) + 1
         key, value = f"{LOG}{number:012d}", json.dumps([time.time(), 1, kind, "forged", facts]).encode()
-        if etcd.put_new({key: value if signer is None else signer.signed(key, value)}):
+        if etcd.put_new({key: value if signer is None else signer.sign(key, value)}):
             return number
 
 
@@ -50,10 +50,10 @@ def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monk
         forged = [_forge(server, "start", {**start.facts, "environment": environment, "command": ["/tmp/evil"]})]
         other = Signer("another token, which is long enough, too")
         forged.append(_forge(server, "end", {"status": 0, "final": True}, other))
-        etcd = Etcd(server.endpoints)
-        report = json.loads(Signer(TOKEN).checked(f"{AGENTS}a", etcd.get(f"{AGENTS}a").value))
+        etcd = EtcdClient(server.endpoints)
+        report = json.loads(Signer(TOKEN).verify(f"{AGENTS}a", etcd.get(f"{AGENTS}a").value))
         for name in "zy":  # of an agent that is none, and one that is signed, for another name
-            stolen = Signer(TOKEN).signed(f"{AGENTS}a", json.dumps(report).encode())
+            stolen = Signer(TOKEN).sign(f"{AGENTS}a", json.dumps(report).encode())
             etcd.put(f"{AGENTS}{name}", stolen if name == "y" else json.dumps({**report, "name": "z"}).encode())
         expected = [f"entry {number} of the log of the run is passed over" for number in forged]
         expected.append(f"{AGENTS}y in etcd is no report of an agent of this run")
@@ -82,7 +82,7 @@ def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monk
 def test_an_entry_counts_only_in_its_place(server: EtcdProcess) -> None:
     state = _state(server)
     assert state.append(0, [Draft(0, "note", "first"), Draft(0, "note", "second")])
-    etcd = Etcd(server.endpoints)
+    etcd = EtcdClient(server.endpoints)
     first = etcd.get(f"{LOG}{1:012d}").value
     etcd.put(f"{LOG}{3:012d}", first)  # again, as a later one
     etcd.put("/ckpt-run/other/log/000000000001", first)  # and in another job
@@ -90,14 +90,14 @@ def test_an_entry_counts_only_in_its_place(server: EtcdProcess) -> None:
     assert state.append(3, [Draft(0, "note", "fourth")]), "what is passed over has its number"
     assert state.entries(3)[0].text == "fourth"
     with pytest.raises(Refused, match="is of a job with another token"):
-        EtcdState(f"etcd://{server.endpoint.removeprefix('http://')}/other", TOKEN).entries()
+        EtcdRunLog(f"etcd://{server.endpoint.removeprefix('http://')}/other", TOKEN).entries()
 
 
 @needs_etcd
 def test_keys_that_no_agent_writes_are_ignored(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
     state = _state(server)
     assert state.append(0, [Draft(0, "note", "first")])
-    etcd = Etcd(server.endpoints)
+    etcd = EtcdClient(server.endpoints)
     for name in ("000000000001x", "000000000900", "zebra"):
         etcd.put(f"{LOG}{name}", b"{}")
     with caplog.at_level(logging.WARNING):
@@ -121,21 +121,21 @@ def test_who_has_another_token_or_none_takes_no_part(server: EtcdProcess, caplog
 
 def test_without_a_token_there_is_a_warning_beyond_loopback(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        EtcdState("etcd://127.0.0.1:2379,[::1]:2379/lab")
-        EtcdState("etcd://192.0.2.1:2379/lab", TOKEN)
+        EtcdRunLog("etcd://127.0.0.1:2379,[::1]:2379/lab")
+        EtcdRunLog("etcd://192.0.2.1:2379/lab", TOKEN)
         assert not caplog.text
-        EtcdState("etcd://127.0.0.1:2379,192.0.2.1:2379/lab")
+        EtcdRunLog("etcd://127.0.0.1:2379,192.0.2.1:2379/lab")
     assert "give --token-file" in caplog.text
 
 
 def test_a_signature_is_of_the_key_and_the_value() -> None:
     signer = Signer(TOKEN)
-    stored = signer.signed("a", b"[1]")
-    assert signer.checked("a", stored) == b"[1]"
+    stored = signer.sign("a", b"[1]")
+    assert signer.verify("a", stored) == b"[1]"
     changed = [("b", stored), ("a", stored[:-1] + b"]]"), ("a", b"[1]"), ("a", b""), ("a", stored[:40]), ("a", b"\xff" * 90)]
     for key, value in changed:
-        with pytest.raises(Unsigned):
-            signer.checked(key, value)
-    with pytest.raises(Unsigned):
-        Signer(None).checked("a", stored)
-    assert Signer(None).checked("a", b"[1]") == b"[1]"
+        with pytest.raises(UntrustedValue):
+            signer.verify(key, value)
+    with pytest.raises(UntrustedValue):
+        Signer(None).verify("a", stored)
+    assert Signer(None).verify("a", b"[1]") == b"[1]"

@@ -17,8 +17,8 @@ from test_run_hosts import OnHosts, answers, is_right, starts
 
 from ckpt.recovery import host
 from ckpt.recovery.agents import LOST_SECONDS
-from ckpt.recovery.reach import Address, Addresses, out_of_reach
-from ckpt.recovery.state import Entry
+from ckpt.recovery.reach import Address, AddressCache, find_unreachable
+from ckpt.recovery.state import LogEntry
 
 pytestmark = needs_etcd
 
@@ -59,7 +59,7 @@ class Lab:
         begun = [self.step(rank) for rank in range(ranks)]
         until(lambda: all(self.step(rank) >= begun[rank] + steps for rank in range(ranks)))
 
-    def ends_well(self, ranks: int) -> list[Entry]:
+    def ends_well(self, ranks: int) -> list[LogEntry]:
         assert set(self.run.ends(*"abc").values()) == {0}
         is_right(self.run, ranks)
         return self.run.log()
@@ -76,7 +76,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         yield lambda *options, **more: Lab(hosts, tmp_path, *options, **more)
 
 
-def failures(log: list[Entry]) -> list[Entry]:
+def failures(log: list[LogEntry]) -> list[LogEntry]:
     return [entry for entry in log if entry.kind == "failure"]
 
 
@@ -206,7 +206,7 @@ def test_no_server_of_names_answers(named: Callable[..., tuple[Lab, Callable[[],
     pids = [one.run.pid(rank) for rank in range(6)]
     time.sleep(3 * LOST_SECONDS)
     one.goes_on(20)
-    assert all(host.state(pid) for pid in pids)
+    assert all(host.process_state(pid) for pid in pids)
     assert not one.lost()
 
 
@@ -218,7 +218,7 @@ def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tu
     pids = [one.run.pid(rank) for rank in (2, 3)]
     forget()
     one.hosts.unplug(victim)
-    until(lambda: not any(host.state(pid) not in ("", "Z") for pid in pids))
+    until(lambda: not any(host.process_state(pid) not in ("", "Z") for pid in pids))
     assert not one.lost(), "its main thread is still in a look-up"
     one.hosts.plug(victim)
     until(lambda: one.lost() == ["abc"[victim]], 90)
@@ -230,23 +230,23 @@ def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tu
 def test_machines_in_reach() -> None:
     """A machine whose port is closed, or whose server never accepts, answers; one without a wire does not."""
     with hosts_on_a_wire(3) as hosts:
-        addresses = Addresses()
-        found = {i: addresses.find(hosts.address(i), 4000) for i in range(3)}
+        addresses = AddressCache()
+        found = {i: addresses.look_up(hosts.address(i), 4000) for i in range(3)}
         assert all(len(each) == 1 for each in found.values())
         both = [address for each in found.values() for address in each]
-        assert out_of_reach(both, 2.0) == frozenset()
+        assert find_unreachable(both, 2.0) == frozenset()
         hosts.unplug(1)
-        assert out_of_reach(both, 0.75) == frozenset(found[1])
+        assert find_unreachable(both, 0.75) == frozenset(found[1])
         hosts.plug(1)
-        until(lambda: out_of_reach(both, 0.75) == frozenset())
-        assert addresses.find(hosts.here, 4000) == (), "this machine itself"
-        assert addresses.find("127.0.0.1", 4000) == ()
-        assert addresses.find("localhost", 4000) == ()
-        assert addresses.find("no such name", 4000) == ()
+        until(lambda: find_unreachable(both, 0.75) == frozenset())
+        assert addresses.look_up(hosts.here, 4000) == (), "this machine itself"
+        assert addresses.look_up("127.0.0.1", 4000) == ()
+        assert addresses.look_up("localhost", 4000) == ()
+        assert addresses.look_up("no such name", 4000) == ()
 
 
 def test_a_server_that_never_accepts_is_in_reach() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
         address = Address(socket.AF_INET, server.getsockname())
-        assert out_of_reach([address] * 3, 0.5) == frozenset()
-    assert out_of_reach([address], 0.5) == frozenset(), "refused"
+        assert find_unreachable([address] * 3, 0.5) == frozenset()
+    assert find_unreachable([address], 0.5) == frozenset(), "refused"

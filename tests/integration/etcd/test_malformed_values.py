@@ -9,7 +9,7 @@ from pathlib import Path
 from etcd_server import EtcdProcess, needs_etcd, until
 from test_run_hosts import Job, starts
 
-from ckpt.aggregator.etcd_client import Etcd
+from ckpt.aggregator.etcd_client import EtcdClient
 
 LOG = "/ckpt-run/lab/log/"
 AGENTS = "/ckpt-run/lab/agents/"
@@ -29,7 +29,7 @@ def test_bad_reports_and_entries_end_no_agent(tmp_path: Path) -> None:
         job.start("b")
         job.until_step(5)
         start = next(entry for entry in job.log() if entry.kind == "start")
-        etcd = Etcd(server.endpoints)
+        etcd = EtcdClient(server.endpoints)
         report = json.loads(etcd.get(f"{AGENTS}a").value)
         bad = (b"", b"?", b"[]", b'{"name": "x"}', b"[" * 100_000, json.dumps({**report, "wrong": {"cause": 3}}).encode())
         for i, value in enumerate(bad):

@@ -18,9 +18,9 @@ from etcd_server import EtcdProcess, needs_etcd, until
 from test_etcd import FACTS, configured
 
 from ckpt.aggregator import etcd, members
-from ckpt.aggregator.etcd_access import EtcdAccess, from_environment
-from ckpt.aggregator.etcd_client import Etcd
-from ckpt.recovery.etcd_state import EtcdState
+from ckpt.aggregator.etcd_access import EtcdCredentials, etcd_credentials_from_environment
+from ckpt.aggregator.etcd_client import EtcdClient
+from ckpt.recovery.etcd_state import EtcdRunLog
 from ckpt.recovery.state import Draft
 from ckpt.storage.errors import InvalidArgument, Refused, StoreError, Unavailable
 
@@ -89,7 +89,7 @@ def test_all_three_uses_work_by_tls_with_a_certificate(
 ) -> None:
     server = asks_for_certificates
     hosts = server.endpoint.removeprefix("https://")
-    state = EtcdState(f"etcd://{hosts}/job")
+    state = EtcdRunLog(f"etcd://{hosts}/job")
     assert state.append(0, [Draft(0, "note", "a")])
     assert [entry.text for entry in state.entries()] == ["a"]
 
@@ -97,11 +97,11 @@ def test_all_three_uses_work_by_tls_with_a_certificate(
     try:
         assert server.up() == {node.address: True}
         configured(tmp_path, monkeypatch, hosts)
-        assert [member.address for member in members.find("lab").members] == [node.address]
+        assert [member.address for member in members.find_config("lab").members] == [node.address]
         table = f'etcd = {{ ca_file = "{tmp_path / "missing"}" }}'
         configured(tmp_path, monkeypatch, hosts, table)
         with pytest.raises(InvalidArgument, match="can't be used"):
-            members.find("lab")
+            members.find_config("lab")
     finally:
         node.close()
 
@@ -115,17 +115,17 @@ def test_who_is_not_trusted_is_told_what_to_do(
             monkeypatch.delenv(variable)
         _trust(monkeypatch, certificates, client)
         with pytest.raises(Unavailable, match="CKPT_ETCD_CERT_FILE"):
-            Etcd(endpoints).range("/")
+            EtcdClient(endpoints).range("/")
         monkeypatch.setenv("CKPT_ETCD_CERT_FILE", "x")
         monkeypatch.setenv("CKPT_ETCD_KEY_FILE", "x")
     _trust(monkeypatch, certificates, "client")
     monkeypatch.setenv("CKPT_ETCD_CA_FILE", str(certificates / "other.pem"))
     with pytest.raises(Unavailable, match="give the authority of its certificate in CKPT_ETCD_CA_FILE"):
-        Etcd(endpoints).range("/")
+        EtcdClient(endpoints).range("/")
     for variable in ("CKPT_ETCD_CA_FILE", "CKPT_ETCD_CERT_FILE", "CKPT_ETCD_KEY_FILE"):
         monkeypatch.delenv(variable)
     with pytest.raises(StoreError, match="CKPT_ETCD_CA_FILE"):
-        Etcd([endpoints[0].replace("https", "http")]).range("/")
+        EtcdClient([endpoints[0].replace("https", "http")]).range("/")
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def has_users(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatc
     _trust(monkeypatch, certificates)
     try:
         server.start()
-        anyone = Etcd(server.endpoints)
+        anyone = EtcdClient(server.endpoints)
         for name in ("root", "trainer"):
             anyone._call("auth/user/add", {"name": name, "password": PASSWORD})
             anyone._call("auth/role/add", {"name": name})
@@ -152,46 +152,49 @@ def has_users(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatc
 def test_user_and_password(has_users: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = has_users.endpoint.removeprefix("https://")
     with pytest.raises(Refused, match="CKPT_ETCD_USER"):
-        EtcdState(f"etcd://{hosts}/job").entries()
+        EtcdRunLog(f"etcd://{hosts}/job").entries()
     file = tmp_path / "password"
     file.write_text(f"{PASSWORD}\n")
     monkeypatch.setenv("CKPT_ETCD_USER", "trainer")
     monkeypatch.setenv("CKPT_ETCD_PASSWORD_FILE", str(file))
-    state = EtcdState(f"etcd://{hosts}/job")
+    state = EtcdRunLog(f"etcd://{hosts}/job")
     assert state.append(0, [Draft(0, "note", "a")])
     with pytest.raises(Refused, match="permission denied"):
-        EtcdState(f"etcd://{hosts}/another").append(0, [Draft(0, "note", "a")])
+        EtcdRunLog(f"etcd://{hosts}/another").append(0, [Draft(0, "note", "a")])
 
     has_users.kill()  # it forgets the tokens that it gave
     monkeypatch.setenv("CKPT_ETCD_USER", "root")
     has_users.start()
     assert [entry.text for entry in state.entries()] == ["a"]
-    with closing(etcd.announce(has_users.endpoints, "lab", FACTS.address, FACTS, ttl=2)) as announced:
+    with closing(etcd.announce(has_users.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)) as announced:
         has_users.kill()
         has_users.start()
         until(lambda: announced.lease is not None and has_users.up() == {FACTS.address: True})
 
     file.write_text("another")
     with pytest.raises(Refused, match="authentication failed"):
-        Etcd(has_users.endpoints).range("/")
+        EtcdClient(has_users.endpoints).range("/")
 
 
 def test_a_password_is_sent_by_tls_or_to_this_host() -> None:
-    access = EtcdAccess(user="trainer", password=PASSWORD)
+    access = EtcdCredentials(user="trainer", password=PASSWORD)
     with pytest.raises(InvalidArgument, match="without encryption"):
-        Etcd(["192.0.2.1:2379"], access=access)
-    Etcd(["127.0.0.1:2379", "[::1]:2379", "https://192.0.2.1:2379"], access=access)
-    Etcd(["192.0.2.1:2379"], access=EtcdAccess(user="trainer", password=PASSWORD, insecure=True))
+        EtcdClient(["192.0.2.1:2379"], credentials=access)
+    EtcdClient(["127.0.0.1:2379", "[::1]:2379", "https://192.0.2.1:2379"], credentials=access)
+    EtcdClient(["192.0.2.1:2379"], credentials=EtcdCredentials(user="trainer", password=PASSWORD, insecure=True))
     assert PASSWORD not in repr(access)
 
 
 def test_an_endpoint_does_not_fall_back_to_http(certificates: Path) -> None:
-    access = EtcdAccess(ca_file=str(certificates / "ca.pem"))
-    assert access.endpoint("h:2379") == "https://h:2379"
+    access = EtcdCredentials(ca_file=str(certificates / "ca.pem"))
+    assert access.endpoint_url("h:2379") == "https://h:2379"
     with pytest.raises(InvalidArgument, match="write https://"):
-        Etcd(["http://h:2379"], access=access)
+        EtcdClient(["http://h:2379"], credentials=access)
     with pytest.raises(InvalidArgument, match="go together"):
-        Etcd(["h:2379"], access=EtcdAccess(ca_file=str(certificates / "ca.pem"), cert_file=str(certificates / "client.pem")))
+        EtcdClient(
+            ["h:2379"],
+            credentials=EtcdCredentials(ca_file=str(certificates / "ca.pem"), cert_file=str(certificates / "client.pem")),
+        )
 
 
 def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +220,7 @@ def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(StoreError, match="HTTP 302"):
-            Etcd([f"127.0.0.1:{server.server_port}"], access=EtcdAccess(user="u", password="p")).range("/")
+            EtcdClient([f"127.0.0.1:{server.server_port}"], credentials=EtcdCredentials(user="u", password="p")).range("/")
         server.shutdown()
     assert seen == ["/v3/auth/authenticate", "/v3/kv/range"]
 
@@ -225,9 +228,9 @@ def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_ETCD_USER", "u")
     monkeypatch.setenv("CKPT_ETCD_PASSWORD", "p")
-    access = from_environment()
-    assert (access.user, access.secret()) == ("u", "p")
-    assert from_environment({"user": "v"}).user == "v"
+    access = etcd_credentials_from_environment()
+    assert (access.user, access.read_password()) == ("u", "p")
+    assert etcd_credentials_from_environment({"user": "v"}).user == "v"
 
 
 def test_ckpt_run_tells_what_is_missing(

@@ -104,7 +104,7 @@ def test_upath(names: str, files: CkptFileSystem) -> None:
     file = upath.UPath(str(path / "a.json"))
     assert file.read_bytes() == FILES["run/a.json"]
     assert (file.name, str(file.parent)) == ("a.json", str(path))
-    found = {files.at(str(each)).path: upath.UPath(str(each)).read_bytes() for each in path.rglob("*.txt")}
+    found = {files.resolve(str(each)).path: upath.UPath(str(each)).read_bytes() for each in path.rglob("*.txt")}
     assert found == {p: content for p, content in FILES.items() if p.endswith(".txt")}
     (path / "new.txt").write_text("new")
     assert files.cat_file("run/new.txt") == b"new"

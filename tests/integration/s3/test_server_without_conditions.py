@@ -31,12 +31,14 @@ def careless(request: pytest.FixtureRequest, s3_endpoint: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("careless", ["HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"], indirect=True)
 def test_it_is_refused(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fencing_probe, "_probed", set())
+    monkeypatch.setattr(fencing_probe, "_probed_urls", set())
     for call in (lambda: ckpt.Checkpointer(careless), lambda: ckpt.save(state_of(0), careless, 0)):
         with pytest.raises(ckpt.StoreError) as told:
             call()
-        one_line(told, careless, "If-None-Match", "docs/reference/stores.md", f"{fencing_probe.VARIABLE}={careless}")
-    monkeypatch.setenv(fencing_probe.VARIABLE, f"s3://other {careless}")
+        one_line(
+            told, careless, "If-None-Match", "docs/reference/stores.md", f"{fencing_probe.UNFENCED_STORES_VARIABLE}={careless}"
+        )
+    monkeypatch.setenv(fencing_probe.UNFENCED_STORES_VARIABLE, f"s3://other {careless}")
     ckpt.save(state_of(0), careless, 0)
     assert ckpt.load(careless)["step"] == 0
 

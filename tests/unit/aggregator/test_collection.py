@@ -19,17 +19,17 @@ from ckpt.aggregator import collected, collection, moving
 from ckpt.aggregator import namespace as namespaces
 from ckpt.aggregator import repair as repairs
 from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.collection import collect
+from ckpt.aggregator.collection import collect_tombstones
 from ckpt.aggregator.namespace import Namespace
 from ckpt.storage.errors import StoreError
-from ckpt.storage.registers import ABSENT, Answer, Ballot, Value, floor
+from ckpt.storage.registers import ABSENT_NAME, Ballot, RegisterAnswer, RegisterValue, floor_ballot
 from ckpt.storage.sqlite import SqliteRegisters
 
 
 def opened(folder: Path, count: int = 3, **table: Any) -> Namespace:
     found = Namespace(directories(folder, count, **{"redundancy": "2x", "deadline_seconds": 2.0} | table))
     health = found.fan_out.health
-    health._first_seconds, health._most_seconds, health._probe = 0.001, 0.005, None
+    health._first_pause_seconds, health._max_pause_seconds, health._probe = 0.001, 0.005, None
     return found
 
 
@@ -49,7 +49,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     scan = SqliteRegisters.scan
 
-    def counted(self: SqliteRegisters, *args: Any, **options: Any) -> list[tuple[str, Answer]]:
+    def counted(self: SqliteRegisters, *args: Any, **options: Any) -> list[tuple[str, RegisterAnswer]]:
         answers = scan(self, *args, **options)
         found.append(len(answers))
         return answers
@@ -70,8 +70,8 @@ def test_a_listing_costs_what_exists(tmp_path: Path, examined: list[int]) -> Non
         namespace.put(f"run/{number}", b"x")
     namespace.delete([f"run/{number}" for number in range(2, 60)])
     assert entries_of_a_listing(namespace, examined) >= 2 * 60
-    assert collect(namespace) == 0, "they are too young"
-    assert collect(namespace, 0.0) == 58
+    assert collect_tombstones(namespace) == 0, "they are too young"
+    assert collect_tombstones(namespace, 0.0) == 58
     assert entries_of_a_listing(namespace, examined) <= 3 * 2
     assert records(tmp_path) <= 3 * 2
     assert sorted(namespace.list()) == ["run/0", "run/1"]
@@ -88,7 +88,7 @@ def test_registers_without_a_value_go_too(tmp_path: Path) -> None:
     namespace.put("a", b"1")
     namespace.delete([f"b{i}" for i in range(20)])
     assert records(tmp_path) > 20
-    collect(namespace, 0.0)
+    collect_tombstones(namespace, 0.0)
     assert records(tmp_path) <= 3
     namespace.close()
 
@@ -96,8 +96,8 @@ def test_registers_without_a_value_go_too(tmp_path: Path) -> None:
 def test_a_listing_that_meets_too_many_lets_them_be_collected(
     tmp_path: Path, examined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(namespaces, "TOMBSTONES", 10)
-    monkeypatch.setattr(collection, "AGE_SECONDS", 0.0)
+    monkeypatch.setattr(namespaces, "MAX_TOMBSTONES", 10)
+    monkeypatch.setattr(collection, "MIN_AGE_SECONDS", 0.0)
     namespace = opened(tmp_path)
     for number in range(30):
         namespace.put(f"run/{number}", b"x")
@@ -111,15 +111,15 @@ def test_a_listing_that_meets_too_many_lets_them_be_collected(
 
 
 def test_a_repair_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collection, "AGE_SECONDS", 0.0)
+    monkeypatch.setattr(collection, "MIN_AGE_SECONDS", 0.0)
     namespace = opened(tmp_path)
     namespace.put("a", b"1")
     namespace.put("b", b"1")
     namespace.delete(["b"])
     namespace.settle(["/a", "/b"])
-    assert repairs.repair(namespace, surveys.survey(namespace)).collected == 1
+    assert repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace)).collected == 1
     assert records(tmp_path) == 3
-    assert surveys.survey(namespace).whole
+    assert surveys.scrub_namespace(namespace).is_whole
     namespace.close()
 
 
@@ -127,9 +127,9 @@ class Away:
     """Whether a member is cut off, and how often its calls get lost."""
 
     def __init__(self, namespace: Namespace, draw: random.Random) -> None:
-        self._flaky = {name: Flaky(place.registers, draw, 0.0) for name, place in namespace.places.items()}
+        self._flaky = {name: Flaky(place.registers, draw, 0.0) for name, place in namespace.open_members.items()}
         for name, flaky in self._flaky.items():
-            namespace.places[name].registers = namespace._registers[name] = flaky
+            namespace.open_members[name].registers = namespace._member_registers[name] = flaky
 
     def set(self, member: str, rate: float) -> None:
         self._flaky[member].rate = rate
@@ -141,21 +141,21 @@ def test_a_member_that_comes_back_does_not_outvote(tmp_path: Path) -> None:
     away = Away(namespace, random.Random(0))
     namespace.put("x", b"first")
     namespace.settle(["/x"])  # in two phases: a ballot above those of direct changes
-    for member in namespace.ring.keepers("/x").members:
+    for member in namespace.ring.replica_set("/x").members:
         away.set(member, 1.0)
         namespace.delete(["x"])
-        collect(namespace, 0.0)
-        collect(namespace, 0.0)
+        collect_tombstones(namespace, 0.0)
+        collect_tombstones(namespace, 0.0)
         namespace.put("x", b"newer " + member.encode())
         away.set(member, 0.0)
-        for other in namespace.places:
-            away.set(other, 1.0 if other not in (member, next(m for m in namespace.places if m != member)) else 0.0)
+        for other in namespace.open_members:
+            away.set(other, 1.0 if other not in (member, next(m for m in namespace.open_members if m != member)) else 0.0)
         assert namespace.get("x") == b"newer " + member.encode()
-        for other in namespace.places:
+        for other in namespace.open_members:
             away.set(other, 0.0)
         assert namespace.get("x") == b"newer " + member.encode()
     namespace.delete(["x"])
-    assert collect(namespace, 0.0) == 1
+    assert collect_tombstones(namespace, 0.0) == 1
     assert records(tmp_path) == 0
     namespace.close()
 
@@ -168,26 +168,26 @@ def test_a_collection_that_ends_in_the_middle(tmp_path: Path, ends_after: int) -
     namespace.settle(["/x"])
     namespace.delete(["x"])
     namespace.settle(["/x"])
-    left = list(namespace.places)[ends_after:]
-    forget = {name: namespace.places[name].registers.collect for name in left}
+    left = list(namespace.open_members)[ends_after:]
+    forget = {name: namespace.open_members[name].registers.collect for name in left}
     for name in left:
-        namespace.places[name].registers.collect = _fails  # type: ignore[method-assign]
-    collect(namespace, 0.0)
+        namespace.open_members[name].registers.collect = _fails  # type: ignore[method-assign]
+    collect_tombstones(namespace, 0.0)
     assert records(tmp_path) == len(left)
     away = Away(namespace, random.Random(0))
     for content in (None, b"second"):
         if content is not None:
             namespace.put("x", content)
-        for member in namespace.places:
+        for member in namespace.open_members:
             away.set(member, 1.0)
             file = namespace.stat("x")
-            assert (None if file is None else file.data) == content
+            assert (None if file is None else file.inline_data) == content
             away.set(member, 0.0)
     namespace.delete(["x"])
     namespace.settle(["/x"])
     for name in left:
-        namespace.places[name].registers.inner.collect = forget[name]  # type: ignore[attr-defined]
-    assert collect(namespace, 0.0) == 1
+        namespace.open_members[name].registers.inner.collect = forget[name]  # type: ignore[attr-defined]
+    assert collect_tombstones(namespace, 0.0) == 1
     assert records(tmp_path) == 0
     namespace.close()
 
@@ -200,8 +200,8 @@ def test_what_another_ring_left_behind_goes_before_a_tombstone(tmp_path: Path) -
     """A member that keeps a file no longer still has an old record: it is forgotten first, or the file would come back when
     this member keeps it again."""
     namespace = opened(tmp_path, 5)
-    path = next(f"f{i}" for i in range(100) if len({*namespace.ring.keepers(f"/f{i}").members} & {"disk3", "disk4"}) == 0)
-    stray = namespace.places["disk4"].registers
+    path = next(f"f{i}" for i in range(100) if len({*namespace.ring.replica_set(f"/f{i}").members} & {"disk3", "disk4"}) == 0)
+    stray = namespace.open_members["disk4"].registers
     namespace.put(path, b"old")
     value = namespace.read_records([f"/{path}"])[f"/{path}"]
     assert value is not None
@@ -210,9 +210,9 @@ def test_what_another_ring_left_behind_goes_before_a_tombstone(tmp_path: Path) -
     namespace.settle([f"/{path}"])
     assert namespace.stat(path) is None
     for _ in range(2):
-        collect(namespace, 0.0)
+        collect_tombstones(namespace, 0.0)
     assert records(tmp_path, 5) == 0
-    moving.rebalance(opened(tmp_path, 5))
+    moving.rebalance_fragments(opened(tmp_path, 5))
     assert not namespace.list()
     namespace.close()
 
@@ -223,22 +223,22 @@ def test_the_ring_changes_after_a_collection(tmp_path: Path) -> None:
     for number in range(12):
         namespace.put(f"f{number}", b"1")
     namespace.delete([f"f{number}" for number in range(6)])
-    assert collect(namespace, 0.0) == 6
+    assert collect_tombstones(namespace, 0.0) == 6
     namespace.close()
     grown = opened(tmp_path, 5)
-    assert not moving.rebalance(grown).failed
+    assert not moving.rebalance_fragments(grown).failed
     assert grown.ring.epoch > 1
-    assert {floors.promised for place in grown.places.values() for floors in place.registers.read([ABSENT])} == {
-        floor(grown.ring.number)
+    assert {floors.promised for place in grown.open_members.values() for floors in place.registers.read([ABSENT_NAME])} == {
+        floor_ballot(grown.ring.fence_number)
     }
     assert sorted(grown.list()) == sorted(f"f{number}" for number in range(6, 12))
     for number in range(6):
         grown.put(f"f{number}", b"2", new=True)
     assert {grown.get(path) for path in grown.list()} == {b"1", b"2"}
     grown.delete([f"f{number}" for number in range(12)])
-    assert collect(grown, 0.0) == 12
+    assert collect_tombstones(grown, 0.0) == 12
     assert records(tmp_path, 5) == 0
-    assert not moving.forget(grown, "disk0").failed
+    assert not moving.remove_member(grown, "disk0").failed
     grown.put("f1", b"3")
     assert {path: grown.get(path) for path in grown.list()} == {"f1": b"3"}
     grown.close()
@@ -273,14 +273,14 @@ def test_others_write_while_one_client_collects(tmp_path: Path, seed: int) -> No
                 file = client.stat(f"p{number}")
             except StoreError:
                 continue
-            if (found := None if file is None else file.data) not in possible:
+            if (found := None if file is None else file.inline_data) not in possible:
                 wrong.append(f"p{number} is {found!r}, not {possible}")
         client.close()
 
     def collector() -> None:
         while not over.is_set():
             try:
-                collect(first, 0.0)
+                collect_tombstones(first, 0.0)
             except StoreError:
                 continue
 
@@ -303,7 +303,7 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(3
 def test_one_history_with_collections(tmp_path: Path, seed: int) -> None:
     """Two clients write, delete and read a few paths while members are cut off, come back, and lose calls, and deletions are
     collected meanwhile. What was acknowledged is read until something newer was written, or may have been."""
-    check_history(tmp_path, seed, lambda namespace: collect(namespace, 0.0))
+    check_history(tmp_path, seed, lambda namespace: collect_tombstones(namespace, 0.0))
 
 
 def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object], steps: int = 60) -> None:
@@ -356,7 +356,7 @@ def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object]
 
     def check(client: Namespace, path: str) -> None:
         file = client.stat(path)
-        found = None if file is None else file.data
+        found = None if file is None else file.inline_data
         assert found in possible[path], f"seed {seed}: {path} is {found!r}, not {possible[path]}\n" + "\n".join(done)
 
     for number in range(steps):
@@ -378,20 +378,20 @@ def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object]
 
 def test_names_that_were_collected_are_known_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are too many the oldest are forgotten, and nobody relies on what is not known any more."""
-    monkeypatch.setattr(collected, "_NAMES", 3)
+    monkeypatch.setattr(collected, "_MAX_NAMES", 3)
     namespace = Namespace(directories(tmp_path, 3))
     namespace.put("a", b"1")
-    assert not collected.collected_since(namespace, "a", 1)
+    assert not collected.is_collected_since(namespace, "a", 1)
     for number, names in ((3, ["/a", "/b"]), (4, ["/c"])):
-        collected.note_collection(namespace, number, names)
+        collected.record_collection(namespace, number, names)
     for path, number, expected in (("a", 2, True), ("a", 3, False), ("c", 3, True), ("d", 2, False)):
-        assert collected.collected_since(namespace, path, number) == expected, (path, number)
-    collected.note_collection(namespace, 5, ["/e"])
-    assert collected.collected_since(namespace, "d", 2), "what was collected by 3 is not known any more"
-    assert not collected.collected_since(namespace, "d", 3)
-    namespace.office(collected.REGISTER, lambda _, value: Value(b"what no version writes"))
-    assert collected.collected_since(namespace, "d", 9)
-    collected.note_collection(namespace, 10, ["/f"])
-    assert not collected.collected_since(namespace, "d", 10)
-    assert collected.collected_since(namespace, "d", 9)
+        assert collected.is_collected_since(namespace, path, number) == expected, (path, number)
+    collected.record_collection(namespace, 5, ["/e"])
+    assert collected.is_collected_since(namespace, "d", 2), "what was collected by 3 is not known any more"
+    assert not collected.is_collected_since(namespace, "d", 3)
+    namespace.update_register(collected.COLLECTED_REGISTER, lambda _, value: RegisterValue(b"what no version writes"))
+    assert collected.is_collected_since(namespace, "d", 9)
+    collected.record_collection(namespace, 10, ["/f"])
+    assert not collected.is_collected_since(namespace, "d", 10)
+    assert collected.is_collected_since(namespace, "d", 9)
     namespace.close()

@@ -114,11 +114,11 @@ def test_what_was_encoded_is_decoded(config: dict[str, Any], nbytes: int) -> Non
 
 
 def test_text_of_a_rank_is_inflated_within_its_limit() -> None:
-    assert bounded_decode.inflated(zlib.compress(b"x" * 100), 101) == b"x" * 100
+    assert bounded_decode.inflate(zlib.compress(b"x" * 100), 101) == b"x" * 100
     with pytest.raises(ValueError, match="more than 99 bytes"):
-        bounded_decode.inflated(zlib.compress(b"x" * 100), 99)
+        bounded_decode.inflate(zlib.compress(b"x" * 100), 99)
     with pytest.raises(ValueError, match="early"):
-        bounded_decode.inflated(zlib.compress(b"x" * 100)[:-5], 1000)
+        bounded_decode.inflate(zlib.compress(b"x" * 100)[:-5], 1000)
 
 
 def _parquet(rows: int, *, cells: bytes = b"", dictionary: bool = False) -> bytes:
@@ -129,12 +129,12 @@ def _parquet(rows: int, *, cells: bytes = b"", dictionary: bool = False) -> byte
         "leaf": pa.array(["w"] * rows), "dtype": pa.array(["u1"] * rows), "pack": pa.array(["p"] * rows),
         "codec": pa.nulls(rows, pa.string()), "checksum": pa.nulls(rows, pa.uint64()),
         "digest": pa.array([b"d" * 16] * rows, pa.binary()), "cells": pa.array([cells] * rows, pa.binary()),
-        **{name: pa.array([[0]] * rows, pa.list_(pa.int64())) for name in table.LISTS},
-        **{name: pa.array([0] * rows, pa.int64()) for name in table.NUMBERS},
+        **{name: pa.array([[0]] * rows, pa.list_(pa.int64())) for name in table.LIST_COLUMNS},
+        **{name: pa.array([0] * rows, pa.int64()) for name in table.NUMBER_COLUMNS},
     }  # fmt: skip
-    made = pa.table({name: columns[name] for name in table.NAMES})
+    made = pa.table({name: columns[name] for name in table.COLUMNS})
     sink = io.BytesIO()
-    pq.write_table(made, sink, compression="zstd", use_dictionary=[*table.TEXT, *(["cells"] if dictionary else [])])
+    pq.write_table(made, sink, compression="zstd", use_dictionary=[*table.TEXT_COLUMNS, *(["cells"] if dictionary else [])])
     return sink.getvalue()
 
 
@@ -144,7 +144,7 @@ def test_a_manifest_that_decodes_to_far_more_than_its_length_is_refused() -> Non
         with pytest.raises(IntegrityError, match=r"claims|decodes to"):
             table.read_table(data, "x")
         with pytest.raises(IntegrityError, match=r"claims|decodes to"):
-            groups, _ = table.read_groups(data, "x")
+            groups, _ = table.read_row_groups(data, "x")
             groups[0].read()
 
 
@@ -152,7 +152,7 @@ def test_a_manifest_that_decodes_to_far_more_than_its_length_is_refused() -> Non
 def test_an_honest_manifest_is_read(dictionary: bool) -> None:
     data = _parquet(50_000, cells=b"12345678", dictionary=dictionary)
     assert table.read_table(data, "x").num_rows == 50_000
-    groups, _ = table.read_groups(data, "x")
+    groups, _ = table.read_row_groups(data, "x")
     assert groups[0].read(["cells"]).column("cells")[0].as_py() == b"12345678"
 
 
@@ -174,7 +174,7 @@ def test_a_part_with_compressed_bodies_is_refused() -> None:
     rows = table.read_table(_parquet(10), "x")
     assert table.read_part(table.write_part(rows, {}), "x").num_rows == 10
     sink = io.BytesIO()
-    plain = table.plain(rows)
+    plain = table.as_plain_table(rows)
     with pa.ipc.new_stream(sink, plain.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
         stream.write_table(plain)
     with pytest.raises(IntegrityError, match="compressed"):
@@ -188,7 +188,7 @@ def test_deep_and_long_records_are_refused(data: bytes) -> None:
 
 
 def test_a_record_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "RECORD_BYTES", 10)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 10)
     with pytest.raises(IntegrityError, match="at most 10"):
         records.decode("repository", records.encode("repository", {"id": "x"}), "x")
 

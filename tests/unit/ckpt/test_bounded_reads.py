@@ -200,7 +200,7 @@ assert list(ReportFiles(Path(sys.argv[2])).read()) == ["good"]
     assert measured(code, tmp_path) == "done"
 
 
-@pytest.mark.parametrize("limit", ["MANIFEST_BYTES", "TREE_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_MANIFEST_BYTES", "MAX_TREE_BYTES"])
 def test_what_no_load_would_take_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(f"ckpt.commit.{limit}", 10)
     with pytest.raises(ckpt.StepRefused, match="10 are the most"):

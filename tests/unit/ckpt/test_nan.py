@@ -104,9 +104,11 @@ def test_every_nan_of_a_small_piece_is_found(shape: list[tuple[str, int]], data:
     for dtype, begin, last in pieces:
         if dtype == "int32":
             block[begin:last] = 0xFF
-    looked_at = nan_check.extents(pieces)
+    looked_at = nan_check.checked_ranges(pieces)
     assert nan_check.first_nan(block, pieces, looked_at) is None
-    small = [i for i, (dtype, begin, last) in enumerate(pieces) if dtype != "int32" and last - begin <= nan_check.WHOLE_BYTES]
+    small = [
+        i for i, (dtype, begin, last) in enumerate(pieces) if dtype != "int32" and last - begin <= nan_check.FULL_CHECK_BYTES
+    ]
     if small:
         number = data.draw(st.sampled_from(small))
         dtype, begin, last = pieces[number]

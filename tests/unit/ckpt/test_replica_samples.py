@@ -11,7 +11,7 @@ import pytest
 
 import ckpt
 from ckpt.groups.threads import ThreadGroup
-from ckpt.replica_samples import WHOLE_BYTES, elements, samples_of
+from ckpt.replica_samples import FULL_DIGEST_BYTES, sampled_elements, samples_of
 from ckpt.tree import flatten
 
 SIZES = [1, 7, 64, 1023, 1024, 1025, 5000, 300_000]
@@ -20,10 +20,10 @@ SIZES = [1, 7, 64, 1023, 1024, 1025, 5000, 300_000]
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 12, 16, 100, 5000])
 def test_elements_from_the_first_to_about_the_last_are_digested(count: int, itemsize: int) -> None:
-    index = elements(count * itemsize, itemsize).numbers()
+    index = sampled_elements(count * itemsize, itemsize).indices()
     assert index[0] == 0
     assert count - len(index) <= index[-1] < count
-    if count * itemsize <= WHOLE_BYTES:
+    if count * itemsize <= FULL_DIGEST_BYTES:
         assert index.tolist() == list(range(count))
 
 
@@ -40,13 +40,13 @@ def test_a_transposed_array_has_the_digest_of_its_copy(shape: tuple[int, ...], d
 def test_a_tensor_of_a_device_has_the_digest_of_one_on_the_host(shape: tuple[int, ...], dtype: str) -> None:
     torch = pytest.importorskip("torch")
     from ckpt.leaves.torch import DeviceLeaf
-    from ckpt.tree import Flat
+    from ckpt.tree import FlatState
 
     value = torch.randn(shape).to(getattr(torch, dtype))
     turned = value.t().contiguous().t() if len(shape) == 2 else value
     wanted = samples_of(flatten({"a": value}, 0))["a"]
     other = (torch.randn(shape) * 9 + 50).to(value.dtype)
-    devices = Flat(None, {"a": DeviceLeaf(value), "b": DeviceLeaf(turned), "c": DeviceLeaf(other)})
+    devices = FlatState(None, {"a": DeviceLeaf(value), "b": DeviceLeaf(turned), "c": DeviceLeaf(other)})
     found = samples_of(devices)
     assert found["a"] == found["b"] == wanted
     assert found["c"] != wanted or dtype == "bool"

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.groups.threads import ThreadGroup
-from ckpt.pulse import BEFORE
+from ckpt.pulse import RESTORE_LIMIT_VARIABLE
 from ckpt.tools import inspect
 
 RESTORED = 110
@@ -119,12 +119,12 @@ def test_the_first_save_refers_to_blocks_of_the_restored_step(url: Path) -> None
 
 
 def test_the_roll_back_of_ckpt_run(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BEFORE, "120")
+    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "120")
     with ckpt.Checkpointer(url, every=None, keep=2) as ck:
         assert ck.restore(state_of(0))[1] == 111
         ck.save(115, state_of(115), blocking=True)
         assert ckpt.open(url).steps() == [110, 115]
-    monkeypatch.delenv(BEFORE)
+    monkeypatch.delenv(RESTORE_LIMIT_VARIABLE)
     assert newest(url) == 115
 
 

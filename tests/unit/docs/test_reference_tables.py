@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.aggregator.members import from_table
+from ckpt.aggregator.members import config_from_table
 from ckpt.storage.errors import InvalidArgument
 
 ROOT = Path(__file__).parents[3]
@@ -57,10 +57,10 @@ def test_alerts_are_on_metrics_that_exist() -> None:
 
 def test_each_key_of_the_configuration_is_described() -> None:
     with pytest.raises(InvalidArgument, match="unknown key 'nothing'; there are ") as raised:
-        from_table("lab", {"nothing": 1}, "config.toml")
+        config_from_table("lab", {"nothing": 1}, "config.toml")
     keys = set(str(raised.value).partition("there are ")[2].split(", "))
     with pytest.raises(InvalidArgument, match="unknown key 'nothing' of a member; there are ") as raised:
-        from_table("lab", {"members": [{"url": "host:1", "nothing": 1}]}, "config.toml")
+        config_from_table("lab", {"members": [{"url": "host:1", "nothing": 1}]}, "config.toml")
     keys |= set(str(raised.value).partition("there are ")[2].split(", "))
     assert keys == first_cells("configuration.md")
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt.recovery.agents import LOST_SECONDS
-from ckpt.recovery.contact import LOOK_SECONDS, Contact, Look
+from ckpt.recovery.contact import PROBE_SECONDS, Contact, Probe
 
 OTHERS = frozenset("bcd")
 
 
-def look(at: float, absent: Iterable[str] = OTHERS, state: bool = False, took: float = LOOK_SECONDS) -> Look:
+def look(at: float, absent: Iterable[str] = OTHERS, state: bool = False, took: float = PROBE_SECONDS) -> Probe:
     """That ended at this time."""
-    return Look(at - took, at, state, OTHERS, frozenset(absent))
+    return Probe(at - took, at, state, OTHERS, frozenset(absent))
 
 
-def after(*looks: Look, least: int = 1, acknowledged_at: float = 100.0) -> Contact:
+def after(*looks: Probe, least: int = 1, acknowledged_at: float = 100.0) -> Contact:
     contact = Contact(acknowledged_at, least)
     for each in looks:
-        contact = contact.looked(each)
+        contact = contact.after_probe(each)
     return contact
 
 
@@ -37,7 +37,7 @@ def test_two_looks_in_a_row_must_fail():
 
 
 def test_a_look_that_asked_no_host_proves_nothing():
-    asked_state_only = Look(102.45, 103.2, state=False)
+    asked_state_only = Probe(102.45, 103.2, is_state_reached=False)
     assert not after(asked_state_only, asked_state_only).is_lost(103.5)
     assert not after(look(102.4), asked_state_only).is_lost(103.5)
 
@@ -61,16 +61,16 @@ def test_as_many_as_can_go_on_are_out_of_reach():
 
 
 def test_an_acknowledged_report_renews_the_lease():
-    contact = after(look(102.4), look(103.2)).acknowledged(103.1)
+    contact = after(look(102.4), look(103.2)).after_acknowledgement(103.1)
     assert not contact.is_lost(103.5)
     assert not contact.is_lost(120.0)
-    assert contact.acknowledged(50.0) == contact, "answers may come in another order"
-    assert contact.looked(look(103.8)) == contact, "it began before that report"
+    assert contact.after_acknowledgement(50.0) == contact, "answers may come in another order"
+    assert contact.after_probe(look(103.8)) == contact, "it began before that report"
 
 
 def test_a_process_that_stood_still_tries_again_first():
     stopped_between, stopped_within = look(140.0), look(103.2, took=30.0)
     assert not after(look(102.4), stopped_between).is_lost(140.1)
     assert not after(look(102.4), look(103.2)).is_lost(140.0), "it wakes, and what it knows is old"
-    assert not Contact(60.0).looked(stopped_within).looked(look(103.9)).is_lost(104.0)
+    assert not Contact(60.0).after_probe(stopped_within).after_probe(look(103.9)).is_lost(104.0)
     assert after(look(102.4), stopped_between, look(140.8)).is_lost(140.9)

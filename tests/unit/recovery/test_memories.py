@@ -7,22 +7,22 @@ from dataclasses import replace
 from test_advance import agent, world
 
 from ckpt.recovery import course as courses
-from ckpt.recovery.agents import Wrong
+from ckpt.recovery.agents import HostFailure
 from ckpt.recovery.decide import Failure, worth_waiting_seconds
-from ckpt.recovery.memories import Memory, Newest, at_start, awaited, is_needed
-from ckpt.recovery.state import Entry
+from ckpt.recovery.memories import MemoryNamespace, NewestStep, choose_memories, hosts_to_await, is_needed
+from ckpt.recovery.state import LogEntry
 
-TWO = Memory((("a", "a:1"), ("b", "b:1")))
+TWO = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
 
 
 def test_who_is_awaited() -> None:
     serving = replace(agent("b"), nodes=("b:1",))
-    assert awaited(TWO, {"b": serving}) == (), "one copy is there"
-    assert awaited(TWO, {}) == ("a", "b")
-    assert awaited(TWO, {"b": agent("b")}) == ("a",), "b was started again, and its memory is gone"
-    assert awaited(TWO, {"b": replace(agent("b"), memory="coming")}) == ("a", "b")
-    assert awaited(TWO, {"a": agent("a"), "b": agent("b")}) == (), "both are gone"
-    assert awaited(Memory(), {}) == ()
+    assert hosts_to_await(TWO, {"b": serving}) == (), "one copy is there"
+    assert hosts_to_await(TWO, {}) == ("a", "b")
+    assert hosts_to_await(TWO, {"b": agent("b")}) == ("a",), "b was started again, and its memory is gone"
+    assert hosts_to_await(TWO, {"b": replace(agent("b"), memory="coming")}) == ("a", "b")
+    assert hosts_to_await(TWO, {"a": agent("a"), "b": agent("b")}) == (), "both are gone"
+    assert hosts_to_await(MemoryNamespace(), {}) == ()
 
 
 def test_the_wait_is_worth_the_steps_that_are_lost() -> None:
@@ -33,34 +33,34 @@ def test_the_wait_is_worth_the_steps_that_are_lost() -> None:
 
 
 def test_which_memory_has_the_newest_step() -> None:
-    new, other = Memory((("a", "a:2"), ("b", "b:2"))), Memory((("a", "a:3"), ("b", "b:3")))
+    new, other = MemoryNamespace((("a", "a:2"), ("b", "b:2"))), MemoryNamespace((("a", "a:3"), ("b", "b:3")))
     ended = Failure("lost", (), "", 14, 14, 100.0, restored=3, durable=9, step_seconds=2.0)
-    newest = Newest().after(ended, TWO, rolled_back=False)
-    assert newest == Newest(14, 9, TWO, 5, 2.0)
+    newest = NewestStep().after(ended, TWO, rolled_back=False)
+    assert newest == NewestStep(14, 9, TWO, 5, 2.0)
     nothing = replace(ended, committed=14, restored=14, step_seconds=0.0)
     assert newest.after(nothing, new, rolled_back=False) == newest, "that attempt saved nothing"
     older = replace(ended, committed=11, restored=9, durable=10)
     assert newest.after(older, new, rolled_back=False) == replace(newest, durable=10, at_stake=4)
     anew = newest.after(older, new, rolled_back=True)
-    assert anew == Newest(14, 10, new, 2, 2.0), "14 may be spoiled, and is not restored"
-    assert anew.after(replace(ended, committed=15, durable=15), other, False) == Newest(15, 15, other, 0, 2.0)
+    assert anew == NewestStep(14, 10, new, 2, 2.0), "14 may be spoiled, and is not restored"
+    assert anew.after(replace(ended, committed=15, durable=15), other, False) == NewestStep(15, 15, other, 0, 2.0)
 
 
 def test_the_memory_with_the_newest_step_stays_named() -> None:
     """However many attempts have failed since."""
-    many = [Memory((("a", f"a:{port}"),)) for port in range(9, 2, -1)]
-    kept = at_start(many, {"a": replace(agent("a"), memory="ready", fresh="a:10", nodes=("a:10",))}, many[3])
-    assert kept == (Memory((("a", "a:10"),)), *many[:2], many[3], many[-1])
+    many = [MemoryNamespace((("a", f"a:{port}"),)) for port in range(9, 2, -1)]
+    kept = choose_memories(many, {"a": replace(agent("a"), memory="ready", fresh="a:10", nodes=("a:10",))}, many[3])
+    assert kept == (MemoryNamespace((("a", "a:10"),)), *many[:2], many[3], many[-1])
 
 
 def test_newer_steps_of_the_memory_before_are_kept_until_they_are_made_anew() -> None:
     """After it went on from an older step."""
     run = world(hosts=1, least=1, agents=1)
     run.turn()
-    run.agents["a"] = replace(run.agents["a"], committed=14, wrong=Wrong("exit", (0,), "failed"))
+    run.agents["a"] = replace(run.agents["a"], committed=14, wrong=HostFailure("exit", (0,), "failed"))
     run.turn()
     run.agents["a"] = replace(run.agents["a"], doing="idle", wrong=None)
-    run.course = replace(run.course, memory=(Memory((("a", "a:1"),)),))
+    run.course = replace(run.course, memory=(MemoryNamespace((("a", "a:1"),)),))
     run.agents["a"] = replace(run.agents["a"], memory="ready", fresh="a:2", nodes=("a:1", "a:2"))
     run.clock += 100
     run.turn()
@@ -74,7 +74,7 @@ def test_newer_steps_of_the_memory_before_are_kept_until_they_are_made_anew() ->
 
 
 def test_a_host_that_leaves_is_needed_where_others_lack_a_copy() -> None:
-    three = Memory((("a", "a:1"), ("b", "b:1"), ("c", "c:1")))
+    three = MemoryNamespace((("a", "a:1"), ("b", "b:1"), ("c", "c:1")))
     others = {name: replace(agent(name), nodes=(f"{name}:1",)) for name in "ac"}
     assert not is_needed([three], "b", others), "each block is on two of the three"
     assert is_needed([three], "b", {"a": others["a"]}), "some blocks are on b and c"
@@ -89,13 +89,13 @@ def test_a_run_that_was_cut_off_leaves_what_its_agents_reported_last() -> None:
     last = replace(run.agents["a"], committed=14, durable=9, step_seconds=2.0)
     number = run.course.number
 
-    def next_run(command: tuple[str, ...]) -> courses.Course:
-        draft = courses.run(1, "s", replace(run.spec, command=command), [last])
-        return run.course.went_on([Entry(number + 1, 0.0, draft.attempt, draft.kind, draft.text, dict(draft.facts))])
+    def next_run(command: tuple[str, ...]) -> courses.RunState:
+        draft = courses.draft_run(1, "s", replace(run.spec, command=command), [last])
+        return run.course.apply_entries([LogEntry(number + 1, 0.0, draft.attempt, draft.kind, draft.text, dict(draft.facts))])
 
     course = next_run(run.spec.command)
-    assert (course.saved, course.newest) == (14, Newest(14, 9, TWO, 5, 2.0))
+    assert (course.saved, course.newest) == (14, NewestStep(14, 9, TWO, 5, 2.0))
     assert not course.other_job
     other = next_run(("other",))
-    assert (other.saved, other.newest) == (-1, Newest())
+    assert (other.saved, other.newest) == (-1, NewestStep())
     assert other.other_job, "it makes none of these steps anew: they are given free once they are in their repository"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckpt.recovery.decide import Budget, Failure, decide, suspects
-from ckpt.recovery.memories import Memory, Newest
+from ckpt.recovery.decide import Budget, Failure, decide, suspected_hosts
+from ckpt.recovery.memories import MemoryNamespace, NewestStep
 
-BEFORE, AFTER = Memory((("a", "a:1"),)), Memory((("a", "a:2"),))
+BEFORE, AFTER = MemoryNamespace((("a", "a:1"),)), MemoryNamespace((("a", "a:2"),))
 
 
 def failure(step: int, committed: int, line: int = 0, restored: int = -1, durable: int = -1, host: str = "") -> Failure:
@@ -13,40 +13,40 @@ def failure(step: int, committed: int, line: int = 0, restored: int = -1, durabl
 
 
 def test_it_fills_the_budget() -> None:
-    budget = Budget(5, 2, useless=2, best=130, restored=130)
+    budget = Budget(5, 2, failures_without_progress=2, best_step=130, restored=130)
     now = budget.after(failure(115, 114, line=1, restored=110))
-    assert (now.left, now.useless, now.best, now.line) == (4, 0, 114, 1)
-    assert now.after(failure(121, 120, line=1, restored=114)).useless == 0
+    assert (now.restarts_left, now.failures_without_progress, now.best_step, now.line) == (4, 0, 114, 1)
+    assert now.after(failure(121, 120, line=1, restored=114)).failures_without_progress == 0
 
 
 def test_it_does_so_once_for_each_step() -> None:
-    budget = Budget(5, 5, best=130)
+    budget = Budget(5, 5, best_step=130)
     failures = []
     for attempt in range(4):
         failures.append(failure(115, 114, line=1 + attempt, restored=110))
         decision = decide(failures, budget)
         budget = decision.budget
-        assert budget.useless == attempt
+        assert budget.failures_without_progress == attempt
     assert decision.action == "halt"
 
 
 def test_a_job_that_ckpt_run_sent_back_must_get_further_than_ever() -> None:
-    budget = Budget(5, 4, useless=2, best=130, restored=130)
+    budget = Budget(5, 4, failures_without_progress=2, best_step=130, restored=130)
     now = decide([failure(115, 114, line=1, restored=110)], budget, before=111).budget
-    assert (now.left, now.useless, now.best) == (3, 3, 130)
+    assert (now.restarts_left, now.failures_without_progress, now.best_step) == (3, 3, 130)
 
 
 def test_the_memory_that_has_it_is_waited_for() -> None:
-    found = Newest(130, 120, BEFORE, 10, 1.0).after(failure(115, 114, line=1, restored=110), AFTER, False)
+    found = NewestStep(130, 120, BEFORE, 10, 1.0).after(failure(115, 114, line=1, restored=110), AFTER, False)
     assert (found.step, found.durable, found.memory, found.at_stake) == (114, 110, AFTER, 4)
 
 
 def test_an_older_step_on_the_same_line_is_no_newer_one() -> None:
     """It went on from what could be read: what could not may come back."""
-    found = Newest(14, 9, BEFORE, 5, 1.0).after(failure(12, 11, restored=9), AFTER, False)
+    found = NewestStep(14, 9, BEFORE, 5, 1.0).after(failure(12, 11, restored=9), AFTER, False)
     assert (found.step, found.memory, found.at_stake) == (14, BEFORE, 5)
 
 
 def test_a_host_is_no_suspect_where_a_newer_step_lies_between() -> None:
     one, other = failure(180, 130, restored=50, host="a"), failure(180, 114, line=1, restored=110, host="a")
-    assert suspects([one, other]) == frozenset()
+    assert suspected_hosts([one, other]) == frozenset()

@@ -6,26 +6,26 @@ import logging
 
 import pytest
 
-from ckpt.recovery.course import Course, Spec
-from ckpt.recovery.rank_environment import ALLOWED, allowed_environment
-from ckpt.recovery.rollback import environment
+from ckpt.recovery.course import RunSpec, RunState
+from ckpt.recovery.rank_environment import ALLOWED_VARIABLES, allowed_environment
+from ckpt.recovery.rollback import rollback_environment
 
 
 def test_variables_that_run_code_are_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
     bad = dict.fromkeys(("LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONSTARTUP", "CKPT_CONFIG"), "/tmp/evil")
     with caplog.at_level(logging.WARNING):
-        assert allowed_environment({"CKPT_SKIP_BATCHES": "1", **bad}).keys() <= ALLOWED
+        assert allowed_environment({"CKPT_SKIP_BATCHES": "1", **bad}).keys() <= ALLOWED_VARIABLES
     assert all(name in caplog.text for name in bad)
 
 
 def test_what_ckpt_run_writes_itself_is_kept() -> None:
-    written = Course(spec=Spec(("true",), 1)).environment | environment(((1, 2),), 3, 4.0)
-    assert written.keys() == ALLOWED
+    written = RunState(spec=RunSpec(("true",), 1)).environment | rollback_environment(((1, 2),), 3, 4.0)
+    assert written.keys() == ALLOWED_VARIABLES
     assert allowed_environment(written) == written
 
 
 @pytest.mark.parametrize(
-    "given", [None, 3, "LD_PRELOAD=x", ["PATH"], dict.fromkeys(ALLOWED, 3), dict.fromkeys(ALLOWED, "a\0b")]
+    "given", [None, 3, "LD_PRELOAD=x", ["PATH"], dict.fromkeys(ALLOWED_VARIABLES, 3), dict.fromkeys(ALLOWED_VARIABLES, "a\0b")]
 )
 def test_what_is_no_environment_sets_nothing(given: object) -> None:
     assert allowed_environment(given) == {}

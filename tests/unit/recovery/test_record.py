@@ -5,23 +5,23 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from ckpt.recovery.record import Record
+from ckpt.recovery.record import SqliteRunLog
 from ckpt.recovery.state import Draft
 
 
 def test_reports_do_not_write_the_file_of_the_log(tmp_path: Path) -> None:
-    record = Record(tmp_path)
+    record = SqliteRunLog(tmp_path)
     assert record.append(0, [Draft(0, "note", "one")])
     before = {path.name: path.read_bytes() for path in tmp_path.glob("run.sqlite*")}
     for beat in range(50):
-        record.report("a", {"beat": beat, "text": "x" * 1000})
-    record.report("b.c", {"beat": 1})
+        record.publish_report("a", {"beat": beat, "text": "x" * 1000})
+    record.publish_report("b.c", {"beat": 1})
     assert {path.name: path.read_bytes() for path in tmp_path.glob("run.sqlite*")} == before
     assert record.reports()["a"]["beat"] == 49
     (tmp_path / "agents" / "a.json").write_bytes(b'{"beat"')
     assert set(record.reports()) == {"b.c"}
-    record.withdraw("b.c")
-    record.withdraw("b.c")
+    record.remove_report("b.c")
+    record.remove_report("b.c")
     assert record.reports() == {}
     (synchronous,) = record._db.execute("PRAGMA synchronous").fetchone()
     assert synchronous == 2, "FULL"
@@ -40,7 +40,7 @@ def test_the_log_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     old.commit()
     old.close()
     for read_only in (True, False):
-        record = Record(tmp_path, read_only)
+        record = SqliteRunLog(tmp_path, read_only)
         assert [entry.text for entry in record.entries()] == ["old"]
         assert record.reports() == {}
         record.close()

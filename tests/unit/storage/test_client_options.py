@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
         def log_message(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(objects, "_RETRY", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
+    monkeypatch.setattr(objects, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
     with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", headers
@@ -89,7 +89,7 @@ def test_plain_http_is_refused_with_the_variable_that_allows_it(
 
 @pytest.mark.parametrize("scheme", URLS)
 def test_errors_name_the_variables_of_their_cloud(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_RETRY", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
+    monkeypatch.setattr(objects, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
     url = set_up(monkeypatch, scheme, "http://127.0.0.1:9")
     monkeypatch.setenv(f"{CLOUDS[scheme]}_ALLOW_HTTP", "true")
     with pytest.raises(StoreError) as told:

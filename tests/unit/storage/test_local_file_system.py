@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.recovery.record import Record
+from ckpt.recovery.record import SqliteRunLog
 from ckpt.storage import local_file_system
 from ckpt.storage.errors import StoreError
-from ckpt.storage.local_file_system import VARIABLE, _file_system_type, require_local
+from ckpt.storage.local_file_system import LOCAL_FILE_SYSTEMS_VARIABLE, _file_system_type, require_local_file_system
 from ckpt.storage.sqlite import SqliteRegisters
 
 NETWORK = [0x6969, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x01021997, 0x00C36400, 0x19830326, 0x65735546, 0x123456]
 
 
 def test_this_disk_is_local(tmp_path: Path) -> None:
-    require_local(tmp_path / "not" / "made", "a log", "move")
+    require_local_file_system(tmp_path / "not" / "made", "a log", "move")
     assert _file_system_type("/proc") == 0x9FA0
 
 
@@ -30,13 +30,13 @@ def test_the_log_of_a_run_and_registers_are_refused_elsewhere(
 ) -> None:
     monkeypatch.setattr(local_file_system, "_file_system_type", lambda folder: kind)
     with pytest.raises(StoreError, match="etcd://"):
-        Record(tmp_path / "run")
+        SqliteRunLog(tmp_path / "run")
     with pytest.raises(StoreError, match="through a ckpt-node"):
-        SqliteRegisters(str(tmp_path / "registers.sqlite")).complete()
+        SqliteRegisters(str(tmp_path / "registers.sqlite")).mark_complete()
     assert not list(tmp_path.iterdir())
-    monkeypatch.setenv(VARIABLE, f"/elsewhere:{tmp_path}")
-    Record(tmp_path / "run").close()
-    SqliteRegisters(str(tmp_path / "registers.sqlite")).complete()
+    monkeypatch.setenv(LOCAL_FILE_SYSTEMS_VARIABLE, f"/elsewhere:{tmp_path}")
+    SqliteRunLog(tmp_path / "run").close()
+    SqliteRegisters(str(tmp_path / "registers.sqlite")).mark_complete()
 
 
 MOUNT = """
@@ -64,7 +64,7 @@ def test_a_real_mount_of_fuse_is_refused(tmp_path: Path) -> None:
                 pytest.skip(f"FUSE can't be used here: {process.stderr and process.stderr.read()!r}")
             time.sleep(0.02)
         with pytest.raises(StoreError, match="on FUSE, which may be one of the network"):
-            Record(folder / "run")
+            SqliteRunLog(folder / "run")
     finally:
         subprocess.run(["fusermount3", "-u", "-z", str(folder)], check=False)
         process.wait(30)

@@ -9,7 +9,7 @@ import pyarrow.flight as flight
 import pytest
 
 from ckpt.storage import wire
-from ckpt.storage.access import Access
+from ckpt.storage.access import NodeCredentials
 from ckpt.storage.client import NodeStore
 from ckpt.storage.errors import StoreError
 
@@ -24,7 +24,7 @@ class LongAnswers(flight.FlightServerBase):  # type: ignore[misc]
 
 def test_a_longer_answer_than_any_of_the_protocol_is_refused() -> None:
     with LongAnswers("grpc+tcp://127.0.0.1:0") as server:
-        store = NodeStore(f"127.0.0.1:{server.port}", Access())
+        store = NodeStore(f"127.0.0.1:{server.port}", NodeCredentials())
         with pytest.raises(StoreError, match="failed in exists"):
             store.exists("a")
         store.close()

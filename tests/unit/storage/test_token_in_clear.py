@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.aggregator import members
 from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.access import Access, is_loopback, require_private
+from ckpt.storage.access import NodeCredentials, is_loopback, require_encryption
 from ckpt.storage.client import NodeStore
 from ckpt.storage.errors import InvalidArgument, Unavailable
 
@@ -24,21 +24,21 @@ def test_a_token_is_not_sent_in_clear_beyond_loopback(monkeypatch: pytest.Monkey
         open_namespace("ckpt://192.0.2.1:7070/run")
     for host in ("127.example.org", "0.0.0.0", "[2001:db8::1]", "localhost.example.org"):
         with pytest.raises(InvalidArgument, match="without encryption"):
-            NodeStore(f"{host}:7070", Access(TOKEN))
+            NodeStore(f"{host}:7070", NodeCredentials(TOKEN))
 
 
 def test_a_token_is_sent_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for host in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]"):
-        require_private(Access(TOKEN), f"{host}:7070")
-    require_private(Access(TOKEN, ca=b"pem"), "192.0.2.1:7070")
-    require_private(Access(None), "192.0.2.1:7070")
+        require_encryption(NodeCredentials(TOKEN), f"{host}:7070")
+    require_encryption(NodeCredentials(TOKEN, ca=b"pem"), "192.0.2.1:7070")
+    require_encryption(NodeCredentials(None), "192.0.2.1:7070")
     monkeypatch.setenv("CKPT_TOKEN", TOKEN)
     monkeypatch.setenv("CKPT_INSECURE", "1")
-    assert members.find("192.0.2.1:7070").access.insecure
+    assert members.find_config("192.0.2.1:7070").credentials.insecure
     monkeypatch.delenv("CKPT_INSECURE")
-    assert members.from_table("n", {"members": ["192.0.2.1:7070"], "insecure": True}, "the test").access.insecure
+    assert members.config_from_table("n", {"members": ["192.0.2.1:7070"], "insecure": True}, "the test").credentials.insecure
     with pytest.raises(InvalidArgument, match="write true or false"):
-        members.from_table("n", {"members": ["192.0.2.1:7070"], "insecure": "no"}, "the test")
+        members.config_from_table("n", {"members": ["192.0.2.1:7070"], "insecure": "no"}, "the test")
 
 
 def test_a_name_that_begins_as_loopback_is_none() -> None:
@@ -52,7 +52,7 @@ def test_a_proxy_of_the_environment_gets_no_token(monkeypatch: pytest.MonkeyPatc
         for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
             monkeypatch.delenv(name, raising=False)
         with pytest.raises(Unavailable):
-            NodeStore("127.0.0.1:1", Access(TOKEN, deadline_seconds=1)).get("a")
+            NodeStore("127.0.0.1:1", NodeCredentials(TOKEN, deadline_seconds=1)).get("a")
         proxy.setblocking(False)
         with pytest.raises(BlockingIOError):
             proxy.accept()
