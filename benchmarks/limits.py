@@ -17,7 +17,7 @@ import numpy as np
 from probes import drop_file
 from results import Samples
 
-from ckpt.storage.pages import map_huge_pages
+from ckpt.storage.base.huge_pages import map_huge_pages
 
 COPY_1 = "memory copy, 1 thread"
 COPY_2 = "memory copy, 2 threads"

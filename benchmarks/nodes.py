@@ -83,8 +83,8 @@ def nodes(count: int, where: Path, *options: str) -> Iterator[list[Node]]:
 
 
 def namespace(made: list[Node], redundancy: str):
-    from ckpt.aggregator.members import config_from_table
-    from ckpt.aggregator.namespace import Namespace
+    from ckpt.aggregator.cluster.config import config_from_table
+    from ckpt.aggregator.file_io.namespace import Namespace
 
     return Namespace(config_from_table("bench", {"members": [n.address for n in made], "redundancy": redundancy}, "bench"))
 
@@ -146,7 +146,7 @@ def bare(streams: int, files: int, *store: str) -> tuple[float, float]:
 
 def one_node(args: argparse.Namespace) -> None:
     """64 MiB files through one node on tmpfs, two at a time, near and over the wire, beside bare Flight with two streams."""
-    from ckpt.storage.client import NodeStore
+    from ckpt.storage.node.client import NodeStore
 
     files, streams = 16, 2
     data = memoryview(np.random.default_rng(0).integers(0, 255, FILE_BYTES, np.uint8))
@@ -237,7 +237,7 @@ def one_disk(args: argparse.Namespace) -> None:
 
 
 def code(args: argparse.Namespace) -> None:
-    from ckpt.aggregator import erasure
+    from ckpt.aggregator.placement import erasure
 
     shares = [np.random.default_rng(i).integers(0, 255, 2 << 20, np.uint8) for i in range(4)]
     parity = [np.zeros(2 << 20, np.uint8) for _ in range(2)]
@@ -294,8 +294,8 @@ def small(args: argparse.Namespace) -> None:
 
 
 def mending(args: argparse.Namespace) -> None:
-    from ckpt.aggregator.repair import repair_namespace
-    from ckpt.aggregator.survey import scrub_namespace
+    from ckpt.aggregator.maintenance.repair import repair_namespace
+    from ckpt.aggregator.maintenance.scrub import scrub_namespace
 
     data = np.random.default_rng(0).integers(0, 255, 1 << 30, np.uint8)
     limit = write_limit(args.data, data)

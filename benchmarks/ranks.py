@@ -179,7 +179,7 @@ def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
     cache, sixteen threads each, 512 KiB at a time into memory on huge pages."""
     from limits import in_threads
 
-    from ckpt.storage.pages import map_huge_pages
+    from ckpt.storage.base.huge_pages import map_huge_pages
 
     workers, piece = 16, 512 << 10
     files = sorted(file for file in folder.rglob("*") if file.is_file())

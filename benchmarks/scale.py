@@ -30,14 +30,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ckpt import manifest
-from ckpt.arrow import list_array_of_flat
-from ckpt.digest import CELL_BYTES, digest
-from ckpt.limits import BLOCK_BYTES
-from ckpt.merge import merge_rows
-from ckpt.plan import LeafSpec, plan_blocks
-from ckpt.shard import Box, Replica
-from ckpt.table import COLUMNS, read_part, write_part
+from ckpt.format import manifest
+from ckpt.format.digest import CELL_BYTES, digest
+from ckpt.format.limits import BLOCK_BYTES
+from ckpt.format.manifest_parquet import COLUMNS, read_part, write_part
+from ckpt.saving.manifest_merge import merge_rows
+from ckpt.saving.write_plan import LeafSpec, plan_blocks
+from ckpt.state.boxes import Box, Replica
+from ckpt.support.arrow_columns import list_array_of_flat
 
 METADATA = {"format": "1", "digest": "xxh3-128", "step": "1000"}
 STATES = {"model": ("bfloat16", 2), "master": ("float32", 4), "exp_avg": ("float32", 4), "exp_avg_sq": ("float32", 4)}

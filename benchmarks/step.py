@@ -19,8 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import ckpt
-from ckpt import pulse as pulses
-from ckpt.pulse import HeartbeatPage
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training.heartbeat_page import HeartbeatPage
 
 EVERY = {"every=10**9": 10**9, "every=1 h": timedelta(hours=1), 'every="auto"': "auto"}
 ROUNDS = 20

@@ -22,7 +22,7 @@ from statistics import median
 import numpy as np
 
 import ckpt
-from ckpt.storage.memory import MemoryStore
+from ckpt.storage.local.shared_memory import MemoryStore
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -7,19 +7,20 @@ Usage:
     state = ckpt.load(url)
 """
 
-from ckpt import interrupts as interrupts  # before all that takes time
+from ckpt.support import interrupts as interrupts  # before all that takes time
 
 # isort: split
 from ckpt import data, pulse
 from ckpt.api import load, open, save
-from ckpt.checkpoint import Checkpoint, LazyArray, LeafInfo
 from ckpt.checkpointer import Checkpointer
-from ckpt.handle import SaveHandle
-from ckpt.leaves.sharded import Shard
-from ckpt.repository import Repository
-from ckpt.retention import Keep
-from ckpt.stateful import RandomState
-from ckpt.storage.errors import (
+from ckpt.repository.checkpoint import Checkpoint, LazyArray, LeafInfo
+from ckpt.repository.repository import Repository
+from ckpt.repository.retention import Keep
+from ckpt.saving.handle import SaveHandle
+from ckpt.state.leaves.sharded import Shard
+from ckpt.state.stateful import RandomState
+from ckpt.state.tree import PerRank
+from ckpt.storage.base.errors import (
     AlreadyExists,
     CkptError,
     Fenced,
@@ -44,8 +45,7 @@ from ckpt.storage.errors import (
     UnknownScheme,
     UnsupportedLeaf,
 )
-from ckpt.tier import Tier
-from ckpt.tree import PerRank
+from ckpt.tiers.tier_spec import Tier
 from ckpt.version import __version__
 
 __all__ = [

@@ -8,30 +8,36 @@ import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
-from ckpt import session as sessions
-from ckpt.apart import check_aliasing
-from ckpt.arguments import check_switch
-from ckpt.checkpoint import Checkpoint
-from ckpt.codec import CodecOption
-from ckpt.fill import Finish, TargetMatcher
+from ckpt.block_io.block_reader import Progress
+from ckpt.block_io.read_plan import BlockRead, plan_reads
+from ckpt.format.codec import CodecOption
+from ckpt.format.signature import KeyOption
 from ckpt.groups import as_group
-from ckpt.handle import SaveHandle
-from ckpt.nan_check import NanOption
-from ckpt.options import Options
-from ckpt.parts import TIMEOUT_SECONDS
-from ckpt.quiet import collector_paused
-from ckpt.read import Progress
-from ckpt.rename import Rename, rename_tree
-from ckpt.repository import Repository, Url, open_repository, resolve_url
-from ckpt.retention import Keep, as_keep
-from ckpt.select import Patterns, entries, matcher, require_match, select
-from ckpt.sharing import ShareReads, read_shared
-from ckpt.signature import KeyOption
-from ckpt.storage.errors import InvalidArgument, StepNotFound
-from ckpt.together import LoadRequest, load_newest_on_all_ranks, open_agreed_checkpoint, require_same_step, run_on_all_ranks
-from ckpt.wanted import BlockRead, plan_reads
-from ckpt.write import flatten_state, require_same_step_as_rank_0
-from ckpt.write import save as run_save
+from ckpt.loading.alias_check import check_aliasing
+from ckpt.loading.group_load import (
+    LoadRequest,
+    load_newest_on_all_ranks,
+    open_agreed_checkpoint,
+    require_same_step,
+    run_on_all_ranks,
+)
+from ckpt.loading.shared_read import ShareReads, read_shared
+from ckpt.loading.target_matching import Finish, TargetMatcher
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
+from ckpt.repository.retention import Keep, as_keep
+from ckpt.saving import writer_session as sessions
+from ckpt.saving.handle import SaveHandle
+from ckpt.saving.nan_check import NanOption
+from ckpt.saving.options import Options
+from ckpt.saving.pipeline import flatten_state, require_same_step_as_rank_0
+from ckpt.saving.pipeline import save as run_save
+from ckpt.saving.rank_parts import TIMEOUT_SECONDS
+from ckpt.state.name_mapping import Rename, rename_tree
+from ckpt.state.name_patterns import Patterns, entries, matcher, require_match, select
+from ckpt.storage.base.errors import InvalidArgument, StepNotFound
+from ckpt.support.runtime import collector_paused
+from ckpt.support.validation import check_switch
 
 log = logging.getLogger("ckpt")
 

@@ -13,32 +13,27 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckpt import arena as arenas
-from ckpt import imports
-from ckpt import pulse as pulses
-from ckpt import session as sessions
 from ckpt.api import check_step, load_newest, load_step
-from ckpt.arguments import check_switch, checked_bytes, checked_every, checked_positive
-from ckpt.codec import CodecOption
-from ckpt.damage_registry import mark_damaged
+from ckpt.block_io import staging_arena as arenas
+from ckpt.format.codec import CodecOption
+from ckpt.format.signature import KeyOption, as_keys
 from ckpt.groups import as_group
-from ckpt.handle import SaveHandle
-from ckpt.interval import Every, interval_seconds, mtbf_seconds_from_env
-from ckpt.leaves.base import ArrayLeaf
-from ckpt.losses import LossMonitor, as_number
-from ckpt.making_process import CreatorProcess
-from ckpt.nan_check import NanOption
-from ckpt.options import Options
-from ckpt.parts import TIMEOUT_SECONDS
-from ckpt.rename import Rename
-from ckpt.repository import Repository, Url, open_repository, resolve_url
-from ckpt.retention import Keep, as_keep
-from ckpt.schedule import SaveSchedule
-from ckpt.scrub import BYTES_PER_SECOND, Scrubber
-from ckpt.sharing import ShareReads
-from ckpt.signature import KeyOption, as_keys
-from ckpt.spikes import spike_detector_from_env
-from ckpt.storage.errors import (
+from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.shared_read import ShareReads
+from ckpt.repository.damage_registry import mark_damaged
+from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
+from ckpt.repository.retention import Keep, as_keep
+from ckpt.saving import writer_session as sessions
+from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
+from ckpt.saving.handle import SaveHandle
+from ckpt.saving.nan_check import NanOption
+from ckpt.saving.options import Options
+from ckpt.saving.pipeline import save as run_save
+from ckpt.saving.pipeline import skip_step, staging_bytes
+from ckpt.saving.rank_parts import TIMEOUT_SECONDS
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.name_mapping import Rename
+from ckpt.storage.base.errors import (
     CkptError,
     FormatError,
     IntegrityError,
@@ -47,11 +42,16 @@ from ckpt.storage.errors import (
     Refused,
     UnknownScheme,
 )
-from ckpt.tier import Tier, checked_tiers
-from ckpt.tiers import TierManager
-from ckpt.together import LoadRequest
-from ckpt.write import save as run_save
-from ckpt.write import skip_step, staging_bytes
+from ckpt.support.fork_check import CreatorProcess
+from ckpt.support.validation import check_switch, checked_bytes, checked_every, checked_positive
+from ckpt.tiers.manager import TierManager
+from ckpt.tiers.tier_spec import Tier, checked_tiers
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training import import_report
+from ckpt.training.loss_monitor import LossMonitor, as_number
+from ckpt.training.loss_spikes import spike_detector_from_env
+from ckpt.training.save_interval import Every, interval_seconds, mtbf_seconds_from_env
+from ckpt.training.save_schedule import SaveSchedule
 
 log = logging.getLogger("ckpt")
 
@@ -271,7 +271,7 @@ class Checkpointer:
             self._import_reports_left == 2 or (self._last_save is not None and self._last_save.done())
         ):
             self._import_reports_left -= 1  # at the first step, and when a save is done: a load needs what that has imported
-            imports.write_report()
+            import_report.write_report()
         if page.should_stop(step):
             if (why := self._reason_not_to_save(step, loss)) is not None:
                 self._skip_step(step, why)

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage.base import ALIGNMENT, Store
-from ckpt.storage.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound, StoreError
-from ckpt.storage.pages import map_huge_pages
+from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound, StoreError
+from ckpt.storage.base.huge_pages import map_huge_pages
+from ckpt.storage.base.store import ALIGNMENT, Store
 
 INVALID_NAMES = [
     "..",

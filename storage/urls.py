@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from urllib.parse import unquote, urlsplit
 
-from ckpt.storage.base import Store
-from ckpt.storage.errors import UnknownScheme
+from ckpt.storage.base.errors import UnknownScheme
+from ckpt.storage.base.store import Store
 
 OBJECT_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure"}
 
@@ -16,22 +16,22 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     text = os.fspath(url)
     scheme, separator, _ = text.partition("://")
     if not separator:
-        from ckpt.storage.local import LocalStore
+        from ckpt.storage.local.directory import LocalStore
 
         return LocalStore(text)
     if not scheme:
         raise UnknownScheme(f"{text}: a URL begins with a scheme; use a path, file://, s3:// …")
     if scheme in ("file", "local"):
-        from ckpt.storage.local import LocalStore
+        from ckpt.storage.local.directory import LocalStore
 
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise UnknownScheme(f"{text}: a file URL names a path on this machine; write file:///path")
         return LocalStore(unquote(parts.path))
     if scheme in OBJECT_SCHEMES:
-        from ckpt.storage.objects import ObjectStore
+        from ckpt.storage.remote.object_store import ObjectStore
 
         return ObjectStore(text)
-    from ckpt.storage.fsspecs import FsspecStore
+    from ckpt.storage.remote.fsspec_store import FsspecStore
 
     return FsspecStore(text)

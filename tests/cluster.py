@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt.aggregator.members import NamespaceConfig, config_from_table
-from ckpt.aggregator.namespace import Namespace
-from ckpt.storage.device import Device
-from ckpt.storage.server import NodeOptions, NodeServer
+from ckpt.aggregator.cluster.config import NamespaceConfig, config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.storage.member.device import Device
+from ckpt.storage.node.server import NodeOptions, NodeServer
 
 
 class Here:

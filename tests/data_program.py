@@ -1,4 +1,5 @@
-"""A training for tests of ckpt.data: a random transform in workers, the loop's own random numbers, equal weights on all ranks.
+"""A training for tests of ckpt.training.data: a random transform in workers, the loop's own random numbers, equal weights on
+all ranks.
 
 Usage:
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 import ckpt
-import ckpt.data
+import ckpt.training.data
 
 
 class Shaken:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.aggregator import etcd
-from ckpt.aggregator.etcd_client import EtcdClient
-from ckpt.storage.errors import Refused, StoreError
+from ckpt.aggregator.cluster import etcd
+from ckpt.aggregator.cluster.etcd_client import EtcdClient
+from ckpt.storage.base.errors import Refused, StoreError
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the program etcd is missing (Debian: etcd-server)")
 

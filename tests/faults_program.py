@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import ckpt
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 
 
 def main() -> None:

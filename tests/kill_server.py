@@ -22,7 +22,7 @@ import pyarrow.parquet  # noqa: F401
 from support import state_of, write_into
 
 import ckpt
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 
 
 def save_steps(job: dict[str, Any], acknowledge: Any) -> None:

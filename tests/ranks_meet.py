@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect, meeting
-from ckpt.storage.errors import GroupError, InvalidArgument
-from ckpt.storage.local import LocalStore
+from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect, store_rendezvous
+from ckpt.storage.base.errors import GroupError, InvalidArgument
+from ckpt.storage.local.directory import LocalStore
 
 
 def content(rank: int, number: int, nbytes: int) -> bytes:
@@ -218,7 +218,7 @@ def in_env(folder: Path) -> list[Group]:
     group = detect()
     assert isinstance(group, EnvGroup)
     group._timeout = float(os.environ.get("TIMEOUT", "60"))
-    meeting._SETTLE_SECONDS = float(os.environ.get("SETTLE", "2"))
+    store_rendezvous._SETTLE_SECONDS = float(os.environ.get("SETTLE", "2"))
     say("waiting")
     group.meet_at(LocalStore(folder / "repository"))
     say("met")

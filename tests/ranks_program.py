@@ -16,7 +16,7 @@ import numpy as np
 
 import ckpt
 from ckpt.groups import detect
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 
 COLUMNS = 1000
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import ckpt
-import ckpt.data
+import ckpt.training.data
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ import sys
 
 CLIENT = """
 import sys
-from ckpt.aggregator import moving, repair, survey
-from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.errors import CkptError
+from ckpt.aggregator.maintenance import rebalance as moving, repair, scrub as survey
+from ckpt.aggregator.file_io.namespace import open_namespace
+from ckpt.storage.base.errors import CkptError
 from ckpt.storage.testing import random_bytes
 namespace, _ = open_namespace(sys.argv[1])
 try:

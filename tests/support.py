@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 import ckpt
-from ckpt import records
-from ckpt.storage.base import Entry, Reader, Store, Writer
-from ckpt.storage.errors import StoreError
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.format import json_records
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.base.store import Entry, Reader, Store, Writer
 
 TESTS = Path(__file__).parent
 SOAK = os.environ.get("CKPT_SOAK") == "1"
@@ -110,7 +110,7 @@ def reachable(root: str | os.PathLike[str]) -> set[str]:
     """The files below steps/ that commit records name, and the records."""
     found = set()
     for path in Path(root).glob("steps/*/commit.json"):
-        commit = records.decode_commit(path.read_bytes(), str(path))
+        commit = json_records.decode_commit(path.read_bytes(), str(path))
         found.add(os.path.relpath(path, root))
         found.update(f.name for f in (*commit.manifests, *commit.trees, *commit.packs))
     return found

@@ -30,7 +30,7 @@ def variant_of(loaded: dict[str, Any]) -> tuple[int, int]:
 
 
 def _stop_after(looks: int) -> None:
-    from ckpt.claim import WriterLease
+    from ckpt.repository.writer_lease import WriterLease
 
     check, seen = WriterLease.require_newest, [0]
 
@@ -67,7 +67,7 @@ def _stop_at_call(number: int) -> None:
 
 def _work(job: dict[str, Any]) -> str:
     import ckpt
-    import ckpt.claim as claims
+    import ckpt.repository.writer_lease as claims
 
     if job["role"] == "new":  # as in another container: whether the old writer lives can't be seen from there
         claims._namespace = lambda: "pid:[another]"
@@ -90,8 +90,8 @@ def _work(job: dict[str, Any]) -> str:
 def _serve() -> None:
     import pyarrow.parquet  # noqa: F401
 
-    import ckpt.aggregator.store
-    import ckpt.storage.objects  # noqa: F401
+    import ckpt.aggregator.interfaces.store
+    import ckpt.storage.remote.object_store  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)

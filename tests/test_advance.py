@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.recovery import course as courses
-from ckpt.recovery.advance import DecisionInput, draft_next_entries
-from ckpt.recovery.agents import (
+from ckpt.recovery.coordinator.dry_run import predict_entries
+from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.policy.decide import Budget, Failure, choose_hosts, decide, next_restore_limit, suspected_hosts
+from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log.agent_reports import (
     LOST_SECONDS,
     REPORT_SECONDS,
     AgentLiveness,
@@ -21,11 +23,9 @@ from ckpt.recovery.agents import (
     SlowestRank,
     decode_report,
 )
-from ckpt.recovery.course import RunSpec, RunState
-from ckpt.recovery.decide import Budget, Failure, choose_hosts, decide, next_restore_limit, suspected_hosts
-from ckpt.recovery.dry_run import predict_entries
-from ckpt.recovery.memories import MemoryNamespace, is_newer
-from ckpt.recovery.state import Draft, LogEntry
+from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.memory_placement import MemoryNamespace, is_newer
+from ckpt.recovery.run_log.run_state import RunSpec, RunState
 
 CAUSES = ["exit", "signal", "hang", "stopped"]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support import one_line
 
 import ckpt
-from ckpt import apart
-from ckpt.leaves import as_leaf
-from ckpt.manifest import Manifest
-from ckpt.wanted import Target
+from ckpt.block_io.read_plan import Target
+from ckpt.format.manifest import Manifest
+from ckpt.loading import alias_check
+from ckpt.state.leaves import as_leaf
 
 NOTHING = Manifest([], "xxh3-128", "nothing")
 
@@ -24,7 +24,7 @@ NOTHING = Manifest([], "xxh3-128", "nothing")
 def check(*arrays: Any) -> None:
     """As if each array were to take a leaf of its own."""
     found = [as_leaf(array) for array in arrays]
-    apart.check_aliasing([Target(f"x{i}", leaf, None) for i, leaf in enumerate(found) if leaf], NOTHING, "step 0")
+    alias_check.check_aliasing([Target(f"x{i}", leaf, None) for i, leaf in enumerate(found) if leaf], NOTHING, "step 0")
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "module"])

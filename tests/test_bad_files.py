@@ -17,15 +17,15 @@ from refusal import root as root
 from support import assert_same, finish, one_line, python, state_of
 
 import ckpt
-from ckpt import codec, records
-from ckpt.digest import digest
-from ckpt.storage.errors import Refused, StoreError, Unavailable
-from ckpt.storage.local import LocalStore
+from ckpt.format import codec, json_records
+from ckpt.format.digest import digest
+from ckpt.storage.base.errors import Refused, StoreError, Unavailable
+from ckpt.storage.local.directory import LocalStore
 
 
 def test_a_repository_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
-    data = records.encode("repository", {"id": "x", "new": [1]})
+    monkeypatch.setattr(json_records, "FORMAT_VERSION", 2)
+    data = json_records.encode("repository", {"id": "x", "new": [1]})
     monkeypatch.undo()
     (root / "ckpt.json").write_bytes(data)
     for call in (
@@ -40,8 +40,8 @@ def test_a_step_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Not passed over in favour of an older step, as a damaged one is."""
     path = root / "steps/4/commit.json"
     body = json.loads(path.read_bytes())
-    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
-    path.write_bytes(records.encode("commit", {k: v for k, v in body.items() if k not in ("digest", "kind", "format")}))
+    monkeypatch.setattr(json_records, "FORMAT_VERSION", 2)
+    path.write_bytes(json_records.encode("commit", {k: v for k, v in body.items() if k not in ("digest", "kind", "format")}))
     monkeypatch.undo()
     for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, step=4)):
         with refused(ckpt.FormatError, "steps/4/commit.json", "version 2", "install a newer", root=root):
@@ -55,14 +55,14 @@ def test_a_step_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def forge(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> None:
     """Replace the manifest or the tree of a step by a changed one whose digests are right."""
     path = root / f"steps/{step}/commit.json"
-    commit = records.decode_commit(path.read_bytes(), "")
+    commit = json_records.decode_commit(path.read_bytes(), "")
     group = commit.manifests if suffix == ".parquet" else commit.trees
     (old,) = group
     data = change((root / old.name).read_bytes())
     (root / old.name).write_bytes(data)
-    new = (records.FileRecord(old.name, len(data), digest("xxh3-128", data).hex()),)
+    new = (json_records.FileRecord(old.name, len(data), digest("xxh3-128", data).hex()),)
     field = "manifests" if suffix == ".parquet" else "trees"
-    path.write_bytes(records.encode_commit(dataclasses.replace(commit, **{field: new})))
+    path.write_bytes(json_records.encode_commit(dataclasses.replace(commit, **{field: new})))
 
 
 def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:

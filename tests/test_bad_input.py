@@ -16,10 +16,10 @@ from refusal import root as root
 from support import assert_same, snapshot, state_of
 
 import ckpt
-from ckpt import pulse
 from ckpt.groups.threads import ThreadGroup
-from ckpt.repository import Repository
-from ckpt.storage.local import LocalStore
+from ckpt.repository.repository import Repository
+from ckpt.storage.local.directory import LocalStore
+from ckpt.training import heartbeat_page
 
 # --- options of save -------------------------------------------------------------------------------------------
 
@@ -78,8 +78,8 @@ WRONG_STEPS = ["7", 100.5, None, np.float32(3), {"w": np.zeros(3)}, -1, 1 << 70]
 def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a save is due or not; under ckpt-run, where most steps are no more than a beat, too."""
     if watched:
-        monkeypatch.setattr(pulse, "_own_page", pulse.HeartbeatPage(root.parent / "page", new=True))
-        monkeypatch.setattr(pulse, "_is_looked_up", True)
+        monkeypatch.setattr(heartbeat_page, "_own_page", heartbeat_page.HeartbeatPage(root.parent / "page", new=True))
+        monkeypatch.setattr(heartbeat_page, "_is_looked_up", True)
     with ckpt.Checkpointer(root, every=every) as saver:
         for step in (10, 11, np.int64(12)):
             saver.step(step, state_of(0), loss=1.0)

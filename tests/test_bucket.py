@@ -14,16 +14,16 @@ import pytest
 from test_registers import Flaky, check_eras, check_final, ledger, words
 
 import ckpt
-from ckpt.aggregator import moving
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.members import config_from_table
-from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.redundancy import parse_redundancy
-from ckpt.storage.bucket import Bucket, _object_key, _register_name
-from ckpt.storage.device import Device
-from ckpt.storage.errors import NotFound, Outdated, StoreError, Unavailable
-from ckpt.storage.registers import NO_BALLOT, Ballot, DamagedRecord, DirectChange, Record, Registers, RegisterValue
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.storage.base.errors import NotFound, Outdated, StoreError, Unavailable
+from ckpt.storage.member.bucket import Bucket, _object_key, _register_name
+from ckpt.storage.member.device import Device
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, DirectChange, Record, Registers, RegisterValue
 from ckpt.storage.testing import random_bytes
 
 pytest_plugins = ["moto_server"]
@@ -265,7 +265,7 @@ def test_a_bucket_takes_the_place_of_a_disk(tmp_path: Path, bucket: str) -> None
         first.put(path, data)
     members.append({"url": f"{bucket}/member", "name": "bucket"})
     namespace = Namespace(config_from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
-    assert not moving.remove_member(namespace, "disk1").failed
+    assert not rebalance.remove_member(namespace, "disk1").failed
     assert set(namespace.ring.all_members) == {"disk0", "disk2", "bucket"}
     rest = Namespace(
         config_from_table("test", {"members": [m for m in members if m["name"] != "disk1"], "redundancy": "2x"}, "the test")

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from cluster import directories
 
-from ckpt.aggregator import moving, survey
-from ckpt.aggregator.caretaker import Election, RepairLeader
-from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance, scrub
+from ckpt.aggregator.maintenance.repair_leader import Election, RepairLeader
 from ckpt.storage.testing import random_bytes
 from ckpt.tools.node import command
 
@@ -63,12 +63,12 @@ def test_the_loop(namespace: Namespace, tmp_path: Path) -> None:
         namespace.put(f"f{i}", random_bytes(1_000_000, i))
     namespace.settle([f"/f{i}" for i in range(4)])
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))
-    lost = sum(f.file.head.nbytes for f in survey.scrub_namespace(namespace).damaged_files)
+    lost = sum(f.file.head.nbytes for f in scrub.scrub_namespace(namespace).damaged_files)
     assert lost
     began = time.monotonic()
     caretaker = RepairLeader(namespace, "me", 0.05, bytes_per_second=lost)
     try:
-        while not survey.scrub_namespace(namespace).is_whole:
+        while not scrub.scrub_namespace(namespace).is_whole:
             assert time.monotonic() - began < 60
             time.sleep(0.05)
         assert time.monotonic() - began >= 1.0
@@ -85,7 +85,7 @@ def test_what_is_to_be_moved_is_told_before(namespace: Namespace, tmp_path: Path
     grown = Namespace(directories(tmp_path, 6))
     moved: list[int] = []
     expected: list[int] = []
-    done = moving.rebalance_fragments(grown, moved.append, expected.append)
+    done = rebalance.rebalance_fragments(grown, moved.append, expected.append)
     assert not done.failed
     assert sum(expected) == sum(moved) == done.nbytes > 0
     grown.close()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from support import SOAK
 
 import ckpt
-from ckpt.digest import CELL_BYTES
-from ckpt.leaves import as_leaf
-from ckpt.read import read_leaves
-from ckpt.shard import Box
-from ckpt.wanted import Target
+from ckpt.block_io.block_reader import read_leaves
+from ckpt.block_io.read_plan import Target
+from ckpt.format.digest import CELL_BYTES
+from ckpt.state.boxes import Box
+from ckpt.state.leaves import as_leaf
 
 LENGTHS = {"x": 12 * CELL_BYTES, "y": 5 * CELL_BYTES + 999, "z": 3 * CELL_BYTES + 7, "s": 1000}
 ARRAYS = {n: np.random.default_rng(i).integers(0, 255, length, dtype=np.uint8) for i, (n, length) in enumerate(LENGTHS.items())}

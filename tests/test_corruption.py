@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support import SOAK, assert_clean, assert_same, snapshot, state_of, write_into
 
 import ckpt
-from ckpt import damage_registry
+from ckpt.repository import damage_registry
 
 STEPS = (3, 4, 5)
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -136,7 +136,7 @@ def repaired(sample: Sample) -> Iterator[Callable[[], None]]:
             if not path.exists() or path.read_bytes() != whole:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(whole)
-        damage_registry.clear_damaged(ckpt.repository.open_repository(sample.root))
+        damage_registry.clear_damaged(ckpt.repository.repository.open_repository(sample.root))
 
     yield repair
     repair()

@@ -1,4 +1,5 @@
-"""ckpt.data: after any row of restarts, on any number of ranks, the same samples come in the same order, each once an epoch."""
+"""ckpt.training.data: after any row of restarts, on any number of ranks, the same samples come in the same order, each once
+an epoch."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt import cursor, data
-from ckpt.cursor import Cursor, EpochPlan, epoch_order, format_ranges, merge_ranges, parse_ranges, rank_share
-from ckpt.storage.errors import InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument
+from ckpt.training import data, data_position
+from ckpt.training.data_position import Cursor, EpochPlan, epoch_order, format_ranges, merge_ranges, parse_ranges, rank_share
 
 torch = pytest.importorskip("torch")
 
@@ -99,7 +100,7 @@ ORDER_OF_10 = [3, 0, 4, 8, 2, 7, 9, 6, 1, 5]
 
 
 def test_seeds_of_samples_differ() -> None:
-    seeds = {cursor.sample_seed(*key) for key in itertools.product(range(20), repeat=3)}
+    seeds = {data_position.sample_seed(*key) for key in itertools.product(range(20), repeat=3)}
     assert len(seeds) == 20**3
     assert all(0 <= seed < 1 << 64 for seed in seeds)
 
@@ -111,7 +112,7 @@ _ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)).map(lambda p
 def test_ranges_as_text(ranges: list[tuple[int, int]]) -> None:
     joined = merge_ranges(ranges)
     numbers = {n for first, last in ranges for n in range(first, last + 1)}
-    assert {n for n in range(80) if cursor.is_in_ranges(joined, n)} == numbers
+    assert {n for n in range(80) if data_position.is_in_ranges(joined, n)} == numbers
     assert parse_ranges(format_ranges(joined)) == joined
     assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(joined))
 
@@ -168,7 +169,7 @@ def test_batches_that_are_passed_over(size: int, global_batch: int, last: Any, r
         batch = whole.batch(at)
         all_of_them.append((batch.number, batch.epoch, batch.start, batch.stop))
         at = batch.after
-    assert kept == [b for b in all_of_them if not cursor.is_in_ranges(merge_ranges(ranges), b[0])]
+    assert kept == [b for b in all_of_them if not data_position.is_in_ranges(merge_ranges(ranges), b[0])]
 
 
 # --- Loader ----------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def test_tensors_are_collated() -> None:
 
 
 def test_batches_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cursor.SKIP_VARIABLE, "1,4-6")
+    monkeypatch.setenv(data_position.SKIP_VARIABLE, "1,4-6")
     want = uninterrupted(20, 4, 3, 2)
     made = loader()
     found = [(made.batch, batch) for batch in itertools.islice(made.forever(), 6)]
@@ -367,7 +368,7 @@ def test_a_stream(last: Any, seek: Any) -> None:
 
 
 def test_a_stream_passes_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cursor.SKIP_VARIABLE, "0,2")
+    monkeypatch.setenv(data_position.SKIP_VARIABLE, "0,2")
     assert list(itertools.islice(stream().forever(), 3)) == [[4, 5, 6, 7], [1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]
 
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 from torch.distributed.tensor import _utils as torch_utils  # noqa: E402
 
-from ckpt.leaves.dtensor import MeshSplit, shard_boxes  # noqa: E402
+from ckpt.state.leaves.dtensor import MeshSplit, shard_boxes  # noqa: E402
 
 EXAMPLES = settings(max_examples=20_000 if SOAK else 100, deadline=None)
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)

@@ -21,11 +21,11 @@ import pytest
 from cluster import Process
 from etcd_server import EtcdProcess, free_port, needs_etcd, running_etcd, until  # noqa: F401  a fixture
 
-from ckpt.aggregator import etcd, members
-from ckpt.aggregator.etcd import AnnouncedNode, Announcement, announce
-from ckpt.aggregator.etcd_client import EtcdClient
-from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.errors import InvalidArgument, StoreError, Unavailable
+from ckpt.aggregator.cluster import config, etcd
+from ckpt.aggregator.cluster.etcd import AnnouncedNode, Announcement, announce
+from ckpt.aggregator.cluster.etcd_client import EtcdClient
+from ckpt.aggregator.file_io.namespace import open_namespace
+from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
 
 FACTS = AnnouncedNode("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
 
@@ -49,7 +49,7 @@ def configured(folder: Path, monkeypatch: pytest.MonkeyPatch, endpoints: str, *l
     table = ["[namespaces.lab]", f'members = "etcd://{endpoints}/lab"', "deadline_seconds = 5.0", *lines]
     file.write_text("\n".join(table))
     monkeypatch.setenv("CKPT_CONFIG", str(file))
-    monkeypatch.setattr(members, "_last_announced", {})
+    monkeypatch.setattr(config, "_last_announced", {})
 
 
 # --- announcements ---------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_wrong_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     with pytest.raises(InvalidArgument):
-        members.config_from_table("lab", {"members": url}, "the test")
+        config.config_from_table("lab", {"members": url}, "the test")
 
 
 # --- nodes and namespaces --------------------------------------------------------------------------------------

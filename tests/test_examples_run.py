@@ -57,7 +57,12 @@ def child_of(process: subprocess.Popen[str], words: str) -> int:
             continue
         if parent in below:
             below.add(int(path.name))
-            if line.startswith(sys.executable) and words in line and "ckpt.tools.run" not in line and "forge.py" not in line:
+            if (
+                line.startswith(sys.executable)
+                and words in line
+                and "ckpt.tools.run" not in line
+                and "fork_server.py" not in line
+            ):
                 found.append(int(path.name))
     return found[-1]
 

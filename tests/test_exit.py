@@ -15,7 +15,7 @@ import pytest
 from cluster import Process
 
 import ckpt
-from ckpt.storage.threads import DaemonThreadPool
+from ckpt.storage.base.threads import DaemonThreadPool
 
 SAVE = """
 import sys, ckpt, numpy as np

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support import assert_clean, assert_same, failing, finish, one_line, python, state_of, write_into
 
 import ckpt
-from ckpt.leaves.host import NumpyLeaf
-from ckpt.plan import LeafSpec, plan_blocks, stage_block
-from ckpt.sample import first_changed_leaf, sample_block
+from ckpt.saving.change_detection import first_changed_leaf, sample_block
+from ckpt.saving.write_plan import LeafSpec, plan_blocks, stage_block
+from ckpt.state.leaves.numpy import NumpyLeaf
 
 torch = pytest.importorskip("torch")
 
@@ -303,7 +303,7 @@ def test_an_error_is_logged_at_exit(tmp_path: Path) -> None:
     code = """
 import logging, sys, ckpt
 from support import state_of
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 logging.basicConfig(stream=sys.stdout)
 ckpt.save(state_of(0), sys.argv[1], 0)
 set_failpoints("save.commit=error")
@@ -321,7 +321,7 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     code = """
 import sys, ckpt
 from support import state_of
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 set_failpoints("local.append=sleep:0.3@*")
 ckpt.save(state_of(3), sys.argv[1], 3, blocking=False)
 """
@@ -335,7 +335,7 @@ def test_an_interrupt_while_saving(tmp_path: Path, blocking: bool) -> None:
     code = """
 import os, signal, sys, threading, time, ckpt
 from support import state_of
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 url, blocking = sys.argv[1], sys.argv[2] == "True"
 ckpt.save(state_of(0), url, 0)
 set_failpoints("save.stage=sleep:0.3@*,local.append=sleep:0.3@*")

@@ -30,7 +30,7 @@ from support import (
 )
 
 import ckpt
-from ckpt.storage.local import LocalStore
+from ckpt.storage.local.directory import LocalStore
 
 METHODS = (
     "put", "put_new", "get", "open", "create", "list", "list_folders", "delete", "exists", "sweep_temporaries",

@@ -27,9 +27,9 @@ from fsspec.tests.abstract import (
 )
 
 import ckpt
-from ckpt.aggregator.filesystem import CkptFileSystem
-from ckpt.aggregator.opened import call_with_os_errors
-from ckpt.storage.errors import AlreadyExists, Changed, NoSpace, NotFound, Refused, StoreError, Unavailable
+from ckpt.aggregator.interfaces.fsspec_file import call_with_os_errors
+from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
+from ckpt.storage.base.errors import AlreadyExists, Changed, NoSpace, NotFound, Refused, StoreError, Unavailable
 from ckpt.storage.testing import random_bytes
 
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt import manifest, table
-from ckpt.manifest import Manifest, PlannedColumns, Row, StoredBlock
-from ckpt.shard import Box, intersect
-from ckpt.storage.errors import IntegrityError
+from ckpt.format import manifest, manifest_parquet
+from ckpt.format.manifest import Manifest, PlannedColumns, Row, StoredBlock
+from ckpt.state.boxes import Box, intersect
+from ckpt.storage.base.errors import IntegrityError
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 META = {"format": "1", "digest": "xxh3-128", "step": "3"}
@@ -26,10 +26,10 @@ META = {"format": "1", "digest": "xxh3-128", "step": "3"}
 @pytest.fixture(autouse=True, scope="module")
 def small_groups() -> Iterator[None]:
     """Row groups of five rows, so that a small manifest has several."""
-    before = table.ROWS_PER_GROUP
-    table.ROWS_PER_GROUP = 5
+    before = manifest_parquet.ROWS_PER_GROUP
+    manifest_parquet.ROWS_PER_GROUP = 5
     yield
-    table.ROWS_PER_GROUP = before
+    manifest_parquet.ROWS_PER_GROUP = before
 
 
 def boxes_in(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:

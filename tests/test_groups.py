@@ -21,14 +21,14 @@ import ranks_meet
 from support import FailingStore, Injected, fast_folder, files, finish, one_line
 
 from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect
-from ckpt.groups import meeting as by_meeting
+from ckpt.groups import store_rendezvous as by_meeting
 from ckpt.groups.env import rank_from_env
 from ckpt.groups.hello import own_hello
+from ckpt.groups.process_identity import this_process
 from ckpt.groups.threads import ThreadGroup
-from ckpt.process_identity import this_process
-from ckpt.storage.base import Store
-from ckpt.storage.errors import GroupError, InvalidArgument, NotFound
-from ckpt.storage.local import LocalStore
+from ckpt.storage.base.errors import GroupError, InvalidArgument, NotFound
+from ckpt.storage.base.store import Store
+from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.urls import open_store
 
 PROGRAM = Path(__file__).parent / "ranks_meet.py"
@@ -442,7 +442,8 @@ def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, memb
     (old / "open").write_bytes(dataclasses.replace(own_hello(), owner=owner).encode())
     if members == "before":
         (old / "members.json").write_text('["0", "1"]')
-        monkeypatch.setattr("ckpt.groups.meeting.StoreRendezvous._withdraw_hellos", lambda *a: None)  # none is said to it
+        # none is said to it
+        monkeypatch.setattr("ckpt.groups.store_rendezvous.StoreRendezvous._withdraw_hellos", lambda *a: None)
     early = threading.Thread(target=lambda: groups[1].meet_at(LocalStore(folder)))
     early.start()
     if members != "before":
@@ -464,7 +465,9 @@ def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         # In time: rank 0 looks only once the dead one has said hello.
         said = threading.Event()
-        patch.setattr("ckpt.groups.meeting._list_markers", lambda *a, real=by_meeting._list_markers: said.wait() and real(*a))
+        patch.setattr(
+            "ckpt.groups.store_rendezvous._list_markers", lambda *a, real=by_meeting._list_markers: said.wait() and real(*a)
+        )
         zero.start()
         until(lambda: [*folder.glob("meet/*/open")])
         (meeting,) = (folder / "meet").iterdir()
@@ -533,7 +536,7 @@ def test_which_meetings_are_removed(
 
 def test_the_end_does_not_wait_for_the_dead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves what the others may still need."""
-    monkeypatch.setattr("ckpt.groups.meeting._LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.groups.store_rendezvous._LEAVE_SECONDS", 0.1)
     groups = env_groups(3, monkeypatch)
     meet(groups, LocalStore(folder))
     groups[1].close()

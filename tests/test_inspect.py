@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner
 
 import ckpt
-from ckpt import records
-from ckpt.storage.errors import Refused
-from ckpt.storage.local import LocalStore
+from ckpt.format import json_records
+from ckpt.storage.base.errors import Refused
+from ckpt.storage.local.directory import LocalStore
 from ckpt.tools import inspect
 
 MODULE = [sys.executable, "-m", "ckpt.tools.inspect"]
@@ -140,7 +140,7 @@ def test_verify(made: Path) -> None:
 
 
 def test_an_empty_repository_and_none(tmp_path: Path) -> None:
-    from ckpt.repository import open_repository
+    from ckpt.repository.repository import open_repository
 
     open_repository(tmp_path / "run").ensure()
     done = run(tmp_path / "run")
@@ -155,8 +155,8 @@ def test_an_empty_repository_and_none(tmp_path: Path) -> None:
 def test_a_step_of_a_newer_version_is_not_called_damaged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / "steps/10/commit.json"
     body = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in ("digest", "kind", "format")}
-    monkeypatch.setattr(records, "FORMAT_VERSION", 2)
-    path.write_bytes(records.encode("commit", body))
+    monkeypatch.setattr(json_records, "FORMAT_VERSION", 2)
+    path.write_bytes(json_records.encode("commit", body))
     status, facts = json_of(root)
     assert status == 1
     assert [s["state"] for s in facts["steps"]] == ["ok", "unreadable", "ok"]

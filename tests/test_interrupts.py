@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from support import finish, python
 
-from ckpt.recovery import memory
+from ckpt.recovery.memory_tier import local
 
 IN_THE_AGENT = """
 import os, signal, sys
 from pathlib import Path
-from ckpt.recovery import agent
+from ckpt.recovery.agent import agent
 from ckpt.tools.run import main
 
 folder, place = sys.argv[1:]
@@ -100,5 +100,5 @@ def test_and_one_whose_name_begins_as_a_command_s(tmp_path: Path) -> None:
 def test_while_the_agent_begins(tmp_path: Path, place: str) -> None:
     """It is noted, and the run ends before a rank has begun."""
     assert finish(python(IN_THE_AGENT, tmp_path, place)).split() == [str(128 + signal.SIGINT), "run"]
-    found = memory.memory_folder(tmp_path / "run")
+    found = local.memory_folder(tmp_path / "run")
     assert found is None or not found.exists()

@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("storage", "aggregator", "ckpt", "recovery", "tools")  # each may import itself and those before it
 HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
 FRAMEWORK_FILES = {
-    "ckpt/leaves/torch.py": "torch",
-    "ckpt/leaves/dtensor.py": "torch",
-    "ckpt/leaves/jax.py": "jax",
+    "ckpt/state/leaves/torch.py": "torch",
+    "ckpt/state/leaves/dtensor.py": "torch",
+    "ckpt/state/leaves/jax.py": "jax",
     "ckpt/adapters/torch.py": "torch",
     "ckpt/adapters/dcp.py": "torch",
     "ckpt/adapters/jax.py": "jax",
-    "storage/wire.py": "pyarrow",
-    "storage/client.py": "pyarrow",
-    "storage/server.py": "pyarrow",
+    "storage/node/wire.py": "pyarrow",
+    "storage/node/client.py": "pyarrow",
+    "storage/node/server.py": "pyarrow",
 }
 """Imported only where the framework is there already."""
 
@@ -31,7 +31,7 @@ MODULES = sorted(str(file.relative_to(ROOT)) for layer in LAYERS for file in (RO
 
 
 def installed_name(module: str) -> str:
-    """`storage/base.py` is `ckpt.storage.base` once it is installed."""
+    """`storage/base/store.py` is `ckpt.storage.base.store` once it is installed."""
     parts = list(Path(module).with_suffix("").parts)
     if parts[0] != "ckpt":
         parts.insert(0, "ckpt")

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import manifest
-from ckpt.arena import Arena, ArenaAbandoned, ArenaPool, round_up
-from ckpt.leaves.host import NumpyLeaf
-from ckpt.limits import BLOCK_BYTES
-from ckpt.plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
-from ckpt.shard import Box, contiguous_start, intersect, split_into_boxes, whole_box
+from ckpt.block_io.staging_arena import Arena, ArenaAbandoned, ArenaPool, round_up
+from ckpt.format import manifest
+from ckpt.format.limits import BLOCK_BYTES
+from ckpt.saving.write_plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
+from ckpt.state.boxes import Box, contiguous_start, intersect, split_into_boxes, whole_box
+from ckpt.state.leaves.numpy import NumpyLeaf
 
 shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
 

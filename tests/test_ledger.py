@@ -23,10 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run import Run
 
-from ckpt.pulse import HeartbeatPage, RankHeartbeat
-from ckpt.recovery import course, metrics
-from ckpt.recovery.decide import Failure
-from ckpt.recovery.ledger import (
+from ckpt.recovery.agent import metrics
+from ckpt.recovery.goodput.ledger import (
     LEDGER_FILE,
     TIME_CATEGORIES,
     GoodputLedger,
@@ -38,11 +36,14 @@ from ckpt.recovery.ledger import (
     read_ledgers,
     total_seconds_by_category,
 )
-from ckpt.recovery.record import RUN_LOG_FILE as RECORD
-from ckpt.recovery.record import SqliteRunLog
-from ckpt.recovery.state import Draft, LogEntry
-from ckpt.storage.errors import CkptError
-from ckpt.tools import ask as commands
+from ckpt.recovery.policy.decide import Failure
+from ckpt.recovery.run_log import run_state
+from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE as RECORD
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base.errors import CkptError
+from ckpt.tools import run_queries as commands
+from ckpt.training.heartbeat_page import HeartbeatPage, RankHeartbeat
 
 ROUNDING = 1e-4
 """Each line is rounded to a microsecond."""
@@ -158,7 +159,7 @@ def test_the_report_as_a_picture(done: tuple[Run, float], tmp_path: Path) -> Non
 def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
     """None at all, one, some, very many attempts; with steps and without."""
     pytest.importorskip("matplotlib")
-    from ckpt.recovery.picture import draw_run
+    from ckpt.tools.run_plots import draw_run
 
     found, entries, at = [], [], 1e9
     for attempt in range(attempts):
@@ -177,11 +178,11 @@ def asked(tmp_path: Path) -> Path:
     """A run on two hosts that b led from the middle on, and that was asked to end."""
     record = SqliteRunLog(tmp_path)
     drafts = [
-        course.draft_run(0, "r", course.RunSpec(("true",), 2, hosts=2)),
+        run_state.draft_run(0, "r", run_state.RunSpec(("true",), 2, hosts=2)),
         Draft(0, "lead", "a coordinates", {"name": "a"}),
         Draft(0, "start", "4 ranks on a, b: true", {"members": [], "memory": []}),
         Draft(0, "lead", "b coordinates from now on, as a is gone", {"name": "b"}),
-        course.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
+        run_state.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
         Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
     ]
     assert record.append(0, drafts)
@@ -369,7 +370,7 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path, caplog: pyt
 
 
 def test_when_a_process_began() -> None:
-    code = "import time; from ckpt.recovery.ledger import process_start_time as b; print(b(), time.monotonic())"
+    code = "import time; from ckpt.recovery.goodput.ledger import process_start_time as b; print(b(), time.monotonic())"
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     began, then = map(float, done.stdout.split())
@@ -454,7 +455,7 @@ def test_metrics_are_served(tmp_path: Path) -> None:
 
 
 def test_a_lost_host_in_the_picture() -> None:
-    from ckpt.recovery.picture import _describe_cause
+    from ckpt.tools.run_plots import _describe_cause
 
     lost = LogEntry(3, 0.0, 1, "failure", "says nothing for 3 s", {"cause": "lost", "ranks": [], "host": "a"})
     assert _describe_cause(lost) == "host a says nothing for 3 s"

@@ -25,23 +25,23 @@ from hypothesis import strategies as st
 from support import drop_cache, is_cached
 
 import ckpt
-from ckpt import pulse as pulses
-from ckpt import spikes
-from ckpt.cursor import SKIP_VARIABLE, is_in_ranges, parse_ranges
-from ckpt.interval import (
+from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
+from ckpt.recovery.policy.loss_rollback import MAX_SKIPS, RollBack, roll_back, rollback_environment
+from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.local.directory import O_DIRECT
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training import loss_spikes
+from ckpt.training.data_position import SKIP_VARIABLE, is_in_ranges, parse_ranges
+from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE, BadLoss, HeartbeatPage, RankHeartbeat
+from ckpt.training.loss_monitor import LossMonitor
+from ckpt.training.loss_spikes import SpikeDetector
+from ckpt.training.save_interval import (
     DEFAULT_MTBF_SECONDS,
     MTBF_VARIABLE,
     daly_interval_seconds,
     mtbf_seconds_from_env,
     posterior_mtbf_seconds,
 )
-from ckpt.losses import LossMonitor
-from ckpt.pulse import RESTORE_LIMIT_VARIABLE, BadLoss, HeartbeatPage, RankHeartbeat
-from ckpt.recovery.rollback import MAX_SKIPS, RollBack, roll_back, rollback_environment
-from ckpt.recovery.stopping import StopRequest, next_stop
-from ckpt.spikes import SpikeDetector
-from ckpt.storage.errors import InvalidArgument
-from ckpt.storage.local import O_DIRECT
 
 PROGRAM = str(Path(__file__).parent / "loop_program.py")
 
@@ -504,15 +504,19 @@ def test_spikes_of_a_usual_training() -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [{spikes.FACTOR_VARIABLE: "x"}, {spikes.FACTOR_VARIABLE: "-1"}, {spikes.FACTOR_VARIABLE: "9", spikes.LIMIT_VARIABLE: "y"}],
+    [
+        {loss_spikes.FACTOR_VARIABLE: "x"},
+        {loss_spikes.FACTOR_VARIABLE: "-1"},
+        {loss_spikes.FACTOR_VARIABLE: "9", loss_spikes.LIMIT_VARIABLE: "y"},
+    ],
 )
 def test_spikes_asked_for_wrongly(environ: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument):
-        spikes.spike_detector_from_env(environ)
+        loss_spikes.spike_detector_from_env(environ)
 
 
 def test_spikes_are_not_looked_for_unasked() -> None:
-    assert spikes.spike_detector_from_env({}) is None
+    assert loss_spikes.spike_detector_from_env({}) is None
 
 
 # --- roll-back -------------------------------------------------------------------------------------------------
@@ -552,7 +556,7 @@ def test_words_and_limits() -> None:
     assert told(roll_back([bad(5)])) == {}
     found = roll_back([bad(-1, 50, "spike"), bad(-1, 51, "spike")])
     assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are passed over"
-    assert told(found) == {SKIP_VARIABLE: "50-51", RESTORE_LIMIT_VARIABLE: "50", spikes.LIMIT_VARIABLE: "3.0"}
+    assert told(found) == {SKIP_VARIABLE: "50-51", RESTORE_LIMIT_VARIABLE: "50", loss_spikes.LIMIT_VARIABLE: "3.0"}
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from(["not finite", "spike"])), min_size=1, max_size=12))
@@ -653,7 +657,7 @@ def test_the_mean_time_that_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_order_of_steps_to_try() -> None:
-    from ckpt.lines import order_by_number
+    from ckpt.format.training_lines import order_by_number
 
     for numbers in itertools.permutations([1, 4, 7, 9]):
         assert order_by_number(numbers).newest_first(None) == [9, 7, 4, 1]

@@ -19,17 +19,17 @@ import pytest
 from cluster import Here, directories, nodes_config
 from test_registers import Flaky
 
-from ckpt.aggregator import moving
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.files import PathRecord
-from ckpt.aggregator.members import config_from_table
-from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.succession import change_ring, complete_ring_change
-from ckpt.storage.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.objects import ObjectStore
-from ckpt.storage.registers import NO_BALLOT, Ballot, DirectChange, Record, Registers, RegisterValue
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.reconfigure import change_ring, complete_ring_change
+from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.storage.base.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DirectChange, Record, Registers, RegisterValue
+from ckpt.storage.remote.object_store import ObjectStore
 from ckpt.storage.testing import random_bytes
 
 DATA = random_bytes(70_000)
@@ -57,8 +57,8 @@ def test_looking_makes_nothing(tmp_path: Path) -> None:
     assert namespace.list() == {}
     for look in (
         lambda: surveys.scrub_namespace(namespace),
-        lambda: moving.rebalance_fragments(namespace),
-        lambda: moving.remove_member(namespace, "disk0"),
+        lambda: rebalance.rebalance_fragments(namespace),
+        lambda: rebalance.remove_member(namespace, "disk0"),
     ):
         with pytest.raises(NotFound, match="holds nothing: nobody ever wrote there"):
             look()
@@ -78,7 +78,7 @@ def test_a_disk_that_was_used_alone(tmp_path: Path, order: tuple[int, ...]) -> N
         both = some(tmp_path, *order)
         with pytest.raises(InvalidArgument, match="belong to different namespaces|holds records of another namespace"):
             assert both.get("ours") == DATA  # where it was not heard of yet
-            moving.rebalance_fragments(both)
+            rebalance.rebalance_fragments(both)
     assert some(tmp_path, 0, 1, 2).get("ours") == DATA
     assert some(tmp_path, 3).get("theirs") == DATA
 
@@ -88,7 +88,7 @@ def test_two_namespaces_are_not_joined(tmp_path: Path) -> None:
         some(tmp_path, *numbers).put(f"of{numbers[0]}", DATA)
     for numbers in ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (3, 0)):
         with pytest.raises(CkptError, match="different namespaces|another namespace"):
-            moving.rebalance_fragments(some(tmp_path, *numbers))
+            rebalance.rebalance_fragments(some(tmp_path, *numbers))
     for numbers in ((0, 1, 2), (3, 4, 5)):
         assert list(some(tmp_path, *numbers).list()) == [f"of{numbers[0]}"]
 
@@ -127,10 +127,10 @@ def test_the_wrong_one_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / "disk1").write_text("broken")
     for name in ("disk0", "disk2"):
         with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2"):
-            moving.remove_member(some(tmp_path, 0, 1, 2), name)
+            rebalance.remove_member(some(tmp_path, 0, 1, 2), name)
     namespace.put("b", DATA)
     four = some(tmp_path, 0, 1, 2, 3)
-    assert not moving.remove_member(four, "disk1").failed
+    assert not rebalance.remove_member(four, "disk1").failed
     assert some(tmp_path, 0, 2, 3).get("b") == DATA
 
 
@@ -142,7 +142,7 @@ def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
     set_failpoints("ring.moving=error")
     try:
         with pytest.raises(OSError, match="injected"):
-            moving.remove_member(three, "disk1")
+            rebalance.remove_member(three, "disk1")
     finally:
         set_failpoints("")
     shutil.rmtree(tmp_path / "disk2")
@@ -150,10 +150,10 @@ def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
     four = some(tmp_path, 0, 1, 2, 3)
     assert four.ring.previous is not None
     assert four.get("a") == DATA
-    assert not moving.remove_member(four, "disk2", is_destroyed=True).failed
+    assert not rebalance.remove_member(four, "disk2", is_destroyed=True).failed
     assert set(four.ring.all_members) == {"disk0", "disk3"}
     four.put("b", DATA)
-    assert not moving.remove_member(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
+    assert not rebalance.remove_member(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
     rest = some(tmp_path, 0, 3)
     assert rest.get("a") == rest.get("b") == DATA
     complete_ring_change(rest)
@@ -209,7 +209,7 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
             assert thread.is_alive()
             time.sleep(0.01)
         admin = Namespace(nodes_config(nodes, **table))
-        done = moving.remove_member(admin, nodes[2].address)
+        done = rebalance.remove_member(admin, nodes[2].address)
         assert not done.failed
         there = len(acknowledged)
         while len(acknowledged) < there + 20:
@@ -231,7 +231,7 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
 def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was to be moved is deleted by its writer: the file moves all the same, and nothing has failed."""
     namespace = some(tmp_path, 0, 1, redundancy="1x")
-    real, seeds, restored = moving.rebuild_fragments, count(), []
+    real, seeds, restored = rebalance.rebuild_fragments, count(), []
 
     def write() -> None:
         while not namespace.exists() or "disk1" not in holders(namespace, "a"):
@@ -245,8 +245,8 @@ def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch:
         return real(*given, **named)
 
     write()
-    monkeypatch.setattr(moving, "rebuild_fragments", late)
-    assert not moving.drain_member(namespace, "disk1").failed
+    monkeypatch.setattr(rebalance, "rebuild_fragments", late)
+    assert not rebalance.drain_member(namespace, "disk1").failed
     assert len(restored) == 2
     assert holders(namespace, "a") == {"disk0"}
     namespace.close()
@@ -262,7 +262,7 @@ def test_growing_under_a_client(tmp_path: Path) -> None:
     nodes = [Here(tmp_path / f"n{i}") for i in range(7)]
     old = Namespace(nodes_config(nodes[:3]))
     old.put("a", DATA)
-    moving.rebalance_fragments(Namespace(nodes_config(nodes)))
+    rebalance.rebalance_fragments(Namespace(nodes_config(nodes)))
     assert old.get("a") == DATA
     old.put("b", DATA)
     late = Namespace(nodes_config(nodes[:3]))
@@ -278,7 +278,7 @@ def test_growing_under_a_client(tmp_path: Path) -> None:
 def test_drained_onto_others_only(tmp_path: Path) -> None:
     namespace = some(tmp_path, 0, 1)
     namespace.put("a", DATA)
-    done = moving.drain_member(namespace, "disk0")
+    done = rebalance.drain_member(namespace, "disk0")
     assert "more members are needed" in done.failed["a"]
     assert namespace.get("a") == DATA
 
@@ -367,11 +367,11 @@ class Late:
 def test_a_late_change_of_a_bucket(monkeypatch: pytest.MonkeyPatch, what: str, late: str) -> None:
     """What a later ring has agreed upon meanwhile is not forgotten."""
     obstore = pytest.importorskip("obstore.store")
-    from ckpt.storage import objects
-    from ckpt.storage.bucket import BucketRegisters
+    from ckpt.storage.member.bucket import BucketRegisters
+    from ckpt.storage.remote import object_store
 
     memory = obstore.MemoryStore()
-    monkeypatch.setattr(objects, "_connect", lambda url: memory)
+    monkeypatch.setattr(object_store, "_connect", lambda url: memory)
     store, pool = ObjectStore("s3://b/x"), ThreadPoolExecutor(2)
     registers: Registers = BucketRegisters(store, pool)
     registers.mark_complete()

@@ -19,15 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.aggregator import erasure, files, members, moving
-from ckpt.aggregator.members import config_from_table
-from ckpt.aggregator.namespace import Namespace, check_path, open_namespace
-from ckpt.aggregator.placement import MemberLocation, choose_members, max_parts_per_domain
-from ckpt.aggregator.redundancy import Redundancy, parse_redundancy
-from ckpt.aggregator.store import NamespaceStore
-from ckpt.aggregator.told import failure_domains
-from ckpt.storage.device import MemberInfo
-from ckpt.storage.errors import (
+from ckpt.aggregator.cluster import config
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.cluster.member_facts import failure_domains
+from ckpt.aggregator.file_io.namespace import Namespace, check_path, open_namespace
+from ckpt.aggregator.interfaces.store import NamespaceStore
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.placement import erasure
+from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
+from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members, max_parts_per_domain
+from ckpt.aggregator.records import file_record
+from ckpt.storage.base.errors import (
     AlreadyExists,
     IntegrityError,
     InvalidArgument,
@@ -36,7 +38,8 @@ from ckpt.storage.errors import (
     StoreError,
     Unavailable,
 )
-from ckpt.storage.server import NodeOptions
+from ckpt.storage.member.device import MemberInfo
+from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import StoreContract, random_bytes
 
 
@@ -166,23 +169,23 @@ def test_paths_that_are_good(path: str) -> None:
 
 
 def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, path = members.parse_namespace_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
-    assert [m.address for m in config.members] == ["h1:7070", "h2:7071"]
-    assert (path, str(config.redundancy)) == ("run/a", "1x")
+    parsed, path = config.parse_namespace_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
+    assert [m.address for m in parsed.members] == ["h1:7070", "h2:7071"]
+    assert (path, str(parsed.redundancy)) == ("run/a", "1x")
     six = ",".join(f"h{i}:1" for i in range(6))
     for text in ("4+2", "4%2B2"):
-        assert str(members.parse_namespace_url(f"ckpt://{six}/x?redundancy={text}")[0].redundancy) == "4+2"
+        assert str(config.parse_namespace_url(f"ckpt://{six}/x?redundancy={text}")[0].redundancy) == "4+2"
     file = tmp_path / "c.toml"
     file.write_text(
         '[namespaces.lab]\nredundancy = "2x"\nnear = "r1/h1"\n'
         'members = ["h1:1", { url = "node://h2:2", domain = "r1/h2", weight = 2 }, { url = "/mnt/a", name = "disk" }]\n'
     )
     monkeypatch.setenv("CKPT_CONFIG", str(file))
-    config, _ = members.parse_namespace_url("ckpt://lab/x")
-    assert [(m.name, m.location.domain, m.location.weight) for m in config.members] == [
+    parsed, _ = config.parse_namespace_url("ckpt://lab/x")
+    assert [(m.name, m.location.domain, m.location.weight) for m in parsed.members] == [
         ("h1:1", (), 1.0), ("h2:2", ("r1", "h2"), 2.0), ("disk", (), 1.0),
     ]  # fmt: skip
-    assert config.host_domain == ("r1", "h1")
+    assert parsed.host_domain == ("r1", "h1")
 
 
 @pytest.mark.parametrize(
@@ -206,20 +209,22 @@ def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, m
         opened.write('[namespaces.c]\nmembers = ["h:1"]\ndeadline_seconds = "soon"\n')
     monkeypatch.setenv("CKPT_CONFIG", str(file))
     with pytest.raises(InvalidArgument, match=message):
-        members.parse_namespace_url(url)
+        config.parse_namespace_url(url)
 
 
 def test_records_are_kept(tmp_path: Path) -> None:
-    head = files.RecordHead("file", 5, 1.5, 2.5, "v")
-    piece = files.Stripe(0, 5, (files.Fragment(0, 4096, b"s"), None), 5)
+    head = file_record.RecordHead("file", 5, 1.5, 2.5, "v")
+    piece = file_record.Stripe(0, 5, (file_record.Fragment(0, 4096, b"s"), None), 5)
     for file in (
-        files.PathRecord(head, inline_data=b"hello"),
-        files.PathRecord(files.RecordHead("deleted", 0, 1.0, 2.0, "w")),
-        files.PathRecord(head, layout=files.FileLayout(parse_redundancy("4+2"), (files.MemberObject("m", "n"),), (piece,))),
+        file_record.PathRecord(head, inline_data=b"hello"),
+        file_record.PathRecord(file_record.RecordHead("deleted", 0, 1.0, 2.0, "w")),
+        file_record.PathRecord(
+            head, layout=file_record.FileLayout(parse_redundancy("4+2"), (file_record.MemberObject("m", "n"),), (piece,))
+        ),
     ):
-        assert files.decode_record("p", files.encode_record(file)) == file
+        assert file_record.decode_record("p", file_record.encode_record(file)) == file
     with pytest.raises(IntegrityError, match="the record of p can't be read"):
-        files.decode_record("p", files.RegisterValue(b"\xc1", b""))
+        file_record.decode_record("p", file_record.RegisterValue(b"\xc1", b""))
 
 
 # --- files -----------------------------------------------------------------------------------------------------
@@ -455,7 +460,7 @@ def test_one_node_under_two_names(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match="are the same device"):
             grown.put("b", random_bytes(100_000))
     with pytest.raises(InvalidArgument, match="are the same device"):
-        moving.rebalance_fragments(grown)
+        rebalance.rebalance_fragments(grown)
     assert grown.get("a") == random_bytes(100_000)
     assert set(grown.ring.all_members) == {node.address, other.address}
     for each in (node, other):

@@ -19,14 +19,14 @@ from typing import Any, NoReturn
 import pytest
 from cluster import Here, Link, Process, directories, garbage, nodes_config, quick
 
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.members import config_from_table
-from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.redundancy import parse_redundancy
-from ckpt.aggregator.writing import FileWriter
-from ckpt.storage.errors import AlreadyExists, NoSpace, StoreError, Unavailable
-from ckpt.storage.server import NodeOptions
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.file_io.writer import FileWriter
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.storage.base.errors import AlreadyExists, NoSpace, StoreError, Unavailable
+from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes
 
 SOAK = bool(os.environ.get("CKPT_SOAK"))
@@ -37,7 +37,7 @@ CLIENT = """
 import sys
 from pathlib import Path
 from cluster import directories
-from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.storage.testing import random_bytes
 namespace = Namespace(directories(Path(sys.argv[1]), 5, redundancy=sys.argv[3]))
 what = sys.argv[2]

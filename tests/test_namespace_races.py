@@ -16,14 +16,14 @@ import msgpack
 import pytest
 from cluster import directories
 
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.moving import drain_member
-from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.redundancy import parse_redundancy
-from ckpt.storage.errors import Changed, NotFound, StoreError, Unavailable
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.registers import Registers, RegisterValue
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.rebalance import drain_member
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.storage.base.errors import Changed, NotFound, StoreError, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.registers.base import Registers, RegisterValue
 from ckpt.storage.testing import random_bytes
 
 FIRST, SECOND = random_bytes(300_000, 1), random_bytes(300_000, 2)
@@ -249,7 +249,7 @@ def test_an_append_that_came_through_while_its_writer_stood_still(
             said.append(error)
 
     writer = threading.Thread(target=write)
-    monkeypatch.setattr("ckpt.aggregator.ledger.failpoint", stand_still)
+    monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", stand_still)
     writer.start()
     assert there.wait(60)
     other.settle(["/log"])

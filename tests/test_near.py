@@ -26,19 +26,20 @@ from hypothesis import strategies as st
 from netns import hosts_on_a_wire
 
 import ckpt
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.writing import FileWriter
-from ckpt.storage import failpoints, near, wire
-from ckpt.storage.access import NodeCredentials
-from ckpt.storage.client import NodeStore
-from ckpt.storage.descriptors import AppendFile
-from ckpt.storage.errors import NoSpace, NotFound, StoreError, Unavailable
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.local import LocalStore
-from ckpt.storage.server import NodeOptions
+from ckpt.aggregator.file_io.writer import FileWriter
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.storage.base import failpoints
+from ckpt.storage.base.errors import NoSpace, NotFound, StoreError, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.base.fd_io import AppendFile
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.node import fd_passing_server, wire
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.node.upload_leases import UploadLeases
 from ckpt.storage.testing import StoreContract, random_bytes, read_range, write_object
-from ckpt.storage.uploads import UploadLeases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
 
@@ -327,7 +328,7 @@ def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
 
 WRITER = """
 import sys, time
-from ckpt.storage.client import NodeStore
+from ckpt.storage.node.client import NodeStore
 writer = NodeStore(sys.argv[1]).create("a", 8_000_000)
 writer.append(memoryview(bytes(4_000_000)))
 print("written", flush=True)
@@ -636,7 +637,7 @@ def test_strangers(tmp_path: Path) -> None:
         door = store._fd_client._address
         assert door is not None
         with pytest.raises(ConnectionError):
-            near.request_descriptors(replace(door, secret=secrets.token_bytes(32)), "open", "a", 5.0)
+            fd_passing_server.request_descriptors(replace(door, secret=secrets.token_bytes(32)), "open", "a", 5.0)
         for packet in (b"", b"x", secrets.token_bytes(100), door.secret, secrets.token_bytes(10_000)):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.settimeout(20)
@@ -645,7 +646,7 @@ def test_strangers(tmp_path: Path) -> None:
                 assert socket.recv_fds(peer, 1000, 4)[:2] == (b"", [])
         for verb, argument in (("open", "../device.json"), ("open", "none"), ("append", "none"), ("other", "a")):
             with pytest.raises((StoreError, ValueError)):
-                near.request_descriptors(door, verb, argument, 20.0)
+                fd_passing_server.request_descriptors(door, verb, argument, 20.0)
         with ExitStack() as silent:
             for _ in range(20):
                 peer = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from netns import Hosts, hosts_on_a_wire
 
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.members import config_from_table
-from ckpt.aggregator.namespace import Namespace
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def hosts() -> Iterator[Hosts]:
 
 CLIENT = """
 import json, sys
-from ckpt.aggregator.members import config_from_table
-from ckpt.aggregator.namespace import Namespace
-from ckpt.storage.errors import AlreadyExists
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.storage.base.errors import AlreadyExists
 from ckpt.storage.testing import random_bytes
 me, members = sys.argv[1], json.loads(sys.argv[2])
 namespace = Namespace(config_from_table("test", {"members": members, "redundancy": "2x", "deadline_seconds": 2.0}, "the test"))

@@ -13,13 +13,13 @@ import pyarrow.flight as flight
 import pytest
 from cluster import Here, Process
 
-from ckpt.storage import wire
-from ckpt.storage.access import NodeCredentials
-from ckpt.storage.buffers import BufferPool
-from ckpt.storage.client import NodeStore
-from ckpt.storage.errors import Unavailable
-from ckpt.storage.server import NodeOptions
-from ckpt.storage.sums import transfer_digest
+from ckpt.storage.base.buffer_pool import BufferPool
+from ckpt.storage.base.checksums import transfer_digest
+from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.node import wire
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes, read_range, write_object
 
 _BIG = 8 << 20

@@ -19,12 +19,7 @@ import pyarrow.flight as flight
 import pytest
 from cluster import Here, Process
 
-from ckpt.storage import device as devices
-from ckpt.storage import wire
-from ckpt.storage.access import NodeCredentials, TokenFile
-from ckpt.storage.client import NodeStore
-from ckpt.storage.device import Device
-from ckpt.storage.errors import (
+from ckpt.storage.base.errors import (
     AlreadyExists,
     IntegrityError,
     InvalidArgument,
@@ -35,7 +30,12 @@ from ckpt.storage.errors import (
     StoreError,
     Unavailable,
 )
-from ckpt.storage.server import NodeOptions
+from ckpt.storage.member import device as devices
+from ckpt.storage.member.device import Device
+from ckpt.storage.node import wire
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials, TokenFile
+from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import StoreContract, random_bytes, read_range, write_object
 
 
@@ -291,7 +291,7 @@ def test_a_client_that_vanished(tmp_path: Path) -> None:
 
 CLOSER = """
 import os, sys, threading
-from ckpt.storage.client import NodeStore
+from ckpt.storage.node.client import NodeStore
 store, errors = NodeStore(sys.argv[1]), []
 def work(number):
     try:

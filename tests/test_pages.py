@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from ckpt.arena import Arena
-from ckpt.storage.pages import map_huge_pages
+from ckpt.block_io.staging_arena import Arena
+from ckpt.storage.base.huge_pages import map_huge_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="advice about memory is Linux's")
 

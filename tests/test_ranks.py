@@ -26,17 +26,17 @@ from hypothesis import strategies as st
 from support import SOAK, assert_clean, assert_same, drop_cache, finish, is_cached, python
 
 import ckpt
-from ckpt.copies import agreed_descriptions, describe_leaves, missing_copies_text
 from ckpt.groups.base import Group, ranks_text
 from ckpt.groups.threads import ThreadGroup
-from ckpt.schedule import LEAD_SECONDS, next_step
-from ckpt.shard import Box, flat_boxes
-from ckpt.storage.base import Reader
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.local import O_DIRECT, LocalStore, temporary_name
-from ckpt.tree import encode_tree, flatten
-from ckpt.turns import ROUND_BYTES, needs_by_block, schedule_shared_reads
-from ckpt.window import SharedWindow
+from ckpt.loading.shared_read_schedule import ROUND_BYTES, needs_by_block, schedule_shared_reads
+from ckpt.loading.shared_window import SharedWindow
+from ckpt.saving.replica_check import agreed_descriptions, describe_leaves, missing_copies_text
+from ckpt.state.boxes import Box, flat_boxes
+from ckpt.state.tree import encode_tree, flatten
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.base.store import Reader
+from ckpt.storage.local.directory import O_DIRECT, LocalStore, temporary_name
+from ckpt.training.save_schedule import LEAD_SECONDS, next_step
 
 Work = Callable[[Group], Any]
 
@@ -217,7 +217,7 @@ def meshes(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 def on_mesh(shape: tuple[int, ...], mesh: tuple[int, ...], draw: st.DrawFn) -> list[list[Any]]:
     """For each place of a mesh the boxes that the placements of a DTensor give it, some dimensions replicating."""
-    from ckpt.leaves.dtensor import shard_boxes
+    from ckpt.state.leaves.dtensor import shard_boxes
 
     cut = st.none() | st.tuples(st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2]))
     cuts = tuple(draw(cut) for _ in mesh)
@@ -352,7 +352,7 @@ class Counting(LocalStore):
 @pytest.fixture(params=["memory", "messages"])
 def handed_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one host hand on through memory, others by messages: each of a store that is not theirs."""
-    monkeypatch.setattr("ckpt.sharing.LocalStore", Remote)
+    monkeypatch.setattr("ckpt.loading.shared_read.LocalStore", Remote)
     if request.param == "messages":
         monkeypatch.setattr(SharedWindow, "create", lambda *_: None)
 
@@ -1124,7 +1124,7 @@ def test_unchanged_blocks_are_referred_to_and_old_steps_go(tmp_path: Path) -> No
 
 def test_steps_counted_in_seconds_are_the_same_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks whose clocks and speeds differ save the same steps."""
-    monkeypatch.setattr("ckpt.schedule.LEAD_SECONDS", 0.2)
+    monkeypatch.setattr("ckpt.training.save_schedule.LEAD_SECONDS", 0.2)
 
     def work(group: Group) -> list[int]:
         saved = []

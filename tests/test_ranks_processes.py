@@ -243,15 +243,15 @@ import numpy as np
 import ckpt
 from ckpt.groups.threads import ThreadGroup
 from test_ranks import Remote, all_well, on_ranks
-import ckpt.sharing
+import ckpt.loading.shared_read
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
-ckpt.sharing.LocalStore = Remote
+ckpt.loading.shared_read.LocalStore = Remote
 ranks = int(sys.argv[2])
 if sys.argv[3] == "messages":
-    ckpt.sharing.SharedWindow.create = lambda *_: None
+    ckpt.loading.shared_read.SharedWindow.create = lambda *_: None
 targets = [np.ones((16384, 8192 // ranks), np.float32) for _ in range(ranks)]
 before = peak()
 

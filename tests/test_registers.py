@@ -16,12 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.aggregator.fanout import FanOut, MemberHealth
-from ckpt.aggregator.ledger import ReplicaSet, ReplicatedRegisters, VotingGroup
-from ckpt.aggregator.redundancy import Quorum, quorum
-from ckpt.storage.errors import Changed, Outdated, StoreError, Unavailable
-from ckpt.storage.fence_numbers import next_era
-from ckpt.storage.registers import (
+from ckpt.aggregator.cluster.fanout import FanOut, MemberHealth
+from ckpt.aggregator.placement.redundancy import Quorum, quorum
+from ckpt.aggregator.records.paxos import ReplicaSet, ReplicatedRegisters, VotingGroup
+from ckpt.storage.base.errors import Changed, Outdated, StoreError, Unavailable
+from ckpt.storage.registers.base import (
     NO_BALLOT,
     Ballot,
     DamagedRecord,
@@ -35,7 +34,8 @@ from ckpt.storage.registers import (
     floor_ballot,
     is_final,
 )
-from ckpt.storage.sqlite import SqliteRegisters
+from ckpt.storage.registers.fence_numbers import next_era
+from ckpt.storage.registers.sqlite import SqliteRegisters
 
 BALLOTS = st.builds(
     Ballot, st.integers(0, 10**12), st.text("0123456789abcdef", max_size=16), st.integers(0, 10**6),
@@ -225,7 +225,7 @@ def test_a_value_that_is_too_long(registers: SqliteRegisters) -> None:
 @pytest.mark.parametrize("point", ["registers.commit", "registers.committed"])
 def test_killed_in_a_batch(tmp_path: Path, point: str) -> None:
     program = (
-        "import sys; from ckpt.storage.sqlite import SqliteRegisters; from ckpt.storage.registers import *\n"
+        "import sys; from ckpt.storage.registers.sqlite import SqliteRegisters; from ckpt.storage.registers.base import *\n"
         "SqliteRegisters(sys.argv[1]).change([DirectChange(f'x{i}', NO_BALLOT, RegisterValue(b'v')) for i in range(50)], 'w')\n"
     )
     path = str(tmp_path / "r.sqlite")

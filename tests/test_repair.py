@@ -18,17 +18,17 @@ from pathlib import Path
 import pytest
 from cluster import Here, Process, directories, nodes_config, quick
 
-from ckpt.aggregator import moving
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.files import FileLayout, PathRecord
-from ckpt.aggregator.members import config_from_table
-from ckpt.aggregator.namespace import Namespace, open_namespace
-from ckpt.aggregator.redundancy import parse_redundancy
-from ckpt.aggregator.succession import change_ring
-from ckpt.storage.errors import InvalidArgument, NoSpace, StoreError
-from ckpt.storage.registers import DamagedRecord, Record
-from ckpt.storage.server import NodeOptions
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.reconfigure import change_ring
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.aggregator.records.file_record import FileLayout, PathRecord
+from ckpt.storage.base.errors import InvalidArgument, NoSpace, StoreError
+from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.registers.base import DamagedRecord, Record
 from ckpt.storage.testing import random_bytes
 
 
@@ -183,7 +183,7 @@ def test_a_member_that_takes_nothing_costs_no_reading(tmp_path: Path, monkeypatc
     monkeypatch.setattr(namespace.open_members["disk0"].store, "create", full)
     namespace.put("a", random_bytes(20_000_000, 1))
     found = surveys.scrub_namespace(namespace)
-    monkeypatch.setattr("ckpt.aggregator.restoring._SourceObjects.read", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("ckpt.aggregator.file_io.rebuild._SourceObjects.read", lambda *_: pytest.fail("it was read"))
     done = repairs.repair_namespace(namespace, found)
     assert list(done.failed) == ["a"]
     assert done.nbytes == 0
@@ -352,8 +352,8 @@ def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk holds something
     program = (
         "import sys; from pathlib import Path; from cluster import directories\n"
-        "from ckpt.aggregator.namespace import Namespace\n"
-        "from ckpt.aggregator.repair import repair_namespace, scrub_namespace\n"
+        "from ckpt.aggregator.file_io.namespace import Namespace\n"
+        "from ckpt.aggregator.maintenance.repair import repair_namespace, scrub_namespace\n"
         "n = Namespace(directories(Path(sys.argv[1]), 4)); repair_namespace(n, scrub_namespace(n)); print('done'); n.close()"
     )
     environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill", "PYTHONPATH": os.path.dirname(__file__)}
@@ -398,11 +398,11 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 def test_draining(tmp_path: Path, redundancy: str) -> None:
     """All goes elsewhere, of files that lie there alone too; then its disk may go."""
     namespace = filled(tmp_path, redundancy, 7)
-    assert not moving.drain_member(namespace, "disk1").failed
+    assert not rebalance.drain_member(namespace, "disk1").failed
     assert not namespace.open_members["disk1"].inventory()
     whole(namespace, redundancy)
     with pytest.raises(InvalidArgument, match="disk9 is no member"):
-        moving.drain_member(namespace, "disk9")
+        rebalance.drain_member(namespace, "disk9")
     namespace.close()
 
 
@@ -421,8 +421,8 @@ def test_draining_what_is_read_only(tmp_path: Path) -> None:
     nodes[0] = Here(tmp_path / "n0", NodeOptions(read_only=True))
     with closing(opened()) as namespace:
         with pytest.raises(InvalidArgument, match="n0 is read-only, so that it can't delete"):
-            moving.drain_member(namespace, "n0")
-        assert not moving.remove_member(namespace, "n0").failed
+            rebalance.drain_member(namespace, "n0")
+        assert not rebalance.remove_member(namespace, "n0").failed
         assert surveys.scrub_namespace(namespace, verify=True).is_whole
     for node in nodes:
         node.close()
@@ -435,7 +435,7 @@ def test_rebalancing(tmp_path: Path) -> None:
         namespace.put(f"f{i}", random_bytes(40_000, i))
     namespace.close()
     grown = Namespace(directories(tmp_path, 6))
-    done = moving.rebalance_fragments(grown)
+    done = rebalance.rebalance_fragments(grown)
     assert not done.failed
     held = {name: len(place.inventory()) for name, place in grown.open_members.items()}
     assert sum(held.values()) == 80
@@ -443,7 +443,7 @@ def test_rebalancing(tmp_path: Path) -> None:
     assert done.nbytes <= 40_000 * (held["disk4"] + held["disk5"]), "only what the new ones take"
     for i in range(40):
         assert grown.get(f"f{i}") == random_bytes(40_000, i)
-    assert not moving.rebalance_fragments(grown).files
+    assert not rebalance.rebalance_fragments(grown).files
     assert surveys.scrub_namespace(grown, verify=True).is_whole
     grown.close()
 

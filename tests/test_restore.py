@@ -23,13 +23,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.dtypes import numpy_dtype
 from ckpt.groups.threads import ThreadGroup
-from ckpt.leaves.base import ArrayLeaf
-from ckpt.shard import contiguous_start, whole_box
-from ckpt.tools import contents
+from ckpt.state.boxes import contiguous_start, whole_box
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.tree import flatten
+from ckpt.tools import step_contents
 from ckpt.tools.restore import command
-from ckpt.tree import flatten
 
 ENDINGS = ("safetensors", "npz", "pt", "h5", "zarr")
 Point = collections.namedtuple("Point", "x y")
@@ -258,7 +258,7 @@ def test_large_leaves_go_piece_by_piece(
     ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, state = saved
-    monkeypatch.setattr(contents, "PIECE_BYTES", 48)
+    monkeypatch.setattr(step_contents, "PIECE_BYTES", 48)
     dest = tmp_path / f"out.{ending}"
     assert command.main([str(root), str(dest), "--step", "3"], standalone_mode=False) == 0
     assert_whole(dest, ending, state)
@@ -267,8 +267,8 @@ def test_large_leaves_go_piece_by_piece(
 @given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(1, 16), st.integers(1, 200))
 def test_pieces_tile_the_array(shape: tuple[int, ...], itemsize: int, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contents, "PIECE_BYTES", limit)
-        pieces = list(contents.tile_boxes(shape, tuple(max(1, n) for n in contents.piece_shape(shape, itemsize))))
+        patch.setattr(step_contents, "PIECE_BYTES", limit)
+        pieces = list(step_contents.tile_boxes(shape, tuple(max(1, n) for n in step_contents.piece_shape(shape, itemsize))))
     starts = [contiguous_start(box, shape) for box in pieces]
     ends = [(start or 0) + box.size for start, box in zip(starts, pieces, strict=True)]
     assert starts == [0, *ends][: len(starts)]

@@ -16,7 +16,7 @@ from support import SOAK, assert_clean, assert_same, failing, fast_folder, state
 
 import ckpt
 from ckpt import Keep
-from ckpt.retention import as_keep, expired_steps
+from ckpt.repository.retention import as_keep, expired_steps
 
 STEPS = st.sets(st.integers(0, 60), max_size=20)
 KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))

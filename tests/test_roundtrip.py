@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import ckpt
-from ckpt import tree
-from ckpt.storage.descriptors import DescriptorReader
-from ckpt.storage.local import LocalStore
+from ckpt.state import tree
+from ckpt.storage.base.fd_io import DescriptorReader
+from ckpt.storage.local.directory import LocalStore
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -443,7 +443,7 @@ def test_reading_a_slice_reads_only_those_bytes(tmp_path):
 def test_the_store_is_told_of_each_block_before_it_is_read(tmp_path, monkeypatch, only):
     """And of nothing that is not read, nor of all at once."""
     ckpt.save({f"{x}{i}": np.full(5 << 20, i, np.float32) for x in "abc" for i in range(3)}, tmp_path, codec="none")
-    monkeypatch.setattr("ckpt.read.READ_THREADS", 1)
+    monkeypatch.setattr("ckpt.block_io.block_reader.READ_THREADS", 1)
     told, read = {}, {}
     ahead = []
     prefetch, read_into = LocalStore.prefetch, DescriptorReader.read_into
@@ -461,7 +461,8 @@ def test_the_store_is_told_of_each_block_before_it_is_read(tmp_path, monkeypatch
 
     monkeypatch.setattr(LocalStore, "prefetch", telling)
     monkeypatch.setattr(DescriptorReader, "read_into", reading)
-    monkeypatch.setattr("ckpt.checkpoint.Checkpoint.prefetch", lambda self: None)  # of the beginning, while this reads names
+    # of the beginning, while this reads names
+    monkeypatch.setattr("ckpt.repository.checkpoint.Checkpoint.prefetch", lambda self: None)
     ckpt.load(tmp_path, only=only)
     assert sum(read.values()) == (180 << 20 if only is None else 60 << 20)
     assert told.keys() == read.keys()

@@ -30,27 +30,29 @@ from hypothesis import strategies as st
 from support import SOAK
 
 import ckpt
-from ckpt.pulse import PHASES, HeartbeatPage
-from ckpt.recovery import agent, host, launch, memory
-from ckpt.recovery import course as courses
-from ckpt.recovery.agents import AgentReport
-from ckpt.recovery.course import AttemptHost, RunSpec
-from ckpt.recovery.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
-from ckpt.recovery.launch import LaunchSpec, free_port
-from ckpt.recovery.launch import start as start_ranks
-from ckpt.recovery.launch import stop as stop_ranks
-from ckpt.recovery.ledger import total_seconds_by_category
-from ckpt.recovery.limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
-from ckpt.recovery.place import host_address, launcher_hint
-from ckpt.recovery.record import SqliteRunLog
-from ckpt.recovery.state import Draft, LogEntry
-from ckpt.recovery.watch import RankMonitor
-from ckpt.storage.errors import CkptError
-from ckpt.storage.web import HttpPage, HttpPages
-from ckpt.tools import ask
+from ckpt.recovery.agent import agent
+from ckpt.recovery.goodput.ledger import total_seconds_by_category
+from ckpt.recovery.memory_tier import local
+from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
+from ckpt.recovery.policy.hang_limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
+from ckpt.recovery.ranks import launch, processes
+from ckpt.recovery.ranks.host_identity import host_address, launcher_hint
+from ckpt.recovery.ranks.launch import LaunchSpec, free_port
+from ckpt.recovery.ranks.launch import start as start_ranks
+from ckpt.recovery.ranks.launch import stop as stop_ranks
+from ckpt.recovery.ranks.rank_monitor import RankMonitor
+from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log.agent_reports import AgentReport
+from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.run_state import AttemptHost, RunSpec
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.http_pages import HttpPage, HttpPages
+from ckpt.tools import run_queries
 from ckpt.tools.common import Number
 from ckpt.tools.run import command as run_command
 from ckpt.tools.simulate import command as simulate
+from ckpt.training.heartbeat_page import PHASES, HeartbeatPage
 
 PROGRAM = str(Path(__file__).parent / "run_program.py")
 
@@ -147,7 +149,7 @@ def kill_all(run: Run) -> None:
 
 def none_left(pids: list[int]) -> bool:
     until = time.monotonic() + 20
-    while any(host.process_state(pid) not in ("", "Z") for pid in pids):
+    while any(processes.process_state(pid) not in ("", "Z") for pid in pids):
         if time.monotonic() > until:
             return False
         time.sleep(0.02)
@@ -234,7 +236,7 @@ def test_a_py_spy_that_may_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied'; exit 1")
     spy.chmod(0o755)
     program = (
-        "import ckpt.pulse as p, time\np.own_page().beat(2, 7)\n"
+        "import ckpt.training.heartbeat_page as p, time\np.own_page().beat(2, 7)\n"
         "def waits_for_ever():\n    open('begun', 'w').close(); time.sleep(1000)\nwaits_for_ever()"
     )
     share = LaunchSpec("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
@@ -317,7 +319,7 @@ def test_a_rank_that_has_closed_its_checkpointer_is_named(tmp_path: Path, step: 
     """As one that an exception has taken out of its loop, and whose process goes on: other threads, or a collective at its end,
     keep it. The others wait for it in a step; where it is behind them it is the cause."""
     program = (
-        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
+        "import ckpt.training.heartbeat_page as p, os, time\nrank = int(os.environ['RANK'])\n"
         f"p.own_page().attach_process(); p.own_page().beat(2, {step} if rank else 8)\n"
         f"if rank: p.own_page().beat(6); {more}\ntime.sleep(1000)"
     )
@@ -329,14 +331,14 @@ def test_a_rank_that_has_closed_its_checkpointer_is_named(tmp_path: Path, step: 
 def test_a_hang_after_a_rank_has_ended_names_it(tmp_path: Path) -> None:
     """It has ended well, so that it is not what has failed; but perhaps it is waited for."""
     program = (
-        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\n"
+        "import ckpt.training.heartbeat_page as p, os, time\nrank = int(os.environ['RANK'])\n"
         "p.own_page().attach_process(); p.own_page().beat(2, 9 - rank)\nrank or time.sleep(1000)"
     )
     with watched(program, 2, tmp_path) as watch:
         assert (watch.failure.cause, watch.failure.ranks) == ("hang", (0,))
         assert watch.failure.detail.endswith("; rank 1 had ended after step 8, with status 0)")
         said = AgentReport("a", "a-1", 0.0, 1, str(tmp_path), str(tmp_path), "a", 1, attempt=0)
-        shown = {row[0]: row for row in ask._rank_rows(said)}
+        shown = {row[0]: row for row in run_queries._rank_rows(said)}
         assert [shown["1"][i] for i in (2, 3, 5)] == ["ended", "8", ""]
         assert [shown["0"][i] for i in (2, 3)] == ["step", "9"]
 
@@ -346,7 +348,7 @@ def test_a_hang_before_the_first_step(tmp_path: Path, waits: str) -> None:
     """One hangs while it imports, or wherever it is before it uses ckpt: the others wait for it, and it is named."""
     program = (
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
-        f"import ckpt.pulse as p\np.own_page().attach_process()\n{waits}\ntime.sleep(1000)"
+        f"import ckpt.training.heartbeat_page as p\np.own_page().attach_process()\n{waits}\ntime.sleep(1000)"
     )
     with watched(program, 3, tmp_path) as watch:
         assert (watch.failure.cause, watch.failure.ranks) == ("hang", (1,))
@@ -356,7 +358,7 @@ def test_a_hang_before_the_first_step(tmp_path: Path, waits: str) -> None:
 def test_the_pace_of_a_job_has_its_saves_in_it(tmp_path: Path) -> None:
     """By it the step to stop after is named: of a job that saves each step most of the time is that of the saves."""
     program = (
-        "import ckpt.pulse as p, time\nmine = p.own_page()\nmine.attach_process()\n"
+        "import ckpt.training.heartbeat_page as p, time\nmine = p.own_page()\nmine.attach_process()\n"
         "step, save = map(p.PHASES.index, ('step', 'save'))\n"
         "for number in range(15):\n    mine.beat(step, number); time.sleep(0.002)\n    mine.beat(save); time.sleep(0.15)\n"
         "mine.beat(step); time.sleep(1000)"
@@ -369,7 +371,8 @@ def test_ranks_that_know_nothing_of_ckpt_may_be_silent(tmp_path: Path) -> None:
     """One of them uses it, and goes on; of the others nothing is known."""
     program = (
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
-        "import ckpt.pulse as p\np.own_page().attach_process()\nwhile True: p.own_page().beat(2, 1); time.sleep(0.1)"
+        "import ckpt.training.heartbeat_page as p\np.own_page().attach_process()\nwhile True: p.own_page().beat(2, 1); "
+        "time.sleep(0.1)"
     )
     with looked_after(program, 2, tmp_path, HangLimits(least_seconds=2, initial_limit_seconds=uniform_initial_limits(4))) as (
         watch,
@@ -383,7 +386,7 @@ def test_ranks_that_know_nothing_of_ckpt_may_be_silent(tmp_path: Path) -> None:
 def test_a_rank_that_may_wait_is_not_blamed(tmp_path: Path) -> None:
     """At one step are one that has saved last, for which no limit holds, and is silent for longest; and one that hangs."""
     program = (
-        "import ckpt.pulse as p, os, time\nrank = int(os.environ['RANK'])\np.own_page().attach_process()\n"
+        "import ckpt.training.heartbeat_page as p, os, time\nrank = int(os.environ['RANK'])\np.own_page().attach_process()\n"
         "rank and time.sleep(1)\np.own_page().beat(p.PHASES.index('step' if rank else 'end'), 9)\ntime.sleep(1000)"
     )
     with watched(program, 2, tmp_path) as watch:
@@ -543,13 +546,13 @@ def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
     run = start(steps=10_000, fault=("child", 0, 1))
     run.until_step(3)
     pids = [run.pid(rank) for rank in range(RANKS)] + [int((run.folder / "child").read_text())]
-    assert all(host.process_state(pid) for pid in pids)
+    assert all(processes.process_state(pid) for pid in pids)
     run.process.kill()
     run.process.wait()
     assert none_left(pids)
     again = start(steps=40)
     assert again.end() == 0, again.said
-    assert sum(host.process_state(pid) not in ("", "Z") for pid in pids) == 0
+    assert sum(processes.process_state(pid) not in ("", "Z") for pid in pids) == 0
 
 
 def test_the_guardian_is_killed_and_then_ckpt_run(start: Callable[..., Run]) -> None:
@@ -559,9 +562,9 @@ def test_the_guardian_is_killed_and_then_ckpt_run(start: Callable[..., Run]) -> 
     (pages,) = [Path(e["facts"]["pages"]) for e in run.record() if e["kind"] == "start"]
 
     def guardians() -> list[int]:
-        words = [b"ckpt.recovery.guardian", os.fsencode(pages)]
+        words = [b"ckpt.recovery.ranks.orphan_guard", os.fsencode(pages)]
         found = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if has(p, words)]
-        return [pid for pid in found if host.process_state(pid) not in ("", "Z")]
+        return [pid for pid in found if processes.process_state(pid) not in ("", "Z")]
 
     (first,) = guardians()
     os.kill(first, signal.SIGKILL)
@@ -590,7 +593,7 @@ def test_children_of_a_killed_rank_end_with_it(start: Callable[..., Run]) -> Non
     child = int((run.folder / "child").read_text())
     os.kill(run.pid(0), signal.SIGKILL)
     run.until_step(8, attempt=1)
-    assert host.process_state(child) in ("", "Z")
+    assert processes.process_state(child) in ("", "Z")
     assert run.end() == 0, run.said
     is_right(run)
 
@@ -745,11 +748,11 @@ def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> N
         assert time.monotonic() < until
         time.sleep(0.01)
     assert rank.status == 3
-    assert host.process_state(rank.process.pid) == "Z"
+    assert processes.process_state(rank.process.pid) == "Z"
     child = int((tmp_path / "child").read_text())
-    assert host.process_state(child) not in ("", "Z")
+    assert processes.process_state(child) not in ("", "Z")
     stop_ranks([rank], "")
-    assert host.process_state(rank.process.pid) == ""
+    assert processes.process_state(rank.process.pid) == ""
     assert none_left([child])
 
 
@@ -857,14 +860,14 @@ def tiered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_memory(run: Run) -> Path:
-    found = memory.memory_folder(run.files)
+    found = local.memory_folder(run.files)
     if found is None:
         pytest.skip("no shared memory at /dev/shm that can be written to")
     return found
 
 
 def no_memory_is_left(folder: Path, host: str = "") -> None:
-    found = memory.memory_folder(folder, host)
+    found = local.memory_folder(folder, host)
     assert found is None or not found.exists()
 
 
@@ -1119,15 +1122,15 @@ def test_status_shows_the_ranks_of_this_attempt(
         pulse.close()
         doing: Literal["running", "idle"] = "running" if attempt else "idle"
         reports[name] = AgentReport(name, f"{name}-1", 0.0, 1, str(tmp_path / name), "logs", "a", 1, attempt, doing)
-    monkeypatch.setattr(ask, "_open_entries", lambda *_: entries)
-    monkeypatch.setattr(ask, "_living_agents", lambda *_: reports)
-    assert ask.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
+    monkeypatch.setattr(run_queries, "_open_entries", lambda *_: entries)
+    monkeypatch.setattr(run_queries, "_living_agents", lambda *_: reports)
+    assert run_queries.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
     shown = capfd.readouterr().out
     assert " 71 " in shown
     assert " 70 " not in shown, "that rank is no more"
     assert re.search("^a +spare", shown, re.MULTILINE)
     reports["b"] = replace(reports["b"], attempt=0)
-    assert ask.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
+    assert run_queries.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
     shown = capfd.readouterr().out
     assert re.search("^b +waits", shown, re.MULTILINE)
     assert "no rank runs now; start: ranks" in shown

@@ -28,11 +28,11 @@ from test_run_hosts import job as job
 from test_tiers import flip
 
 import ckpt
-from ckpt.pulse import HeartbeatPage, RankHeartbeat
-from ckpt.recovery import host
-from ckpt.recovery.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
-from ckpt.recovery.record import SqliteRunLog
-from ckpt.recovery.state import LogEntry
+from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.training.heartbeat_page import HeartbeatPage, RankHeartbeat
 
 PROGRAM = str(Path(__file__).parent / "faults_program.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
@@ -44,7 +44,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """No process, however the job has ended."""
     monkeypatch.setenv(MARK, str(tmp_path))
     yield
-    until(lambda: not host.find_processes([], f"{MARK}={tmp_path}"), "all processes have ended")
+    until(lambda: not processes.find_processes([], f"{MARK}={tmp_path}"), "all processes have ended")
 
 
 def until(true: Callable[[], object], what: str, seconds: float = 90) -> None:
@@ -104,7 +104,7 @@ class Faulty(Run):
         for pid in pids:
             with suppress(ProcessLookupError):  # ckpt-run has ended it for the first
                 os.kill(pid, signal.SIGKILL)
-        until(lambda: all(host.process_state(pid) in ("", "Z") for pid in pids), "the ranks are dead")
+        until(lambda: all(processes.process_state(pid) in ("", "Z") for pid in pids), "the ranks are dead")
 
     def newest(self) -> int:
         """The newest step that is committed."""
@@ -348,7 +348,7 @@ def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
     if "coordinator.stop" in point:
         run.process.send_signal(signal.SIGTERM)
     assert run.end() == -signal.SIGKILL, run.said
-    until(lambda: not host.find_processes([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
+    until(lambda: not processes.find_processes([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
     saved = run.newest()
     again = start("--cold", steps=20)
     ends_well(again, 20)

@@ -22,11 +22,11 @@ from netns import Hosts, hosts_on_a_wire
 from support import SOAK
 from test_run import none_left
 
-from ckpt.aggregator.etcd_client import EtcdClient
-from ckpt.recovery import host
-from ckpt.recovery.ledger import read_ledgers, total_seconds_by_category
-from ckpt.recovery.state import LogEntry, open_run_log
-from ckpt.storage.errors import CkptError, StoreError
+from ckpt.aggregator.cluster.etcd_client import EtcdClient
+from ckpt.recovery.goodput.ledger import read_ledgers, total_seconds_by_category
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.run_log.base import LogEntry, open_run_log
+from ckpt.storage.base.errors import CkptError, StoreError
 
 PROGRAM = str(Path(__file__).parent / "hosts_program.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
@@ -566,7 +566,7 @@ def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
         server.kill()
         time.sleep(4.5)
         until(lambda: max(run._step(run.folder / f"at-0-{rank}") for rank in range(6)) > before + 20)
-        assert all(host.process_state(run.pid(rank)) for rank in range(6))
+        assert all(processes.process_state(run.pid(rank)) for rank in range(6))
         os.kill(run.pid(2), signal.SIGKILL)
         waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
         until(lambda: any(waits in run.said(name) for name in "abc"))

@@ -28,13 +28,15 @@ from test_run import none_left
 from test_run_hosts import RUN, Job, OnHosts, answers, leader_of, starts
 
 import ckpt
-from ckpt.aggregator.members import parse_namespace_url
-from ckpt.recovery import host, memories, memory
-from ckpt.recovery.agents import AgentReport, HostFailure
-from ckpt.recovery.keeper import MemoryNodes, NodeSecurity
-from ckpt.recovery.memories import MemoryNamespace, choose_memories
-from ckpt.recovery.state import LogEntry, open_run_log
-from ckpt.storage.errors import InvalidArgument
+from ckpt.aggregator.cluster.config import parse_namespace_url
+from ckpt.recovery.memory_tier import local
+from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, NodeSecurity
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.run_log import memory_placement
+from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
+from ckpt.recovery.run_log.base import LogEntry, open_run_log
+from ckpt.recovery.run_log.memory_placement import MemoryNamespace, choose_memories
+from ckpt.storage.base.errors import InvalidArgument
 
 COLUMNS = 2000
 """Of 24 rows of float64: too much for a record, so that there are objects."""
@@ -56,7 +58,7 @@ class InMemory(Job):
         self.record.close()
 
     def folder_of(self, name: str) -> Path:
-        found = memory.memory_folder(self.folder / "run", name)
+        found = local.memory_folder(self.folder / "run", name)
         assert found is not None
         return found
 
@@ -93,8 +95,8 @@ def in_full(test: Callable[..., None]) -> Callable[..., None]:
 
 def keepers(run: Job) -> list[int]:
     """The processes that serve the memory of a job."""
-    found = host.find_processes([], f"CKPT_TEST_JOB={run.folder}")
-    return [pid for pid in found if b"ckpt.recovery.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = processes.find_processes([], f"CKPT_TEST_JOB={run.folder}")
+    return [pid for pid in found if b"ckpt.recovery.memory_tier.memory_nodes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.fixture
@@ -248,7 +250,7 @@ def test_a_host_that_is_silent(job: Callable[..., InMemory]) -> None:
     run.until_step(6)
     victim = starts(run.log())[0][1]
     agent = run.agents[victim].pid
-    (keeper,) = [pid for pid in keepers(run) if int(host._stat_fields(pid)[1]) == agent]
+    (keeper,) = [pid for pid in keepers(run) if int(processes._stat_fields(pid)[1]) == agent]
     for pid in (agent, keeper):
         os.kill(pid, signal.SIGSTOP)
     run.until_step(25, attempt=1)
@@ -495,7 +497,7 @@ def test_how_ranks_name_it() -> None:
     assert config.host_domain == ("[::1]:6",)
     assert [m.location.domain for m in config.members] == [("10.0.0.1:5",), ("[::1]:6",)]
     assert MemoryNamespace((("a", "a:1"),)).url() == "ckpt://a:1?redundancy=1x"
-    assert memories.from_facts(memories.to_facts([two, MemoryNamespace()])) == (two, MemoryNamespace())
+    assert memory_placement.from_facts(memory_placement.to_facts([two, MemoryNamespace()])) == (two, MemoryNamespace())
     with pytest.raises(InvalidArgument, match="near= names one of the nodes"):
         parse_namespace_url("ckpt://a:1,b:2/run?near=c:3")
 
@@ -512,7 +514,7 @@ def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
     homes: dict[str, frozenset[str]] = {}  # of each node that was written to: the nodes of its namespace
 
     def served(name: str, said: AgentReport) -> AgentReport:
-        named = memories.node_addresses(run.course.memory)
+        named = memory_placement.node_addresses(run.course.memory)
         mine = held[name] = [at for at in held.setdefault(name, []) if at in named or at == said.fresh]
         fresh = said.fresh if said.fresh in mine and said.fresh not in named else ""
         if not fresh and rng.random() < 0.7:
@@ -539,13 +541,13 @@ def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
         before, was = run.course.memory, len(run.log)
         run.turn()
         for entry in run.log[was:]:
-            now = memories.from_facts(entry.facts["memory"]) if "memory" in entry.facts else before
+            now = memory_placement.from_facts(entry.facts["memory"]) if "memory" in entry.facts else before
             if entry.kind == "start" and now:
                 members = {m["name"] for m in entry.facts["members"]}
                 assert {host for host, _ in now[0].nodes} == members
                 assert all(at in run.agents[host].nodes for host, at in now[0].nodes)
                 assert not before or before[-1] in now
-                space = frozenset(memories.node_addresses(now[:1]))
+                space = frozenset(memory_placement.node_addresses(now[:1]))
                 assert all(homes.setdefault(at, space) == space for at in space)
             elif entry.kind == "memory":
                 assert newer

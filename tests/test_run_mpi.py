@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from test_run import none_left
 
-from ckpt.recovery import mpi
-from ckpt.recovery.record import SqliteRunLog
-from ckpt.storage.errors import CkptError
+from ckpt.recovery.ranks import mpi
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base.errors import CkptError
 
 pytest.importorskip("mpi4py", reason="mpi4py is missing (pip install ckpt-store[mpi])")
 

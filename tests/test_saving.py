@@ -17,13 +17,13 @@ import torch
 from support import assert_same, finish, python
 
 import ckpt
-from ckpt.codec import CodecMeasurement, CodecTuner, choose_codec
-from ckpt.digest import digest_and_cells
-from ckpt.interval import daly_interval_seconds
-from ckpt.storage.base import Writer
-from ckpt.storage.descriptors import DescriptorReader
-from ckpt.storage.errors import StoreError
-from ckpt.storage.local import LocalStore
+from ckpt.format.codec import CodecMeasurement, CodecTuner, choose_codec
+from ckpt.format.digest import digest_and_cells
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.fd_io import DescriptorReader
+from ckpt.storage.base.store import Writer
+from ckpt.storage.local.directory import LocalStore
+from ckpt.training.save_interval import daly_interval_seconds
 
 MIB = 1 << 20
 
@@ -76,7 +76,7 @@ def test_a_background_save_returns_when_staged(tmp_path):
 
 
 def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt.write.processor_count", lambda: 3)
+    monkeypatch.setattr("ckpt.saving.pipeline.processor_count", lambda: 3)
     lock, hashing, seen = threading.Lock(), [0], []
 
     def counted(algorithm, data):
@@ -88,7 +88,7 @@ def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, mon
             hashing[0] -= 1
         return digest_and_cells(algorithm, data)
 
-    monkeypatch.setattr("ckpt.write.digest_and_cells", counted)
+    monkeypatch.setattr("ckpt.saving.pipeline.digest_and_cells", counted)
     ckpt.save({f"x{i}": np.full(1 << 20, i, np.float32) for i in range(20)}, tmp_path, blocking=False).result()
     assert len(seen) == 20
     assert max(seen) == 2
@@ -289,7 +289,7 @@ def test_a_block_that_rotted_is_not_referred_to(tmp_path, caplog, monkeypatch, c
 
 
 def test_packs_roll_over(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt.pack.PACK_BYTES", 20 * MIB)
+    monkeypatch.setattr("ckpt.format.pack.PACK_BYTES", 20 * MIB)
     state = {f"l{i}": np.full(7 * MIB, i, np.uint8) for i in range(12)}
     checkpoint = ckpt.save(state, tmp_path / "r", codec="none")
     assert len(checkpoint.commit.packs) >= 4

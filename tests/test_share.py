@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.limits import BLOCK_BYTES
-from ckpt.plan import LeafSpec, plan_blocks
-from ckpt.shard import Replica
-from ckpt.share import CUT_BYTES
+from ckpt.format.limits import BLOCK_BYTES
+from ckpt.saving.replica_split import CUT_BYTES
+from ckpt.saving.write_plan import LeafSpec, plan_blocks
+from ckpt.state.boxes import Replica
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
 

@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.recovery.decide import MAX_REPEATED_FAILURES, Budget, Decision, Failure
-from ckpt.recovery.simulate import FailureKind, Outcome, Policy, World, daly_policy, simulate, sweep, total_seconds_by_category
+from ckpt.recovery.goodput.simulator import (
+    FailureKind,
+    Outcome,
+    Policy,
+    World,
+    daly_policy,
+    simulate,
+    sweep,
+    total_seconds_by_category,
+)
+from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Decision, Failure
 
 seconds = st.floats(0, 100)
 worlds = st.builds(

@@ -13,8 +13,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
-from ckpt.storage.errors import StoreError, UnknownScheme
-from ckpt.storage.fsspecs import FsspecStore
+from ckpt.storage.base.errors import StoreError, UnknownScheme
+from ckpt.storage.remote.fsspec_store import FsspecStore
 from ckpt.storage.testing import StoreContract, object_lengths, write_object
 from ckpt.storage.urls import open_store
 

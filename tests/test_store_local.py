@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from support import drop_cache, is_cached
 
-from ckpt.storage.errors import AlreadyExists, NotFound, StoreError
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.local import O_DIRECT, LocalStore
-from ckpt.storage.pages import map_huge_pages
+from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.base.huge_pages import map_huge_pages
+from ckpt.storage.local.directory import O_DIRECT, LocalStore
 from ckpt.storage.testing import object_lengths, random_bytes, write_object
 from ckpt.storage.urls import open_store
 
@@ -100,7 +100,7 @@ def test_a_prefetch_brings_just_what_it_names_into_the_page_cache(store: LocalSt
 @pytest.mark.parametrize("point", ["local.append=kill@2", "local.fsync=kill@2", "local.rename=kill@1"])
 def test_killed_writer_leaves_only_what_the_sweep_removes(store: LocalStore, point: str) -> None:
     program = (
-        "import sys; from ckpt.storage.local import LocalStore\n"
+        "import sys; from ckpt.storage.local.directory import LocalStore\n"
         "with LocalStore(sys.argv[1]).create('a/killed', 1 << 20) as writer:\n"
         "    for _ in range(3): writer.append(memoryview(bytes(8192)))\n"
         "    writer.commit()\n"
@@ -177,7 +177,7 @@ def test_a_root_whose_parents_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "home/user").mkdir(parents=True)
     code = """
 import os, sys
-from ckpt.storage.local import LocalStore
+from ckpt.storage.local.directory import LocalStore
 if os.getuid() == 0:
     os.setuid(65534)
 LocalStore(sys.argv[1] + "/home/user").put("a/b", b"x")

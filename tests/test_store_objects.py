@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage import errors, objects
-from ckpt.storage.errors import NotFound, StoreError, UnknownScheme
-from ckpt.storage.objects import ObjectStore
+from ckpt.storage.base import errors
+from ckpt.storage.base.errors import NotFound, StoreError, UnknownScheme
+from ckpt.storage.remote import object_store
+from ckpt.storage.remote.multipart_writer import PART_BYTES, MultipartWriter
+from ckpt.storage.remote.object_store import ObjectStore
 from ckpt.storage.testing import object_lengths, run_simultaneously, write_object
-from ckpt.storage.upload import PART_BYTES, MultipartWriter
 
 pytest_plugins = ["moto_server"]
 
@@ -29,7 +30,7 @@ def uploads(client: Any, url: str) -> list[Any]:
 
 @pytest.fixture
 def no_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
+    monkeypatch.setattr(object_store, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
 
 
 # --- uploads ---------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.fsspecs import FsspecStore
-from ckpt.storage.local import LocalStore
-from ckpt.storage.memory import MemoryStore
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.shared_memory import MemoryStore
+from ckpt.storage.remote.fsspec_store import FsspecStore
 from ckpt.storage.testing import StoreContract
 from ckpt.storage.urls import open_store
 
@@ -50,7 +50,7 @@ class TestMemory(StoreContract):
 class TestObjectStore(StoreContract):
     @pytest.fixture
     def store(self, bucket: str):
-        from ckpt.storage.objects import ObjectStore
+        from ckpt.storage.remote.object_store import ObjectStore
 
         return ObjectStore(f"{bucket}/a run/folder")
 

@@ -21,12 +21,12 @@ from test_advance import World, world
 from test_run_hosts import Job, is_right, starts
 from test_run_hosts import job as job
 
-from ckpt import pulse as pulses
-from ckpt.pulse import HeartbeatPage, RankHeartbeat
-from ckpt.recovery.advance import draft_next_entries
-from ckpt.recovery.agents import HostFailure
-from ckpt.recovery.record import SqliteRunLog
-from ckpt.recovery.straggle import DEFAULT_FACTOR, PaceMeter, RankPace, find_stragglers
+from ckpt.recovery.coordinator.transitions import draft_next_entries
+from ckpt.recovery.policy.stragglers import DEFAULT_FACTOR, PaceMeter, RankPace, find_stragglers
+from ckpt.recovery.run_log.agent_reports import HostFailure
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training.heartbeat_page import HeartbeatPage, RankHeartbeat
 
 PROGRAM = str(Path(__file__).parent / "straggle_program.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]

@@ -18,15 +18,15 @@ from cluster import Process, directories, nodes_config, quick
 from test_registers import Flaky, words
 
 import ckpt
-from ckpt.aggregator import moving
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.namespace import Namespace
-from ckpt.aggregator.redundancy import parse_redundancy
-from ckpt.aggregator.succession import change_ring, complete_ring_change
-from ckpt.storage.errors import InvalidArgument, Outdated, StoreError, Unavailable
-from ckpt.storage.registers import Ballot, DirectChange, Record, RegisterValue, final_record
-from ckpt.storage.sqlite import SqliteRegisters
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.reconfigure import change_ring, complete_ring_change
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.storage.base.errors import InvalidArgument, Outdated, StoreError, Unavailable
+from ckpt.storage.registers.base import Ballot, DirectChange, Record, RegisterValue, final_record
+from ckpt.storage.registers.sqlite import SqliteRegisters
 from ckpt.storage.testing import random_bytes
 
 POINTS = [
@@ -143,7 +143,7 @@ def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
     members = ", ".join(f'{{url = "{tmp_path}/disk{i}", name = "disk{i}"}}' for i in range(5))
     config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
     program = (
-        "from ckpt.aggregator.namespace import *; from ckpt.aggregator.succession import change_ring\n"
+        "from ckpt.aggregator.file_io.namespace import *; from ckpt.aggregator.maintenance.reconfigure import change_ring\n"
         "n, _ = open_namespace('ckpt://lab/'); change_ring(n, [s for s in n.locations if s.name != 'disk2'])"
     )
     environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "CKPT_CONFIG": str(config)}
@@ -160,7 +160,7 @@ def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
         assert after.ring.previous is None
         assert keepers(after) == {"disk0", "disk1", "disk2"} if point == "ring.joined" else "disk2" not in keepers(after)
     else:
-        moving.remove_member(after, "disk2")
+        rebalance.remove_member(after, "disk2")
         assert keepers(after) == {"disk0", "disk1", "disk3", "disk4"}
         shutil.rmtree(tmp_path / "disk2")
     all_there(after)
@@ -248,14 +248,14 @@ def test_one_of_two_is_destroyed(tmp_path: Path) -> None:
     (tmp_path / "disk1").write_text("a disk that is broken")
     namespace = Namespace(directories(tmp_path, 3, deadline_seconds=1.0))
     with pytest.raises(StoreError, match="start"):
-        moving.remove_member(namespace, "disk1")
-    done = moving.remove_member(namespace, "disk1", is_destroyed=True)
+        rebalance.remove_member(namespace, "disk1")
+    done = rebalance.remove_member(namespace, "disk1", is_destroyed=True)
     assert not done.failed
     assert keepers(namespace) == {"disk0", "disk2"}
     all_there(namespace)
     assert surveys.scrub_namespace(namespace, verify=True).is_whole
     with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2; start the others"):
-        moving.remove_member(namespace, "disk0")
+        rebalance.remove_member(namespace, "disk0")
 
 
 def test_two_change_at_once(tmp_path: Path) -> None:
@@ -309,10 +309,10 @@ def test_a_namespace_that_was_made_for_less(tmp_path: Path, lost: tuple[int, int
 def test_killed_while_more_come_to_keep_records(tmp_path: Path, point: str) -> None:
     """The next who writes completes it; nothing that was acknowledged before is lost meanwhile."""
     three_of(tmp_path, 6)
-    moving.rebalance_fragments(grown := Namespace(directories(tmp_path, 6)))
+    rebalance.rebalance_fragments(grown := Namespace(directories(tmp_path, 6)))
     program = (
         "import sys; from pathlib import Path; from cluster import directories\n"
-        "from ckpt.aggregator.namespace import Namespace\n"
+        "from ckpt.aggregator.file_io.namespace import Namespace\n"
         "Namespace(directories(Path(sys.argv[1]), 6, redundancy='4+2', deadline_seconds=1.0)).put('new', b'1')"
     )
     environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "PYTHONPATH": str(Path(__file__).parent)}
@@ -329,7 +329,7 @@ def test_killed_while_more_come_to_keep_records(tmp_path: Path, point: str) -> N
 
 def test_many_ask_for_more_at_once(tmp_path: Path) -> None:
     three_of(tmp_path, 6)
-    moving.rebalance_fragments(Namespace(directories(tmp_path, 6)))
+    rebalance.rebalance_fragments(Namespace(directories(tmp_path, 6)))
     clients = [Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0)) for _ in range(4)]
     ends: list[object] = []
 
@@ -411,7 +411,7 @@ def test_records_that_outlive_less_than_files(tmp_path: Path) -> None:
 def test_rebalancing_for_more(tmp_path: Path) -> None:
     three_of(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    moving.rebalance_fragments(namespace)
+    rebalance.rebalance_fragments(namespace)
     assert len(namespace.ring.replica_set("/d/f0").members) == 5
     all_there(namespace)
 
@@ -563,4 +563,4 @@ def test_forgetting_what_is_no_member(tmp_path: Path) -> None:
     three_of(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 3))
     with pytest.raises(InvalidArgument, match="nobody is no member of ckpt://test; there are disk0"):
-        moving.remove_member(namespace, "nobody")
+        rebalance.remove_member(namespace, "nobody")

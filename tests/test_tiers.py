@@ -39,16 +39,16 @@ from test_ranks import all_well, on_ranks
 from test_two_writers import take_over
 
 import ckpt
+from ckpt.format.manifest import Row
 from ckpt.groups.base import Group
-from ckpt.manifest import Row
-from ckpt.promote import _copy_ranges
-from ckpt.shard import Box
-from ckpt.storage.base import ALIGNMENT, Store, Writer
-from ckpt.storage.errors import NoSpace
-from ckpt.storage.local import LocalStore
-from ckpt.storage.memory import MemoryStore
-from ckpt.tier import memory_folder_name
-from ckpt.tiers import drain
+from ckpt.state.boxes import Box
+from ckpt.storage.base.errors import NoSpace
+from ckpt.storage.base.store import ALIGNMENT, Store, Writer
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.shared_memory import MemoryStore
+from ckpt.tiers.copy_step import _copy_ranges
+from ckpt.tiers.manager import drain
+from ckpt.tiers.tier_spec import memory_folder_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,12 +19,12 @@ import pytest
 from support import SOAK, assert_all_load, assert_clean, assert_same, failing, finish, one_line, python, state_of
 
 import ckpt
-from ckpt import records
-from ckpt.claim import WriterLease, acquire_lease
-from ckpt.process_identity import ProcessIdentity, is_alive, is_dead, this_process
-from ckpt.repository import Repository
-from ckpt.storage.errors import StoreError
-from ckpt.storage.local import LocalStore
+from ckpt.format import json_records
+from ckpt.groups.process_identity import ProcessIdentity, is_alive, is_dead, this_process
+from ckpt.repository.repository import Repository
+from ckpt.repository.writer_lease import WriterLease, acquire_lease
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.local.directory import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="whether a process lives is told by /proc")
 
@@ -121,11 +121,11 @@ def test_rank_0_on_another_host_of_the_same_name_is_not_taken_for_dead(tmp_path:
     repo = Repository(LocalStore(tmp_path))
     (tmp_path / "generations").mkdir()
     owner = dataclasses.replace(this_process(), boot="another", pid=1 << 30)
-    data = records.encode("generation", {"owner": dataclasses.asdict(owner)})
+    data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
     (tmp_path / "generations/00000003.json").write_bytes(data)
     assert WriterLease(repo, 3, rank=1, size=2).rank_0_error() is None
     gone = dataclasses.replace(owner, boot=this_process().boot)
-    (tmp_path / "generations/00000003.json").write_bytes(records.encode("generation", {"owner": dataclasses.asdict(gone)}))
+    (tmp_path / "generations/00000003.json").write_bytes(json_records.encode("generation", {"owner": dataclasses.asdict(gone)}))
     assert "is dead" in str(WriterLease(repo, 3, rank=1, size=2).rank_0_error())
 
 
@@ -152,7 +152,7 @@ def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
 def take_over(root: Path, generation: int) -> ProcessIdentity:
     """What a writer on another host leaves when it takes the repository over."""
     owner = dataclasses.replace(this_process(), host="elsewhere", boot="b", pid=4711)
-    data = records.encode("generation", {"owner": dataclasses.asdict(owner)})
+    data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
     (root / f"generations/{generation:08d}.json").write_bytes(data)
     return owner
 
@@ -200,7 +200,7 @@ def test_taking_over_from_another_host(tmp_path: Path, caplog: pytest.LogCapture
 RACE = """
 import os, sys, time, ckpt
 from support import state_of
-import ckpt.write, pyarrow.parquet
+import ckpt.saving.pipeline, pyarrow.parquet
 me = int(sys.argv[1])
 print("ready", flush=True)
 for line in sys.stdin:
@@ -331,7 +331,7 @@ def test_a_result_means_that_others_may_write(tmp_path: Path) -> None:
     code = "import sys, ckpt; from support import state_of; ckpt.save(state_of(1), sys.argv[1], 1)"
     ckpt.save(state_of(0), tmp_path, 0, blocking=False).result()
     (record,) = tmp_path.glob("generations/*.json")
-    assert records.decode("generation", record.read_bytes(), "")["owner"] is None
+    assert json_records.decode("generation", record.read_bytes(), "")["owner"] is None
     finish(python(code, tmp_path))
     assert assert_all_load(tmp_path) == [0, 1]
 
@@ -386,7 +386,7 @@ def test_the_claim_survives_a_lost_owner(tmp_path: Path) -> None:
     """A process number that was given to somebody else since does not keep the repository busy."""
     ckpt.save(state_of(0), tmp_path, 0)
     owner = dataclasses.replace(this_process(), pid=os.getppid(), started="1")
-    data = records.encode("generation", {"owner": dataclasses.asdict(owner)})
+    data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
     (tmp_path / "generations/00000005.json").write_bytes(data)
     ckpt.save(state_of(1), tmp_path, 1)
     assert assert_all_load(tmp_path) == [0, 1]

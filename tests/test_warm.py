@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt import imports
-from ckpt.pulse import HeartbeatPage
-from ckpt.recovery import host
-from ckpt.recovery.warm import ForkedRank, ForkServerClient, ForkServers, NotForkable, split_python_command
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServerClient, ForkServers, NotForkable, split_python_command
+from ckpt.training import import_report
+from ckpt.training.heartbeat_page import HeartbeatPage
 
 if sys.platform != "linux":
     pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
@@ -51,7 +51,7 @@ def begin(tmp_path: Path) -> Iterator[Starter]:
     yield one
     for forge in made:
         forge.close()
-    host._prctl(host._SET_CHILD_SUBREAPER, 0)
+    processes._prctl(processes._SET_CHILD_SUBREAPER, 0)
 
 
 def surroundings(rank: int = 0, **more: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ def warm(forge: ForkServerClient, log: Path, rank: int = 0, **environ: str) -> i
 
 def gone(*pids: int | None) -> bool:
     until = time.monotonic() + 20
-    while any(host.process_state(pid) not in ("", "Z") for pid in pids if pid):
+    while any(processes.process_state(pid) not in ("", "Z") for pid in pids if pid):
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
@@ -115,7 +115,7 @@ def test_all_is_as_in_a_process_that_was_started(
     log = tmp_path / "log"
     assert cold(command, log, CKPT_PULSE=page) == 0, log.read_text()
     want = json.loads(log.read_text())
-    forge = begin(command, imports.report_path(page))
+    forge = begin(command, import_report.report_path(page))
     assert forge.is_ready, forge.reason
     assert forge.note == ""
     for _ in range(2):  # as often as it is asked to
@@ -251,14 +251,14 @@ def test_it_is_the_rank(begin: Starter, tmp_path: Path) -> None:
     """A forked child of a rank is not the rank; one that the forge has forked is."""
     text = """
         import os
-        from ckpt import pulse
+        from ckpt.training import heartbeat_page as pulse
         pulse.own_page().beat(2, 41)
         if os.fork() == 0:
             os._exit(0 if pulse.own_page() is None else 1)
         assert os.wait()[1] == 0
     """
     page = HeartbeatPage(tmp_path / "page", new=True)
-    forge = begin([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.pulse"))
+    forge = begin([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.training.heartbeat_page"))
     rank = forge.fork(surroundings(CKPT_PULSE=str(tmp_path / "page")), tmp_path / "log")
     assert rank is not None
     assert rank.wait() == 0, (tmp_path / "log").read_text()
@@ -330,7 +330,7 @@ def test_what_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
         os.environ["BACKEND"] = "mine"
         before = sorted({"good", "bad", "needs"} & sys.modules.keys())
         import good, needs, bad
-        from ckpt import imports
+        from ckpt.training import import_report as imports
         imports.write_report()
         print(*before, getattr(bad, "rank", 1), getattr(bad, "backend", "mine"))
         if hasattr(bad, "child"): bad.child.kill()
@@ -338,7 +338,7 @@ def test_what_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    forge = begin(command, imports.report_path(page), PYTHONPATH=path)
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
     assert forge.is_ready, forge.reason
     assert why in forge.note
     assert "without needs: it needs bad, which is left out" in forge.note
@@ -373,7 +373,7 @@ def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: 
     site = libraries(tmp_path, good="", statistics="raise RuntimeError('the wrong one')\n")
     text = """
         import os, sys
-        from ckpt import imports
+        from ckpt.training import import_report as imports
         print(*sorted({"good", "model", "other", "statistics", "space"} & sys.modules.keys()))
         import good, model, other, statistics, space.deep
         imports.write_report()
@@ -387,7 +387,7 @@ def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: 
     (tmp_path / "here" / "space" / "deep.py").write_text("")
     page, path = str(tmp_path / "page"), f"{tmp_path / 'there'}:{site}"
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0, (tmp_path / "cold").read_text()
-    forge = begin(command, imports.report_path(page), PYTHONPATH=path)
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
     assert (forge.is_ready, forge.note) == (True, ""), forge.reason
     assert warm(forge, tmp_path / "warm", PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
     assert (tmp_path / "warm").read_text() == "good\nTrue True\n"
@@ -399,14 +399,14 @@ def test_what_libraries_set_stays_set(begin: Starter, tmp_path: Path) -> None:
     text = """
         import os
         import sets
-        from ckpt import imports
+        from ckpt.training import import_report as imports
         imports.write_report()
         print(os.environ["A_CACHE"], os.environ["KMP_INIT"], os.environ["RANK"])
     """
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    forge = begin(command, imports.report_path(page), PYTHONPATH=path)
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
     assert (forge.is_ready, forge.note) == (True, ""), forge.reason
     for rank in range(2):
         assert warm(forge, tmp_path / "warm", rank, PYTHONPATH=path) == 0
@@ -418,7 +418,7 @@ def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
     text = """
         import os, shutil, sys
         import ckpt
-        from ckpt import imports
+        from ckpt.training import import_report as imports
         page = os.environ["CKPT_PULSE"]
         os.environ["MINE"] = "1"
         with ckpt.Checkpointer(sys.argv[1], every=3, group=None) as ck:
@@ -438,7 +438,7 @@ def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
         assert cold([*command, str(tmp_path / f"repo-{rank}")], log, rank, CKPT_PULSE=str(page)) == 0, log.read_text()
     first, second, last = (
         json.loads(path.read_text())
-        for path in (tmp_path / "page-0.1", tmp_path / "page-0.3", imports.report_path(tmp_path / "page-0"))
+        for path in (tmp_path / "page-0.1", tmp_path / "page-0.3", import_report.report_path(tmp_path / "page-0"))
     )
     assert first["modules"]["__main__"] == command[1]
     assert first["environ"] == {"MINE": "1"}
@@ -447,7 +447,7 @@ def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
     assert "wave" in second["modules"]
     assert "pyarrow.parquet" in second["modules"]
     assert "mailbox" not in last["modules"]
-    assert not imports.report_path(tmp_path / "page-1").exists()
+    assert not import_report.report_path(tmp_path / "page-1").exists()
 
 
 # --- cold, and why ---------------------------------------------------------------------------------------------
@@ -520,7 +520,7 @@ def test_what_has_changed_is_not_run_warm(begin: Starter, tmp_path: Path, what: 
     path = script(tmp_path / "here", "import good\nfrom ckpt import imports\nimports.write_report()\nprint('old')\n")
     command, page = [sys.executable, path], str(tmp_path / "page")
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=str(site)) == 0
-    forge = begin(command, imports.report_path(page), PYTHONPATH=str(site))
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=str(site))
     assert warm(forge, tmp_path / "warm", PYTHONPATH=str(site)) == 0
     changed = Path(path) if what == "script" else site / "good" / "__init__.py"
     if what == "gone":
@@ -631,7 +631,7 @@ def test_signals_and_statuses(begin: Starter, tmp_path: Path) -> None:
     forge.close()
     assert gone(forge.pid)
     assert second.poll() is None, "the ranks go on without it"
-    host.kill_sessions([second.pid])
+    processes.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
 
 
@@ -655,13 +655,13 @@ def test_the_forge_is_killed(begin: Starter, tmp_path: Path) -> None:
     assert forge.fork(surroundings(), tmp_path / "other") is None
     assert "the process has ended" in forge.reason
     assert rank.poll() is None
-    host.kill_sessions([rank.pid])
+    processes.kill_sessions([rank.pid])
     assert rank.wait() == -signal.SIGKILL
 
 
 def test_the_forge_is_stopped(begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it for ever, and what it was asked for does not run later."""
-    monkeypatch.setattr("ckpt.recovery.warm._FORK_SECONDS", 0.2)
+    monkeypatch.setattr("ckpt.recovery.ranks.fork_client._FORK_SECONDS", 0.2)
     forge = begin([sys.executable, script(tmp_path, SLEEPS)])
     assert forge.pid is not None
     os.kill(forge.pid, signal.SIGSTOP)
@@ -677,7 +677,7 @@ def test_a_rank_begins_only_when_it_is_told_to(
 ) -> None:
     """So none runs whose number was lost on the way."""
     forge = begin([sys.executable, script(tmp_path, SLEEPS)])
-    monkeypatch.setattr("ckpt.recovery.forge.GO_BYTE", word)
+    monkeypatch.setattr("ckpt.recovery.ranks.fork_server.GO_BYTE", word)
     rank = forge.fork(surroundings(), tmp_path / "log")
     assert rank is not None
     assert rank.wait() == 1
@@ -693,14 +693,14 @@ def test_a_log_that_cannot_be_written_and_one_that_can(begin: Starter, tmp_path:
     for _ in range(20):  # it can be ended from the first moment on
         rank = forge.fork(surroundings(), tmp_path / "log")
         assert rank is not None, forge.reason
-        host.kill_sessions([rank.pid])
+        processes.kill_sessions([rank.pid])
         assert rank.wait() == -signal.SIGKILL
 
 
 AGENT = """
     import json, os, sys, time
     from pathlib import Path
-    from ckpt.recovery.warm import ForkServerClient
+    from ckpt.recovery.ranks.fork_client import ForkServerClient
 
     folder = Path(sys.argv[1])
     forge = ForkServerClient.start([sys.executable, str(folder / "train.py")], os.environ, folder / "told.imports")
@@ -728,7 +728,7 @@ def test_the_agent_is_killed(tmp_path: Path, when: str) -> None:
         pids = json.loads((tmp_path / "pids").read_text())
         assert len(pids) == (3 if when == "ranks" else 1)
         assert all(says(tmp_path / f"log-{n}", "here") for n in range(len(pids) - 1))
-        assert all(host.process_state(pid) for pid in pids)
+        assert all(processes.process_state(pid) for pid in pids)
     finally:
         agent.kill()
         agent.wait()

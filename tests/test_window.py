@@ -21,14 +21,14 @@ from test_ranks import Counting, all_well, on_ranks
 from test_ranks_processes import clean
 
 import ckpt
+from ckpt.block_io.block_reader import BlockReader
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
-from ckpt.read import BlockReader
-from ckpt.storage.base import Store
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.local import LocalStore
-from ckpt.storage.memory import MemoryStore
-from ckpt.window import RankFailed, SharedWindow
+from ckpt.loading.shared_window import RankFailed, SharedWindow
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.base.store import Store
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.shared_memory import MemoryStore
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"),
@@ -107,8 +107,8 @@ def empty(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_what_all_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool) -> None:
     """Also where the group has no messages, as that of the environment."""
     monkeypatch.setattr(ThreadGroup, "can_exchange", messages)
-    monkeypatch.setattr("ckpt.sharing.MIN_WINDOW_BYTES", 0)
-    monkeypatch.setattr("ckpt.sharing.MAX_WINDOW_BYTES", 3 << 23)  # three slots
+    monkeypatch.setattr("ckpt.loading.shared_read.MIN_WINDOW_BYTES", 0)
+    monkeypatch.setattr("ckpt.loading.shared_read.MAX_WINDOW_BYTES", 3 << 23)  # three slots
     state = saved(tmp_path, codec)
     stored = sum(file.stat().st_size for file in tmp_path.rglob("*.pack"))
     told: list[int] = []
@@ -135,7 +135,7 @@ def test_ranks_that_see_no_memory_in_common_read_all_the_same(
         monkeypatch.delattr(os, "memfd_create")
     else:
         opened, turns = SharedWindow.create.__globals__["_opened"], iter([False, True, False])
-        monkeypatch.setattr("ckpt.window._map_memory_of_rank_0", lambda *a: None if next(turns) else opened(*a))
+        monkeypatch.setattr("ckpt.loading.shared_window._map_memory_of_rank_0", lambda *a: None if next(turns) else opened(*a))
     windows: list[Any] = []
     meet = SharedWindow.create
     monkeypatch.setattr(SharedWindow, "create", lambda *a: windows.append(meet(*a)) or windows[-1])
@@ -226,7 +226,7 @@ import os, sys, time
 import numpy as np
 import torch.distributed as dist
 import ckpt
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from cluster import directories
 
-from ckpt.aggregator.namespace import Namespace
-from ckpt.storage.errors import Changed, Unavailable
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.storage.base.errors import Changed, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.testing import random_bytes
 from ckpt.tools.mount import MountOperations
 

@@ -12,7 +12,7 @@ from zarr.core.buffer import Buffer, cpu
 from zarr.storage import FsspecStore
 from zarr.testing.store import StoreTests
 
-from ckpt.aggregator.filesystem import CkptFileSystem
+from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
 
 _numbers = itertools.count()
 

@@ -12,7 +12,7 @@ import warnings
 import numpy as np
 
 import ckpt
-from ckpt import imports
+from ckpt.training import import_report
 
 
 class Mine:
@@ -56,5 +56,5 @@ def around() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    imports.write_report()
+    import_report.write_report()
     print(json.dumps(around()))

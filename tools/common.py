@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ckpt import interrupts
-from ckpt.storage.errors import CkptError
+from ckpt.storage.base.errors import CkptError
+from ckpt.support import interrupts
 
 Advance = Callable[[int], None]
 """Called with the number of bytes just done, from any thread."""

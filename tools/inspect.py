@@ -13,14 +13,14 @@ import click
 
 import ckpt
 from ckpt.api import check_step
-from ckpt.lines import StepOrder, order_steps
-from ckpt.repository import Repository
-from ckpt.storage.errors import CkptError
-from ckpt.storage.words import format_count
-from ckpt.tools import common, subset
+from ckpt.format.training_lines import StepOrder, order_steps
+from ckpt.repository.repository import Repository
+from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.plural import format_count
+from ckpt.tools import common, verify_subset
 from ckpt.tools.common import emit, format_size, printable
-from ckpt.tools.contents import Contents, read_contents
-from ckpt.tools.survey import (
+from ckpt.tools.step_contents import Contents, read_contents
+from ckpt.tools.step_health import (
     LeafReport,
     StepReport,
     StepState,
@@ -81,7 +81,7 @@ Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 
 @click.option(
     "--subset",
     "share",
-    type=subset.Percent(),
+    type=verify_subset.Percent(),
     metavar="N%",
     help="With --verify: read about so much of the stored bytes, from where the last such run ended. That place is remembered "
     "in $XDG_STATE_HOME/ckpt (~/.local/state/ckpt).",
@@ -306,14 +306,14 @@ def _verify_subset(repo: Repository, step: int | None, share: float, as_json: bo
     if step is not None and (not reports or reports[step].state == "unfinished"):
         repo.commit(step)  # raises StepNotFound, which names the steps that there are
     checkpoints = (repo.checkpoint(report.commit) for report in reports.values() if report.commit is not None)
-    blocks, failed = subset.collect_blocks(checkpoints)
+    blocks, failed = verify_subset.collect_blocks(checkpoints)
     for number, error in failed.items():
         reports[number] = _with_error(reports[number], error)
-    position = subset.VerifyProgress(repo, step)
-    chosen = subset.choose_part(blocks, position.last() or subset.random_position(blocks), share)
+    position = verify_subset.VerifyProgress(repo, step)
+    chosen = verify_subset.choose_part(blocks, position.last() or verify_subset.random_position(blocks), share)
     nbytes, total = (sum(blocks[pack_position].row.stored for pack_position in places) for places in (chosen, blocks))
     with common.progress(nbytes, f"{100 * share:g}% of the blocks") as advance:
-        for number, errors in subset.verify_chosen(repo, blocks, chosen, advance).items():
+        for number, errors in verify_subset.verify_chosen(repo, blocks, chosen, advance).items():
             for bad in errors:
                 reports[number] = _with_error(reports[number], bad)
     if chosen:

@@ -27,14 +27,14 @@ from typing import Any
 import click
 
 import ckpt
-from ckpt.aggregator.files import RecordHead
-from ckpt.aggregator.folders import move_folder, remove_folder
-from ckpt.aggregator.namespace import Namespace, open_namespace
-from ckpt.aggregator.reading import FileReader
-from ckpt.storage.errors import CkptError, error_number
+from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
+from ckpt.aggregator.file_io.reader import FileReader
+from ckpt.aggregator.interfaces.folders import move_folder, remove_folder
+from ckpt.aggregator.records.file_record import RecordHead
+from ckpt.storage.base.errors import CkptError, error_number
 from ckpt.tools import common
-from ckpt.tools.unmount import unmount_on_signals
-from ckpt.tools.writes import MountFile
+from ckpt.tools.mount_file import MountFile
+from ckpt.tools.unmount_signals import unmount_on_signals
 
 _CODEC_NAME = "ckpt_names"
 

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 import click
 
 import ckpt
-from ckpt.storage.access import TokenFile, is_loopback
-from ckpt.storage.errors import InvalidArgument, StoreError
-from ckpt.storage.words import format_count
+from ckpt.storage.base.errors import InvalidArgument, StoreError
+from ckpt.storage.base.plural import format_count
+from ckpt.storage.node.credentials import TokenFile, is_loopback
 from ckpt.tools import common
 from ckpt.tools.common import emit, format_size
 
 if TYPE_CHECKING:
-    from ckpt.aggregator.caretaker import RepairLeader
-    from ckpt.aggregator.etcd import Announcement
-    from ckpt.aggregator.namespace import Namespace
-    from ckpt.aggregator.repair import RepairReport
-    from ckpt.aggregator.survey import ScrubReport
-    from ckpt.storage.server import NodeServer
+    from ckpt.aggregator.cluster.etcd import Announcement
+    from ckpt.aggregator.file_io.namespace import Namespace
+    from ckpt.aggregator.maintenance.repair import RepairReport
+    from ckpt.aggregator.maintenance.repair_leader import RepairLeader
+    from ckpt.aggregator.maintenance.scrub import ScrubReport
+    from ckpt.storage.node.server import NodeServer
 
 log = logging.getLogger("ckpt.node")
 
@@ -127,7 +127,7 @@ def command(
         raise click.UsageError("--tls-ca asks clients for a certificate: the node needs --tls-cert and --tls-key itself")
     announcement_spec = _parse_announcement(etcd, cluster, advertise, host)
 
-    from ckpt.storage.server import NodeOptions
+    from ckpt.storage.node.server import NodeOptions
 
     options = NodeOptions(
         tokens=_open_token_file(token_file),
@@ -161,7 +161,7 @@ class _AnnouncementSpec:
 
     def announce(self, listen_address: str, labels: tuple[tuple[str, str], ...], identity: str) -> Announcement:
         """Announce a node that serves."""
-        from ckpt.aggregator import etcd
+        from ckpt.aggregator.cluster import etcd
 
         address = self.advertise or listen_address
         facts = etcd.AnnouncedNode(address, "/".join(value for _, value in labels), device=identity)
@@ -176,7 +176,7 @@ def _parse_announcement(
             raise click.UsageError("--cluster and --advertise go with --etcd: http://host:2379")
         return None
 
-    from ckpt.aggregator import etcd
+    from ckpt.aggregator.cluster import etcd
 
     if cluster is None:
         raise click.UsageError("--etcd needs --cluster NAME: the cluster that this node belongs to")
@@ -202,9 +202,9 @@ def _serve_node(
     data: Path, capacity: int | None, listen: tuple[str, int], monitor: tuple[str, int], options: object,
     announcement_spec: _AnnouncementSpec | None, repair_settings: tuple[str, float, int | None] | None, drain_seconds: float,
 ) -> int:  # fmt: skip
-    from ckpt.storage.device import Device
-    from ckpt.storage.monitor import MetricsServer
-    from ckpt.storage.server import NodeOptions, NodeServer
+    from ckpt.storage.member.device import Device
+    from ckpt.storage.node.metrics import MetricsServer
+    from ckpt.storage.node.server import NodeOptions, NodeServer
 
     assert isinstance(options, NodeOptions)
     handler = logging.StreamHandler()
@@ -280,8 +280,8 @@ def _end_service(server: NodeServer, repair_leader: RepairLeader | None, announc
 
 
 def _start_repair_leader(identity: str, url: str, every: float, rate: int | None) -> RepairLeader:
-    from ckpt.aggregator.caretaker import RepairLeader
-    from ckpt.aggregator.namespace import open_namespace
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance.repair_leader import RepairLeader
 
     return RepairLeader(open_namespace(url)[0], identity, every, rate)
 
@@ -351,8 +351,8 @@ def status(url: str, as_json: bool) -> int:
 
     Exit status: 0 all members answer, 1 some do not.
     """
-    from ckpt.aggregator.namespace import open_namespace
-    from ckpt.aggregator.told import domain_of_labels
+    from ckpt.aggregator.cluster.member_facts import domain_of_labels
+    from ckpt.aggregator.file_io.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
     calls = {name: open_member.info for name, open_member in namespace.open_members.items()}
@@ -398,7 +398,7 @@ def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
 
     Exit status: 0 all is whole, 1 something is not.
     """
-    from ckpt.aggregator.namespace import open_namespace
+    from ckpt.aggregator.file_io.namespace import open_namespace
 
     namespace, _ = open_namespace(url)
     found = _run_scrub(namespace, not quick, grace)
@@ -432,8 +432,8 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
 
     Exit status: 0 all is whole, 1 something could not be made so.
     """
-    from ckpt.aggregator import repair as repairs
-    from ckpt.aggregator.namespace import open_namespace
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import repair as repairs
 
     namespace, _ = open_namespace(url)
     found = _run_scrub(namespace, not quick, grace)
@@ -462,12 +462,12 @@ def drain(url: str, member: str, rate: int | None) -> int:
 
     It still keeps records: `forget` it before it goes for ever.
     """
-    from ckpt.aggregator import moving
-    from ckpt.aggregator.namespace import open_namespace
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import rebalance
 
     namespace, _ = open_namespace(url)
     with common.progress(_member_used_bytes(namespace, member), "moving") as advance:
-        status = _print_moved(moving.drain_member(namespace, member, _limit_rate(advance, rate)))
+        status = _print_moved(rebalance.drain_member(namespace, member, _limit_rate(advance, rate)))
     if any(spot.name == member and spot.weight > 0 for spot in namespace.locations):
         emit(f"new files still go to {member}: give it the weight 0 in the TOML file and drain it again, or `forget` it")
     return status
@@ -478,12 +478,12 @@ def drain(url: str, member: str, rate: int | None) -> int:
 @_RATE_OPTION
 def rebalance(url: str, rate: int | None) -> int:
     """Move files to where they would be written today: onto members that are new, or were away. New ones keep records, too."""
-    from ckpt.aggregator import moving
-    from ckpt.aggregator.namespace import open_namespace
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import rebalance
 
     namespace, _ = open_namespace(url)
     with common.growing_progress("moving") as (expect, advance):
-        return _print_moved(moving.rebalance_fragments(namespace, _limit_rate(advance, rate), expect))
+        return _print_moved(rebalance.rebalance_fragments(namespace, _limit_rate(advance, rate), expect))
 
 
 @admin.command("forget", context_settings=_SETTINGS)
@@ -496,12 +496,12 @@ def forget(url: str, member: str, destroyed: bool, rate: int | None) -> int:
 
     URL still names it, and a new one in its place if there is one. Clients go on meanwhile; change their URLs after that.
     """
-    from ckpt.aggregator import moving
-    from ckpt.aggregator.namespace import open_namespace
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import rebalance
 
     namespace, _ = open_namespace(url)
     with common.progress(_member_used_bytes(namespace, member), "moving") as advance:
-        done = moving.remove_member(namespace, member, destroyed, _limit_rate(advance, rate))
+        done = rebalance.remove_member(namespace, member, destroyed, _limit_rate(advance, rate))
     status = _print_moved(done)
     if not status:
         emit(f"{member} is forgotten: stop it, and take it out of the URLs")
@@ -519,7 +519,7 @@ def _member_used_bytes(namespace: Namespace, member: str) -> int | None:
 
 def _limit_rate(advance: common.Advance, rate: int | None) -> common.Advance:
     """What holds up whoever writes more than `rate` bytes a second."""
-    from ckpt.aggregator.repair import ByteRateLimiter
+    from ckpt.aggregator.maintenance.repair import ByteRateLimiter
 
     pace = ByteRateLimiter(rate)
 
@@ -538,7 +538,7 @@ def _print_moved(done: RepairReport) -> int:
 
 
 def _run_scrub(namespace: Namespace, verify: bool, grace: float) -> ScrubReport:
-    from ckpt.aggregator.survey import scrub_namespace
+    from ckpt.aggregator.maintenance.scrub import scrub_namespace
 
     if not verify:
         return scrub_namespace(namespace, grace_seconds=grace)

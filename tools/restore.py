@@ -14,20 +14,24 @@ from pathlib import Path
 import click
 
 import ckpt
-from ckpt.checkpoint import Checkpoint
-from ckpt.repository import Repository
-from ckpt.storage.descriptors import describe_os_error
-from ckpt.storage.errors import CkptError, IntegrityError, StepNotFound
-from ckpt.storage.failpoints import failpoint
-from ckpt.storage.words import format_count
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import Repository
+from ckpt.storage.base.errors import CkptError, IntegrityError, StepNotFound
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.fd_io import describe_os_error
+from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
 from ckpt.tools.common import Advance, emit, format_size, printable
-from ckpt.tools.contents import read_contents
+from ckpt.tools.step_contents import read_contents
 
 # One module a format, imported only when asked for: each needs another library.
 _WRITER_MODULES = {
-    "safetensors": "to_safetensors", "npz": "to_npz", "pt": "to_torch", "hdf5": "to_hdf5", "zarr": "to_zarr",
-}  # fmt: skip
+    "safetensors": "export_safetensors",
+    "npz": "export_npz",
+    "pt": "export_torch",
+    "hdf5": "export_hdf5",
+    "zarr": "export_zarr",
+}
 _FORMATS_BY_SUFFIX = {
     ".safetensors": "safetensors", ".npz": "npz", ".pt": "pt", ".pth": "pt", ".h5": "hdf5", ".hdf5": "hdf5",
     ".zarr": "zarr",

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.recovery import place
-from ckpt.storage.errors import CkptError, InvalidArgument
-from ckpt.storage.words import format_count
-from ckpt.tools import ask, common
+from ckpt.recovery.ranks import host_identity
+from ckpt.storage.base.errors import CkptError, InvalidArgument
+from ckpt.storage.base.plural import format_count
+from ckpt.tools import common, run_queries
 from ckpt.tools.simulate import command as simulate
 
 if TYPE_CHECKING:
-    from ckpt.recovery.keeper import NodeSecurity
+    from ckpt.recovery.memory_tier.memory_nodes import NodeSecurity
 
 _FILE_TYPE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 
 
-@click.command("ckpt-run", context_settings=ask.SETTINGS | {"ignore_unknown_options": False})
+@click.command("ckpt-run", context_settings=run_queries.SETTINGS | {"ignore_unknown_options": False})
 @click.option("-n", "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes on each host.")
 @click.option("--nnodes", type=click.IntRange(1), help="Hosts; start it on each. More wait as spares.  [default: 1]")
 @click.option("--min", "least", type=click.IntRange(1), help="Go on with so many hosts, if need be.  [default: all]")
@@ -34,12 +34,12 @@ _FILE_TYPE = click.Path(exists=True, dir_okay=False, resolve_path=True)
     show_default=True,
     help="So many more hosts are expected to wait, and it is said when there are fewer.",
 )
-@ask.state_option
+@run_queries.state_option
 @click.option("--dir", "directory", metavar="URL", help="Where ranks save that name no URL: ckpt.Checkpointer(), CKPT_DIR.")
-@ask.folder_option
+@run_queries.folder_option
 @click.option(
     "--launcher",
-    type=click.Choice(place.LAUNCHERS),
+    type=click.Choice(host_identity.LAUNCHERS),
     default="local",
     show_default=True,
     help="mpiexec: starts the ranks. Others start this command on each host: its name is theirs, and but for k8s --nnodes.",
@@ -158,18 +158,18 @@ def command(
     noticed when it hangs, too, and is asked to save before the job ends. Exit status: 0 all ranks ended well, 1 the job was
     given up, 128 + n it was ended by signal n.
     """
-    from ckpt.recovery.agent import Agent, HostOptions
-    from ckpt.recovery.course import RunSpec
-    from ckpt.recovery.limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
-    from ckpt.recovery.state import open_run_log
-    from ckpt.repository import DIRECTORY_VARIABLE
-    from ckpt.spikes import FACTOR_VARIABLE
+    from ckpt.recovery.agent.agent import Agent, HostOptions
+    from ckpt.recovery.policy.hang_limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
+    from ckpt.recovery.run_log.base import open_run_log
+    from ckpt.recovery.run_log.run_state import RunSpec
+    from ckpt.repository.repository import DIRECTORY_VARIABLE
+    from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
     if spike is not None:
         os.environ[FACTOR_VARIABLE] = str(spike)  # the ranks inherit it
 
     _set_credentials(token_file, ca_file, insecure)
-    hosts = nnodes or (place.host_count(launcher, os.environ) or 1) - spares
+    hosts = nnodes or (host_identity.host_count(launcher, os.environ) or 1) - spares
     if spares and hosts < 2:
         raise InvalidArgument(
             f"--spares {spares} is of hosts, beside --nnodes 2 or more; one host has a process ready for warm starts without it"
@@ -185,19 +185,19 @@ def command(
     if not command[0].strip():
         raise InvalidArgument("the command is empty, as a variable that is not set; write ckpt-run -- python train.py")
     _require_startable(command)
-    if hint := place.launcher_hint(launcher, command):
+    if hint := host_identity.launcher_hint(launcher, command):
         common.print_error("ckpt-run", hint)
     if directory is not None:
         os.environ[DIRECTORY_VARIABLE] = directory = _usable_url(directory)  # the ranks inherit it
-    name = place.check_host_name(name or place.host_name(launcher, os.environ))
+    name = host_identity.check_host_name(name or host_identity.host_name(launcher, os.environ))
     if nnodes is None:
-        place.require_host_count(launcher, os.environ)
-    lock, name = (place.lock_run(run_dir), name) if hosts == 1 else place.lock_host_name(run_dir, name)
+        host_identity.require_host_count(launcher, os.environ)
+    lock, name = (host_identity.lock_run(run_dir), name) if hosts == 1 else host_identity.lock_host_name(run_dir, name)
     limits = HangLimits(
         least_seconds=hang,
         initial_limit_seconds=INITIAL_LIMIT_SECONDS if first_hang is None else uniform_initial_limits(first_hang),
     )
-    address = (address or "").strip("[]") or place.host_address(state if hosts > 1 else None)
+    address = (address or "").strip("[]") or host_identity.host_address(state if hosts > 1 else None)
     security = _node_security(address, tls_cert, tls_key, insecure) if memory and hosts > 1 else None
     host_options = HostOptions(
         name, run_dir, address, limits, show, warm, _parse_metrics_address(metrics), launcher == "mpiexec", again, security
@@ -216,7 +216,7 @@ def command(
 
 def _require_startable(command: Sequence[str]) -> None:
     """Refuse a command that can't be started: it may be meant for what is asked of a run."""
-    from ckpt.recovery import launch
+    from ckpt.recovery.ranks import launch
 
     try:
         launch.require_startable(command)
@@ -228,7 +228,7 @@ def _require_startable(command: Sequence[str]) -> None:
 
 def _usable_url(url: str) -> str:
     """A URL that steps can be saved to, whatever folder it is seen from."""
-    from ckpt.repository import open_repository
+    from ckpt.repository.repository import open_repository
 
     if not url:
         raise InvalidArgument("--dir names nothing, as a variable that is not set; give a folder or a URL, or leave it out")
@@ -251,8 +251,8 @@ def _set_credentials(token_file: str | None, ca_file: str | None, insecure: bool
 def _node_security(address: str, tls_cert: str | None, tls_key: str | None, insecure: bool) -> NodeSecurity | None:
     """For the memory of this host, which others are to reach; None, and a line that says why, where they could not be told from
     strangers."""
-    from ckpt.recovery.keeper import NodeSecurity
-    from ckpt.storage.access import is_loopback
+    from ckpt.recovery.memory_tier.memory_nodes import NodeSecurity
+    from ckpt.storage.node.credentials import is_loopback
 
     has_token = bool(os.environ.get("CKPT_TOKEN") or os.environ.get("CKPT_TOKEN_FILE"))
     security = NodeSecurity(has_token, tls_cert or "", tls_key or "", os.environ.get("CKPT_CA_FILE", ""), insecure)
@@ -282,9 +282,14 @@ def _parse_metrics_address(address: str | None) -> tuple[str, int] | None:
 
 
 _SUBCOMMANDS = {
-    "why": ask.why, "status": ask.status, "report": ask.report, "inject": ask.inject, "drain": ask.drain, "plan": ask.plan,
+    "why": run_queries.why,
+    "status": run_queries.status,
+    "report": run_queries.report,
+    "inject": run_queries.inject,
+    "drain": run_queries.drain,
+    "plan": run_queries.plan,
     "simulate": simulate,
-}  # fmt: skip
+}
 
 
 def main() -> None:

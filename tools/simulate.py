@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ckpt.storage.words import format_count
+from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
 from ckpt.tools.common import emit
 
@@ -56,8 +56,8 @@ def command(
       ckpt-run simulate --hosts 512 --mtbf 3h --step 5s --stall 2s
       ckpt-run simulate --mtbf 40m --spares 2 --every 60s --every 10m --png goodput.png
     """
-    from ckpt.recovery.ledger import TIME_CATEGORIES
-    from ckpt.recovery.simulate import World, sweep
+    from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
+    from ckpt.recovery.goodput.simulator import World, sweep
 
     for name, value in (("--mtbf", mtbf), ("--step", step), *(("--every", value) for value in every)):
         if value <= 0:
@@ -70,7 +70,7 @@ def command(
     )  # fmt: skip
     points = sweep(world, days, seeds, every)
     if png is not None:
-        from ckpt.recovery.picture import draw_sweep
+        from ckpt.tools.run_plots import draw_sweep
 
         what = f"{format_count(hosts, 'host')}, a failure every {mtbf / 3600:.3g} h, a save stalls for {stall:g} s"
         draw_sweep(points, f"{what}; {days:g} days, {format_count(seeds, 'seed')}", png)

@@ -31,7 +31,7 @@ API = {
     "adapters": ("Adapters", "Import the one that you need.",
                  ["ckpt.adapters.torch", "ckpt.adapters.dcp", "ckpt.adapters.jax"]),
     "stores": ("Stores", "For a store of your own: the contract, and its tests.",
-               ["ckpt.storage.base.Store", "ckpt.storage.testing.StoreContract"]),
+               ["ckpt.storage.base.store.Store", "ckpt.storage.testing.StoreContract"]),
 }  # fmt: skip
 """Of each page its title, its first sentence, and the names that it documents."""
 

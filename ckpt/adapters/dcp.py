@@ -32,27 +32,27 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt import session as sessions
-from ckpt.apart import check_aliasing
 from ckpt.api import check_step
-from ckpt.checkpoint import Checkpoint
-from ckpt.codec import CodecOption
-from ckpt.fill import TargetMatcher
+from ckpt.block_io.read_plan import Target
+from ckpt.format.codec import CodecOption
 from ckpt.groups.base import Group, SingleProcessGroup
-from ckpt.leaves import as_leaf, sharded
-from ckpt.leaves.base import ArrayLeaf
-from ckpt.leaves.host import BytesLeaf
-from ckpt.options import Options
-from ckpt.parts import TIMEOUT_SECONDS
-from ckpt.repository import Url, open_repository
-from ckpt.retention import Keep, as_keep
-from ckpt.session import Session
-from ckpt.shard import Box
-from ckpt.storage.errors import CkptError, GroupError, InvalidArgument, LeafNotFound, StepNotFound, UnsupportedLeaf
-from ckpt.tree import INLINE_BYTES, FlatState, Node, decode_key, flatten
-from ckpt.wanted import Target
-from ckpt.write import give_up_attempt
-from ckpt.write import save as run_save
+from ckpt.loading.alias_check import check_aliasing
+from ckpt.loading.target_matching import TargetMatcher
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import Url, open_repository
+from ckpt.repository.retention import Keep, as_keep
+from ckpt.saving import writer_session as sessions
+from ckpt.saving.options import Options
+from ckpt.saving.pipeline import give_up_attempt
+from ckpt.saving.pipeline import save as run_save
+from ckpt.saving.rank_parts import TIMEOUT_SECONDS
+from ckpt.saving.writer_session import Session
+from ckpt.state.boxes import Box
+from ckpt.state.leaves import as_leaf, sharded
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.leaves.numpy import BytesLeaf
+from ckpt.state.tree import INLINE_BYTES, FlatState, Node, decode_key, flatten
+from ckpt.storage.base.errors import CkptError, GroupError, InvalidArgument, LeafNotFound, StepNotFound, UnsupportedLeaf
 
 KeyPath = tuple[str | int, ...]
 """The keys and list positions that lead to an entry; its name is their text joined by dots."""

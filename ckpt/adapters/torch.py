@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt.leaves import empty_leaf
-from ckpt.leaves.sharded import Shard
-from ckpt.manifest import Saved
-from ckpt.modules import ModuleEntries
-from ckpt.optimizers import moment_like
-from ckpt.select import children
-from ckpt.shard import Replica
-from ckpt.storage.errors import InvalidArgument, LeafMismatch
-from ckpt.tree import Node, join_path
+from ckpt.format.manifest import Saved
+from ckpt.state.boxes import Replica
+from ckpt.state.leaves import empty_leaf
+from ckpt.state.leaves.sharded import Shard
+from ckpt.state.name_patterns import children
+from ckpt.state.optimizer_names import moment_like
+from ckpt.state.torch_keys import ModuleEntries
+from ckpt.state.tree import Node, join_path
+from ckpt.storage.base.errors import InvalidArgument, LeafMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +77,8 @@ class ModelState:
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """What a load is to fill: this model's entries, and of the optimizer what was saved of its parameters.
 
-        saved: the saved state with a `ckpt.manifest.Saved` for each array, only what is to be loaded. everything: whether that
-        is all; else what is not in it keeps its value.
+        saved: the saved state with a `ckpt.format.manifest.Saved` for each array, only what is to be loaded. everything:
+        whether that is all; else what is not in it keeps its value.
         """
         state = self.state_dict()
         if self._optimizers:
@@ -213,7 +213,7 @@ class ModelState:
             if auto:
                 return value
             return _ReplicatedShard(value, [value], value.shape, [(0,) * value.dim()], _ranks_of(self._group), is_stored_whole)
-        from ckpt.leaves import dtensor
+        from ckpt.state.leaves import dtensor
 
         ranks = dtensor.replica_ranks(value, range(torch.distributed.get_world_size()) if auto else _ranks_of(self._group))
         parts = [] if ranks is None else dtensor.as_leaf(value).shards() or []

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.groups.env import EnvGroup, EnvRank, rank_from_env
-from ckpt.storage.errors import InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument
 
 __all__ = ["EnvGroup", "Group", "SingleProcessGroup", "as_group", "detect"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ckpt.groups import host_notes
-from ckpt.storage.base import Store
-from ckpt.storage.errors import GroupError, InvalidArgument, StoreError, first_line
+from ckpt.storage.base.errors import GroupError, InvalidArgument, StoreError, first_line
+from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
 
@@ -193,7 +193,7 @@ def step_mismatch_error(doing: str, rank: int, size: int, step: int | None, step
 
 
 def _host_identity() -> bytes:
-    from ckpt.process_identity import this_process
+    from ckpt.groups.process_identity import this_process
 
     me = this_process()
     # Containers of one host share the boot, not the name, and most often not the memory either.

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt.groups.base import TIMEOUT_SECONDS, Group
-from ckpt.groups.meeting import JobId, StoreRendezvous
-from ckpt.groups.meeting_notes import RendezvousNotes
-from ckpt.storage.base import Store
-from ckpt.storage.errors import CkptError, GroupError, StoreError
+from ckpt.groups.rendezvous_failures import RendezvousNotes
+from ckpt.groups.store_rendezvous import JobId, StoreRendezvous
+from ckpt.storage.base.errors import CkptError, GroupError, StoreError
+from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
 

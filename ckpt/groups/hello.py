@@ -10,8 +10,8 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from ckpt.process_identity import ProcessIdentity, is_alive, is_dead, process_start_ticks, this_process
-from ckpt.storage.decode import decode, read_json
+from ckpt.groups.process_identity import ProcessIdentity, is_alive, is_dead, process_start_ticks, this_process
+from ckpt.storage.base.checked_decode import decode, read_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from ckpt.groups.base import Group, Message, timeout_error
-from ckpt.storage.errors import GroupError
+from ckpt.storage.base.errors import GroupError
 
 
 class _SharedState:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.groups.base import Group, Message
-from ckpt.storage.base import Store
+from ckpt.storage.base.store import Store
 
 PIECE_BYTES = 1 << 30
 """Messages are cut to this length: not every backend takes 2 GiB at once."""

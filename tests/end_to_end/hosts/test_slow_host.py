@@ -10,8 +10,8 @@ from collections.abc import Callable
 from test_run_hosts import starts
 from test_run_memory import InMemory, failures, job, keepers
 
-from ckpt.recovery import host
-from ckpt.recovery.state import LogEntry
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.run_log.base import LogEntry
 
 __all__ = ["job"]
 
@@ -19,7 +19,7 @@ __all__ = ["job"]
 def processes_of(run: InMemory, name: str) -> list[int]:
     """The agent and what serves the memory of its host."""
     agent = run.agents[name].pid
-    return [agent, *(pid for pid in keepers(run) if int(host._stat_fields(pid)[1]) == agent)]
+    return [agent, *(pid for pid in keepers(run) if int(processes._stat_fields(pid)[1]) == agent)]
 
 
 def test_one_host_is_killed_and_the_other_stands_still(job: Callable[..., InMemory]) -> None:

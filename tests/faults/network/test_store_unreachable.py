@@ -13,9 +13,9 @@ import pytest
 from test_groups import env_groups, no_launcher, together
 
 from ckpt.groups import host_notes
-from ckpt.recovery.launch import free_port
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.local import LocalStore
+from ckpt.recovery.ranks.launch import free_port
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.local.directory import LocalStore
 
 __all__ = ["no_launcher"]
 
@@ -90,7 +90,7 @@ def test_a_rank_that_cannot_meet_at_the_store(tmp_path: Path, monkeypatch: pytes
 
 
 def _refuse(store: LocalStore):  # type: ignore[no-untyped-def]
-    from ckpt.storage.errors import Unavailable
+    from ckpt.storage.base.errors import Unavailable
 
     def put(name: str, data: bytes) -> None:
         raise Unavailable(f"{store.url}/{name}: no way to the store")

@@ -19,7 +19,7 @@ import numpy as np
 
 import ckpt
 from ckpt.groups import host_notes
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 
 SIZE = 2
 BREAKS = "local.fsync=error@*,local.rename=error@*"  # nothing becomes visible

@@ -9,11 +9,11 @@ import pytest
 from cluster import Here, Process, nodes_config
 from stopped_client import Stopped
 
-from ckpt.aggregator import moving
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.collection import collect_tombstones
-from ckpt.aggregator.eras import begin_era
-from ckpt.aggregator.namespace import Namespace, open_namespace
+from ckpt.aggregator.file_io.eras import begin_era
+from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.record_collection import collect_tombstones
 from ckpt.storage.testing import random_bytes
 
 
@@ -59,7 +59,7 @@ def test_the_only_member_that_took_the_record_is_forgotten(
     try:
         nodes[2].kill()
         rest, _ = open_namespace(url_of(nodes))
-        assert not moving.remove_member(rest, nodes[2].address).failed
+        assert not rebalance.remove_member(rest, nodes[2].address).failed
         ended = writer.goes_on()
     finally:
         writer.close()
@@ -95,7 +95,7 @@ def test_the_file_is_moved_while_its_writer_moves_it(tmp_path: Path) -> None:
         file = writer.put("f", random_bytes(1 << 20, 2))
         assert file.layout is not None
         member = file.layout.objects[0].member
-        assert not moving.remove_member(admin, member).failed  # the only copy that the writer knows is gone
+        assert not rebalance.remove_member(admin, member).failed  # the only copy that the writer knows is gone
         writer.invalidate_ring()
         writer._move_off_members("f", file, {member})
         assert writer.get("f") == random_bytes(1 << 20, 2)

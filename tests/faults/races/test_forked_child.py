@@ -14,7 +14,7 @@ IN_CHILD = """
 import os, sys, traceback
 import ckpt
 from support import state_of
-from ckpt.storage.failpoints import set_failpoints
+from ckpt.storage.base.failpoints import set_failpoints
 
 url = sys.argv[1]
 
@@ -155,11 +155,11 @@ if __name__ == "__main__":
 
 def test_the_page_of_a_rank_is_not_written_by_its_child(tmp_path: Path) -> None:
     code = f"""{IN_CHILD}
-from ckpt import pulse as pulses
+from ckpt.training import heartbeat_page as pulses
 page = pulses.HeartbeatPage(url + "/page", new=True)
 os.environ[pulses.PAGE_VARIABLE] = url + "/page"
 saver = ckpt.Checkpointer(url + "/run", every=1000)
-data = ckpt.pulse.mine()
+data = ckpt.training.heartbeat_page.mine()
 for step in range(3):
     saver.step(step, state_of(0), loss=1.0)
 before = page.read()

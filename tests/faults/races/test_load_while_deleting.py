@@ -12,10 +12,10 @@ from cluster import three_nodes
 from support import assert_same, state_of
 
 import ckpt
-from ckpt.aggregator.store import NamespaceStore
+from ckpt.aggregator.interfaces.store import NamespaceStore
 from ckpt.groups.threads import ThreadGroup
-from ckpt.storage.base import Reader, Store
-from ckpt.storage.local import LocalStore
+from ckpt.storage.base.store import Reader, Store
+from ckpt.storage.local.directory import LocalStore
 
 NEWEST, NEWER = 5, 6
 

@@ -10,11 +10,11 @@ import pytest
 from cluster import Process
 from stopped_client import Stopped
 
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.collection import collect_tombstones
-from ckpt.aggregator.eras import begin_era
-from ckpt.aggregator.namespace import Namespace, open_namespace
-from ckpt.storage.errors import NotFound
+from ckpt.aggregator.file_io.eras import begin_era
+from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.record_collection import collect_tombstones
+from ckpt.storage.base.errors import NotFound
 from ckpt.storage.testing import random_bytes
 
 OLD, NEW = random_bytes(1 << 20, 1), random_bytes(1 << 20, 2)

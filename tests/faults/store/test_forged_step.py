@@ -19,11 +19,11 @@ import pytest
 from support import finish, python, snapshot
 
 import ckpt
-from ckpt import records
-from ckpt.digest import digest, digest_and_cells
+from ckpt.format import json_records
+from ckpt.format.digest import digest, digest_and_cells
+from ckpt.format.manifest import Row
+from ckpt.format.manifest_parquet import read_table, write_table
 from ckpt.groups.threads import ThreadGroup
-from ckpt.manifest import Row
-from ckpt.table import read_table, write_table
 
 pytest.importorskip("blake3")
 
@@ -44,7 +44,7 @@ def forge(root: Path, step: int, change: Callable[[bytearray], None], *, block_d
 
     block_digests: False leaves the digest of the block as it was, and changes only the sums of its cells.
     """
-    commit = records.decode_commit((root / f"steps/{step}/commit.json").read_bytes(), "commit")
+    commit = json_records.decode_commit((root / f"steps/{step}/commit.json").read_bytes(), "commit")
     manifest = root / commit.manifests[0].name
     table = read_table(manifest.read_bytes(), "manifest")
     algorithm = pq.read_schema(manifest).metadata[b"digest"].decode()
@@ -72,16 +72,16 @@ def forge(root: Path, step: int, change: Callable[[bytearray], None], *, block_d
 def rewrite_commit(root: Path, step: int, **changes: Any) -> None:
     """Give the commit record the digests that its files have now."""
     path = root / f"steps/{step}/commit.json"
-    commit = records.decode_commit(path.read_bytes(), "commit")
+    commit = json_records.decode_commit(path.read_bytes(), "commit")
 
-    def as_it_is(file: records.FileRecord) -> records.FileRecord:
+    def as_it_is(file: json_records.FileRecord) -> json_records.FileRecord:
         data = (root / file.name).read_bytes()
         algorithm = "blake3" if file.digest is not None and len(file.digest) == 64 else "xxh3-128"
-        return records.FileRecord(file.name, len(data), digest(algorithm, data).hex())
+        return json_records.FileRecord(file.name, len(data), digest(algorithm, data).hex())
 
     manifests, trees = (tuple(map(as_it_is, files)) for files in (commit.manifests, commit.trees))
     commit = dataclasses.replace(commit, manifests=manifests, trees=trees, **changes)
-    path.write_bytes(records.encode_commit(commit))
+    path.write_bytes(json_records.encode_commit(commit))
 
 
 def spoil(block: bytearray) -> None:
@@ -120,8 +120,8 @@ def test_the_signature_cannot_be_removed(tmp_path: Path) -> None:
 def test_a_signature_of_another_step_is_refused(tmp_path: Path) -> None:
     for step in (4, 5):
         save({"weight": np.full(300_000, step, np.float32)}, tmp_path, step, key=KEY)
-    four = records.decode_commit((tmp_path / "steps/4/commit.json").read_bytes(), "commit")
-    (tmp_path / "steps/5/commit.json").write_bytes(records.encode_commit(dataclasses.replace(four, step=5)))
+    four = json_records.decode_commit((tmp_path / "steps/4/commit.json").read_bytes(), "commit")
+    (tmp_path / "steps/5/commit.json").write_bytes(json_records.encode_commit(dataclasses.replace(four, step=5)))
     with pytest.raises(ckpt.SignatureError):
         ckpt.load(tmp_path, step=5, key=KEY)
 
@@ -231,9 +231,9 @@ def test_a_signed_run_that_goes_back_to_an_older_step_stays_signed(tmp_path: Pat
     line = ckpt.open(tmp_path, key=KEY).commit(4).line
     assert line > 0
     forged = tmp_path / "steps/3/commit.json"
-    commit = records.decode_commit(forged.read_bytes(), "commit")
+    commit = json_records.decode_commit(forged.read_bytes(), "commit")
     left = ((0, -1), (line, -1))
-    forged.write_bytes(records.encode_commit(dataclasses.replace(commit, line=line + 1, left=left, signature=None)))
+    forged.write_bytes(json_records.encode_commit(dataclasses.replace(commit, line=line + 1, left=left, signature=None)))
     assert ckpt.open(tmp_path).order().abandoned >= {4}
     with ckpt.Checkpointer(tmp_path, every=None, codec="none", key=KEY, keep=1) as ck:
         assert ck.restore({"weight": np.zeros(300_000, np.float32)})[1] == 5
@@ -260,7 +260,7 @@ def test_a_signed_step_goes_through_tiers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", [{"id": "zlib", "level": 1}, None])
 def test_a_copy_to_another_tier_is_checked_by_the_digest(tmp_path: Path, codec: dict[str, Any] | None) -> None:
     """A stored block whose xxh3 checksum fits, and whose content does not, is not copied."""
-    from ckpt.block_check import is_good_block
+    from ckpt.block_io.block_check import is_good_block
 
     checkpoint = save(state(), tmp_path, 5, digest="blake3", codec=codec or "none")
     row = checkpoint.manifest().rows[0]

@@ -20,26 +20,30 @@ import msgpack
 import pytest
 
 import ckpt
-from ckpt import claim, records, tier
-from ckpt.aggregator import election, etcd, files, ring
-from ckpt.aggregator.etcd_client import EtcdItem
-from ckpt.aggregator.files import PathRecord, RecordHead
-from ckpt.aggregator.placement import MemberLocation
+from ckpt.aggregator.cluster import etcd
+from ckpt.aggregator.cluster.etcd_client import EtcdItem
+from ckpt.aggregator.maintenance import leader_election
+from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
+from ckpt.aggregator.records import file_record, record_ring
+from ckpt.aggregator.records.file_record import PathRecord, RecordHead
+from ckpt.format import json_records
 from ckpt.groups import hello
-from ckpt.pulse import BadLoss
-from ckpt.recovery import course as courses
-from ckpt.recovery.advance import DecisionInput, draft_next_entries
-from ckpt.recovery.agents import AgentReport, HostFailure, SlowestRank, decode_reports
-from ckpt.recovery.course import RunSpec, RunState
-from ckpt.recovery.decide import Failure
-from ckpt.recovery.entry_facts import read_entry, read_row
-from ckpt.recovery.ledger import LEDGER_FILE, read_ledger_file
-from ckpt.recovery.metrics import render_metrics
-from ckpt.recovery.straggle import RankPace
-from ckpt.repository import MARKER, open_repository
-from ckpt.storage.device import MemberInfo
-from ckpt.storage.errors import CkptError, IntegrityError
-from ckpt.storage.registers import RegisterValue
+from ckpt.recovery.agent.metrics import render_metrics
+from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.goodput.ledger import LEDGER_FILE, read_ledger_file
+from ckpt.recovery.policy.decide import Failure
+from ckpt.recovery.policy.stragglers import RankPace
+from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure, SlowestRank, decode_reports
+from ckpt.recovery.run_log.entry_schema import read_entry, read_row
+from ckpt.recovery.run_log.run_state import RunSpec, RunState
+from ckpt.repository import writer_lease
+from ckpt.repository.repository import MARKER, open_repository
+from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.storage.member.device import MemberInfo
+from ckpt.storage.registers.base import RegisterValue
+from ckpt.tiers import tier_spec
+from ckpt.training.heartbeat_page import BadLoss
 
 TIMES = 300
 STRANGE: Sequence[Any] = (
@@ -254,18 +258,18 @@ def _packed(data: Any, rng: random.Random) -> bytes:
 
 def test_records_of_a_namespace_may_be_malformed(rng: random.Random) -> None:
     spots = tuple(MemberLocation(name, ("r", name)) for name in "abc")
-    members = msgpack.unpackb(ring.encode_ring(ring.RecordRing(1, spots, 1, "n")).head)
-    stored = files.encode_record(PathRecord(RecordHead("file", 3, 1.0, 1.0, "v", ()), inline_data=b"abc"))
+    members = msgpack.unpackb(record_ring.encode_ring(record_ring.RecordRing(1, spots, 1, "n")).head)
+    stored = file_record.encode_record(PathRecord(RecordHead("file", 3, 1.0, 1.0, "v", ()), inline_data=b"abc"))
     head, body = msgpack.unpackb(stored.head), msgpack.unpackb(stored.body)
     for _ in range(TIMES):
-        election._decode_leader(_packed(_mutated(["me", 3], rng), rng))
+        leader_election._decode_leader(_packed(_mutated(["me", 3], rng), rng))
         for read in (
-            partial(ring.decode_ring, RegisterValue(_packed(_mutated(members, rng), rng))),
-            partial(files.decode_record, "/a", RegisterValue(_packed(_mutated(head, rng), rng), stored.body)),
-            partial(files.decode_record, "/a", RegisterValue(stored.head, _packed(_mutated(body, rng), rng))),
+            partial(record_ring.decode_ring, RegisterValue(_packed(_mutated(members, rng), rng))),
+            partial(file_record.decode_record, "/a", RegisterValue(_packed(_mutated(head, rng), rng), stored.body)),
+            partial(file_record.decode_record, "/a", RegisterValue(stored.head, _packed(_mutated(body, rng), rng))),
         ):
             _reads_or_refuses(read)
-    assert election._decode_leader(msgpack.packb(["me", 3, "added later"])) == election._Leader("me", 3)
+    assert leader_election._decode_leader(msgpack.packb(["me", 3, "added later"])) == leader_election._Leader("me", 3)
 
 
 def _reads_or_refuses(read: Callable[[], object]) -> None:
@@ -298,26 +302,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> _Saved:
 
 
 def test_commit_records_may_be_malformed(rng: random.Random, saved: _Saved) -> None:
-    whole = records.decode_commit(records.encode("commit", dict(saved.commit)), "here")
-    assert records.decode_commit(records.encode("commit", _with_new_fields(saved.commit)), "here") == whole
+    whole = json_records.decode_commit(json_records.encode("commit", dict(saved.commit)), "here")
+    assert json_records.decode_commit(json_records.encode("commit", _with_new_fields(saved.commit)), "here") == whole
     for _ in range(TIMES):
         changed = _mutated(saved.commit, rng)
         for data in (_record("commit", changed), _bytes(changed, rng)):
-            _reads_or_refuses(partial(records.decode_commit, data, "here"))
+            _reads_or_refuses(partial(json_records.decode_commit, data, "here"))
 
 
 def test_who_writes_a_repository_may_be_malformed(rng: random.Random, saved: _Saved, tmp_path: Path) -> None:
     repo = open_repository(tmp_path)
     repo.ensure()
     name = "generations/00000001.json"
-    repo.store.put(name, records.encode("generation", _with_new_fields(saved.generation)))
-    owner = claim._lease_holder(repo, 1)
-    assert owner == claim.ProcessIdentity(**saved.generation["owner"]), "else a newer version's process would count as gone"
+    repo.store.put(name, json_records.encode("generation", _with_new_fields(saved.generation)))
+    owner = writer_lease._lease_holder(repo, 1)
+    assert owner == writer_lease.ProcessIdentity(**saved.generation["owner"]), (
+        "else a newer version's process would count as gone"
+    )
     for _ in range(TIMES):
         changed = _mutated(saved.generation, rng)
         if isinstance(changed, dict):
-            repo.store.put(name, records.encode("generation", changed))
-            claim._lease_holder(repo, 1)
+            repo.store.put(name, json_records.encode("generation", changed))
+            writer_lease._lease_holder(repo, 1)
         hello.decode_hello(_bytes(_mutated({**saved.generation["owner"], "parent": 1, "parent_started": "2"}, rng), rng))
     newer = {**saved.generation["owner"], "parent": 1, "parent_started": "2", "added_later": 1}
     assert hello.decode_hello(json.dumps(newer).encode()) == hello.Hello(owner, 1, "2")
@@ -331,23 +337,23 @@ def test_the_marker_of_a_repository_and_the_note_of_a_tier_may_be_malformed(rng:
     for _ in range(TIMES // 3):
         repo.store.put(MARKER, _record("repository", _mutated({"id": identity}, rng)))
         _reads_or_refuses(repo.identity)
-        repo.store.put(tier.TIER_NOTE_NAME, _record("tier", _mutated(note, rng)))
+        repo.store.put(tier_spec.TIER_NOTE_NAME, _record("tier", _mutated(note, rng)))
         try:
-            found = tier.read_tier_note(repo)
+            found = tier_spec.read_tier_note(repo)
             assert found is not None
             assert found["places"][-1] + found["id"]
         except IntegrityError:
             pass
-    repo.store.put(tier.TIER_NOTE_NAME, _record("tier", _with_new_fields(note)))
-    assert tier.read_tier_note(repo) is not None
+    repo.store.put(tier_spec.TIER_NOTE_NAME, _record("tier", _with_new_fields(note)))
+    assert tier_spec.read_tier_note(repo) is not None
 
 
 def _record(kind: str, body: Any) -> bytes:
-    return records.encode(kind, body) if isinstance(body, dict) else b"[]"
+    return json_records.encode(kind, body) if isinstance(body, dict) else b"[]"
 
 
 def test_what_a_node_says_of_itself_may_have_more() -> None:
-    from ckpt.storage.decode import decode
+    from ckpt.storage.base.checked_decode import decode
 
     facts = {"identity": "i", "used_bytes": None, "free_bytes": 3, "state": "serving", "labels": [["rack", "r1"]], "uploads": 0}
     assert decode(MemberInfo, _with_new_fields(facts)) == MemberInfo("i", None, 3, "serving", (("rack", "r1"),), 0)

@@ -14,18 +14,18 @@ from support import FailingStore, assert_same, state_of
 from test_tiers import Places, flip, leave, places, train
 
 import ckpt
-from ckpt.claim import acquire_lease
+from ckpt.block_io.replicated_store import bad_files
 from ckpt.groups.hello import own_hello
-from ckpt.groups.meeting import RENDEZVOUS_FOLDER, StoreRendezvous
-from ckpt.places import bad_files
-from ckpt.recovery import memory
-from ckpt.retention import sweep
-from ckpt.storage.errors import NotFound, StoreError
-from ckpt.storage.failpoints import set_failpoints
-from ckpt.storage.fsspecs import FsspecStore
-from ckpt.storage.local import LocalStore
-from ckpt.tiered import TieredRepository
-from ckpt.tiers import NOT_DRAINED, _remove_freed_commits, drain
+from ckpt.groups.store_rendezvous import RENDEZVOUS_FOLDER, StoreRendezvous
+from ckpt.recovery.memory_tier import local
+from ckpt.repository.retention import sweep
+from ckpt.repository.tiered_repository import TieredRepository
+from ckpt.repository.writer_lease import acquire_lease
+from ckpt.storage.base.errors import NotFound, StoreError
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.remote.fsspec_store import FsspecStore
+from ckpt.tiers.manager import NOT_DRAINED, _remove_freed_commits, drain
 from ckpt.tools.restore import _atomic_destination
 
 __all__ = ["places"]
@@ -54,7 +54,7 @@ def damage(path: Path, how: str) -> None:
 def test_memory_whose_note_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
     saved_in_memory(places)
     damage(places.memory / "tier.json", how)
-    said = memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    said = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert NOT_DRAINED in said
     assert "tier.json" in said
     assert_same(ckpt.load(places.memory, step=2), state_of(2))
@@ -64,7 +64,7 @@ def test_memory_whose_note_is_damaged_counts_as_not_drained(places: Places, how:
 def test_memory_whose_newest_record_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
     saved_in_memory(places)
     damage(places.memory / "steps/2/commit.json", how)
-    assert NOT_DRAINED in memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    assert NOT_DRAINED in local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert (places.memory / "steps/2").is_dir()
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_could_not_be_read_is_not_taken_for_missing(places: Places) 
     saved_in_memory(places)
     store = FailingStore(LocalStore(places.memory), "get", 1)
     empty = LocalStore(places.base / "empty")
-    repo = TieredRepository([ckpt.repository.Repository(store), ckpt.repository.Repository(empty)])
+    repo = TieredRepository([ckpt.repository.repository.Repository(store), ckpt.repository.repository.Repository(empty)])
     with pytest.raises(StoreError, match="injected"):
         repo.record(2)
 
@@ -114,7 +114,7 @@ def test_memory_stays_where_the_newer_step_of_record_lacks_a_pack(places: Places
     saved_in_memory(places)
     ckpt.save(state_of(7), places.run, step=7)
     next(iter(places.run.glob("steps/7/pack/*.pack"))).unlink()
-    memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert_same(ckpt.load(places.run, step=2), state_of(2))
 
 
@@ -122,7 +122,7 @@ def test_a_later_save_without_its_packs_does_not_count_as_a_copy(places: Places)
     saved_in_memory(places)
     ckpt.save(state_of(5), places.run, step=2, overwrite=True)
     next(iter(places.run.glob("steps/2/pack/*.pack"))).unlink()
-    said = memory.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    said = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert NOT_DRAINED in said
     assert "without" in said
     assert_same(ckpt.load(places.memory, step=2), state_of(2))
@@ -242,7 +242,7 @@ def test_a_meeting_whose_record_is_damaged_is_left_alone(tmp_path: Path) -> None
 
 def test_nodes_that_hold_steps_are_found(tmp_path: Path) -> None:
     """An empty log of the run does not prove that nobody needs them."""
-    from ckpt.recovery.keeper import nodes_with_objects
+    from ckpt.recovery.memory_tier.memory_nodes import nodes_with_objects
 
     assert nodes_with_objects(tmp_path / "none") == []
     (tmp_path / "7001" / "objects").mkdir(parents=True)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt import damage_registry, places, scrub
-from ckpt.storage.base import Reader
-from ckpt.storage.local import LocalStore
+from ckpt.block_io import replicated_store
+from ckpt.repository import damage_registry
+from ckpt.saving import background_scrub
+from ckpt.storage.base.store import Reader
+from ckpt.storage.local.directory import LocalStore
 
 FROZEN = np.arange(400_000, dtype=np.float32)
 
@@ -22,7 +24,7 @@ FROZEN = np.arange(400_000, dtype=np.float32)
 def _forget() -> Iterator[None]:
     """What is known to be bad belongs to the process."""
     yield
-    places._bad_blocks.clear()
+    replicated_store._bad_blocks.clear()
     damage_registry._damaged.clear()
 
 
@@ -158,8 +160,8 @@ def wait_until(true: Callable[[], bool]) -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scrub begins at once, and goes on without end."""
-    monkeypatch.setattr(scrub, "FIRST_PASS_DELAY_SECONDS", 0.0)
-    monkeypatch.setattr(scrub, "PASS_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(background_scrub, "FIRST_PASS_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(background_scrub, "PASS_INTERVAL_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("soon")
@@ -228,7 +230,7 @@ def test_a_bad_copy_in_the_repository_of_record_is_found_with_tiers(tmp_path: Pa
             ck.save(step, state(step), blocking=True)
             ck.wait()
         pack = rot(tmp_path / "run", 2)
-        wait_until(lambda: pack in places.bad_files(ckpt.repository.open_repository(tmp_path / "run").url))
+        wait_until(lambda: pack in replicated_store.bad_files(ckpt.repository.repository.open_repository(tmp_path / "run").url))
         ck.save(3, state(3), blocking=True)
         ck.wait()
     assert pack in caplog.text

@@ -12,11 +12,11 @@ import pytest
 from etcd_server import EtcdProcess, needs_etcd, running_etcd, until  # noqa: F401  a fixture
 from test_run_hosts import Job, starts
 
-from ckpt.aggregator.etcd_client import EtcdClient
-from ckpt.recovery.etcd_state import EtcdRunLog
-from ckpt.recovery.signing import Signer, UntrustedValue
-from ckpt.recovery.state import Draft
-from ckpt.storage.errors import Refused
+from ckpt.aggregator.cluster.etcd_client import EtcdClient
+from ckpt.recovery.run_log.base import Draft
+from ckpt.recovery.run_log.entry_signatures import Signer, UntrustedValue
+from ckpt.recovery.run_log.etcd import EtcdRunLog
+from ckpt.storage.base.errors import Refused
 
 TOKEN = "the token of the job, which is long enough"
 LOG = "/ckpt-run/lab/log/"

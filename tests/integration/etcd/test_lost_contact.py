@@ -15,10 +15,10 @@ from netns import Hosts, hosts_on_a_wire
 from test_run import none_left
 from test_run_hosts import OnHosts, answers, is_right, starts
 
-from ckpt.recovery import host
-from ckpt.recovery.agents import LOST_SECONDS
-from ckpt.recovery.reach import Address, AddressCache, find_unreachable
-from ckpt.recovery.state import LogEntry
+from ckpt.recovery.agent.reachability import Address, AddressCache, find_unreachable
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.run_log.agent_reports import LOST_SECONDS
+from ckpt.recovery.run_log.base import LogEntry
 
 pytestmark = needs_etcd
 
@@ -206,7 +206,7 @@ def test_no_server_of_names_answers(named: Callable[..., tuple[Lab, Callable[[],
     pids = [one.run.pid(rank) for rank in range(6)]
     time.sleep(3 * LOST_SECONDS)
     one.goes_on(20)
-    assert all(host.process_state(pid) for pid in pids)
+    assert all(processes.process_state(pid) for pid in pids)
     assert not one.lost()
 
 
@@ -218,7 +218,7 @@ def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tu
     pids = [one.run.pid(rank) for rank in (2, 3)]
     forget()
     one.hosts.unplug(victim)
-    until(lambda: not any(host.process_state(pid) not in ("", "Z") for pid in pids))
+    until(lambda: not any(processes.process_state(pid) not in ("", "Z") for pid in pids))
     assert not one.lost(), "its main thread is still in a look-up"
     one.hosts.plug(victim)
     until(lambda: one.lost() == ["abc"[victim]], 90)

@@ -9,7 +9,7 @@ from pathlib import Path
 from etcd_server import EtcdProcess, needs_etcd, until
 from test_run_hosts import Job, starts
 
-from ckpt.aggregator.etcd_client import EtcdClient
+from ckpt.aggregator.cluster.etcd_client import EtcdClient
 
 LOG = "/ckpt-run/lab/log/"
 AGENTS = "/ckpt-run/lab/agents/"

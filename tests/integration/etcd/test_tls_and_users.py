@@ -17,12 +17,12 @@ from cluster import Process
 from etcd_server import EtcdProcess, needs_etcd, until
 from test_etcd import FACTS, configured
 
-from ckpt.aggregator import etcd, members
-from ckpt.aggregator.etcd_access import EtcdCredentials, etcd_credentials_from_environment
-from ckpt.aggregator.etcd_client import EtcdClient
-from ckpt.recovery.etcd_state import EtcdRunLog
-from ckpt.recovery.state import Draft
-from ckpt.storage.errors import InvalidArgument, Refused, StoreError, Unavailable
+from ckpt.aggregator.cluster import config, etcd
+from ckpt.aggregator.cluster.etcd_access import EtcdCredentials, etcd_credentials_from_environment
+from ckpt.aggregator.cluster.etcd_client import EtcdClient
+from ckpt.recovery.run_log.base import Draft
+from ckpt.recovery.run_log.etcd import EtcdRunLog
+from ckpt.storage.base.errors import InvalidArgument, Refused, StoreError, Unavailable
 
 pytestmark = [needs_etcd, pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is missing")]
 
@@ -97,11 +97,11 @@ def test_all_three_uses_work_by_tls_with_a_certificate(
     try:
         assert server.up() == {node.address: True}
         configured(tmp_path, monkeypatch, hosts)
-        assert [member.address for member in members.find_config("lab").members] == [node.address]
+        assert [member.address for member in config.find_config("lab").members] == [node.address]
         table = f'etcd = {{ ca_file = "{tmp_path / "missing"}" }}'
         configured(tmp_path, monkeypatch, hosts, table)
         with pytest.raises(InvalidArgument, match="can't be used"):
-            members.find_config("lab")
+            config.find_config("lab")
     finally:
         node.close()
 

@@ -12,7 +12,7 @@ import pytest
 from cluster import three_nodes
 from fsspec.generic import rsync
 
-from ckpt.aggregator.filesystem import CkptFileSystem
+from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
 
 FILES = {
     "run/a.json": b'{"x": 1}\n{"x": 2}\n', "run/d/b c.txt": b"22", "run/d/ü#+.txt": b"33", "run/d/100%25.txt": b"4",

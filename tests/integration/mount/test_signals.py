@@ -14,7 +14,7 @@ import pytest
 from cluster import Process
 from support import no_fuse, until
 
-from ckpt.aggregator.namespace import open_namespace
+from ckpt.aggregator.file_io.namespace import open_namespace
 
 pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
 

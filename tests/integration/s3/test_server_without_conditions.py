@@ -10,8 +10,8 @@ import pytest
 from support import one_line, state_of
 
 import ckpt
-from ckpt.storage import fencing_probe
-from ckpt.storage.objects import ObjectStore
+from ckpt.storage.base import fencing_probe
+from ckpt.storage.remote.object_store import ObjectStore
 
 pytest_plugins = ["moto_server"]
 

@@ -15,15 +15,16 @@ import pytest
 from cluster import directories
 from test_registers import Flaky
 
-from ckpt.aggregator import collected, collection, moving
-from ckpt.aggregator import namespace as namespaces
-from ckpt.aggregator import repair as repairs
-from ckpt.aggregator import survey as surveys
-from ckpt.aggregator.collection import collect_tombstones
-from ckpt.aggregator.namespace import Namespace
-from ckpt.storage.errors import StoreError
-from ckpt.storage.registers import ABSENT_NAME, Ballot, RegisterAnswer, RegisterValue, floor_ballot
-from ckpt.storage.sqlite import SqliteRegisters
+from ckpt.aggregator.file_io import namespace as namespaces
+from ckpt.aggregator.file_io import recently_collected
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance, record_collection
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.record_collection import collect_tombstones
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.registers.base import ABSENT_NAME, Ballot, RegisterAnswer, RegisterValue, floor_ballot
+from ckpt.storage.registers.sqlite import SqliteRegisters
 
 
 def opened(folder: Path, count: int = 3, **table: Any) -> Namespace:
@@ -97,7 +98,7 @@ def test_a_listing_that_meets_too_many_lets_them_be_collected(
     tmp_path: Path, examined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(namespaces, "MAX_TOMBSTONES", 10)
-    monkeypatch.setattr(collection, "MIN_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(record_collection, "MIN_AGE_SECONDS", 0.0)
     namespace = opened(tmp_path)
     for number in range(30):
         namespace.put(f"run/{number}", b"x")
@@ -111,7 +112,7 @@ def test_a_listing_that_meets_too_many_lets_them_be_collected(
 
 
 def test_a_repair_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collection, "MIN_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(record_collection, "MIN_AGE_SECONDS", 0.0)
     namespace = opened(tmp_path)
     namespace.put("a", b"1")
     namespace.put("b", b"1")
@@ -212,7 +213,7 @@ def test_what_another_ring_left_behind_goes_before_a_tombstone(tmp_path: Path) -
     for _ in range(2):
         collect_tombstones(namespace, 0.0)
     assert records(tmp_path, 5) == 0
-    moving.rebalance_fragments(opened(tmp_path, 5))
+    rebalance.rebalance_fragments(opened(tmp_path, 5))
     assert not namespace.list()
     namespace.close()
 
@@ -226,7 +227,7 @@ def test_the_ring_changes_after_a_collection(tmp_path: Path) -> None:
     assert collect_tombstones(namespace, 0.0) == 6
     namespace.close()
     grown = opened(tmp_path, 5)
-    assert not moving.rebalance_fragments(grown).failed
+    assert not rebalance.rebalance_fragments(grown).failed
     assert grown.ring.epoch > 1
     assert {floors.promised for place in grown.open_members.values() for floors in place.registers.read([ABSENT_NAME])} == {
         floor_ballot(grown.ring.fence_number)
@@ -238,7 +239,7 @@ def test_the_ring_changes_after_a_collection(tmp_path: Path) -> None:
     grown.delete([f"f{number}" for number in range(12)])
     assert collect_tombstones(grown, 0.0) == 12
     assert records(tmp_path, 5) == 0
-    assert not moving.remove_member(grown, "disk0").failed
+    assert not rebalance.remove_member(grown, "disk0").failed
     grown.put("f1", b"3")
     assert {path: grown.get(path) for path in grown.list()} == {"f1": b"3"}
     grown.close()
@@ -378,20 +379,20 @@ def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object]
 
 def test_names_that_were_collected_are_known_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are too many the oldest are forgotten, and nobody relies on what is not known any more."""
-    monkeypatch.setattr(collected, "_MAX_NAMES", 3)
+    monkeypatch.setattr(recently_collected, "_MAX_NAMES", 3)
     namespace = Namespace(directories(tmp_path, 3))
     namespace.put("a", b"1")
-    assert not collected.is_collected_since(namespace, "a", 1)
+    assert not recently_collected.is_collected_since(namespace, "a", 1)
     for number, names in ((3, ["/a", "/b"]), (4, ["/c"])):
-        collected.record_collection(namespace, number, names)
+        recently_collected.record_collection(namespace, number, names)
     for path, number, expected in (("a", 2, True), ("a", 3, False), ("c", 3, True), ("d", 2, False)):
-        assert collected.is_collected_since(namespace, path, number) == expected, (path, number)
-    collected.record_collection(namespace, 5, ["/e"])
-    assert collected.is_collected_since(namespace, "d", 2), "what was collected by 3 is not known any more"
-    assert not collected.is_collected_since(namespace, "d", 3)
-    namespace.update_register(collected.COLLECTED_REGISTER, lambda _, value: RegisterValue(b"what no version writes"))
-    assert collected.is_collected_since(namespace, "d", 9)
-    collected.record_collection(namespace, 10, ["/f"])
-    assert not collected.is_collected_since(namespace, "d", 10)
-    assert collected.is_collected_since(namespace, "d", 9)
+        assert recently_collected.is_collected_since(namespace, path, number) == expected, (path, number)
+    recently_collected.record_collection(namespace, 5, ["/e"])
+    assert recently_collected.is_collected_since(namespace, "d", 2), "what was collected by 3 is not known any more"
+    assert not recently_collected.is_collected_since(namespace, "d", 3)
+    namespace.update_register(recently_collected.COLLECTED_REGISTER, lambda _, value: RegisterValue(b"what no version writes"))
+    assert recently_collected.is_collected_since(namespace, "d", 9)
+    recently_collected.record_collection(namespace, 10, ["/f"])
+    assert not recently_collected.is_collected_since(namespace, "d", 10)
+    assert recently_collected.is_collected_since(namespace, "d", 9)
     namespace.close()

@@ -17,9 +17,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from ckpt import bounded_decode, codec, records, table
-from ckpt.storage import wire
-from ckpt.storage.errors import IntegrityError
+from ckpt.format import bounded_decode, codec, json_records, manifest_parquet
+from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.node import wire
 
 _BOMB = 1 << 30
 _ALLOWED = 200 << 20
@@ -50,7 +50,7 @@ _CHILD = """
 import resource, sys
 import numpy as np
 import numcodecs
-from ckpt import codec
+from ckpt.format import codec
 stored, out = open(sys.argv[1], "rb").read(), np.empty(1 << 20, np.uint8)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
@@ -129,12 +129,14 @@ def _parquet(rows: int, *, cells: bytes = b"", dictionary: bool = False) -> byte
         "leaf": pa.array(["w"] * rows), "dtype": pa.array(["u1"] * rows), "pack": pa.array(["p"] * rows),
         "codec": pa.nulls(rows, pa.string()), "checksum": pa.nulls(rows, pa.uint64()),
         "digest": pa.array([b"d" * 16] * rows, pa.binary()), "cells": pa.array([cells] * rows, pa.binary()),
-        **{name: pa.array([[0]] * rows, pa.list_(pa.int64())) for name in table.LIST_COLUMNS},
-        **{name: pa.array([0] * rows, pa.int64()) for name in table.NUMBER_COLUMNS},
+        **{name: pa.array([[0]] * rows, pa.list_(pa.int64())) for name in manifest_parquet.LIST_COLUMNS},
+        **{name: pa.array([0] * rows, pa.int64()) for name in manifest_parquet.NUMBER_COLUMNS},
     }  # fmt: skip
-    made = pa.table({name: columns[name] for name in table.COLUMNS})
+    made = pa.table({name: columns[name] for name in manifest_parquet.COLUMNS})
     sink = io.BytesIO()
-    pq.write_table(made, sink, compression="zstd", use_dictionary=[*table.TEXT_COLUMNS, *(["cells"] if dictionary else [])])
+    pq.write_table(
+        made, sink, compression="zstd", use_dictionary=[*manifest_parquet.TEXT_COLUMNS, *(["cells"] if dictionary else [])]
+    )
     return sink.getvalue()
 
 
@@ -142,17 +144,17 @@ def test_a_manifest_that_decodes_to_far_more_than_its_length_is_refused() -> Non
     for data in (_parquet(200, cells=bytes(1 << 20)), _parquet(3000, cells=bytes(1 << 19), dictionary=True)):
         assert len(data) < 1 << 18
         with pytest.raises(IntegrityError, match=r"claims|decodes to"):
-            table.read_table(data, "x")
+            manifest_parquet.read_table(data, "x")
         with pytest.raises(IntegrityError, match=r"claims|decodes to"):
-            groups, _ = table.read_row_groups(data, "x")
+            groups, _ = manifest_parquet.read_row_groups(data, "x")
             groups[0].read()
 
 
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_an_honest_manifest_is_read(dictionary: bool) -> None:
     data = _parquet(50_000, cells=b"12345678", dictionary=dictionary)
-    assert table.read_table(data, "x").num_rows == 50_000
-    groups, _ = table.read_row_groups(data, "x")
+    assert manifest_parquet.read_table(data, "x").num_rows == 50_000
+    groups, _ = manifest_parquet.read_row_groups(data, "x")
     assert groups[0].read(["cells"]).column("cells")[0].as_py() == b"12345678"
 
 
@@ -163,7 +165,7 @@ def test_any_changed_byte_of_a_manifest_is_refused_or_read() -> None:
         changed = bytearray(data)
         changed[at] ^= 0x55
         try:
-            table.read_table(bytes(changed), "x")
+            manifest_parquet.read_table(bytes(changed), "x")
         except IntegrityError:
             continue
 
@@ -171,26 +173,26 @@ def test_any_changed_byte_of_a_manifest_is_refused_or_read() -> None:
 def test_a_part_with_compressed_bodies_is_refused() -> None:
     import pyarrow as pa
 
-    rows = table.read_table(_parquet(10), "x")
-    assert table.read_part(table.write_part(rows, {}), "x").num_rows == 10
+    rows = manifest_parquet.read_table(_parquet(10), "x")
+    assert manifest_parquet.read_part(manifest_parquet.write_part(rows, {}), "x").num_rows == 10
     sink = io.BytesIO()
-    plain = table.as_plain_table(rows)
+    plain = manifest_parquet.as_plain_table(rows)
     with pa.ipc.new_stream(sink, plain.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
         stream.write_table(plain)
     with pytest.raises(IntegrityError, match="compressed"):
-        table.read_part(sink.getvalue(), "x")
+        manifest_parquet.read_part(sink.getvalue(), "x")
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b'{"digest":' + b"9" * 100_000 + b"}"])
 def test_deep_and_long_records_are_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
-        records.decode("commit", data, "x")
+        json_records.decode("commit", data, "x")
 
 
 def test_a_record_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 10)
+    monkeypatch.setattr(json_records, "MAX_RECORD_BYTES", 10)
     with pytest.raises(IntegrityError, match="at most 10"):
-        records.decode("repository", records.encode("repository", {"id": "x"}), "x")
+        json_records.decode("repository", json_records.encode("repository", {"id": "x"}), "x")
 
 
 @pytest.mark.parametrize(

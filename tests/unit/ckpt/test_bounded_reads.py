@@ -15,9 +15,9 @@ import pytest
 from support import finish, python
 
 import ckpt
-from ckpt import records
-from ckpt.digest import checksum, digest
-from ckpt.table import read_table, write_table
+from ckpt.format import json_records
+from ckpt.format.digest import checksum, digest
+from ckpt.format.manifest_parquet import read_table, write_table
 
 _LONG = 1 << 30
 _ALLOWED = 300 << 20
@@ -60,9 +60,9 @@ def _change_manifest(root: Path, step: int, **columns: Any) -> None:
     data = write_table(table, metadata)
     manifest.write_bytes(data)
     record = root / f"steps/{step}/commit.json"
-    body = records.decode("commit", record.read_bytes(), "commit")
+    body = json_records.decode("commit", record.read_bytes(), "commit")
     body["manifests"][0] |= {"nbytes": len(data), "digest": digest("xxh3-128", data).hex()}
-    record.write_bytes(records.encode("commit", {k: v for k, v in body.items() if k not in ("kind", "format")}))
+    record.write_bytes(json_records.encode("commit", {k: v for k, v in body.items() if k not in ("kind", "format")}))
 
 
 def test_a_giant_array_that_no_bytes_cover_is_refused_before_it_is_made(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_block_that_decodes_to_another_length_is_damage(tmp_path: Path, nbytes
 _MEASURED = """
 import resource, sys
 import ckpt, numpy, pyarrow.parquet
-from ckpt.aggregator.namespace import open_namespace
+from ckpt.aggregator.file_io.namespace import open_namespace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     exec(sys.argv[1])
@@ -168,7 +168,7 @@ def test_a_long_object_of_another_meeting_is_passed_over(tmp_path: Path) -> None
     job = {"CKPT_RUN_ID": "a", "WORLD_SIZE": "2"}
     code = """
 from ckpt.groups import EnvGroup
-from ckpt.storage.local import LocalStore
+from ckpt.storage.local.directory import LocalStore
 group = EnvGroup(60)
 group.meet_at(LocalStore(sys.argv[2]))
 assert group.all_gather(b"%d" % group.rank) == [b"0", b"1"]
@@ -194,7 +194,7 @@ def test_a_report_that_grew_is_left_out(tmp_path: Path) -> None:
     os.truncate(tmp_path / "agents" / "long.json", _LONG)
     code = """
 from pathlib import Path
-from ckpt.recovery.report_files import ReportFiles
+from ckpt.recovery.run_log.report_files import ReportFiles
 assert list(ReportFiles(Path(sys.argv[2])).read()) == ["good"]
 """
     assert measured(code, tmp_path) == "done"
@@ -202,7 +202,7 @@ assert list(ReportFiles(Path(sys.argv[2])).read()) == ["good"]
 
 @pytest.mark.parametrize("limit", ["MAX_MANIFEST_BYTES", "MAX_TREE_BYTES"])
 def test_what_no_load_would_take_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(f"ckpt.commit.{limit}", 10)
+    monkeypatch.setattr(f"ckpt.saving.committer.{limit}", 10)
     with pytest.raises(ckpt.StepRefused, match="10 are the most"):
         ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
     assert ckpt.open(tmp_path).steps() == []

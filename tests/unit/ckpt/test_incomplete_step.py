@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import ckpt
-from ckpt import records
-from ckpt.digest import digest
+from ckpt.format import json_records
+from ckpt.format.digest import digest
 from ckpt.tools import inspect
 
 
@@ -23,12 +23,12 @@ def state_of(step: int) -> dict[str, object]:
 def take_out_of_manifest(root: Path, step: int) -> None:
     """Leaves a step as a process committed it before that held nothing of a leaf: no manifest has an array of the tree."""
     path = root / f"steps/{step}/commit.json"
-    commit = records.decode_commit(path.read_bytes(), str(path))
+    commit = json_records.decode_commit(path.read_bytes(), str(path))
     tree = json.loads((root / commit.trees[0].name).read_bytes())
     data = json.dumps(tree).replace('"array": "weight"', '"array": "absent"').encode()
     (root / commit.trees[0].name).write_bytes(data)
-    file = records.FileRecord(commit.trees[0].name, len(data), digest("xxh3-128", data).hex())
-    path.write_bytes(records.encode_commit(replace(commit, trees=(file,))))
+    file = json_records.FileRecord(commit.trees[0].name, len(data), digest("xxh3-128", data).hex())
+    path.write_bytes(json_records.encode_commit(replace(commit, trees=(file,))))
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.lines import TrainingLine, order_by_number, order_steps, parse_line
-from ckpt.retention import Keep, expired_steps
+from ckpt.format.training_lines import TrainingLine, order_by_number, order_steps, parse_line
+from ckpt.repository.retention import Keep, expired_steps
 
 
 def test_a_roll_back_makes_the_later_steps_older_than_all_others() -> None:

@@ -15,7 +15,7 @@ from refusal import refused
 from support import one_line
 
 import ckpt
-from ckpt import nan_check
+from ckpt.saving import nan_check
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e5m2", "float8_e4m3fn"]
 

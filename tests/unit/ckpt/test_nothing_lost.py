@@ -18,7 +18,7 @@ from refusal import refused
 from support import one_line
 
 import ckpt
-from ckpt.losses import as_number
+from ckpt.training.loss_monitor import as_number
 
 # --- keys ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ SHORT_OF_MEMORY = """
 import resource, sys
 import numpy as np
 import ckpt
-from ckpt import arena
+from ckpt.block_io import staging_arena as arena
 
 state = {"w": np.ones(32 << 20), "small": np.ones(9)}
 ckpt.save({"x": 1}, sys.argv[1], 0)

@@ -11,8 +11,8 @@ import pytest
 
 import ckpt
 from ckpt.groups.threads import ThreadGroup
-from ckpt.replica_samples import FULL_DIGEST_BYTES, sampled_elements, samples_of
-from ckpt.tree import flatten
+from ckpt.saving.replica_samples import FULL_DIGEST_BYTES, sampled_elements, samples_of
+from ckpt.state.tree import flatten
 
 SIZES = [1, 7, 64, 1023, 1024, 1025, 5000, 300_000]
 
@@ -39,8 +39,8 @@ def test_a_transposed_array_has_the_digest_of_its_copy(shape: tuple[int, ...], d
 @pytest.mark.parametrize("shape", [(), (3, 5), (60, 70), (300, 400)])
 def test_a_tensor_of_a_device_has_the_digest_of_one_on_the_host(shape: tuple[int, ...], dtype: str) -> None:
     torch = pytest.importorskip("torch")
-    from ckpt.leaves.torch import DeviceLeaf
-    from ckpt.tree import FlatState
+    from ckpt.state.leaves.torch import DeviceLeaf
+    from ckpt.state.tree import FlatState
 
     value = torch.randn(shape).to(getattr(torch, dtype))
     turned = value.t().contiguous().t() if len(shape) == 2 else value

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.tree import PerRank, flatten
+from ckpt.state.tree import PerRank, flatten
 
 
 def stored_as(state: dict[str, Any], rank: int | None = None) -> dict[str, str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.aggregator.members import config_from_table
-from ckpt.storage.errors import InvalidArgument
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.storage.base.errors import InvalidArgument
 
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs/reference"

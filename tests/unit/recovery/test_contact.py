@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpt.recovery.agents import LOST_SECONDS
-from ckpt.recovery.contact import PROBE_SECONDS, Contact, Probe
+from ckpt.recovery.coordinator.lost_contact import PROBE_SECONDS, Contact, Probe
+from ckpt.recovery.run_log.agent_reports import LOST_SECONDS
 
 OTHERS = frozenset("bcd")
 

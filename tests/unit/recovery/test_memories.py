@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from test_advance import agent, world
 
-from ckpt.recovery import course as courses
-from ckpt.recovery.agents import HostFailure
-from ckpt.recovery.decide import Failure, worth_waiting_seconds
-from ckpt.recovery.memories import MemoryNamespace, NewestStep, choose_memories, hosts_to_await, is_needed
-from ckpt.recovery.state import LogEntry
+from ckpt.recovery.policy.decide import Failure, worth_waiting_seconds
+from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log.agent_reports import HostFailure
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep, choose_memories, hosts_to_await, is_needed
 
 TWO = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt.recovery.decide import Budget, Failure, decide, suspected_hosts
-from ckpt.recovery.memories import MemoryNamespace, NewestStep
+from ckpt.recovery.policy.decide import Budget, Failure, decide, suspected_hosts
+from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep
 
 BEFORE, AFTER = MemoryNamespace((("a", "a:1"),)), MemoryNamespace((("a", "a:2"),))
 

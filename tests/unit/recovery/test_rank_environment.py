@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from ckpt.recovery.course import RunSpec, RunState
-from ckpt.recovery.rank_environment import ALLOWED_VARIABLES, allowed_environment
-from ckpt.recovery.rollback import rollback_environment
+from ckpt.recovery.policy.loss_rollback import rollback_environment
+from ckpt.recovery.ranks.rank_environment import ALLOWED_VARIABLES, allowed_environment
+from ckpt.recovery.run_log.run_state import RunSpec, RunState
 
 
 def test_variables_that_run_code_are_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:

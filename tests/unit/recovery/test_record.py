@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from ckpt.recovery.record import SqliteRunLog
-from ckpt.recovery.state import Draft
+from ckpt.recovery.run_log.base import Draft
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
 
 
 def test_reports_do_not_write_the_file_of_the_log(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from support import one_line
 
-from ckpt.storage import objects
-from ckpt.storage.errors import NotFound, StoreError
-from ckpt.storage.objects import ObjectStore
+from ckpt.storage.base.errors import NotFound, StoreError
+from ckpt.storage.remote import object_store
+from ckpt.storage.remote.object_store import ObjectStore
 
 pytest.importorskip("obstore")
 
@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
         def log_message(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(objects, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
+    monkeypatch.setattr(object_store, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
     with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", headers
@@ -89,11 +89,11 @@ def test_plain_http_is_refused_with_the_variable_that_allows_it(
 
 @pytest.mark.parametrize("scheme", URLS)
 def test_errors_name_the_variables_of_their_cloud(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
+    monkeypatch.setattr(object_store, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
     url = set_up(monkeypatch, scheme, "http://127.0.0.1:9")
     monkeypatch.setenv(f"{CLOUDS[scheme]}_ALLOW_HTTP", "true")
     with pytest.raises(StoreError) as told:
         ObjectStore(url).get("a")
     text = one_line(told, url, CLOUDS[scheme], "check the network and the endpoint")
     assert not [cloud for cloud in CLOUDS.values() if cloud != CLOUDS[scheme] and f"{cloud}_" in text]
-    assert CLOUDS[scheme] in objects._credentials_advice(url)
+    assert CLOUDS[scheme] in object_store._credentials_advice(url)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ckpt.storage.decode import Malformed, decode
+from ckpt.storage.base.checked_decode import Malformed, decode
 
 
 @dataclass(frozen=True, slots=True)

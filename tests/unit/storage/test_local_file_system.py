@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.recovery.record import SqliteRunLog
-from ckpt.storage import local_file_system
-from ckpt.storage.errors import StoreError
-from ckpt.storage.local_file_system import LOCAL_FILE_SYSTEMS_VARIABLE, _file_system_type, require_local_file_system
-from ckpt.storage.sqlite import SqliteRegisters
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base import file_system_kind
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.file_system_kind import LOCAL_FILE_SYSTEMS_VARIABLE, _file_system_type, require_local_file_system
+from ckpt.storage.registers.sqlite import SqliteRegisters
 
 NETWORK = [0x6969, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x01021997, 0x00C36400, 0x19830326, 0x65735546, 0x123456]
 
@@ -28,7 +28,7 @@ def test_this_disk_is_local(tmp_path: Path) -> None:
 def test_the_log_of_a_run_and_registers_are_refused_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
-    monkeypatch.setattr(local_file_system, "_file_system_type", lambda folder: kind)
+    monkeypatch.setattr(file_system_kind, "_file_system_type", lambda folder: kind)
     with pytest.raises(StoreError, match="etcd://"):
         SqliteRunLog(tmp_path / "run")
     with pytest.raises(StoreError, match="through a ckpt-node"):

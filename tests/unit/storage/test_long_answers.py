@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
-from ckpt.storage import wire
-from ckpt.storage.access import NodeCredentials
-from ckpt.storage.client import NodeStore
-from ckpt.storage.errors import StoreError
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.node import wire
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
 
 
 class LongAnswers(flight.FlightServerBase):  # type: ignore[misc]

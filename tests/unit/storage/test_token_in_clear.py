@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.aggregator import members
-from ckpt.aggregator.namespace import open_namespace
-from ckpt.storage.access import NodeCredentials, is_loopback, require_encryption
-from ckpt.storage.client import NodeStore
-from ckpt.storage.errors import InvalidArgument, Unavailable
+from ckpt.aggregator.cluster import config
+from ckpt.aggregator.file_io.namespace import open_namespace
+from ckpt.storage.base.errors import InvalidArgument, Unavailable
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials, is_loopback, require_encryption
 
 TOKEN = "a token that is long enough"
 
@@ -34,11 +34,11 @@ def test_a_token_is_sent_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch, 
     require_encryption(NodeCredentials(None), "192.0.2.1:7070")
     monkeypatch.setenv("CKPT_TOKEN", TOKEN)
     monkeypatch.setenv("CKPT_INSECURE", "1")
-    assert members.find_config("192.0.2.1:7070").credentials.insecure
+    assert config.find_config("192.0.2.1:7070").credentials.insecure
     monkeypatch.delenv("CKPT_INSECURE")
-    assert members.config_from_table("n", {"members": ["192.0.2.1:7070"], "insecure": True}, "the test").credentials.insecure
+    assert config.config_from_table("n", {"members": ["192.0.2.1:7070"], "insecure": True}, "the test").credentials.insecure
     with pytest.raises(InvalidArgument, match="write true or false"):
-        members.config_from_table("n", {"members": ["192.0.2.1:7070"], "insecure": "no"}, "the test")
+        config.config_from_table("n", {"members": ["192.0.2.1:7070"], "insecure": "no"}, "the test")
 
 
 def test_a_name_that_begins_as_loopback_is_none() -> None:

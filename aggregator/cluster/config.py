@@ -1,0 +1,340 @@
+"""From a URL to the members of a namespace.
+
+    ckpt://host:port,host:port/path?redundancy=2x      nodes, by address; &near=host:port, the one of this host
+    ckpt://NAME/path                                   what a TOML file says of NAME
+
+The file is `$CKPT_CONFIG`, else `ckpt/config.toml` in the user's configuration folder. A member is a node, a directory of
+this host or a bucket; all that is not said has a default:
+
+    [namespaces.NAME]
+    redundancy = "2x"               # of what is written without saying it
+    near = "rack1/host1"            # the domains of this host: first copies stay there
+    token_file = "/etc/ckpt/token"  # else $CKPT_TOKEN, or the file that $CKPT_TOKEN_FILE names
+    ca_file = "/etc/ckpt/ca.pem"    # the wire is TLS then; cert_file and key_file where nodes ask for ours
+    insecure = false                # true, or $CKPT_INSECURE=1: send the token to other hosts without TLS
+    members = [
+        "host3:7070",
+        { url = "host4:7070", domain = "rack2/host4", weight = 2.0 },
+        { url = "/mnt/nvme0", name = "disk0" },
+        { url = "s3://bucket/folder", domain = "cloud" },
+    ]
+
+or, instead of the list, what nodes announced in etcd until the namespace was opened, whether they are up or not:
+
+    members = "etcd://host:2379,host:2379/CLUSTER"
+    etcd = { ca_file = "/etc/ckpt/etcd-ca.pem" }    # else the environment says it: see etcd_access.py
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ckpt.aggregator.cluster import etcd_access
+from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
+from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
+from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
+from ckpt.storage.base.errors import InvalidArgument, Unavailable
+from ckpt.storage.node.credentials import NodeCredentials, is_insecure_allowed
+from ckpt.storage.urls import OBJECT_SCHEMES
+
+log = logging.getLogger("ckpt")
+
+NAMESPACE_SCHEME = "ckpt"
+_ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
+_UNQUOTED = "/:,[]+=@*!"
+"""Of a URL, besides letters, digits and _.-~: what stands for itself."""
+_MEMBER_KEYS = {"url", "name", "domain", "weight"}
+_NAMESPACE_KEYS = {
+    "redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members", "insecure", "etcd",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One place that keeps a part of a namespace."""
+
+    location: MemberLocation
+    address: str | None = None
+    """host:port of a node; else `folder` or `bucket` is set."""
+    folder: str | None = None
+    bucket: str | None = None
+    """The URL of a folder of a bucket."""
+
+    @property
+    def name(self) -> str:
+        return self.location.name
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceConfig:
+    """A namespace as a client sees it."""
+
+    name: str
+    """For messages and URLs: what stands between ckpt:// and the path."""
+    members: tuple[Member, ...]
+    redundancy: Redundancy
+    host_domain: tuple[str, ...] = ()
+    credentials: NodeCredentials = field(default_factory=NodeCredentials)
+    etcd_url: str = ""
+    """The URL of etcd, where the members are from there."""
+    etcd_credentials: EtcdCredentials | None = None
+    """How that etcd is reached."""
+
+
+def parse_namespace_url(url: str) -> tuple[NamespaceConfig, str]:
+    """The namespace of a URL, and the path in it. Raises InvalidArgument."""
+    names, path, options = split_url(url)
+    if not names:
+        raise InvalidArgument(f"{url}: write ckpt://host:port,host:port/path, or ckpt://NAME/path with NAME in a TOML file")
+    config = find_config(names)
+    if "near" in options:
+        config = _with_host_domain(config, options["near"], url)
+    if "redundancy" in options:
+        config = replace(config, redundancy=parse_redundancy(options["redundancy"]))
+    return check_config(config), path
+
+
+def split_url(url: str) -> tuple[str, str, dict[str, str]]:
+    """What names the members, the path, and the options of a URL: each with %20 and the like undone. Raises InvalidArgument."""
+    # Not urlsplit, which refuses several addresses where one of them is in brackets.
+    scheme, _, rest = url.partition("://")
+    if scheme != NAMESPACE_SCHEME:
+        raise InvalidArgument(f"{url}: not a URL of a namespace, which begins with {NAMESPACE_SCHEME}://")
+    where, _, query = rest.partition("?")
+    names, _, path = where.partition("/")
+    # Not parse_qs, which reads the + of 4+2 as a space.
+    options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&")) if key}
+    if unknown := set(options) - {"redundancy", "near"}:
+        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there are redundancy= and near=")
+    return _strip_at(unquote(names)), unquote(path).strip("/"), options
+
+
+def join_url(names: str, path: str = "", **options: str | None) -> str:
+    """The counterpart of `split_url`."""
+    query = "&".join(f"{key}={quote(value, safe=_UNQUOTED)}" for key, value in options.items() if value)
+    return f"{NAMESPACE_SCHEME}://{quote(names, safe=_UNQUOTED)}/{quote(path, safe=_UNQUOTED)}{'?' if query else ''}{query}"
+
+
+def full_path(names: str, path: str = "") -> str:
+    """A path that says of which namespace it is: a URL without its scheme, for programs that build a URL from both.
+
+    A name of the TOML file stands behind an @ here, so that it is not the first folder of a path. Only what a URL gives
+    another meaning is written as %25 and %3F, and brackets of addresses as %5B and %5D, which are no pattern then.
+    """
+    where = quote(names if _is_address_list(names) else f"@{names}", safe=_UNQUOTED.replace("[]", "").replace("*", ""))
+    return f"{where}/{path.replace('%', '%25').replace('?', '%3F')}".rstrip("/")
+
+
+def split_full_path(text: str) -> tuple[str, str]:
+    """The counterpart of `full_path`."""
+    names, path, _ = split_url(f"{NAMESPACE_SCHEME}://{text}")
+    return names, path
+
+
+def _strip_at(names: str) -> str:
+    """Without the @ that `full_path` writes."""
+    return names if _is_address_list(names) else names.removeprefix("@")
+
+
+def _is_address_list(names: str) -> bool:
+    """Whether these are addresses, and no name of the TOML file."""
+    return "," in names or _ADDRESS_PATTERN.fullmatch(names) is not None
+
+
+def is_full_path(path: str) -> bool:
+    """Whether a path can be one of `full_path`."""
+    first = path.partition("/")[0]
+    return first.startswith("@") or _is_address_list(unquote(first))
+
+
+def find_config(name: str) -> NamespaceConfig:
+    """The namespace of a list of addresses, or of a name in the TOML file."""
+    if _is_address_list(name):
+        members = tuple(_parse_member(url, {"url": url}) for url in name.split(",") if url)
+        return _with_credentials(NamespaceConfig(name, members, _default_redundancy(len(members))), {}, name)
+    file = config_file()
+    try:
+        with file.open("rb") as opened:
+            tables = tomllib.load(opened).get("namespaces", {})
+    except FileNotFoundError:
+        raise InvalidArgument(
+            f"ckpt://{name}: {name} is no list of host:port, and there is no {file} that could say what it is"
+        ) from None
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise InvalidArgument(f"{file} can't be read: {error}") from error
+    if name not in tables:
+        raise InvalidArgument(f"{file} has no [namespaces.{name}]; it has {', '.join(sorted(tables)) or 'none'}")
+    return config_from_table(name, tables[name], f"{file}, [namespaces.{name}]")
+
+
+def _with_host_domain(config: NamespaceConfig, node_name: str, url: str) -> NamespaceConfig:
+    """With first copies at one of the members, each of which is a host of its own."""
+    if node_name not in [member.name for member in config.members] or any(member.location.domain for member in config.members):
+        raise InvalidArgument(f"{url}: near= names one of the nodes that the URL lists; for a name it is in the TOML file")
+    members = tuple(replace(m, location=replace(m.location, domain=(m.name,))) for m in config.members)
+    return replace(config, members=members, host_domain=(node_name,))
+
+
+def config_file() -> Path:
+    """Where the TOML file is, or would be."""
+    if given := os.environ.get("CKPT_CONFIG"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ckpt" / "config.toml"
+
+
+def config_from_table(name: str, table: Mapping[str, Any], source: str) -> NamespaceConfig:
+    """A namespace from its part of a TOML file."""
+    if unknown := set(table) - _NAMESPACE_KEYS:
+        raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(_NAMESPACE_KEYS))}")
+    try:
+        members_value, etcd_url, etcd_credentials = table["members"], "", None
+        if isinstance(members_value, str):
+            etcd_url, etcd_credentials = members_value, _parse_etcd_credentials(source, table.get("etcd", {}))
+            members, default_redundancy = (
+                _announced_members(source, members_value, etcd_credentials),
+                parse_redundancy("2x"),
+            )  # not 1x because only one node has started yet
+        else:
+            members = tuple(_parse_member(source, m if isinstance(m, dict) else {"url": m}) for m in members_value)
+            default_redundancy = _default_redundancy(len(members))
+        redundancy = parse_redundancy(table["redundancy"]) if "redundancy" in table else default_redundancy
+        host_domain = _parse_domain(table.get("near", ""))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"{source}: {error!r}; see the documentation of the namespace") from error
+    return _with_credentials(
+        NamespaceConfig(name, members, redundancy, host_domain, etcd_url=etcd_url, etcd_credentials=etcd_credentials),
+        table,
+        source,
+    )
+
+
+def is_address(name: str) -> bool:
+    """Whether the name of a member says where it is: host:port."""
+    return _ADDRESS_PATTERN.fullmatch(name) is not None
+
+
+def check_config(config: NamespaceConfig) -> NamespaceConfig:
+    """The configuration, if it makes sense."""
+    names = [member.name for member in config.members]
+    if len(set(names)) < len(names):
+        duplicate = next(n for n in names if names.count(n) > 1)
+        raise InvalidArgument(f"ckpt://{config.name}: the member {duplicate} is there twice")
+    if config.redundancy.total_fragments > len(names):
+        raise InvalidArgument(
+            f"ckpt://{config.name}: redundancy {config.redundancy} needs {config.redundancy.total_fragments} members, "
+            f"there are {len(names)}"
+        )
+    return config
+
+
+def _default_redundancy(members: int) -> Redundancy:
+    """Two copies, where there are two members."""
+    return parse_redundancy("2x" if members > 1 else "1x")
+
+
+def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
+    if unknown := set(table) - _MEMBER_KEYS:
+        raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r} of a member; there are {', '.join(_MEMBER_KEYS)}")
+    url = str(table["url"])
+    weight = float(table.get("weight", 1.0))
+    if not 0 <= weight < 1e9:
+        raise InvalidArgument(f"{source}: the weight of {url} is {weight}; it must not be negative")
+    name, domain = str(table.get("name", url)), _parse_domain(table.get("domain", ""))
+    address = url.removeprefix("node://")
+    if _ADDRESS_PATTERN.fullmatch(address):
+        return Member(MemberLocation(table.get("name", address), domain, weight), address=address)
+    if url.partition("://")[0] in OBJECT_SCHEMES:
+        return Member(MemberLocation(name, domain, weight), bucket=url)
+    folder = url.removeprefix("file://") if url.startswith("file:///") else url
+    if "://" in folder or not os.path.isabs(os.path.expanduser(folder)):
+        raise InvalidArgument(
+            f"{source}: {url!r} is no member: use host:port of a ckpt-node, the full path of a directory, or s3://bucket/folder"
+        )
+    return Member(MemberLocation(name, domain, weight), folder=os.path.expanduser(folder))
+
+
+_last_announced: dict[str, tuple[Member, ...]] = {}
+
+
+def _parse_etcd_credentials(source: str, table: Any) -> EtcdCredentials:
+    if (
+        not isinstance(table, dict)
+        or table.keys() - etcd_access.ETCD_VARIABLES.keys()
+        or not all(map(_is_text, table.values()))
+    ):
+        raise InvalidArgument(f"{source}: etcd is {table!r}; it may have {', '.join(etcd_access.ETCD_VARIABLES)}, each a text")
+    return etcd_access.etcd_credentials_from_environment(table)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> tuple[Member, ...]:
+    """The members that etcd knows; while it does not answer, those that it told this process of before."""
+    from ckpt.aggregator.cluster import etcd
+
+    endpoints, cluster = etcd.parse_etcd_url(url)
+    try:
+        found = etcd.list_members(endpoints, cluster, access=credentials)
+        if not found:
+            raise Unavailable(
+                f"{source}: no node has announced itself in {url}; start them with --etcd and --cluster {cluster}"
+            )
+    except Unavailable as error:
+        if url not in _last_announced:
+            raise
+        log.warning("go on with the members that were known before: %s", error)
+        return _last_announced[url]
+    tables = [{"url": m.node.address, "name": m.name, "domain": m.node.domain, "weight": m.node.weight} for m in found]
+    _last_announced[url] = tuple(_parse_member(url, table) for table in tables)
+    return _last_announced[url]
+
+
+def _parse_domain(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split("/") if part)
+
+
+def _with_credentials(config: NamespaceConfig, table: Mapping[str, Any], source: str) -> NamespaceConfig:
+    file = table.get("token_file")
+    token = _read_file(file).decode().strip() if file else token_from_environment()
+    ca = table.get("ca_file") or os.environ.get("CKPT_CA_FILE")
+    certificate = None
+    if "cert_file" in table or "key_file" in table:
+        certificate = (_read_file(table.get("cert_file", "")), _read_file(table.get("key_file", "")))
+    given = table.get("deadline_seconds", NodeCredentials().deadline_seconds)
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise InvalidArgument(f"{source}: deadline_seconds is {given!r}; it must be a number of seconds, such as 10.0")
+    insecure = table.get("insecure", is_insecure_allowed())
+    if not isinstance(insecure, bool):
+        raise InvalidArgument(f"{source}: insecure is {insecure!r}; write true or false")
+    return replace(config, credentials=NodeCredentials(token, _read_file(ca) if ca else None, certificate, seconds, insecure))
+
+
+def token_from_environment() -> str | None:
+    """The token that the environment names."""
+    if token := os.environ.get("CKPT_TOKEN"):
+        return token
+    file = os.environ.get("CKPT_TOKEN_FILE")
+    return _read_file(file).decode().strip() if file else None
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{path} can't be read: {error.strerror}") from error

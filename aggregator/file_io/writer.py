@@ -1,0 +1,440 @@
+"""Writing a file of the namespace: pieces to the members that placement proposes, passing over those that fail."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.aggregator.cluster.fanout import commit_or_abort
+from ckpt.aggregator.placement import erasure
+from ckpt.aggregator.placement.redundancy import Redundancy
+from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members
+from ckpt.aggregator.records import file_record
+from ckpt.aggregator.records.file_record import (
+    INLINE_BYTES,
+    FileLayout,
+    Fragment,
+    MemberObject,
+    PathRecord,
+    RecordHead,
+    Stripe,
+    fragment_bytes,
+)
+from ckpt.storage.base.checksums import cell_checksums
+from ckpt.storage.base.errors import AlreadyExists, Changed, NoSpace, StoreError, Unavailable
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.store import ALIGNMENT, Writer
+
+if TYPE_CHECKING:
+    from ckpt.aggregator.file_io.namespace import Namespace
+
+log = logging.getLogger("ckpt")
+
+_ABORT_SECONDS = 1.0
+
+
+def new_version() -> str:
+    """Of a content; begins with the time, so that what nobody refers to can be told from what is being written."""
+    return f"{int(time.time()):010x}{secrets.token_hex(11)}"
+
+
+def object_name(version: str) -> str:
+    """Of the object that holds a member's fragments of a file; spread over folders."""
+    return f"{version[-2:]}/{version}-{secrets.token_hex(2)}"
+
+
+class MembersRemoved(StoreError):
+    """Members were taken out of the namespace while a file was written to them."""
+
+    def __init__(self, members: Collection[str], file: PathRecord, base: PathRecord | None, unsettled: int | None) -> None:
+        super().__init__(f"{', '.join(sorted(members))} were taken out of the namespace meanwhile; write it anew")
+        self.members = members
+        self.file = file
+        self.base = base
+        """What was to be published, and on what, as that is now."""
+        self.unsettled = unsettled
+        """The fence number by which a member may have taken it."""
+
+
+class ObjectsCollected(StoreError):
+    """Objects of a file were deleted before it was published, for its writer stood still."""
+
+
+class FileWriter(Writer):
+    """One file on its way. `append` may be called from several threads; the file exists after `commit`."""
+
+    def __init__(
+        self, namespace: Namespace, path: str, redundancy: Redundancy, size_hint: int = 0, *, new: bool = False,
+        aligned: bool = True, base: PathRecord | None = None, replaces: str | None = None,
+    ) -> None:  # fmt: skip
+        self._namespace = namespace
+        self._path = path
+        self._redundancy = redundancy
+        self._new = new
+        self._base = base
+        self._replaces = replaces
+        self._alignment = ALIGNMENT if aligned else 1
+        self._size_hint = size_hint
+        self._version = new_version()
+        self._fence_number = namespace.ring.fence_number
+        self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before an era began
+        self._lock = threading.Lock()
+        self._stripes: list[Stripe | None] = []
+        self._next_position = 0
+        self._length = 0
+        self._inline_data: bytes | None = b""  # all there is, as long as it is small
+        self._objects: list[MemberObject] = []
+        self._writers: list[Writer | None] = []
+        self._object_by_member: dict[str, int] = {}
+        self._opening_locks: dict[str, threading.Lock] = {}
+        self._failed_members: dict[str, StoreError] = {}
+        self._is_finished = False
+        if base is not None and base.inline_data is not None:  # what is appended to
+            self._inline_data = base.inline_data
+            self._next_position = self._length = len(base.inline_data)
+        if base is not None and base.layout is not None:
+            self._redundancy = base.layout.redundancy
+            self._objects = list(base.layout.objects)
+            self._writers = [None] * len(self._objects)
+            self._stripes = list(base.layout.stripes)
+            self._next_position = self._length = base.head.nbytes
+            self._inline_data = None
+
+    # --- appending ---------------------------------------------------------------------------------------------
+
+    def append(self, data: memoryview) -> int:
+        data = data.cast("B")
+        with self._lock:
+            if self._is_finished:
+                raise StoreError(f"{self._path} is finished already; create it anew to write it again")
+            start = self._next_position
+            self._next_position = -(-(start + len(data)) // self._alignment) * self._alignment
+            self._length = start + len(data)
+            if self._inline_data is not None and self._length <= INLINE_BYTES:
+                self._inline_data += bytes(start - len(self._inline_data)) + bytes(data)
+                return start
+            inline_data, self._inline_data = self._inline_data, None
+            first = len(self._stripes)
+            self._stripes += [None] * (2 if inline_data else 1)
+        if inline_data:
+            self._write_stripe(first, 0, memoryview(inline_data))
+            first += 1
+        if len(data):
+            self._write_stripe(first, start, data)
+        return start
+
+    def write_at(self, start: int, data: memoryview) -> None:
+        """Write a place of the file where nothing was written yet. What is left out is zeros."""
+        with self._lock:
+            if self._is_finished:
+                raise StoreError(f"{self._path} is finished already; create it anew to write it again")
+            inline_data, self._inline_data = self._inline_data, None
+            self._next_position = self._length = max(self._length, start + len(data))
+            index = len(self._stripes)
+            self._stripes += [None] * (2 if inline_data else 1)
+        if inline_data:
+            self._write_stripe(index, 0, memoryview(inline_data))
+            index += 1
+        self._write_stripe(index, start, data.cast("B"))
+
+    def truncate(self, length: int) -> None:
+        """Let the file end here; what was written behind that is not read."""
+        with self._lock:
+            self._length = length
+
+    def _write_stripe(self, index: int, start: int, data: memoryview) -> None:
+        shares, scratch = self._make_fragments(data)
+        sums = [cell_checksums(share) for share in shares[: max(1, self._redundancy.data_fragments)]]
+        if self._redundancy.data_fragments == 1:
+            sums *= len(shares)
+        else:
+            sums += [cell_checksums(share) for share in shares[self._redundancy.data_fragments :]]
+        fragments: list[Fragment | None] = [None] * len(shares)
+        unwritten = dict(enumerate(self._choose_members(index, len(shares), ())))
+        while unwritten:
+            failpoint("namespace.append")
+            calls = {m: self._append_call(m, shares[i]) for i, m in unwritten.items()}
+            answers, errors = self._namespace.fan_out.ask(calls, self._namespace.append_timeout_seconds)
+            for i, member in list(unwritten.items()):
+                if member in answers:
+                    holder, position = answers[member]
+                    fragments[i] = Fragment(holder, position, sums[i])
+                    del unwritten[i]
+                else:
+                    self._mark_failed(member, errors[member])
+            if unwritten:
+                used = [self._objects[f.object_index].member for f in fragments if f is not None]
+                unwritten = dict(zip(unwritten, self._choose_members(index, len(unwritten), used), strict=False))
+        if scratch is not None and not self._failed_members:  # else a thread may still be reading it
+            self._namespace.return_scratch(scratch)
+        self._stripes[index] = Stripe(start, len(data), tuple(fragments), len(data))
+
+    def _make_fragments(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:
+        """The fragments of a piece, and memory that can be used again."""
+        k, m = self._redundancy.data_fragments, self._redundancy.parity_fragments
+        if k == 1:
+            return [data] * (1 + m), None
+        length = fragment_bytes(len(data), self._redundancy)
+        whole = len(data) // length
+        needed = (k - whole + m) * length
+        scratch = self._namespace.take_scratch(needed)
+        extra = scratch[: (k - whole) * length]
+        source = np.frombuffer(data, np.uint8)
+        rest = source[whole * length :]
+        extra[: len(rest)] = rest
+        extra[len(rest) :] = 0
+        shares = [source[i * length : (i + 1) * length] for i in range(whole)]
+        shares += [extra[i * length : (i + 1) * length] for i in range(k - whole)]
+        at = len(extra)
+        parity = [scratch[at + i * length : at + (i + 1) * length] for i in range(m)]
+        erasure.erasure_code(k, m).encode(shares, parity)
+        return [s.data for s in (*shares, *parity)], scratch
+
+    def _choose_members(self, index: int, count: int, excluded: Sequence[str]) -> list[str]:
+        """Where to put so many fragments of a piece, or at least as many as a write settles for. Raises Unavailable, or
+        NoSpace, where there are not as many members."""
+        host_domain, key, min_members = (
+            self._namespace.host_domain,
+            f"{self._version}/{index}",
+            self._redundancy.min_write_fragments - len(excluded),
+        )
+        found = choose_members(key, self._responsive_candidates(), count, host_domain, excluded)
+        if len(found) < min_members:
+            found = choose_members(key, self._candidates(), count, host_domain, excluded)
+        if len(found) < min_members:
+            raise self._too_few_members_error()
+        return found
+
+    def _candidates(self) -> list[MemberLocation]:
+        """The members that may take something."""
+        return [s for s in self._namespace.locations if s.weight > 0 and s.name not in self._failed_members]
+
+    def _responsive_candidates(self) -> list[MemberLocation]:
+        """Those of them that answer."""
+        return [s for s in self._candidates() if not self._namespace.fan_out.health.is_down(s.name)]
+
+    def _too_few_members_error(self) -> StoreError:
+        full = any(isinstance(e, NoSpace) for e in self._failed_members.values())
+        reasons = "".join(f"; {name}: {error}" for name, error in self._failed_members.items())
+        return (NoSpace if full else Unavailable)(
+            f"{self._path} needs {self._redundancy.min_write_fragments} members for {self._redundancy}, "
+            f"{len(self._candidates())} of "
+            f"{len(self._namespace.locations)} take anything{reasons}; start or add members, or write with less redundancy"
+        )
+
+    def _mark_failed(self, member: str, error: StoreError) -> None:
+        if member not in self._failed_members:
+            self._failed_members[member] = error
+            log.warning("%s of %s is written without %s: %s", self._path, self._namespace.url, member, error)
+
+    def _append_call(self, member: str, share: memoryview) -> Callable[[], tuple[int, int]]:
+        def send() -> tuple[int, int]:
+            holder = self._open_object(member)
+            writer = self._writers[holder]
+            assert writer is not None
+            return holder, writer.append(share)
+
+        return send
+
+    def _open_object(self, member: str) -> int:
+        """The object of a member, begun when first needed."""
+        with self._lock:
+            opening = self._opening_locks.setdefault(member, threading.Lock())
+        with opening:
+            if member in self._object_by_member:
+                return self._object_by_member[member]
+            name = object_name(self._version)
+            writer = self._namespace.open_members[member].store.create(name, self._object_size_hint())
+            with self._lock:
+                if not self._is_finished:
+                    self._objects.append(MemberObject(member, name))
+                    self._writers.append(writer)
+                    self._object_by_member[member] = len(self._objects) - 1
+                    return self._object_by_member[member]
+        writer.abort()
+        raise StoreError(f"{self._path} was given up meanwhile")
+
+    def _object_size_hint(self) -> int:
+        """The share of one member in all that is expected."""
+        pieces = max(1, -(-self._size_hint // (8 << 20)))
+        members = min(len(self._namespace.locations), pieces * self._redundancy.total_fragments)
+        return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        self.publish()
+        return self._length
+
+    def publish(self) -> PathRecord:
+        """Make the file durable and visible; what it is now."""
+        if self._is_finished:
+            raise StoreError(f"{self._path} is finished already")
+        now = time.time()
+        head = RecordHead("file", self._length, now, now, self._version)
+        if self._inline_data is not None:
+            file = PathRecord(head, inline_data=self._inline_data)
+        else:
+            pieces = tuple(p for p in self._stripes if p is not None)
+            if len(pieces) < len(self._stripes):
+                raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it anew")
+            layout = FileLayout(self._redundancy, tuple(self._objects), _truncate_stripes(pieces, self._length))
+            failpoint("namespace.commit")
+            lost = LostFragments(frozenset(self._commit_objects()))
+            file = PathRecord(head, layout=self._rebuild_lost(layout, lost))
+        failpoint("namespace.record")
+        self._is_finished = (
+            True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
+        )
+        try:
+            file = self._publish_record(file)
+        except (AlreadyExists, Changed):
+            self._is_finished = False  # for certain
+            raise
+        failpoint("namespace.recorded")
+        return file
+
+    def _publish_record(self, file: PathRecord) -> PathRecord:
+        """Publish, elsewhere where a member was taken out meanwhile."""
+        unsettled_number = None
+        for _ in range(3):
+            number = None if file.layout is None else self._fence_number
+            try:
+                published = self._namespace.publish(
+                    self._path, file, self._new, self._base, number, self._relink_after_fence, self._replaces, unsettled_number
+                )
+            except MembersRemoved as error:
+                last = error
+                file, self._base, unsettled_number = error.file, error.base, error.unsettled
+                assert file.layout is not None
+                lost = LostFragments(frozenset(h.name for h in file.layout.objects if h.member in error.members))
+                file = replace(file, layout=self._rebuild_lost(file.layout, lost))
+            else:
+                for layout in self._previous_layouts:
+                    self._namespace.discard_layout(self._own_objects(layout), _object_names(published.layout))
+                return published
+        raise last
+
+    def _relink_after_fence(self, file: PathRecord) -> PathRecord:
+        """The file after an era began: with second names for its objects, and without those that are gone by now."""
+        from ckpt.aggregator.file_io.eras import relink_objects
+
+        if file.layout is None:
+            return file
+        number = self._namespace.ring.fence_number
+        layout, unlinked = relink_objects(self._namespace, file.layout, _object_names(self._own_objects(file.layout)))
+        self._previous_layouts.append(file.layout)
+        remaining = LostFragments(unlinked).removed_from(layout)
+        if (
+            file_record.min_fragments(remaining) < self._redundancy.data_fragments
+            and file_record.min_fragments(file.layout) >= self._redundancy.data_fragments
+        ):
+            raise ObjectsCollected(
+                f"{self._path}: a repair has deleted what was written of it, because no record named it and its writer stood "
+                "still; it was not published now, write it anew"
+            )
+        self._fence_number = number
+        return replace(file, layout=self._rebuild_lost(layout, LostFragments(unlinked)) if unlinked else layout)
+
+    def _own_objects(self, layout: FileLayout) -> FileLayout:
+        """A layout with the objects alone that were made for this file: not those of what it is written on."""
+        before = _object_names(self._base.layout if self._base is not None else None)
+        return replace(layout, objects=tuple(h for h in layout.objects if h.name not in before), stripes=())
+
+    def _rebuild_lost(self, layout: FileLayout, lost: LostFragments) -> FileLayout:
+        """The layout without what is gone, and with what is missing on other members, as far as there are any: else a repair
+        does that once there are. Raises Unavailable, or NoSpace, where that is less than a write settles for."""
+        remaining, asked = lost.removed_from(layout), self._redundancy
+        before = len(self._base.layout.stripes) if self._base is not None and self._base.layout is not None else 0
+        touched = [i for i, piece in enumerate(remaining.stripes) if i >= before or piece != layout.stripes[i]]
+
+        def there() -> int:
+            return file_record.min_fragments(remaining, [remaining.stripes[i] for i in touched])
+
+        if there() < asked.min_write_fragments or there() < asked.total_fragments <= len(self._responsive_candidates()):
+            with suppress(Unavailable):
+                remaining = lost.removed_from(
+                    self._namespace.rebuild_fragments(self._path, self._version, layout, lost, allow_partial=True)
+                )
+        if there() < asked.min_write_fragments:
+            raise self._too_few_members_error()
+        if there() < asked.total_fragments:
+            self._namespace.warn_under_replicated(self._path, there(), asked)
+        return file_record.drop_unused_objects(remaining)
+
+    def _commit_objects(self) -> set[str]:
+        """Make the objects durable that hold something; the names of those that could not be made so."""
+        used = {f.object_index for piece in self._stripes if piece is not None for f in piece.fragments if f is not None}
+        own_writers = {i: writer for i, writer in enumerate(self._writers) if writer is not None}
+        commits = {self._objects[i].member: commit_or_abort(writer) for i, writer in own_writers.items() if i in used}
+        _, errors = self._namespace.fan_out.ask(commits, self._namespace.commit_timeout_seconds)
+        for member, error in errors.items():
+            self._mark_failed(member, error)
+        empty = {self._objects[i].member: writer.abort for i, writer in own_writers.items() if i not in used}
+        # Where nobody answers it expires, or a scrub finds it; what is open here goes in any case.
+        self._namespace.fan_out.ask(empty, _ABORT_SECONDS, mark_late=False)
+        return {self._objects[i].name for i in own_writers if self._objects[i].member in errors}
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._is_finished:
+                return
+            self._is_finished = True
+            writers = [w for w in self._writers if w is not None]
+        for writer in writers:
+            with suppress(StoreError):
+                writer.abort()
+        names: dict[str, list[str]] = {}
+        for holder, began in zip(self._objects, self._writers, strict=True):
+            if began is not None:
+                names.setdefault(holder.member, []).append(holder.name)
+        self._namespace.discard(names)
+
+
+def _object_names(layout: FileLayout | None) -> set[str]:
+    """Of the objects of a layout."""
+    return set() if layout is None else {h.name for h in layout.objects}
+
+
+def _truncate_stripes(stripes: Sequence[Stripe], length: int) -> tuple[Stripe, ...]:
+    """The pieces of a file that was cut, so that what is appended later lies behind them."""
+    return tuple(
+        replace(p, visible_bytes=length - p.start) if p.start + p.visible_bytes > length else p
+        for p in stripes
+        if p.start < length
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LostFragments:
+    """Fragments of a file that can't be read any more."""
+
+    objects: frozenset[str] = frozenset()
+    """Whole objects, by name."""
+    fragments: frozenset[tuple[str, int]] = frozenset()
+    """Single ones: object and position."""
+    is_incomplete: bool = False
+    """The layout says itself that some are missing."""
+
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.fragments or self.is_incomplete)
+
+    def removed_from(self, layout: FileLayout) -> FileLayout:
+        """The layout with these fragments missing."""
+
+        def left(fragment: Fragment | None) -> Fragment | None:
+            if fragment is None:
+                return None
+            name = layout.objects[fragment.object_index].name
+            return None if name in self.objects or (name, fragment.position) in self.fragments else fragment
+
+        pieces = (replace(p, fragments=tuple(left(f) for f in p.fragments)) for p in layout.stripes)
+        return replace(layout, stripes=tuple(pieces))

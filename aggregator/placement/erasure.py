@@ -1,0 +1,132 @@
+"""Reed-Solomon by ISA-L, called directly: the arithmetic is the library's, the matrices and the buffers are ours.
+
+The code is systematic over GF(2^8): share i < k is the i-th part of the data, share k + j is parity, by a Cauchy matrix, so
+that any k of the k + m shares give the data back. ISA-L comes with the wheel of pyeclib, or from the system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import importlib.util
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.storage.base.errors import InvalidArgument, StoreError
+
+ByteArray = np.ndarray
+"""One dimension of uint8, contiguous."""
+
+
+class ErasureCode:
+    """The code of k data and m parity shares. Safe to use from many threads."""
+
+    def __init__(self, data: int, parity: int) -> None:
+        if not (data >= 1 and parity >= 0 and data + parity <= 32):
+            raise InvalidArgument(f"an erasure code of {data}+{parity}: 1 to 32 shares in all")
+        self.data = data
+        self.parity = parity
+        self._isal = _load_isal()
+        self._matrix = np.zeros((data + parity, data), np.uint8)
+        self._isal.gf_gen_cauchy1_matrix(_address(self._matrix), data + parity, data)
+        self._encode_tables = self._make_tables(self._matrix[data:])
+        self._decode_tables_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], ByteArray] = {}
+        self._lock = threading.Lock()
+
+    def encode(self, shares: Sequence[ByteArray], parity: Sequence[ByteArray]) -> None:
+        """Fill the parity shares from the data shares, all of one length."""
+        self._multiply(self._encode_tables, shares, parity)
+
+    def reconstruct(self, shares: Mapping[int, ByteArray], missing_shares: Mapping[int, ByteArray]) -> None:
+        """Fill the missing shares `into` from any k others, data or parity, all of one length."""
+        have = tuple(sorted(shares))[: self.data]
+        if len(have) < self.data:
+            raise StoreError(f"{len(shares)} shares are left of {self.data}+{self.parity}; {self.data} are needed")
+        missing = tuple(missing_shares)
+        self._multiply(self._decode_tables(have, missing), [shares[i] for i in have], [missing_shares[i] for i in missing])
+
+    def _decode_tables(self, have: tuple[int, ...], missing: tuple[int, ...]) -> ByteArray:
+        """Tables that make the missing shares from those that we have."""
+        with self._lock:
+            found = self._decode_tables_cache.get((have, missing))
+        if found is None:
+            rows = np.ascontiguousarray(self._matrix[list(have)])
+            inverse = np.zeros_like(rows)
+            if self._isal.gf_invert_matrix(_address(rows), _address(inverse), self.data):
+                raise StoreError(f"shares {have} of {self.data}+{self.parity} can't be decoded")  # never for a Cauchy matrix
+            coefficients = np.zeros((len(missing), self.data), np.uint8)
+            for row, share in enumerate(missing):
+                for column in range(self.data):
+                    total = 0
+                    for i in range(self.data):
+                        total ^= self._isal.gf_mul(int(self._matrix[share, i]), int(inverse[i, column]))
+                    coefficients[row, column] = total
+            found = self._make_tables(coefficients)
+            with self._lock:
+                self._decode_tables_cache[have, missing] = found
+        return found
+
+    def _make_tables(self, matrix: ByteArray) -> ByteArray:
+        matrix = np.ascontiguousarray(matrix)
+        tables = np.zeros(32 * max(1, matrix.size), np.uint8)
+        if len(matrix):
+            self._isal.ec_init_tables(self.data, len(matrix), _address(matrix), _address(tables))
+        return tables
+
+    def _multiply(self, tables: ByteArray, sources: Sequence[ByteArray], targets: Sequence[ByteArray]) -> None:
+        if not targets:
+            return
+        length = len(sources[0])
+        if any(len(s) != length for s in (*sources, *targets)):
+            raise ValueError("shares of different lengths")
+        self._isal.ec_encode_data(length, self.data, len(targets), _address(tables), _pointers(sources), _pointers(targets))
+
+
+@functools.cache
+def erasure_code(data: int, parity: int) -> ErasureCode:
+    """The code, made once."""
+    return ErasureCode(data, parity)
+
+
+def _address(array: ByteArray) -> Any:
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def _pointers(arrays: Sequence[ByteArray]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
+
+
+@functools.cache
+def _load_isal() -> Any:
+    """The library. ctypes releases the GIL while it works."""
+    tried = []
+    for path in _library_paths():
+        try:
+            library = ctypes.CDLL(path)
+            library.ec_encode_data.restype = None
+            library.ec_init_tables.restype = None
+            library.gf_gen_cauchy1_matrix.restype = None
+            library.gf_mul.argtypes = [ctypes.c_ubyte, ctypes.c_ubyte]
+            library.gf_mul.restype = ctypes.c_ubyte
+            return library
+        except (OSError, AttributeError) as error:
+            tried.append(f"{path}: {error}")
+    raise StoreError(
+        'an erasure code needs ISA-L: pip install "ckpt-store[erasure]", or the package libisal2 of the system'
+        + (f" (tried {'; '.join(tried)})" if tried else "")
+    )
+
+
+def _library_paths() -> list[str]:
+    found = []
+    spec = importlib.util.find_spec("pyeclib")
+    if spec is not None and spec.origin is not None:
+        site = Path(spec.origin).parent.parent
+        found += [str(p) for folder in ("pyeclib.libs", "pyeclib/.dylibs") for p in sorted((site / folder).glob("libisal*"))]
+    system = ctypes.util.find_library("isal")
+    return found + ([system] if system else [])

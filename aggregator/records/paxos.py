@@ -1,0 +1,509 @@
+"""One value for each path, agreed by a majority of the members that keep it, whatever fails and whoever competes.
+
+Each path has a register on a few members; `storage/registers/base.py` has the rules that a register keeps. A change is made in
+one of two ways:
+
+* *direct*: the first member of the path changes its value, if that is still the one that was read, and then the others do the
+  same. Done once a quorum has it. One write on each member; this is the way of nearly every change.
+* *in two phases* (Paxos): a promise from a quorum, which brings the newest value that any of it holds; then the value
+  made from that is accepted by a quorum. This works while any quorum answers, and settles what a direct change left
+  half-done: its value is taken over or given up, the same for all.
+
+Why they fit together. The first member lets one direct change of a value pass, so that two never compete. A direct ballot lies
+right above the one that it replaces and below every later two-phase ballot, and a register that has promised a two-phase
+ballot takes no direct change of what its proposer may have read. So a direct change that a quorum has taken is seen by every
+later promise of a quorum, as the newest value or as the root of that; one that fewer have taken is a value whose author
+still waits, and finds out in two phases whether it stands.
+
+While the members that keep records change (`aggregator/maintenance/reconfigure.py`), a path has two groups of members: what
+is agreed must be agreed in both, in two phases.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import random
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.placement.redundancy import Quorum
+from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.registers.base import (
+    NO_BALLOT,
+    REGISTERS_INCOMPLETE,
+    Ballot,
+    DamagedRecord,
+    DirectChange,
+    Record,
+    RegisterAnswer,
+    Registers,
+    RegisterValue,
+    floor_ballot,
+    is_final,
+)
+
+log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+Decide = Callable[[str, RegisterValue | None], RegisterValue | None]
+"""From the path and its value to the new value, or None to leave it. Asked again where others compete, and it must then
+know a value that it made itself."""
+
+_BATCH_PATHS = 1_000
+
+_FIRST_READ_SECONDS = 0.5
+"""How long a read waits for the members that it needs before it asks the others as well."""
+
+_CHANGE_SECONDS = 2.0
+"""How long a direct change waits for the first member before the others agree without it; longer for many paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class VotingGroup:
+    """Members that keep the register of a path, and how many of them decide."""
+
+    members: tuple[str, ...]
+    quorum: Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSet:
+    """The groups of a path: one, or while its record moves two. What is agreed is agreed in each."""
+
+    groups: tuple[VotingGroup, ...]
+    fence_number: int = 0
+    """Of the ring that says so."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        if len(self.groups) == 1:
+            return self.groups[0].members
+        return tuple(dict.fromkeys(m for group in self.groups for m in group.members))
+
+    def can_write(self, members: Collection[str]) -> bool:
+        """Whether these are a quorum for a change."""
+        return all(sum(m in members for m in g.members) >= g.quorum.write for g in self.groups)
+
+    def can_read(self, members: Collection[str]) -> bool:
+        """Whether these are a quorum for reading."""
+        return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
+
+    def newest(self, records: Mapping[str, Record]) -> Record:
+        """The one that counts: of the first group, where there are two, for all that was agreed is there; what the new keepers
+        have from an earlier time is nothing."""
+        return max((r for m, r in records.items() if m in self.groups[0].members), key=lambda r: r.accepted)
+
+
+class ReplicatedRegisters:
+    """The values of paths.
+
+    keepers: who keeps these paths, all by one ring. renew: called where they say that it is others. direct: whether all
+    callers agree on who the first member of a path is.
+    """
+
+    def __init__(
+        self,
+        registers: Mapping[str, Registers],
+        replica_sets: Callable[[Sequence[str]], dict[str, ReplicaSet]],
+        fan_out: FanOut,
+        deadline_seconds: float = 30.0,
+        invalidate_ring: Callable[[], None] = lambda: None,
+        is_direct: bool = True,
+    ) -> None:
+        self._registers = registers
+        self._replica_sets = replica_sets
+        self._fan_out = fan_out
+        self._deadline_seconds = deadline_seconds
+        self._invalidate_ring = invalidate_ring
+        self._is_direct = is_direct
+        self._process_secret = secrets.token_hex(8)
+        self._proposals = itertools.count()
+
+    @property
+    def _proposer_id(self) -> str:
+        """Of this process alone: a child has another, whatever it has from its parent."""
+        return f"{self._process_secret}{os.getpid():x}x"
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def read(self, paths: Sequence[str]) -> dict[str, RegisterValue | None]:
+        """The value of each path; Unavailable where too few of its members answer."""
+        found: dict[str, RegisterValue | None] = {}
+        for batch in _batches(paths):
+            found |= self.retry_outdated(functools.partial(self._read_batch, batch))
+        return found
+
+    def _read_batch(self, paths: Sequence[str]) -> dict[str, RegisterValue | None]:
+        replica_sets = self._replica_sets(paths)
+        fence_number = _fence_number(replica_sets)
+
+        def read(registers: Registers, names: list[str]) -> list[RegisterAnswer]:
+            return registers.read(names, fence_number)
+
+        def enough(path: str, got: Mapping[str, RegisterAnswer]) -> bool:
+            return _is_unanimous(got, replica_sets[path].can_write)
+
+        # As many as a change needs, of those that answer; the others only if these are too few to read, or do not agree.
+        first_members = {path: self._preferred_members(kept) for path, kept in replica_sets.items()}
+        answers, errors = self._call_members(first_members, read, enough, _FIRST_READ_SECONDS)
+        undecided = [path for path in paths if not _is_unanimous(answers[path], replica_sets[path].can_read)]
+        if undecided:
+            rest = {path: [m for m in replica_sets[path].members if m not in answers[path]] for path in undecided}
+            more, failed = self._call_members(
+                rest, read, lambda path, got: enough(path, {**answers[path], **got}),
+                # or two phases settle it
+                is_acceptable=lambda path, got: replica_sets[path].can_read(_undamaged_records({**answers[path], **got})),
+            )  # fmt: skip
+            for path in undecided:
+                answers[path] |= more[path]
+            errors |= failed
+        found: dict[str, RegisterValue | None] = {}
+        unsettled: list[str] = []
+        for path in paths:
+            records = _undamaged_records(answers[path])
+            if not replica_sets[path].can_read(records):
+                raise _no_quorum_error(path, replica_sets[path], False, answers[path], errors)
+            newest = replica_sets[path].newest(records)
+            same = {m for m, r in records.items() if r.accepted == newest.accepted}
+            # One of two that is left alone can't settle anything. What it has may be half-done: later it may not be seen for a
+            # while, but never is it undone.
+            replicas = replica_sets[path]
+            agreed = replicas.can_write(same) or (replicas.can_read(same) and not replicas.can_write(records))
+            if not agreed and newest.value is not None:
+                unsettled.append(path)
+            found[path] = newest.value
+        if unsettled:  # a change was left half-done: first the newest value is made the one for all
+            found |= self._run_two_phases(unsettled, lambda _, value: None)
+        return found
+
+    def settle(self, paths: Sequence[str], on_all_members: bool = True) -> None:
+        """Give a quorum, or every member that answers, the newest value of these paths."""
+        for batch in _batches(paths):
+            self.retry_outdated(functools.partial(self._run_two_phases, batch, lambda _, value: None, on_all_members))
+
+    def retry_outdated(self, call: Callable[[], T]) -> T:
+        """Do some work, again where it went by an old ring."""
+        until = time.monotonic() + 2 * self._deadline_seconds
+        while True:
+            try:
+                return call()
+            except Outdated as error:
+                if time.monotonic() > until:
+                    raise Unavailable(f"{error}; they still change, or this process can't learn of it") from error
+                self._invalidate_ring()
+                time.sleep(0.02)
+
+    # --- changing ----------------------------------------------------------------------------------------------
+
+    def update(self, paths: Sequence[str], decide: Decide, expect_absent: bool = False) -> dict[str, RegisterValue | None]:
+        """Change the values of paths; what each is after that. fresh: nothing is expected to be there yet."""
+        found: dict[str, RegisterValue | None] = {}
+        for batch in _batches(paths):
+            found |= self.retry_outdated(functools.partial(self._update_batch, batch, decide, expect_absent))
+        return found
+
+    def update_fenced(
+        self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False
+    ) -> dict[str, RegisterValue | None]:
+        """As `update`, by this fence number and no other. Raises Outdated, which says whether a member may have taken the
+        change: once another number counts, what the new values refer to may be gone."""
+        found: dict[str, RegisterValue | None] = {}
+        for batch in _batches(paths):
+            found |= self._update_batch(batch, decide, expect_absent, fence_number)
+        return found
+
+    def _update_batch(
+        self, paths: Sequence[str], decide: Decide, expect_absent: bool, fence_number: int | None = None
+    ) -> dict[str, RegisterValue | None]:
+        found: dict[str, RegisterValue | None] = {}
+        possibly_changed: set[str] = set()
+        try:
+            remaining = (
+                self._change_directly(paths, decide, expect_absent, found, fence_number, possibly_changed)
+                if self._is_direct
+                else paths
+            )
+            return (
+                found | self._run_two_phases(remaining, decide, False, fence_number, possibly_changed) if remaining else found
+            )
+        except Outdated as error:
+            error.unsettled = bool(possibly_changed)
+            raise
+
+    def _require_replica_sets(self, paths: Sequence[str], fence_number: int | None) -> dict[str, ReplicaSet]:
+        replica_sets = self._replica_sets(paths)
+        if fence_number is not None and _fence_number(replica_sets) != fence_number:
+            raise Outdated(f"members go by {_fence_number(replica_sets)} now, and not by {fence_number}")
+        return replica_sets
+
+    def _change_directly(
+        self,
+        paths: Sequence[str],
+        decide: Decide,
+        expect_absent: bool,
+        found: dict[str, RegisterValue | None],
+        required_number: int | None,
+        possibly_changed: set[str],
+    ) -> list[str]:
+        """The paths that could not be changed so. sent: gets those whose new value a member may have."""
+        all_replica_sets = self._require_replica_sets(paths, required_number)
+        fence_number = _fence_number(all_replica_sets)
+        replica_sets = {
+            path: replicas
+            for path, replicas in all_replica_sets.items()
+            if len(replicas.groups) == 1 and not self._fan_out.health.is_down(replicas.members[0])
+        }
+        remaining = [path for path in paths if path not in replica_sets]
+        paths = list(replica_sets)
+        timeout_seconds = min(self._deadline_seconds, _CHANGE_SECONDS * (1 + len(paths) / 50))
+        answers: dict[str, dict[str, RegisterAnswer]] = {path: {} for path in paths}
+        if not expect_absent:
+            firsts = {path: kept.members[:1] for path, kept in replica_sets.items()}
+            answers, _ = self._call_members(
+                firsts, lambda registers, names: registers.read(names, fence_number), timeout_seconds=timeout_seconds
+            )
+        changes: dict[str, DirectChange] = {}
+        for path in paths:
+            record = Record() if expect_absent else answers[path].get(replica_sets[path].members[0])
+            if not isinstance(record, Record):
+                remaining.append(path)
+                continue
+            new = decide(path, record.value)
+            # None: to be sure, for the first member may not know the newest. Nothing there, in a ring that is not the first: a
+            # member may hold a first value that it took by an earlier ring, whose first member was another, and nobody else.
+            if new is None or (record.accepted == NO_BALLOT and fence_number > 1):
+                remaining.append(path)
+                continue
+            changes[path] = DirectChange(path, record.accepted, new)
+
+        def change(registers: Registers, names: list[str]) -> list[bool]:
+            return registers.change([changes[name] for name in names], self._proposer_id, fence_number)
+
+        if len({replica_sets[path].members[0] for path in changes}) > 1:  # one may take its part where another refuses
+            possibly_changed.update(changes)
+        failpoint("ledger.change")
+        first_answers, _ = self._call_members(
+            {path: replica_sets[path].members[:1] for path in changes}, change, timeout_seconds=timeout_seconds
+        )
+        possibly_changed.update(path for path in changes if False not in first_answers[path].values())
+        remaining += [path for path in changes if True not in first_answers[path].values()]
+        changed_on_first = {path: replica_sets[path] for path in changes if True in first_answers[path].values()}
+        failpoint("ledger.changed")
+
+        def enough(path: str, got: Mapping[str, bool]) -> bool:
+            return changed_on_first[path].can_write({changed_on_first[path].members[0], *(m for m, yes in got.items() if yes)})
+
+        others, _ = self._call_members({path: kept.members[1:] for path, kept in changed_on_first.items()}, change, enough)
+        for path in changed_on_first:
+            if enough(path, others[path]):
+                found[path] = changes[path].value
+            else:
+                remaining.append(path)
+        return remaining
+
+    def _run_two_phases(
+        self, paths: Sequence[str], decide: Decide, on_all_members: bool = False, fence_number: int | None = None,
+        possibly_changed: set[str] | None = None,
+    ) -> dict[str, RegisterValue | None]:  # fmt: skip
+        until = time.monotonic() + self._deadline_seconds
+        found: dict[str, RegisterValue | None] = {}
+        highest = floor_ballot(_fence_number(self._replica_sets(paths)))
+        pause, tries = 0.005, 0
+        possibly_changed = set() if possibly_changed is None else possibly_changed
+        while paths:
+            # Never twice the same: two proposals of one ballot could both be accepted somewhere.
+            ballot = Ballot(highest.round + 1, f"{self._proposer_id}{next(self._proposals):x}")
+            paths, highest = self._run_round(paths, decide, ballot, found, on_all_members, fence_number, possibly_changed)
+            tries += 1
+            if paths and tries > 4 and time.monotonic() > until:
+                raise Unavailable(
+                    f"{_describe_paths(paths)}: others changed it at the same time for {self._deadline_seconds:g} s; try again"
+                )
+            if paths:
+                time.sleep(random.uniform(0, pause))
+                pause = min(2 * pause, 0.5)
+        return found
+
+    def _run_round(
+        self,
+        paths: Sequence[str],
+        decide: Decide,
+        ballot: Ballot,
+        found: dict[str, RegisterValue | None],
+        on_all_members: bool,
+        required_number: int | None,
+        possibly_changed: set[str],
+    ) -> tuple[list[str], Ballot]:
+        """One try; the paths to try again, and the highest ballot that stood in the way."""
+        replica_sets = self._require_replica_sets(paths, required_number)
+        fence_number = _fence_number(replica_sets)
+        failpoint("ledger.prepare")
+        promises, errors = self._call_members(
+            {path: replicas.members for path, replicas in replica_sets.items()},
+            lambda registers, names: registers.prepare(names, ballot, fence_number),
+            lambda path, got: not on_all_members and _is_decided(_promises_given(got, ballot), replica_sets[path]),
+        )
+        undecided: list[str] = []
+        highest = ballot
+        values: dict[str, RegisterValue] = {}
+        promised: dict[str, set[str]] = {}
+        for path in paths:
+            records = {m: r for m, r in promises[path].items() if isinstance(r, Record)}
+            if not replica_sets[path].can_write(records):
+                raise _no_quorum_error(path, replica_sets[path], True, promises[path], errors)
+            if (settled := next((r for r in records.values() if is_final(r)), None)) is not None:
+                found[path] = settled.value
+                continue
+            highest = max([highest, *(r.promised for r in records.values())])
+            promising = {m: r for m, r in records.items() if r.promised == ballot}
+            if not replica_sets[path].can_write(promising):
+                undecided.append(path)
+                continue
+            newest = replica_sets[path].newest(promising)
+            new = decide(path, newest.value)
+            if new is None:
+                if newest.value is None:
+                    found[path] = None
+                    continue
+                new = newest.value  # told to nobody before a quorum has it
+            values[path] = new
+            promised[path] = set(promising)
+        possibly_changed.update(values)
+        failpoint("ledger.accept")
+        accepted, _ = self._call_members(
+            {path: replica_sets[path].members for path in values},
+            lambda registers, names: registers.accept(
+                [(name, values[name]) for name in names], ballot, fence_number=fence_number
+            ),
+            lambda path, got: (
+                not on_all_members
+                # A damaged register says no whatever the ballot.
+                and _is_decided({m: yes for m, yes in got.items() if yes or m in promised[path]}, replica_sets[path])
+            ),
+        )
+        failpoint("ledger.accepted")
+        for path, value in values.items():
+            if replica_sets[path].can_write({m for m, yes in accepted[path].items() if yes}):
+                found[path] = value
+                self._repair_damaged(path, value, ballot, promises[path], fence_number)
+            else:
+                undecided.append(path)
+        return undecided, highest
+
+    def _repair_damaged(
+        self, path: str, value: RegisterValue, ballot: Ballot, answers: Mapping[str, RegisterAnswer], fence_number: int
+    ) -> None:
+        """Put the value in the place of damaged records: a quorum of the other members has promised and taken it."""
+        for member, answer in answers.items():
+            if isinstance(answer, DamagedRecord):
+                try:
+                    self._registers[member].accept([(path, value)], ballot, repair_damaged=True, fence_number=fence_number)
+                    level = logging.INFO if answer == REGISTERS_INCOMPLETE else logging.WARNING  # one for each file there is
+                    log.log(level, "the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
+                except StoreError as error:
+                    log.info("the damaged record of %s on %s stays: %s", path, member, error)
+
+    def _preferred_members(self, replicas: ReplicaSet) -> Sequence[str]:
+        """As many members as a change needs, or at least a read, those that answered lately first."""
+        found: dict[str, None] = {}
+        for group in replicas.groups:
+            down = [m for m in group.members if self._fan_out.health.is_down(m)]
+            up = [m for m in group.members if m not in down][: group.quorum.write]
+            found |= dict.fromkeys([*up, *down][: max(len(up), group.quorum.read)])
+        return list(found)
+
+    # --- asking ------------------------------------------------------------------------------------------------
+
+    def _call_members(
+        self, members: Mapping[str, Sequence[str]], call: Callable[[Registers, list[str]], Sequence[T]],
+        is_enough: Callable[[str, Mapping[str, T]], bool] | None = None, timeout_seconds: float | None = None,
+        is_acceptable: Callable[[str, Mapping[str, T]], bool] | None = None,
+    ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
+        """Ask every member for all of its paths at once: the answers by path and member, and the errors by member.
+
+        patience: seconds after which those are given that are there. will_do: of a path, whether it could go on with these.
+        """
+        names: dict[str, list[str]] = defaultdict(list)
+        for path, replicas in members.items():
+            for member in replicas:
+                names[member].append(path)
+
+        def by_path(answers: Mapping[str, Sequence[T]]) -> dict[str, dict[str, T]]:
+            found: dict[str, dict[str, T]] = {path: {} for path in members}
+            for member, given in answers.items():
+                for path, answer in zip(names[member], given, strict=True):
+                    found[path][member] = answer
+            return found
+
+        def of_all(
+            found: Callable[[str, Mapping[str, T]], bool] | None,
+        ) -> Callable[[dict[str, Sequence[T]]], bool]:
+            return lambda answers: found is not None and all(found(path, got) for path, got in by_path(answers).items())
+
+        calls = {m: functools.partial(call, self._registers[m], names[m]) for m in names}
+        answers, errors = self._fan_out.ask(
+            calls, timeout_seconds or self._deadline_seconds, of_all(is_enough), is_acceptable=of_all(is_acceptable)
+        )
+        for error in errors.values():
+            if isinstance(error, Outdated):
+                raise error
+        return by_path(answers), errors
+
+
+def _fence_number(replica_sets: Mapping[str, ReplicaSet]) -> int:
+    return next((replicas.fence_number for replicas in replica_sets.values()), 0)
+
+
+def _no_quorum_error(
+    path: str, replica_set: ReplicaSet, is_write: bool, answers: Mapping[str, RegisterAnswer], errors: Mapping[str, StoreError]
+) -> Unavailable:
+    """The error of the first group that has no quorum."""
+    have = {m for m, a in answers.items() if isinstance(a, Record)}
+    needed = {g: g.quorum.write if is_write else g.quorum.read for g in replica_set.groups}
+    group = next(g for g in replica_set.groups if len(have.intersection(g.members)) < needed[g])
+    reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, DamagedRecord)]
+    reasons += [f"{m}: {e}" for m, e in errors.items() if m in group.members]
+    return Unavailable(
+        f"can't {'change' if is_write else 'read'} {path}: {len(have.intersection(group.members))} of the {len(group.members)} "
+        f"members that keep its record answer, {needed[group]} are needed ({'; '.join(reasons)}); start the missing ones"
+    )
+
+
+def _is_unanimous(got: Mapping[str, RegisterAnswer], is_quorum: Callable[[Collection[str]], bool]) -> bool:
+    """Whether these answers to a read are enough, and all the same."""
+    records = _undamaged_records(got)
+    return is_quorum(records) and len({r.accepted for r in records.values()}) == 1
+
+
+def _undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Record]:
+    """The answers that are no damaged ones."""
+    return {m: a for m, a in got.items() if isinstance(a, Record)}
+
+
+def _promises_given(got: Mapping[str, RegisterAnswer], ballot: Ballot) -> dict[str, bool]:
+    return {m: a.promised == ballot for m, a in got.items() if isinstance(a, Record)}
+
+
+def _is_decided(votes: Mapping[str, bool], replica_set: ReplicaSet) -> bool:
+    """Whether no more votes need be waited for: a quorum is for it, or a higher ballot has stood in the way."""
+    return replica_set.can_write({m for m, yes in votes.items() if yes}) or (
+        replica_set.can_write(votes) and not all(votes.values())
+    )
+
+
+def _batches(paths: Sequence[str]) -> list[Sequence[str]]:
+    return [paths[i : i + _BATCH_PATHS] for i in range(0, len(paths), _BATCH_PATHS)]
+
+
+def _describe_paths(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

@@ -1,0 +1,519 @@
+"""From rows to arrays: ranges, parallel reads, verification, decoding, into the destination.
+
+Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, and tells the store what comes
+next: told so, Linux fills its cache at the rate of the disk, and often not by its own read-ahead (benchmarks/limits.py has
+both). An uncompressed block that goes to one contiguous place is read straight into it, and summed chunk by chunk while the
+chunk is still in the processor's cache. Reads go through the page cache: a second load is a memory copy. What is read once, by
+one process (`Wanted.once`), is read past it into memory on huge pages, and summed and copied from there chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
+from ckpt.block_io.replicated_store import copies_of, from_nearest
+from ckpt.block_io.staging_arena import round_up
+from ckpt.format import codec
+from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
+from ckpt.format.limits import BLOCK_BYTES, MAX_BLOCK_BYTES
+from ckpt.format.manifest import Manifest, Row
+from ckpt.state.boxes import Box, contiguous_start
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves.base import ArrayLeaf, Bytes
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
+from ckpt.storage.base.huge_pages import map_huge_pages
+from ckpt.storage.base.store import Reader, Store
+from ckpt.support.runtime import collector_paused, processor_count
+
+READ_THREADS = 3
+"""At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
+
+STREAM_THREADS = 16
+"""Threads that read past the page cache chunk by chunk, at most, of all ranks of a host together where they read for each
+other: each waits for one small read, and holds little memory."""
+
+_CHUNK_BYTES = 1 << 20
+
+_STREAM_CHUNK_BYTES = 2 * CELL_BYTES
+"""A chunk past the page cache: small, so that what is summed and copied is still in the processor's cache."""
+
+_PREFETCH_BYTES = 16 << 20
+"""How far before each thread the store is told what comes."""
+
+T = TypeVar("T")
+
+Progress = Callable[[int], None]
+"""Called with the number of stored bytes just done, from several threads."""
+
+BlockSource = Callable[[int, int], Bytes]
+"""Bytes of a raw block, from and to, until it is asked again."""
+
+
+def read_leaves(
+    store: Store, manifest: Manifest, targets: Sequence[Target], where: str, progress: Progress | None = None
+) -> None:
+    """Fill each target with its leaf or box. Raises IntegrityError with file and leaf."""
+    read_blocks(store, manifest.digest_algorithm, plan_reads(manifest, targets, where), where, progress)
+
+
+def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where: str, progress: Progress | None = None) -> None:
+    """Read blocks that lie in this order, each into its place."""
+
+    def work(job: Iterable[BlockRead]) -> None:
+        BlockReader(store, algorithm, where, progress).run(job)
+
+    streamed: list[BlockRead] = []
+    if any(block.bypass_cache for block in read_plan) and copies_of(store)[0].past_cache:
+        streamed = [block for block in read_plan if block.can_stream()]
+    if streamed:
+        _run_in_threads(streamed, work, STREAM_THREADS)
+        streamed_ids = {id(block) for block in streamed}
+        read_plan = [block for block in read_plan if id(block) not in streamed_ids]
+    _run_in_threads(read_plan, work)
+
+
+def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progress | None = None) -> int:
+    """Read every block, check it as stored and as decoded; return the bytes read."""
+    done = 0
+    for rows in manifest.in_pack_order():
+        with collector_paused():
+            blocks: dict[tuple[str | None, int], BlockRead] = {}
+            for row in rows:
+                if (block := blocks.get((row.pack, row.position))) is None:
+                    block = blocks[row.pack, row.position] = BlockRead(row, bypass_cache=True)
+                block.pieces.append(RowPiece(row, _NO_DESTINATION, row.box, row.box))
+        order = list(blocks.values())
+        _run_in_threads(order, lambda job: BlockReader(store, manifest.digest_algorithm, where, progress).verify(job))
+        done += sum(block.row.stored for block in order)
+    return done
+
+
+def find_bad_blocks(
+    store: Store, algorithm: str, rows: Iterable[Row], where: str, progress: Progress | None = None
+) -> list[tuple[Row, IntegrityError]]:
+    """Read the block of each row and check it as stored and as decoded; return those that are bad, and why."""
+    bad: list[tuple[Row, IntegrityError]] = []
+
+    def work(job: Iterable[BlockRead]) -> None:
+        worker = BlockReader(store, algorithm, where, progress)
+        for block in job:
+            try:
+                worker.verify([block])
+            except IntegrityError as error:
+                bad.append((block.row, error))
+
+    _run_in_threads([BlockRead(row, bypass_cache=True) for row in rows], work)
+    return bad
+
+
+def _run_in_threads(
+    reads: list[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int | None = None
+) -> None:
+    """Run `work` on contiguous parts of about equal bytes, one a thread; the first error ends all."""
+    total = sum(w.row.stored for w in reads)
+    if max_threads is None:
+        max_threads = READ_THREADS if any(w.bypass_cache for w in reads) else min(READ_THREADS, processor_count())
+    threads = max(1, min(max_threads, len(reads), total // (16 << 20)))
+    if threads == 1:
+        work(reads)
+        return
+    parts: list[list[BlockRead]] = [[] for _ in range(threads)]
+    done = 0
+    for block in reads:
+        parts[min(threads - 1, done * threads // total)].append(block)
+        done += block.row.stored
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run(part: list[BlockRead]) -> None:
+        try:
+            work(_until_stopped(part, stop))
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    workers = [threading.Thread(target=run, args=(p,), name="ckpt-read") for p in parts[1:]]
+    for worker in workers:
+        worker.start()
+    run(parts[0])
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+
+
+def _until_stopped(part: list[BlockRead], stop: threading.Event) -> Iterator[BlockRead]:
+    for block in part:
+        if stop.is_set():
+            return
+        yield block
+
+
+class BlockReader:
+    """One thread's reading: its open file and its buffers. Where there are several copies of a block, the nearest good one."""
+
+    def __init__(self, store: Store, algorithm: str, where: str, progress: Progress | None) -> None:
+        self._all_copies = store
+        self._store = copies_of(store)[0]
+        self._missing: set[tuple[str, str]] = set()
+        self._algorithm = algorithm
+        self._where = where
+        self._progress = progress
+        self._stored_buffer = np.empty(0, np.uint8)
+        self._raw_buffer = np.empty(0, np.uint8)
+        self._opened: tuple[str, bool] | None = None
+        self._reader: Reader | None = None
+
+    def run(self, reads: Iterable[BlockRead]) -> None:
+        """Read each block and put its pieces where they belong."""
+        try:
+            for block in self._prefetched(reads):
+                self._with_nearest_copy(block, self._read_block)
+        finally:
+            self._close()
+
+    def _prefetched(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
+        """The blocks, each while the store brings the next ones into the page cache."""
+        waiting: deque[tuple[BlockRead, int]] = deque()
+        nbytes = 0
+        for block in reads:
+            if not self._bypasses_cache(block):
+                for begin, end in block.stored_ranges():
+                    self._store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
+            waiting.append((block, block.read_bytes()))
+            nbytes += block.read_bytes()
+            while nbytes > _PREFETCH_BYTES and len(waiting) > 1:
+                first, size = waiting.popleft()
+                nbytes -= size
+                yield first
+        yield from (block for block, _ in waiting)
+
+    def verify(self, reads: Iterable[BlockRead]) -> None:
+        """Read each block and check it, cells included."""
+        try:
+            for block in reads:
+                self._with_nearest_copy(block, self._verify_block)
+                self._report_progress(block.row.stored)
+        finally:
+            self._close()
+
+    def _verify_block(self, block: BlockRead) -> None:
+        raw = self._read_decoded_block(block)
+        for piece in block.pieces:
+            if piece.row.cells:
+                begin = _cells_begin(piece.row)
+                self._check_cells(piece.row, raw[begin : _cells_end(piece.row)], begin)
+
+    def _with_nearest_copy(self, block: BlockRead, work: Callable[[BlockRead], T]) -> T:
+        def read(store: Store) -> T:
+            if store is not self._store:
+                self._close()
+                self._store = store
+            return work(block)
+
+        return from_nearest(self._all_copies, read, block.row.pack or "", block.row.position, self._missing)
+
+    # --- one block ---------------------------------------------------------------------------------------------
+
+    def _read_block(self, block: BlockRead) -> None:
+        if runs := block.cell_runs():
+            for run in runs:
+                self._read_run(block, run)
+                self._report_progress(run.end - run.begin)
+            return
+        row = block.row
+        destinations = block.destinations() if row.codec is None else None
+        if destinations and self._bypasses_cache(block):
+            self._stream_block(row, destinations, self._uncached_source(row))
+        elif destinations and len(destinations) == 1 and len(destinations[0][2]) == row.raw:
+            self._read_into_destination(row, destinations[0][2])
+        else:
+            self._copy_pieces(block.pieces, self._read_decoded_block(block))
+        self._report_progress(row.stored)
+
+    def _read_run(self, block: BlockRead, run: CellRun) -> None:
+        pieces = [piece for _, _, piece in run.pieces]
+        if self._bypasses_cache(block) and (destinations := destinations_of(pieces)):
+            self._stream_cells(run, run.begin, run.end, destinations, self._uncached_source(block.row))
+        else:
+            self._copy_pieces(pieces, self._read_cells(block, run.begin, run.end), run.begin)
+
+    def fetch(self, block: BlockRead, begin: int, end: int, out: Bytes) -> None:
+        """Read a stretch of a block, verified and decoded, into `out`: all of it, or some of the wanted cells."""
+        row = block.row
+        is_all = end - begin == row.raw
+
+        def read(block: BlockRead) -> None:
+            if row.codec is not None or not self._bypasses_cache(block):
+                out[:] = self._read_decoded_block(block) if is_all else self._read_cells(block, begin, end)
+            elif is_all:
+                self._stream_block(row, [(0, end, out)], self._uncached_source(row))
+            else:
+                self._stream_cells(block.run_at(begin), begin, end, [(begin, end, out)], self._uncached_source(row))
+
+        try:
+            self._with_nearest_copy(block, read)
+            self._report_progress(row.stored if is_all else end - begin)
+        finally:
+            self._close()
+
+    def accept(self, block: BlockRead, begin: int, data: Bytes) -> None:
+        """Check a stretch of a block that is wanted, of which other ranks have read some, and put it where it belongs."""
+        row = block.row
+        end = begin + len(data)
+
+        def received(first: int, last: int) -> Bytes:
+            return data[first - begin : last - begin]
+
+        if len(data) == row.raw:
+            if destinations := block.destinations():
+                self._stream_block(row, destinations, received)
+            elif digest(self._algorithm, data) != row.digest:
+                raise self._damage_error(row, "digest")
+            else:
+                self._copy_pieces(block.pieces, data)
+            return
+        run = block.run_at(begin)
+        pieces = [piece for _, _, piece in run.pieces]
+        if destinations := destinations_of(pieces):
+            self._stream_cells(run, begin, end, destinations, received)
+        else:
+            self._check_run(run.pieces, data, begin)
+            self._copy_pieces(pieces, data, begin)
+
+    def _copy_pieces(self, pieces: Iterable[RowPiece], data: Bytes, begin: int = 0) -> None:
+        """Put pieces of a block where they belong, out of its bytes from `begin` on."""
+        for piece in pieces:
+            if (destination := piece.destination()) is not None:
+                first, last, memory = destination
+                memory[:] = data[first - begin : last - begin]
+                continue
+            row, leaf, box, at = piece
+            if box is row.box:
+                leaf.write(at, data[row.start - begin : row.start - begin + row.nbytes])
+            else:
+                first, last = piece.raw_range()
+                leaf.write(at, _elements_of_box(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
+
+    def _stream_block(self, row: Row, destinations: list[Destination], source: BlockSource) -> None:
+        """Fill memory with all of a raw block, verified."""
+        block_hash = hasher(self._algorithm)
+        _copy_in_chunks(0, row.raw, destinations, source, lambda data, begin: block_hash.update(data))
+        if block_hash.digest() != row.digest:
+            raise self._damage_error(row, "digest")
+
+    def _stream_cells(self, run: CellRun, begin: int, end: int, destinations: list[Destination], source: BlockSource) -> None:
+        """Fill memory with cells of a raw block, verified, that lie in a run."""
+        sweep = RangeSweep(run.pieces)
+        _copy_in_chunks(
+            begin, end, destinations, source,
+            lambda data, begin: self._check_run(sweep.advance_to(begin + len(data)), data, begin),
+        )  # fmt: skip
+
+    def _uncached_source(self, row: Row) -> BlockSource:
+        """Bytes of an uncompressed block, read past the page cache into this worker's buffer."""
+        return lambda begin, end: self._read(row, row.position + begin, end - begin, True)
+
+    def _read_into_destination(self, row: Row, destination: Bytes) -> None:
+        block_hash = hasher(self._algorithm)
+        view = destination.data
+        for start in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[start : start + _CHUNK_BYTES]
+            self._read_at(row, row.position + start, chunk, len(chunk))
+            block_hash.update(chunk)
+        if block_hash.digest() != row.digest:
+            raise self._damage_error(row, "digest")
+
+    def _read_decoded_block(self, block: BlockRead) -> Bytes:
+        """All of a block, verified and decoded, in this worker's buffer."""
+        row = block.row
+        if max(row.raw, row.stored) > MAX_BLOCK_BYTES:
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: the manifest states a block of {max(row.raw, row.stored)} bytes, and "
+                f"blocks have at most {MAX_BLOCK_BYTES}; restore the manifest or load another step"
+            )
+        raw = stored = self._read(row, row.position, row.stored, self._bypasses_cache(block))
+        if row.codec is not None:
+            if checksum(stored) != row.checksum:
+                raise self._damage_error(row, "checksum")
+            self._raw_buffer = _grown(self._raw_buffer, row.raw)
+            raw = self._raw_buffer[: row.raw]
+            try:
+                codec.decode(row.codec, stored.data, raw)
+            except IntegrityError as error:
+                raise self._damage_error(row, f"codec ({error})") from error
+            except (CkptError, MemoryError, ImportError):
+                raise
+            except Exception as error:  # codecs raise what they like
+                raise self._damage_error(row, f"codec ({error})") from error
+        if len(raw) != row.raw or digest(self._algorithm, raw) != row.digest:
+            raise self._damage_error(row, "digest")
+        return raw
+
+    def _read_cells(self, block: BlockRead, begin: int, end: int) -> Bytes:
+        """Some cells of an uncompressed block, verified, in this worker's buffer. A wanted piece must lie in each."""
+        cells = self._read(block.row, block.row.position + begin, end - begin, self._bypasses_cache(block))
+        self._check_run(block.run_at(begin).pieces, cells, begin)
+        return cells
+
+    def _check_run(self, pieces: Iterable[PieceCells], cells: Bytes, begin: int) -> None:
+        """Check cells of a raw block, from byte `begin` of it on, by the pieces of the run in which they lie."""
+        end, checked = begin + len(cells), begin
+        for first, last, piece in pieces:
+            if (upto := min(last, end)) > checked >= first:
+                self._check_cells(piece.row, cells[checked - begin : upto - begin], checked)
+                checked = upto
+        assert checked == end  # else bytes would be handed out that nobody has verified
+
+    def _check_cells(self, row: Row, data: Bytes, begin: int) -> None:
+        """Check cells of a raw block, from byte `begin` of it on, in each of which the row has bytes."""
+        first_cell = (begin - _cells_begin(row)) // CELL_BYTES
+        for i, start in enumerate(range(0, len(data), CELL_BYTES), first_cell):
+            if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
+                raise self._damage_error(row, f"cell {i}")
+
+    def _bypasses_cache(self, block: BlockRead) -> bool:
+        return block.bypass_cache and self._store.past_cache
+
+    # --- bytes -------------------------------------------------------------------------------------------------
+
+    def _read(self, row: Row, position: int, nbytes: int, bypass_cache: bool) -> Bytes:
+        """So many bytes from a position on, in this worker's buffer."""
+        self._stored_buffer = _grown(self._stored_buffer, round_up(nbytes))
+        self._read_at(
+            row, position, self._stored_buffer[: round_up(nbytes) if bypass_cache else nbytes].data, nbytes, bypass_cache
+        )
+        return self._stored_buffer[:nbytes]
+
+    def _read_at(self, row: Row, position: int, buffer: memoryview, min_bytes: int, bypass_cache: bool = False) -> None:
+        """Read what lies at a position; raise IntegrityError where that is less than `least` bytes."""
+        name = row.pack or ""
+        try:
+            if self._reader is None or self._opened != (name, bypass_cache):
+                self._close()
+                self._reader = self._store.open_once(name) if bypass_cache else self._store.open(name)
+                self._opened = name, bypass_cache
+            count = self._reader.read_into(position, buffer)
+        except NotFound as error:
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} is missing; restore it or load another step"
+            ) from error
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} cannot be read at byte {position}: the device "
+                "reports an I/O error; check the disk, and load another step"
+            ) from error
+        if count < min_bytes:
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} ends at byte {position + count}, "
+                f"{min_bytes - count} bytes early; restore it or load another step"
+            )
+
+    def _damage_error(self, row: Row, what: str) -> IntegrityError:
+        return IntegrityError(
+            f"leaf {row.leaf} of {self._where}: {self._store.url}/{row.pack}, block at byte {row.position}, does not "
+            f"match its {what}; restore the file or load another step"
+        )
+
+    def _report_progress(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress(nbytes)
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+S = TypeVar("S", Destination, PieceCells)
+
+
+class RangeSweep(Generic[S]):
+    """Stretches of a block, as one goes along it: each begins with its first byte and the one past its last."""
+
+    def __init__(self, stretches: Iterable[S]) -> None:
+        self._waiting: deque[S] = deque(sorted(stretches, key=operator.itemgetter(0)))
+        self._reached: list[S] = []
+
+    def advance_to(self, end: int) -> list[S]:
+        """Those that begin before `end`, without those that had ended when it was asked before."""
+        while self._waiting and self._waiting[0][0] < end:
+            self._reached.append(self._waiting.popleft())
+        found = self._reached
+        self._reached = [stretch for stretch in found if stretch[1] > end]
+        return found
+
+
+def _copy_in_chunks(
+    begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object]
+) -> None:
+    """Fill memory with bytes [begin, end) of a raw block, a chunk at a time, which is still in the processor's cache when it is
+    copied.
+
+    check: called with each chunk, in order, and where it begins.
+    """
+    sweep = RangeSweep(destinations)
+    while begin < end:
+        rest = end - begin
+        upto = (
+            end if rest < _STREAM_CHUNK_BYTES * 3 // 2 else begin + _STREAM_CHUNK_BYTES
+        )  # a short read would come through the page cache
+        data = source(begin, upto)
+        check(data, begin)
+        for first, last, memory in sweep.advance_to(upto):
+            low, high = max(first, begin), min(last, upto)
+            memory[low - first : high - first] = data[low - begin : high - begin]
+        begin = upto
+
+
+def is_bad_sector(error: StoreError) -> bool:
+    """Whether the device itself could not give the bytes back: damage, and not a store out of reach."""
+    return getattr(error.__cause__, "errno", None) == errno.EIO
+
+
+class _NoDestination(ArrayLeaf):
+    kind = "none"
+    __slots__ = ()
+
+    def read(self, box: Box, out: Bytes) -> None:
+        raise AssertionError("never read")
+
+    def write(self, box: Box, data: Bytes) -> None:
+        raise AssertionError("never written")
+
+
+_NO_DESTINATION = _NoDestination()
+
+
+def _cells_begin(row: Row) -> int:
+    return row.start // CELL_BYTES * CELL_BYTES
+
+
+def _cells_end(row: Row) -> int:
+    return min(row.raw, -(-(row.start + row.nbytes) // CELL_BYTES) * CELL_BYTES)
+
+
+def _elements_of_box(inner: Bytes, box: Box, row: Row, itemsize: int) -> Bytes:
+    """The elements of `box`, in C order, out of the bytes from its first to its last in the row's piece."""
+    relative = box.relative_to(row.box)
+    if contiguous_start(relative, row.box.shape) is not None:
+        return inner
+    strides = [itemsize] * len(row.box.shape)
+    for axis in range(len(strides) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * row.box.shape[axis + 1]
+    view = np.ndarray(relative.shape, f"V{itemsize}", inner, 0, tuple(strides))
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+
+
+def _grown(buffer: Bytes, nbytes: int) -> Bytes:
+    return buffer if len(buffer) >= nbytes else np.frombuffer(map_huge_pages(max(nbytes, BLOCK_BYTES)), np.uint8)

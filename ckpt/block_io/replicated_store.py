@@ -1,0 +1,187 @@
+"""Several stores that hold the same files, as one for reading: what is asked for comes from the nearest good copy.
+
+Files are named once and never changed, so that a name means the same bytes everywhere. A store cannot tell whether bytes are
+good: who reads verifies, and asks `from_nearest` for the next copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer
+
+log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+
+class ReplicatedStore(Store):
+    """Stores, the nearest first. The last is the one of record: its URL is that of all, and it takes what is written."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = tuple(stores)
+        self.url = self.stores[-1].url
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> bytes:
+        return self._ask_in_order(lambda store: store.get(name))
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._ask_in_order(lambda store: store.get_up_to(name, limit))
+
+    def open(self, name: str) -> Reader:
+        return self._ask_in_order(lambda store: store.open(name))
+
+    def exists(self, name: str) -> bool:
+        return any(self._ask_all(lambda store: store.exists(name)))
+
+    def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:
+        for store in self.stores:
+            with suppress(StoreError):
+                if store.exists(name):
+                    store.prefetch(name, nbytes, start)
+                    return
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        found: dict[str, Entry] = {}
+        for entries in self._ask_all(lambda store: [*store.list(prefix)]):
+            for entry in entries:
+                found.setdefault(entry.name, entry)
+        yield from found.values()
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        found = self._ask_all(lambda store: [*store.list_folders(prefix)])
+        yield from dict.fromkeys(name for names in found for name in names)
+
+    def _ask_in_order(self, ask: Callable[[Store], T]) -> T:
+        for store in self.stores[:-1]:
+            try:
+                return ask(store)
+            except NotFound:
+                continue
+            except StoreError as error:
+                log.warning("%s; the next tier is asked", error)
+        return ask(self.stores[-1])
+
+    def _ask_all(self, ask: Callable[[Store], T]) -> Iterator[T]:
+        """What each store answers; one that is near and does not answer is left out."""
+        for store in self.stores:
+            try:
+                yield ask(store)
+            except StoreError as error:
+                if store is self.stores[-1]:
+                    raise
+                log.warning("%s; the next tier is asked", error)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: Buffer) -> None:
+        self.stores[-1].put(name, data)
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        self.stores[-1].put_new(name, data)
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        return self.stores[-1].create(name, size_hint)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.stores[-1].delete(names)
+
+
+def copies_of(store: Store) -> tuple[Store, ...]:
+    """The stores that may have a copy of a file, the nearest first."""
+    return store.stores if isinstance(store, ReplicatedStore) else (store,)
+
+
+def from_nearest(
+    store: Store, read: Callable[[Store], T], name: str, position: int = 0, missing: set[tuple[str, str]] | None = None
+) -> T:
+    """What `read` makes of the nearest copy that is there, can be read, and passes its check.
+
+    read: raises IntegrityError where the copy is bad (chained to NotFound where it is missing).
+    name, position: what is read. A copy that was bad there is not used again, but where it is the last.
+    absent: the caller's memory of the copies that are not there, by URL and name.
+    """
+    copies = copies_of(store)
+    missing = set() if missing is None else missing
+    damage: IntegrityError | None = None
+    for copy in copies:
+        last = copy is copies[-1]
+        if not last and (copy.url, name) in missing:
+            continue
+        if not last and (name, position) in _bad_blocks.get(copy.url, ()):
+            damage = IntegrityError(f"{copy.url}/{name} was found damaged at byte {position} before")
+            continue
+        try:
+            return read(copy)
+        except IntegrityError as error:
+            if isinstance(error.__cause__, NotFound):
+                missing.add((copy.url, name))
+                damage = damage or error
+            else:
+                _mark_bad(copy.url, name, position)
+                damage = error
+                if not last:
+                    log.error("bad copy in the tier %s: %s; the next tier is asked", copy.url, error)
+        except StoreError as error:
+            if last:
+                raise
+            log.warning("%s; the next tier is asked", error)
+    assert damage is not None  # the last copy is always asked
+    raise damage
+
+
+# --- copies that were found bad ----------------------------------------------------------------------------------
+
+_bad_blocks: dict[str, set[tuple[str, int]]] = {}
+_bad_blocks_lock = threading.Lock()
+
+
+def _mark_bad(url: str, name: str, position: int) -> None:
+    with _bad_blocks_lock:
+        _bad_blocks.setdefault(url, set()).add((name, position))
+
+
+def bad_files(url: str) -> set[str]:
+    """The files of a store that this process found damaged."""
+    with _bad_blocks_lock:
+        return {name for name, _ in _bad_blocks.get(url, ())}
+
+
+def clear_bad(url: str, name: str) -> None:
+    """A file was written anew, or is gone."""
+    with _bad_blocks_lock:
+        _bad_blocks[url] = {(other, position) for other, position in _bad_blocks.get(url, ()) if other != name}
+
+
+def remove_bad_copies(store: Store, is_intact: Callable[[Store, str], bool]) -> list[str]:
+    """Remove the bad copies that are not the last, and return which.
+
+    Everything that counts on them in their place is seen to be damaged from then on: nothing refers to it, and no step that
+    needs it counts as a good one.
+
+    is_whole: reads a copy and compares it with the digests of all that refer to it. A bad copy is removed only where this
+        says that a further place has a good one: the other blocks of the bad copy may be the only good ones.
+    """
+    removed = []
+    copies = copies_of(store)
+    for number, copy in enumerate(copies[:-1]):
+        for name in bad_files(copy.url):
+            length = _file_length(copy, name)
+            others = (other for other in copies[number + 1 :] if name not in bad_files(other.url))
+            if length is None or any(_file_length(other, name) == length and is_intact(other, name) for other in others):
+                if length is not None:
+                    copy.delete([name])
+                clear_bad(copy.url, name)
+                removed.append(f"{copy.url}/{name}")
+    return removed
+
+
+def _file_length(store: Store, name: str) -> int | None:
+    return next((e.nbytes for e in store.list(name.rpartition("/")[0]) if e.name == name), None)

@@ -1,0 +1,135 @@
+"""Decoding of a block into memory of the length that the manifest states, and of nothing beyond it.
+
+A few stored bytes can claim, or decode to, any length. So each codec stops at the stated length, or its header is compared
+with that length before the codec allocates. The stored bytes are not trusted: their checksum only proves that nothing
+changed by accident.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.errors import IntegrityError
+
+MAX_LZMA_BYTES = 256 << 20
+"""The most memory that an LZMA decoder may claim. The strongest preset of the format takes 65 MiB."""
+
+_GZIP_WINDOW_BITS = 31
+"""Window bits of zlib that stand for a gzip header and the largest window."""
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def decode(codec: Any, config: dict[str, Any], stored: memoryview, out: Bytes) -> None:
+    """Decode `stored` by `codec`, whose configuration is `config`, so that it fills `out`.
+
+    Raises IntegrityError where the result has another length than `out`, and what the codec raises where the bytes are damaged.
+    """
+    decoder = _DECODERS.get(config["id"])
+    if decoder is not None:
+        _fill(out, decoder(config, stored, len(out)))
+        return
+    claimed = _CLAIMED_BYTES[config["id"]](stored)
+    if claimed != len(out):
+        raise _length_error(claimed, len(out))
+    decoded = codec.decode(stored, out)
+    if decoded is not out:
+        _fill(out, memoryview(decoded).cast("B"))
+
+
+def inflate(data: bytes, limit: int) -> bytes:
+    """What zlib data decode to; raise ValueError where that is not zlib data or is longer than `limit` bytes."""
+    stream = zlib.decompressobj()
+    try:
+        decoded = stream.decompress(data, limit)
+    except zlib.error as error:
+        raise ValueError(f"not zlib data: {error}") from error
+    if not stream.eof and (stream.unconsumed_tail or len(decoded) >= limit):
+        raise ValueError(f"decodes to more than {limit} bytes")
+    if not stream.eof:
+        raise ValueError("zlib data that end early")
+    return decoded
+
+
+def _fill(out: Bytes, decoded: bytes | memoryview) -> None:
+    if len(decoded) != len(out):
+        raise _length_error(len(decoded), len(out))
+    got = np.frombuffer(decoded, np.uint8)
+    if got.ctypes.data != out.ctypes.data:
+        out[:] = got
+
+
+def _length_error(found: int | None, stated: int) -> IntegrityError:
+    what = "an unknown number of" if found is None else f"{found}"
+    return IntegrityError(f"the block decodes to {what} bytes, or to more, and the manifest states {stated}")
+
+
+# --- codecs that stop at a length: one byte more than stated shows that the result is too long -------------------------
+
+
+def _decode_zlib(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+    return zlib.decompressobj().decompress(stored, nbytes + 1)
+
+
+def _decode_gzip(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+    return zlib.decompressobj(_GZIP_WINDOW_BITS).decompress(stored, nbytes + 1)
+
+
+def _decode_bz2(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+    return bz2.BZ2Decompressor().decompress(stored, nbytes + 1)
+
+
+def _decode_lzma(config: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+    form, filters = config.get("format", lzma.FORMAT_XZ), config.get("filters")
+    if form != lzma.FORMAT_RAW:
+        return lzma.LZMADecompressor(form, MAX_LZMA_BYTES).decompress(stored, nbytes + 1)
+    if sum(int(f.get("dict_size", 0)) for f in filters or ()) > MAX_LZMA_BYTES:
+        raise IntegrityError(f"LZMA filters with a dictionary of more than {MAX_LZMA_BYTES} bytes are not decoded")
+    return lzma.LZMADecompressor(form, None, filters).decompress(stored, nbytes + 1)
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any], memoryview, int], bytes]] = {
+    "zlib": _decode_zlib, "gzip": _decode_gzip, "bz2": _decode_bz2, "lzma": _decode_lzma,
+}  # fmt: skip
+
+
+# --- codecs that decode into `out`: what their header claims --------------------------------------------------------------
+
+
+def _blosc_claim(stored: memoryview) -> int | None:
+    if len(stored) < 16:
+        return None
+    nbytes, block = int.from_bytes(stored[4:8], "little"), int.from_bytes(stored[8:12], "little")
+    return nbytes if block <= max(nbytes, 1) else None  # it allocates three times its inner block
+
+
+def _lz4_claim(stored: memoryview) -> int | None:
+    return int.from_bytes(stored[:4], "little") if len(stored) >= 4 else None
+
+
+def _zstd_claim(stored: memoryview) -> int | None:
+    """The content size of the first frame; None where the header does not state it. RFC 8878, section 3.1.1.1."""
+    if len(stored) < 6 or stored[:4] != _ZSTD_MAGIC:
+        return None
+    descriptor = stored[4]
+    single, size_flag = descriptor >> 5 & 1, descriptor >> 6
+    size_bytes = (single, 2, 4, 8)[size_flag]
+    at = 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]
+    if not size_bytes or len(stored) < at + size_bytes:
+        return None
+    return int.from_bytes(stored[at : at + size_bytes], "little") + (256 if size_bytes == 2 else 0)
+
+
+_CLAIMED_BYTES: dict[str, Callable[[memoryview], int | None]] = {
+    "blosc": _blosc_claim,
+    "lz4": _lz4_claim,
+    "zstd": _zstd_claim,
+    "shuffle": len,
+}

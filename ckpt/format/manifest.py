@@ -1,0 +1,464 @@
+"""The manifest: one row for each piece of each leaf, an Arrow table in Parquet. docs/reference/format.md specifies the columns.
+
+A step of ten thousand ranks has a million rows, of which a rank needs some hundred: Python objects are made of those
+that were found, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt.format import manifest_parquet as tables
+from ckpt.format.digest import CELL_BYTES
+from ckpt.format.json_records import require_known_format
+from ckpt.format.limits import MAX_BLOCK_BYTES
+from ckpt.format.manifest_parquet import RowGroup, read_table, write_table
+from ckpt.format.row_index import RowIndex, index_rows
+from ckpt.state.boxes import Box
+from ckpt.storage.base.errors import IntegrityError
+from ckpt.support import arrow_columns
+
+__all__ = [
+    "Manifest",
+    "PlannedColumns",
+    "Row",
+    "Saved",
+    "StoredBlock",
+    "decode",
+    "encode",
+    "read_table",
+    "write_table",
+]  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A piece: a box of a leaf, and where its bytes are. `pack` is None for a leaf without bytes."""
+
+    leaf: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    pack: str | None
+    """Name of the pack below the repository's root; it may belong to an earlier step."""
+    position: int
+    """Of the block in the pack."""
+    stored: int
+    """Bytes of the block in the pack."""
+    raw: int
+    """Bytes of the block before the codec."""
+    start: int
+    """First byte of the piece in the raw block."""
+    nbytes: int
+    """Bytes of the piece."""
+    codec: str | None
+    digest: bytes
+    """Of the raw block."""
+    checksum: int | None
+    """xxh3-64 of the stored bytes, None where those are the raw bytes."""
+    cells: bytes
+    """xxh3-64 of each 256 KiB cell of the raw block that the piece touches; empty where there is a codec."""
+
+
+class StoredBlock(NamedTuple):
+    """Where a block lies and what proves it; the columns of `Row` that its pieces share."""
+
+    pack: str
+    position: int
+    stored: int
+    raw: int
+    codec: str | None
+    digest: bytes
+    checksum: int | None
+    cells: bytes
+    """Of all cells of the raw block."""
+
+
+@dataclass(slots=True)
+class PlannedColumns:
+    """The columns of `Row` that are known before anything is written, and the block of each piece (None: no bytes).
+
+    What Arrow makes of them is kept, since a training loop writes the same columns every time.
+    """
+
+    leaf: list[str]
+    dtype: list[str]
+    global_shape: list[tuple[int, ...]]
+    box: list[Box]
+    start: list[int]
+    nbytes: list[int]
+    block: list[int | None]
+    _arrow_columns: dict[str, Any] = field(default_factory=dict)
+    _cell_ranges: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def arrow_columns(self) -> dict[str, Any]:
+        """As Arrow arrays; `block` is the index of each piece's block, counted from 1."""
+        if not self._arrow_columns:
+            self._arrow_columns = {
+                "leaf": arrow_columns.text_array(self.leaf),
+                "dtype": arrow_columns.dictionary_encoded(arrow_columns.text_array(self.dtype)),
+                "global_shape": arrow_columns.list_array(self.global_shape),
+                "offset": arrow_columns.list_array([b[0] for b in self.box]),
+                "shape": arrow_columns.list_array([b[1] for b in self.box]),
+                "start": arrow_columns.number_array(self.start),
+                "nbytes": arrow_columns.number_array(self.nbytes),
+                "block": arrow_columns.number_array([0 if i is None else i + 1 for i in self.block]),
+            }
+        return self._arrow_columns
+
+    def cells_of_pieces(self, of_blocks: Sequence[bytes]) -> list[bytes]:
+        """The checksums of the cells that each piece touches, out of those of all cells of each block."""
+        if not self._cell_ranges:
+            self._cell_ranges = [
+                (-1, 0, 0) if i is None else (i, s // CELL_BYTES * 8, -(-(s + n) // CELL_BYTES) * 8)
+                for i, s, n in zip(self.block, self.start, self.nbytes, strict=True)
+            ]
+        with_none = [*of_blocks, b""]  # the last one for -1
+        return [with_none[i][a:b] for i, a, b in self._cell_ranges]
+
+
+def import_parquet() -> None:
+    """Import what writing a manifest takes."""
+    import pyarrow._compute  # see arrow.call
+    import pyarrow.parquet  # noqa: F401
+
+
+def encode(columns: PlannedColumns, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
+    """The manifest as a Parquet file with `metadata` in its schema."""
+    return write_table(build_table(columns, blocks), metadata)
+
+
+def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
+    """The rows as an Arrow table.
+
+    Made column by column: a Python object for each cell of the table would hold up the training step.
+    """
+    import pyarrow as pa
+
+    planned_columns = planned.arrow_columns()
+    of_block = planned_columns["block"]
+    shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
+
+    def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
+        """A column of the blocks as one of the pieces; missing: for those that have no block."""
+        return arrow_columns.compute_function("take", kind([missing, *shared[column]]), of_block)
+
+    def numbers(column: int) -> Any:
+        return spread(column, arrow_columns.number_array, 0)
+
+    columns = {
+        **planned_columns,
+        "pack": arrow_columns.dictionary_encoded(spread(0, arrow_columns.text_array)),
+        "position": numbers(1),
+        "stored": numbers(2),
+        "raw": numbers(3),
+        "codec": arrow_columns.dictionary_encoded(spread(4, arrow_columns.text_array)),
+        "digest": spread(5, arrow_columns.binary_array, b""),
+        "checksum": spread(6, lambda values: arrow_columns.number_array(values, "uint64")),
+        "cells": arrow_columns.binary_array(planned.cells_of_pieces(shared[7])),
+    }
+    return pa.table({name: columns[name] for name in tables.COLUMNS})
+
+
+class Saved(NamedTuple):
+    """What a manifest says of one array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class LeafTotal(NamedTuple):
+    """The rows of one leaf, summed up."""
+
+    name: str
+    first: Row
+    nbytes: int
+    stored_bytes: float
+    """Its share of the bytes in the packs."""
+
+
+BlockLocation = tuple[str, int, int, str | None, int | None]
+"""Where a block lies: the columns pack, position, stored, codec and checksum."""
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Open a Parquet manifest; raise IntegrityError where it is not one. `where` is for messages."""
+    groups, metadata = tables.read_row_groups(data, where)
+    for name in ("format", "digest"):
+        if name not in metadata:
+            raise IntegrityError(f"{where} is not a manifest: it does not name its {name}")
+    version = metadata["format"]
+    require_known_format(int(version) if version.isdecimal() else version, where)
+    return Manifest(groups, metadata["digest"], where)
+
+
+def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
+    """Several as one."""
+    if len(manifests) == 1:
+        return manifests[0]
+    groups = [group for m in manifests for group in m.groups]
+    return Manifest(groups, manifests[-1].digest_algorithm if manifests else "xxh3-128", "the manifests")
+
+
+class Manifest:
+    """The rows of a step: which leaves there are, and where a box of one lies.
+
+    Only the names of the leaves are read of all rows; the rest from the row groups that hold what is asked for.
+    May be used by several threads.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup], digest_algorithm: str, where: str) -> None:
+        self.groups = groups
+        self.digest_algorithm = digest_algorithm
+        self.where = where
+        self._starts = np.cumsum([0, *(group.row_count for group in groups)])
+        self._lock = threading.Lock()  # one thread at a time may read a Parquet file
+        self._recent_reads: dict[tuple[int, Sequence[str]], Any] = {}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    # --- leaves ------------------------------------------------------------------------------------------------
+
+    def leaves(self) -> dict[str, Saved]:
+        """Type and shape of each leaf, in the order in which they were saved."""
+        if self._leaves is None:
+            index = self._index()
+            first = self._take(index.first_rows(), ("dtype", "global_shape"))
+            columns = (arrow_columns.python_values(first.column(name)) for name in ("dtype", "global_shape"))
+            self._leaves = dict(zip(index.leaf_numbers, map(Saved._make, zip(*columns, strict=True)), strict=True))
+        return self._leaves
+
+    _leaves: dict[str, Saved] | None = None
+
+    def totals(self) -> list[LeafTotal]:
+        """Of each leaf, in the order in which they were saved."""
+        index = self._index()
+        table = self._take(index.row_order, ("stored", "raw", "nbytes"))
+        stored, raw, nbytes = (arrow_columns.numpy_array(table.column(n)) for n in ("stored", "raw", "nbytes"))
+        share = stored * (nbytes / np.maximum(raw, 1))
+        sums = (np.add.reduceat(values, index.leaf_starts[:-1]).tolist() if len(raw) else [] for values in (nbytes, share))
+        first = _rows(self._take(index.first_rows(), tables.COLUMNS))
+        return list(map(LeafTotal._make, zip(index.leaf_numbers, first, *sums, strict=True)))
+
+    def bytes_of_leaves(self) -> dict[str, float]:
+        """By leaf the bytes of all of its pieces. As floats: numbers that were made up must not wrap around.
+
+        Raises IntegrityError where a piece states more bytes than its block has, or a block more than blocks can have.
+        """
+        if self._leaf_bytes is None:
+            index = self._index()
+            table = self._take(index.row_order, ("position", "stored", "raw", "start", "nbytes", "codec"))
+            self._check_lengths(table)
+            nbytes = arrow_columns.numpy_array(table.column("nbytes")).astype(np.float64)
+            sums = np.add.reduceat(nbytes, index.leaf_starts[:-1]).tolist() if len(nbytes) else []
+            self._leaf_bytes = dict(zip(index.leaf_numbers, sums, strict=True))
+        return self._leaf_bytes
+
+    _leaf_bytes: dict[str, float] | None = None
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def find(self, queries: Sequence[tuple[str, Box | None]]) -> list[list[Row]]:
+        """Of each leaf the rows that have elements in the box (None: all rows), in stored order.
+
+        No rows for a leaf that is not there. Raises IntegrityError where a row found is no box of its array.
+        """
+        index = self._index()
+        names, boxes = [name for name, _ in queries], [box for _, box in queries]
+        which, numbers = index.rows_of(names)
+        if boxes.count(None) < len(boxes):
+            which, numbers = self._rows_touching(which, numbers, boxes)
+        table = self._take(numbers, tables.COLUMNS)
+        self._check_boxes(table)
+        rows = _rows(table)
+        cuts = [0, *np.cumsum(np.bincount(which, minlength=len(queries))).tolist()]
+        return [rows[a:b] for a, b in itertools.pairwise(cuts)]
+
+    def select(self, leaves: Iterable[str]) -> Manifest:
+        """The rows of these leaves, in memory; those that are not there are left out."""
+        _, rows = self._index().rows_of(list(set(leaves)))
+        table = self._take(np.sort(rows), tables.COLUMNS)
+        return Manifest([tables.row_group_of(table, self.where)], self.digest_algorithm, self.where)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows as Python objects, for small uses."""
+        return [row for number in range(len(self.groups)) for row in _rows(self._read(number, tables.COLUMNS))]
+
+    def by_leaf(self) -> dict[str, list[Row]]:
+        """All rows by leaf, in the order in which leaves were saved."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.leaf, []).append(row)
+        return found
+
+    # --- blocks ------------------------------------------------------------------------------------------------
+
+    def blocks(self, rank: int | None = None) -> dict[tuple[bytes, int], BlockLocation]:
+        """Where each block lies, by digest and raw length. `rank`: only those in packs that this rank wrote."""
+        names = ("digest", "raw", "pack", "position", "stored", "codec", "checksum")
+        found: dict[tuple[bytes, int], BlockLocation] = {}
+        for number in range(len(self.groups)):
+            mine = _rows_of_rank(self._read(number, ("pack",)).column("pack"), rank)
+            if len(mine):
+                table = arrow_columns.take_rows(self._read(number, names).select(names), mine)
+                columns = [arrow_columns.python_values(table.column(name)) for name in names]
+                found.update(zip(zip(*columns[:2], strict=True), zip(*columns[2:], strict=True), strict=True))
+        return found
+
+    def in_pack_order(self, at_once: int = 1 << 16) -> Iterator[list[Row]]:
+        """All rows that have bytes in the order in which these lie, about so many at once; a block is never divided."""
+        order, blocks = self._block_order()
+        cuts = np.unique(blocks[np.searchsorted(blocks, np.arange(0, len(order), at_once), "right") - 1])
+        for a, b in itertools.pairwise([*cuts.tolist(), len(order)]):
+            yield _rows(self._take(order[a:b], tables.COLUMNS))
+
+    def by_block(self) -> list[Row]:
+        """One row of each block, in the order in which they lie."""
+        order, blocks = self._block_order()
+        return _rows(self._take(order[blocks], tables.COLUMNS))
+
+    def stored_bytes(self) -> int:
+        """Bytes of all blocks, each counted once."""
+        order, blocks = self._block_order()
+        return int(np.sum(arrow_columns.numpy_array(self._take(order[blocks], ("stored",)).column("stored"))))
+
+    def _block_order(self) -> tuple[Any, Any]:
+        """The rows that have bytes in the order in which these lie, and where in it each block begins."""
+        table = self._take(None, ("pack", "position"))
+        pack = arrow_columns.one_chunk(table.column("pack"))
+        rows = arrow_columns.valid_rows(pack)
+        codes, names = arrow_columns.dictionary_codes(arrow_columns.take_rows(pack, rows))
+        rank = np.argsort(np.argsort(np.array(names, object), kind="stable")) if names else np.zeros(0, np.int64)
+        pack, position = rank[codes], arrow_columns.numpy_array(table.column("position"))[rows]
+        order = np.lexsort((position, pack))
+        pack, position = pack[order], position[order]
+        new = (pack[1:] != pack[:-1]) | (position[1:] != position[:-1])
+        return rows[order], np.flatnonzero(np.append(np.ones(min(1, len(rows)), bool), new))
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def _index(self) -> RowIndex:
+        if self._row_index is None:
+            self._row_index = index_rows(self._read(number, ("leaf",)).column("leaf") for number in range(len(self.groups)))
+        return self._row_index
+
+    _row_index: RowIndex | None = None
+
+    def _read(self, group: int, names: Sequence[str]) -> Any:
+        """Columns of a row group. The last few are kept: a reader asks for its arrays one after the other."""
+        with self._lock:
+            if len(self.groups) == 1:
+                names = tables.COLUMNS  # one read of all is faster than two of some
+            table = self._recent_reads.pop((group, names), None)
+            if table is None:
+                table = self.groups[group].read(names)
+                while len(self._recent_reads) >= _MAX_RECENT_READS:
+                    del self._recent_reads[next(iter(self._recent_reads))]
+            self._recent_reads[group, names] = table
+            return table
+
+    def _take(self, rows: Any, names: Sequence[str]) -> Any:
+        """Columns of these rows, in this order; None: of all rows."""
+        import pyarrow as pa
+
+        if rows is None or (len(rows) == len(self) and _is_range(rows)):
+            read = [self._read(number, names) for number in range(len(self.groups))]
+            return pa.concat_tables(read or [tables.empty_table(names)])
+        groups = np.searchsorted(self._starts, rows, "right") - 1
+        order = None if np.all(groups[1:] >= groups[:-1]) else np.argsort(groups, kind="stable")
+        if order is not None:
+            rows, groups = rows[order], groups[order]
+        begins = np.flatnonzero(np.diff(groups, prepend=-1))
+        numbers, cuts = groups[begins], [*begins.tolist(), len(rows)]
+        taken = [
+            arrow_columns.take_rows(self._read(number, names).select(names), rows[a:b] - self._starts[number])
+            for number, (a, b) in zip(numbers.tolist(), itertools.pairwise(cuts), strict=True)
+        ]
+        table = pa.concat_tables(taken or [tables.empty_table(names)])
+        if order is not None:
+            back = np.empty_like(order)
+            back[order] = np.arange(len(order))
+            table = arrow_columns.take_rows(table, back)
+        return table
+
+    def _rows_touching(self, which: Any, rows: Any, boxes: list[Box | None]) -> tuple[Any, Any]:
+        """Those of the rows that have elements in the box wanted of them; `which` says which box that is."""
+        axes = np.array([-1 if box is None else len(box.shape) for box in boxes])[which]
+        keep = axes < 0
+        table = self._take(rows, ("offset", "shape"))
+        (offset, begins), (shape, begins_shape) = (arrow_columns.flat_lists(table.column(name)) for name in ("offset", "shape"))
+        for count in arrow_columns.distinct(axes[~keep]):
+            at = np.flatnonzero(axes == count)
+            if np.any(np.diff(begins)[at] != count) or np.any(np.diff(begins_shape)[at] != count):
+                raise IntegrityError(f"{self.where}: a leaf has pieces of another number of axes than {count}")
+            fitting = [Box((0,) * count, (0,) * count) if b is None or len(b.shape) != count else b for b in boxes]
+            low, extent = (np.array([b[i] for b in fitting], np.int64).reshape(len(boxes), count)[which[at]] for i in (0, 1))
+            axis = np.arange(count)
+            begin, length = offset[begins[at][:, None] + axis], shape[begins_shape[at][:, None] + axis]
+            keep[at] = np.all(np.minimum(begin + length, low + extent) > np.maximum(begin, low), axis=1)
+        return which[keep], rows[keep]
+
+    def _check_lengths(self, table: Any) -> None:
+        """Raise IntegrityError where a row states lengths that no block has."""
+        names = ("position", "stored", "raw", "start", "nbytes")
+        position, stored, raw, start, nbytes = (arrow_columns.numpy_array(table.column(name)) for name in names)
+        plain = np.ones(len(raw), bool)
+        plain[arrow_columns.valid_rows(arrow_columns.one_chunk(table.column("codec")))] = False
+        longest = np.maximum(stored, raw)
+        if np.any(longest > MAX_BLOCK_BYTES):
+            raise IntegrityError(
+                f"{self.where}: a block of {longest.max()} bytes is stated, and blocks have at most {MAX_BLOCK_BYTES}; "
+                "restore the manifest or load another step"
+            )
+        if np.any(np.minimum.reduce([position, stored, raw, start, nbytes]) < 0) or np.any(nbytes > raw - start):
+            raise IntegrityError(f"{self.where}: a piece lies outside of its block; restore the manifest or load another step")
+        if np.any(plain & (stored != raw)):
+            raise IntegrityError(
+                f"{self.where}: a block without a codec has other lengths stored and raw; restore the manifest or load "
+                "another step"
+            )
+
+    def _check_boxes(self, table: Any) -> None:
+        """Raise IntegrityError where a row is not a box of its array."""
+        (whole, at), (offset, at_offset), (shape, at_shape) = (
+            arrow_columns.flat_lists(table.column(n)) for n in tables.LIST_COLUMNS
+        )
+        if not (np.array_equal(at, at_offset) and np.array_equal(at, at_shape)):
+            raise IntegrityError(f"{self.where}: a piece has another number of axes than its array")
+        if np.any(offset < 0) or np.any(shape < 0) or np.any(shape > whole - offset):
+            raise IntegrityError(f"{self.where}: a piece lies outside of its array")
+
+
+_MAX_RECENT_READS = 16
+"""Reads of row groups that are kept: at most some hundred MB."""
+
+
+def _is_range(rows: Any) -> bool:
+    """Whether these are 0, 1, 2 …"""
+    return not len(rows) or bool(rows[0] == 0 and np.all(np.diff(rows) == 1))
+
+
+def _rows(table: Any) -> list[Row]:
+    """The rows of a table with all columns, as Python objects."""
+    columns = {name: arrow_columns.python_values(table.column(name)) for name in tables.COLUMNS}
+    boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
+    ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
+    return list(map(Row._make, zip(*ordered, strict=True)))
+
+
+def _rows_of_rank(pack: Any, rank: int | None) -> Any:
+    """Which rows lie in packs that `rank` wrote (None: in any)."""
+    pack = arrow_columns.one_chunk(pack)
+    rows = arrow_columns.valid_rows(pack)
+    if rank is None or not len(rows):
+        return rows
+    codes, names = arrow_columns.dictionary_codes(arrow_columns.take_rows(pack, rows))
+    prefix = f"{rank}-"
+    return rows[np.array([name.rpartition("/")[2].startswith(prefix) for name in names])[codes]]

@@ -1,0 +1,285 @@
+"""The manifest as a file: an Arrow table in Parquet, written whole and read by row groups.
+
+docs/reference/format.md has its columns.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.format.parquet_memory_check import Footer, page_headers, read_footer
+from ckpt.storage.base.errors import IntegrityError
+from ckpt.support import arrow_columns
+
+ROWS_PER_GROUP = 32_768
+"""Rows of a row group, of which a reader takes those that hold its leaves. Smaller ones cost more than they save."""
+
+TEXT_COLUMNS = ("leaf", "dtype", "pack", "codec")
+LIST_COLUMNS = ("global_shape", "offset", "shape")
+NUMBER_COLUMNS = ("position", "stored", "raw", "start", "nbytes")
+BINARY_COLUMNS = ("digest", "cells")
+COLUMNS = (
+    "leaf", "dtype", "global_shape", "offset", "shape", "pack", "position", "stored", "raw", "start", "nbytes", "codec",
+    "digest", "checksum", "cells",
+)  # fmt: skip
+"""All columns, in the order of the file."""
+
+_MAX_EXPANSION = 256
+_EXTRA_BYTES = 16 << 20
+"""A manifest may take so many times its length in memory, and so much more. Real ones take some 20 times their length."""
+
+_MAX_COLUMN_BYTES = 1 << 30
+"""Of a binary column of a row group, at most, where it is decoded from a dictionary."""
+
+_NULLABLE_COLUMNS = {"pack", "codec", "checksum"}
+_ARROW_ERRORS = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
+"""ArrowInvalid and ArrowTypeError are among them; a file that is none raises what it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Some rows of a manifest; `read` gives a table of the columns that are asked for."""
+
+    where: str
+    row_count: int
+    _read: Callable[[list[str]], Any]
+
+    def read(self, names: Sequence[str] = COLUMNS) -> Any:
+        """These columns as an Arrow table of the specified types; raise IntegrityError where they are of others."""
+        with _raising_integrity_error(self.where):
+            return _cast_to_specified(self._read(list(names)))
+
+
+def write_table(table: Any, metadata: dict[str, str]) -> bytes:
+    """The table as a Parquet file with `metadata` in its schema."""
+    import pyarrow.parquet as pq
+
+    sink = io.BytesIO()
+    pq.write_table(
+        table.replace_schema_metadata(metadata),
+        sink,
+        row_group_size=ROWS_PER_GROUP,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=list(TEXT_COLUMNS),
+        write_statistics=False,  # no reader of ours asks for them, and each load parses them
+    )
+    return sink.getvalue()
+
+
+def read_table(data: bytes, where: str) -> Any:
+    """All of a Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError where it is none."""
+    with _raising_integrity_error(where):
+        return _cast_to_specified(_open_parquet(data).read(columns=list(COLUMNS), use_threads=False))
+
+
+def require_plausible(data: bytes) -> Footer:
+    """The footer of a Parquet file; raise ValueError where the file claims rows or bytes out of proportion to its length.
+
+    Its footer and the header of each page claim lengths, and Arrow allocates what the pages claim.
+    """
+    found = read_footer(data)
+    most = _MAX_EXPANSION * len(data) + _EXTRA_BYTES
+    stated = in_pages = values = 0
+    for column in found.columns:
+        stated += column.uncompressed_bytes
+        for page in page_headers(data, column.begin, column.end):
+            in_pages += page.uncompressed_bytes
+            values += page.value_count
+    if max(stated, in_pages, values, found.row_count) > most:
+        raise ValueError(
+            f"it claims {found.row_count} rows, {values} values and {max(stated, in_pages)} bytes, out of {len(data)} bytes"
+        )
+    return found
+
+
+def write_part(table: Any, metadata: dict[str, str]) -> bytes:
+    """The table as an Arrow IPC stream with `metadata` in its schema: what is read once, by the committer, of ten thousand
+    ranks, and a Parquet file takes 15 times as long to open."""
+    import pyarrow as pa
+
+    described = as_plain_table(table).replace_schema_metadata(metadata)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, described.schema) as stream:
+        stream.write_table(described)
+    return sink.getvalue()
+
+
+def read_part(data: bytes, where: str) -> Any:
+    """The counterpart of `write_part`; raise IntegrityError where it is none."""
+    import pyarrow as pa
+
+    with _raising_integrity_error(where):
+        require_uncompressed(data)
+        return _cast_to_specified(pa.ipc.open_stream(pa.BufferReader(data)).read_all())
+
+
+def require_uncompressed(data: bytes) -> None:
+    """Raise ValueError where an Arrow IPC stream has compressed bodies: they claim any length, and parts have none."""
+    import pyarrow as pa
+
+    for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(data)):
+        if message.type in ("record batch", "dictionary") and _is_compressed(memoryview(message.metadata)):
+            raise ValueError("its record batches are compressed")
+
+
+def _is_compressed(message: memoryview) -> bool:
+    """Whether the FlatBuffer of a message names a compression: field 3 of RecordBatch, which is field 1 of DictionaryBatch."""
+
+    def field(table: int, number: int) -> int | None:
+        entries = table - int.from_bytes(message[table : table + 4], "little", signed=True)
+        if 4 + 2 * number >= int.from_bytes(message[entries : entries + 2], "little"):
+            return None
+        offset = int.from_bytes(message[entries + 4 + 2 * number : entries + 6 + 2 * number], "little")
+        return table + offset if offset else None
+
+    def target(at: int) -> int:
+        return at + int.from_bytes(message[at : at + 4], "little")
+
+    root = target(0)
+    kind, header = field(root, 1), field(root, 2)
+    if kind is None or header is None:
+        return False
+    batch = target(header)
+    if message[kind] == 2:  # a DictionaryBatch
+        inner = field(batch, 1)
+        if inner is None:
+            return False
+        batch = target(inner)
+    return field(batch, 3) is not None
+
+
+def read_row_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, str]]:
+    """The row groups of a Parquet manifest, not yet read, and its metadata; raise IntegrityError where it is none."""
+    import pyarrow as pa
+
+    with _raising_integrity_error(where):
+        file = _open_parquet(data)
+        schema = file.schema_arrow
+        for name in COLUMNS:
+            kind = schema.field(name).type
+            _target_type(kind.value_type if name in BINARY_COLUMNS and pa.types.is_dictionary(kind) else kind, name)
+        lengths = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        groups = [RowGroup(where, n, _row_group_reader(file, i)) for i, n in enumerate(lengths)]
+        return groups, {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
+
+
+def row_group_of(table: Any, where: str) -> RowGroup:
+    """A table in memory as a row group."""
+    return RowGroup(where, table.num_rows, table.select)
+
+
+def empty_table(names: Sequence[str]) -> Any:
+    """An empty table of these columns."""
+    import pyarrow as pa
+
+    return pa.table({name: pa.nulls(0, _specified_type(name)) for name in names})
+
+
+def as_plain_table(table: Any) -> Any:
+    """The table with all columns of the specified types, text as text."""
+    import pyarrow as pa
+
+    return pa.table({name: arrow_columns.cast(table[name], _specified_type(name)) for name in COLUMNS})
+
+
+def _row_group_reader(file: Any, group: int) -> Callable[[list[str]], Any]:
+    return lambda names: file.read_row_group(group, columns=names, use_threads=False)
+
+
+def _open_parquet(data: bytes) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # No threads: one of Arrow's rarely aborts the process at exit (apache/arrow#34314).
+    found = require_plausible(data)
+    # Text stays in its dictionary. So does a binary column that has one until its length is known (`_decoded`): a long
+    # value may be referred to by each row. Columns of bytes that ckpt writes have none.
+    with_dictionary = {column.name for column in found.columns if column.has_dictionary}
+    return pq.ParquetFile(
+        pa.BufferReader(data),
+        pre_buffer=False,
+        read_dictionary=[*TEXT_COLUMNS, *(n for n in BINARY_COLUMNS if n in with_dictionary)],
+        thrift_string_size_limit=len(data),
+        thrift_container_size_limit=len(data),
+    )
+
+
+def _without_dictionary(column: Any, name: str) -> Any:
+    """A binary column without its dictionaries; raise ValueError where that takes too much memory."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    total = 0
+    for chunk in column.chunks:
+        lengths = pc.binary_length(chunk.dictionary)
+        total += pc.sum(pc.cast(pc.take(lengths, chunk.indices), pa.int64())).as_py() or 0
+    if total > _MAX_COLUMN_BYTES:
+        raise ValueError(f"column {name} decodes to {total} bytes")
+    return column.cast(column.type.value_type)
+
+
+@contextmanager
+def _raising_integrity_error(where: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, *_ARROW_ERRORS) as error:
+        raise IntegrityError(f"{where} is not a manifest: {error}") from error
+
+
+def _cast_to_specified(table: Any) -> Any:
+    """The table with columns of the specified types; other writers may have used wider or narrower ones."""
+    import pyarrow as pa
+
+    for i, name in enumerate(table.column_names):
+        column = table.column(i)
+        if name in BINARY_COLUMNS and pa.types.is_dictionary(column.type):
+            column = _without_dictionary(column, name)
+            table = table.set_column(i, name, column)
+        kind = _target_type(column.type, name)
+        if kind != column.type:
+            table = table.set_column(i, name, arrow_columns.cast(column, kind))
+        if column.null_count and name not in _NULLABLE_COLUMNS:
+            raise ValueError(f"column {name} has rows without a value")
+    return table
+
+
+def _target_type(found: Any, name: str) -> Any:
+    """The type that a column should have, given the one it has; raise TypeError where one can't be made the other."""
+    import pyarrow as pa
+
+    types = pa.types
+    specified = _specified_type(name)
+    if found == specified:
+        return found
+    if name in TEXT_COLUMNS:
+        if types.is_dictionary(found) and types.is_string(found.value_type):
+            return found
+        fits = types.is_string(found) or types.is_large_string(found)
+    elif name in LIST_COLUMNS:
+        fits = (types.is_list(found) or types.is_large_list(found)) and types.is_integer(found.value_type)
+    elif name in BINARY_COLUMNS:
+        fits = types.is_large_binary(found) or types.is_fixed_size_binary(found)
+    else:
+        fits = types.is_integer(found)
+    if not (fits or types.is_null(found)):
+        raise TypeError(f"column {name} is of type {found}")
+    return specified
+
+
+def _specified_type(name: str) -> Any:
+    import pyarrow as pa
+
+    if name in TEXT_COLUMNS:
+        return pa.string()
+    if name in LIST_COLUMNS:
+        return pa.list_(pa.int64())
+    if name in BINARY_COLUMNS:
+        return pa.binary()
+    return pa.uint64() if name == "checksum" else pa.int64()

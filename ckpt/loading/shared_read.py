@@ -1,0 +1,274 @@
+"""Reading shared by the ranks of a group: what several need of a block is read by one of them and handed to the others.
+
+All ranks tell what they need, and each computes the same schedule from that (`turns.py`). Ranks of one host hand on through
+memory that all of them see (`window.py`), others by messages, round by round, so that no rank holds more than some blocks
+beside its own shard. Whoever gets bytes verifies them, whether from the store or from a rank: therefore a stretch of cells is
+read by a rank that wants just these, and whole blocks by one that wants all.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ckpt.block_io.block_reader import READ_THREADS, STREAM_THREADS, BlockReader, Progress, read_blocks
+from ckpt.block_io.read_plan import BlockRead
+from ckpt.block_io.replicated_store import copies_of
+from ckpt.groups.base import Group, Message, ranks_text
+from ckpt.loading.shared_read_schedule import (
+    NEED_COLUMNS,
+    BlockKey,
+    NeedRows,
+    ReadJob,
+    SharedRead,
+    has_disjoint_needs,
+    is_worth_sharing,
+    needs_by_block,
+    schedule_shared_reads,
+)
+from ckpt.loading.shared_window import RankFailed, SharedWindow
+from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.store import Store
+from ckpt.storage.base.threads import DaemonThreadPool
+from ckpt.storage.local.directory import LocalStore
+
+ShareReads = bool | Literal["auto"]
+
+MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 20, 128 << 20
+"""Memory through which the ranks of one host hand on what they read, at least and at most; in between two blocks for each."""
+
+
+def read_shared(
+    store: Store, algorithm: str, read_plan: list[BlockRead], packs: Sequence[str], where: str, group: Group,
+    share: ShareReads, progress: Progress | None = None, *, bypass_cache: bool = False,
+) -> None:  # fmt: skip
+    """Like `read_blocks`, on every rank of a group. Every rank must come, whatever it needs.
+
+    once: past the page cache, where no other rank is known to need the same bytes from it.
+
+    Comes back without all where another rank has failed, and that one raises: `together` tells it to all.
+    """
+    one_host = group.size > 1 and group.one_host()  # before any question that ranks could answer each in its way
+    if group.size == 1 or not (group.can_exchange or one_host):
+        for block in read_plan:
+            block.bypass_cache = bypass_cache and group.size == 1
+        read_blocks(store, algorithm, read_plan, where, progress)
+        return
+    number = {name: i for i, name in enumerate(packs)}
+    keys = [(number[w.row.pack or ""], w.row.position) for w in read_plan]
+    shareable = zip(keys, read_plan, strict=True) if share is not False else ()
+    stretches = [(*k, w.row.raw, w.row.stored, *s) for k, w in shareable for s in w.raw_ranges()]
+    facts, needs = _gather_needs(group, _rank_read_facts(store, share, bypass_cache), np.array(stretches, np.int64))
+    by_key = dict(zip(keys, read_plan, strict=True))
+    blocks = needs_by_block(needs)
+    saves_enough = is_worth_sharing(blocks)
+    has_common_page_cache = one_host and all(told.is_local for told in facts)
+    shared_reads = schedule_shared_reads(blocks, group.size) if _is_shared(facts, saves_enough, has_common_page_cache) else {}
+    window = _open_window(shared_reads, group) if one_host else None
+    by_messages = bool(shared_reads) and window is None and group.can_exchange and (share is True or not has_common_page_cache)
+    if bypass_cache:
+        for key, wanted in by_key.items():
+            wanted.bypass_cache = share is not False and (
+                window is not None or by_messages or not saves_enough or has_disjoint_needs(blocks[key])
+            )
+    own_and_shared = [(by_key.get(key), turn) for key, turn in shared_reads.items()]
+    own_reads = [w for k, w in by_key.items() if k not in shared_reads]
+    if window is not None:
+        with window:
+            completed = _read_through_window(window, store, algorithm, where, progress, group, own_and_shared)
+        if completed:
+            read_blocks(store, algorithm, own_reads, where, progress)
+    elif by_messages:
+        _read_by_messages(store, algorithm, where, progress, group, own_and_shared, own_reads)
+    else:
+        read_blocks(store, algorithm, read_plan, where, progress)
+
+
+class RankReadFacts(NamedTuple):
+    """What a rank brings to the decision how to read: it is the same on all ranks, for all know that of all."""
+
+    share: int
+    """0: not; 1: yes; 2: "auto"."""
+    is_local: int
+    """Whether the copies that it would read lie in folders."""
+    bypasses_cache: int
+    """Whether it would read them past the page cache."""
+
+
+def _rank_read_facts(store: Store, share: ShareReads, bypass_cache: bool) -> RankReadFacts:
+    copies = copies_of(store)
+    local = all(isinstance(copy, LocalStore) for copy in copies)
+    return RankReadFacts(2 if share == "auto" else int(share), int(local), int(bypass_cache and copies[0].past_cache))
+
+
+def _gather_needs(group: Group, facts: RankReadFacts, needs: NeedRows) -> tuple[list[RankReadFacts], list[NeedRows]]:
+    """What each rank has to say, and what it needs. Raises InvalidArgument where they want to share in different ways."""
+    answers = [np.frombuffer(data, np.int64) for data in group.all_gather(np.append(np.array(facts), needs).tobytes())]
+    found = [RankReadFacts(*answer[: len(facts)].tolist()) for answer in answers]
+    if other := [rank for rank, told in enumerate(found) if told.share != found[0].share]:
+        named = {0: "False", 1: "True", 2: "'auto'"}
+        raise InvalidArgument(
+            f"share_reads={named[found[0].share]} on rank 0 and {named[found[other[0]].share]} on {ranks_text(other)}; "
+            "give all ranks the same"
+        )
+    return found, [answer[len(facts) :].reshape(-1, NEED_COLUMNS) for answer in answers]
+
+
+def _is_shared(facts: Sequence[RankReadFacts], saves_enough: bool, has_common_page_cache: bool) -> bool:
+    """Whether ranks read for each other. Pure.
+
+    in_common: what they read comes from folders of one host: then each copies from the page cache itself, unless it is read
+    past that.
+    """
+    if facts[0].share != 2:
+        return facts[0].share == 1
+    return saves_enough and (not has_common_page_cache or all(told.bypasses_cache for told in facts))
+
+
+def _open_window(shared_reads: Mapping[BlockKey, SharedRead], group: Group) -> SharedWindow | None:
+    """Memory for the blocks that go round; None where the ranks of this host can't have any."""
+    if not shared_reads:
+        return None
+    largest = max(turn.needs.raw_bytes for turn in shared_reads.values())
+    slots = min(max(2 * group.size * largest, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES) // largest
+    if slots < 2:  # blocks as this version does not write them
+        return None
+    return SharedWindow.create(
+        group, min(slots, len(shared_reads)), largest, sum(len(turn.jobs) for turn in shared_reads.values())
+    )
+
+
+def _read_through_window(
+    window: SharedWindow, store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
+    shared_reads: list[tuple[BlockRead | None, SharedRead]],
+) -> bool:  # fmt: skip
+    """Read what is this rank's into the window, and put in place what it needs out of it, while the others do so too.
+
+    turns: with what this rank wants of each block. Returns whether all is in place: it is not where another rank gave up.
+    """
+    own_jobs = [
+        (block, wanted, number, job)
+        for block, (wanted, turn) in enumerate(shared_reads) if wanted is not None
+        for number, job in enumerate(turn.jobs, turn.first_job) if job.reader == group.rank
+    ]  # fmt: skip
+    remaining_jobs, lock = iter(own_jobs), threading.Lock()
+
+    def read() -> None:
+        worker = BlockReader(store, algorithm, where, progress)
+        while True:
+            with lock:  # in the order in which the window has room for them, and one waits for all
+                found = next(remaining_jobs, None)
+                if found is None:
+                    return
+                block, wanted, number, job = found
+                slot = window.wait_for_free_slot(block)
+            worker.fetch(wanted, job.begin, job.end, slot[job.begin : job.end])
+            window.mark_ready(number)
+
+    def place() -> None:
+        worker = BlockReader(store, algorithm, where, None)
+        for block, (wanted, turn) in enumerate(shared_reads):
+            if wanted is not None:
+                for begin, end in wanted.raw_ranges():
+                    for number, job in enumerate(turn.jobs, turn.first_job):
+                        if max(begin, job.begin) < min(end, job.end):
+                            window.wait_until_ready(number, job.reader)
+                    worker.accept(wanted, begin, window.slot(block)[begin:end])
+            window.release(block)
+
+    threads = READ_THREADS
+    if not any(wanted.row.codec for _, wanted, _, _ in own_jobs):  # else each holds all of a block
+        threads = max(threads, STREAM_THREADS // group.size)
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            window.mark_failed()
+
+    def both(pool: DaemonThreadPool) -> None:
+        for _ in range(min(threads, len(own_jobs))):
+            pool.submit(guarded, read)
+        place()
+
+    try:
+        with DaemonThreadPool(threads, "ckpt-read") as pool:
+            guarded(lambda: both(pool))
+        for error in errors:
+            if not isinstance(error, RankFailed):
+                raise error
+        return not errors
+    finally:
+        for error in errors:
+            traceback.clear_frames(error.__traceback__)  # they hold the memory as long as somebody holds the error
+        errors.clear()
+
+
+def _read_by_messages(
+    store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
+    shared_reads: list[tuple[BlockRead | None, SharedRead]], own_reads: list[BlockRead],
+) -> None:  # fmt: skip
+    """Read what no other rank needs, then round by round what goes round."""
+    failed: list[Exception] = []
+    try:
+        read_blocks(store, algorithm, own_reads, where, progress)
+    except Exception as error:  # the others wait for what this rank is to read
+        failed.append(error)
+    rounds = 1 + max(turn.round for _, turn in shared_reads)
+    by_round: list[list[tuple[BlockRead, SharedRead]]] = [[] for _ in range(rounds)]
+    for wanted, turn in shared_reads:
+        if wanted is not None:
+            by_round[turn.round].append((wanted, turn))
+    for of_round in by_round:
+        _run_round(store, algorithm, where, progress, group, of_round, failed)
+    if failed:
+        raise failed[0]
+
+
+def _run_round(
+    store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
+    shared_reads: list[tuple[BlockRead, SharedRead]], failed: list[Exception],
+) -> None:  # fmt: skip
+    """Read what is this rank's, hand over, put in place. Goes on after an error: the others count on the messages."""
+    rank = group.rank
+    buffers = [[(first, np.empty(last - first, np.uint8)) for first, last in block.raw_ranges()] for block, _ in shared_reads]
+
+    def within(i: int, begin: int, end: int) -> Bytes:
+        first, buffer = next(it for it in reversed(buffers[i]) if it[0] <= begin)
+        return buffer[begin - first : end - first]
+
+    own = threading.local()  # a worker's memory is used again
+
+    def read(i: int, job: ReadJob) -> None:
+        try:
+            if not hasattr(own, "worker"):
+                own.worker = BlockReader(store, algorithm, where, progress)
+            own.worker.fetch(shared_reads[i][0], job.begin, job.end, within(i, job.begin, job.end))
+        except Exception as error:
+            failed.append(error)
+
+    def accept(i: int) -> None:
+        try:
+            for first, buffer in buffers[i]:
+                BlockReader(store, algorithm, where, None).accept(shared_reads[i][0], first, buffer)
+        except Exception as error:
+            failed.append(error)
+
+    with DaemonThreadPool(READ_THREADS, "ckpt-read") as pool:
+        reads = [(i, job) for i, (_, turn) in enumerate(shared_reads) for job in turn.jobs if job.reader == rank]
+        list(pool.map(lambda it: read(*it), reads))
+        send: list[Message] = []
+        receive: list[Message] = []
+        for i, (block, turn) in enumerate(shared_reads):  # of a block from first to last, as it is sent
+            send += [(peer, within(i, begin, end).data) for peer, begin, end in turn.sent_by(rank)]
+            for stretch in block.raw_ranges():
+                receive += [(peer, within(i, begin, end).data) for peer, begin, end in turn.received_by(rank, *stretch)]
+        group.exchange(send, receive)
+        list(pool.map(accept, range(len(shared_reads))))

@@ -1,0 +1,429 @@
+"""Loading into a state that is there: which array of `like` each saved leaf goes to, checked before a byte is written.
+
+Arrays are filled in place; dicts and lists get the saved plain values in place; tuples and other immutable things are
+made anew where something in them changed. The result is returned as well, so that an immutable root works too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ckpt.block_io.read_plan import Target
+from ckpt.format.manifest import Saved
+from ckpt.state.alias_notes import AliasNote, read_alias_note
+from ckpt.state.boxes import whole_box
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves import as_leaf, empty_leaf
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.name_patterns import entries, select, suggest
+from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
+from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
+from ckpt.state.stateful import Stateful, as_stateful, get_attribute, state_of
+from ckpt.state.torch_keys import is_module, mismatched_keys
+from ckpt.state.tree import Node, PerRank, decode_key, empty_dict, join_path, rebuild, scalar_bytes
+from ckpt.storage.base.errors import CkptError, IntegrityError, LeafMismatch, LeafNotFound
+
+log = logging.getLogger("ckpt")
+
+
+Finish = Callable[[], Any]
+
+
+class TargetMatcher:
+    """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
+
+    `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages. `stored_bytes` tells by
+    name how many bytes of each leaf are stored: no array is made where that is not what its shape takes.
+    """
+
+    def __init__(
+        self,
+        saved: Mapping[str, Saved],
+        selector: Callable[[str], bool] | None,
+        where: str,
+        stored_bytes: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self.targets: list[tuple[str, ArrayLeaf]] = []
+        self.aliases: dict[str, AliasNote] = {}
+        """Of the targets in `like` those that were saved as views of shared memory, by leaf name."""
+        self._saved = saved
+        self._selector = selector
+        self._where = where
+        self._stored_bytes = stored_bytes
+        self._like: Any = None  # all of `like`
+        self._new_arrays: dict[tuple[str, str, str | None], Finish] = {}
+        self._filled_targets: dict[tuple[str, Hashable], Finish] = {}
+
+    def read_targets(self) -> list[Target]:
+        """The targets by their shards."""
+        found = []
+        for name, leaf in self.targets:
+            parts = leaf.shards()
+            if parts is None:
+                found.append(Target(name, leaf, None))
+            else:
+                found += [Target(name, part.leaf, part.box) for part in parts if part.leaf.nbytes]
+        return found
+
+    def rebuild(self, node: Node) -> Finish:
+        """Plan to load all of `node` into new arrays."""
+        return rebuild(node, self._new_array)
+
+    def _new_array(self, node: Node) -> Finish:
+        name = node["array"]
+        key = name, node["kind"], node.get("class")
+        finish = self._new_arrays.get(key)
+        if finish is None:  # else tied: one array for all places
+            saved = self._lookup(name, name)
+            nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
+            if (stored := self._stored_bytes().get(name, 0)) != nbytes:
+                raise IntegrityError(f"leaf {name} of {self._where}: the manifest covers {stored:.0f} of {nbytes} bytes")
+            try:
+                leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
+            except CkptError as error:
+                raise type(error)(f"leaf {name} of {self._where}: {error}") from error
+            finish = self._new_arrays[key] = _finish_once(leaf)
+            self.targets.append((name, leaf))
+        return finish
+
+    def _lookup(self, name: str, path: str) -> Saved:
+        saved = self._saved.get(name)
+        if saved is None:
+            raise IntegrityError(
+                f"leaf {path} is in the tree of {self._where} but in none of its manifests, so that the step can't be loaded; "
+                "load another step"
+            )
+        return saved
+
+    # --- with like -------------------------------------------------------------------------------------------
+
+    def match(self, like: Any, node: Node, path: str = "") -> Finish | None:
+        """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
+        if isinstance(node, dict) and "object" in node and as_stateful(like, path) is None:
+            node = node["object"]
+        if self._like is None:
+            self._like = like
+        if type(like) is dict:
+            return self._dict(like, node, path)
+        if (leaf := self._leaf(like, path)) is not None:
+            return self._array(leaf, node, path)
+        if type(like) is PerRank:
+            return self._per_rank(like, node, path)
+        if (stateful := as_stateful(like, path)) is not None:
+            return self._object(like, stateful, node, path)
+        if isinstance(like, dict):
+            return self._dict(like, node, path)
+        if isinstance(like, list):
+            return self._list(like, node, path)
+        if isinstance(like, tuple):
+            return self._tuple(like, node, path)
+        if dataclasses.is_dataclass(like) and not isinstance(like, type):
+            return self._dataclass(like, node, path)
+        if not self._is_selected(path):
+            return None
+        if isinstance(node, dict) and "array" in node and node["kind"] != "bytes":
+            raise self._kind_mismatch(like, node, path)
+        return self.rebuild(node)
+
+    def _per_rank(self, like: PerRank, node: Node, path: str) -> Finish | None:
+        finish = self.match(like.value, node, path)
+        if finish is None:
+            return None
+
+        def load() -> PerRank:
+            like.value = finish()
+            return like
+
+        return load
+
+    def _is_selected(self, path: str) -> bool:
+        return self._selector is None or self._selector(path or "(root)")
+
+    def _leaf(self, value: Any, path: str) -> ArrayLeaf | None:
+        try:
+            return as_leaf(value)
+        except TypeError as error:
+            raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
+
+    def _dict(self, like: dict[Any, Any], node: Node, path: str) -> Finish | None:
+        if not (isinstance(node, dict) and "dict" in node):
+            raise self._kind_mismatch(like, node, path)
+        saved = {decode_key(k): v for k, v in node["dict"]}
+        changed: list[tuple[Any, Finish]] = []
+        for key, value in like.items():
+            name = join_path(path, key)
+            if key not in saved:
+                if self._selector is None or self._has_selected_in_like(value, name):
+                    raise LeafNotFound(
+                        f"leaf {name} of `like` is not in {self._where}{suggest(str(key), map(str, saved))}; "
+                        "take it out of `like`, or map names with rename="
+                    )
+                continue
+            finish = self.match(value, saved[key], name)
+            if finish is not None:
+                changed.append((key, finish))
+
+        def finish_dict() -> Any:
+            for key, finish in changed:
+                like[key] = finish()
+            return like
+
+        return finish_dict if changed else None
+
+    def _has_selected_in_like(self, value: Any, path: str) -> bool:
+        if isinstance(value, dict):
+            return any(self._has_selected_in_like(v, join_path(path, k)) for k, v in value.items())
+        return self._is_selected(path)
+
+    def _items(self, like: Any, nodes: Any, names: list[Any], path: str) -> list[Finish | None]:
+        if len(nodes) != len(like):
+            raise LeafMismatch(f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}")
+        return [self.match(v, n, join_path(path, name)) for v, n, name in zip(like, nodes, names, strict=True)]
+
+    def _list(self, like: list[Any], node: Node, path: str) -> Finish | None:
+        if not isinstance(node, list):
+            raise self._kind_mismatch(like, node, path)
+        parts = self._items(like, node, list(range(len(like))), path)
+
+        def finish() -> Any:
+            for i, part in enumerate(parts):
+                if part is not None:
+                    like[i] = part()
+            return like
+
+        return finish if any(parts) else None
+
+    def _tuple(self, like: tuple[Any, ...], node: Node, path: str) -> Finish | None:
+        tag = "namedtuple" if hasattr(like, "_fields") else "tuple"
+        if not (isinstance(node, dict) and tag in node):
+            raise self._kind_mismatch(like, node, path)
+        names = list(getattr(like, "_fields", range(len(like))))
+        parts = self._items(like, node[tag], names, path)
+        if not any(parts):
+            return None
+        return lambda: _tuple_like(like, [v if p is None else p() for v, p in zip(like, parts, strict=True)])
+
+    def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
+        fields = [f.name for f in dataclasses.fields(like)]
+        if not (isinstance(node, dict) and "dataclass" in node) or node["fields"] != fields:
+            raise self._kind_mismatch(like, node, path)
+        parts = self._items([getattr(like, f) for f in fields], node["dataclass"], fields, path)
+        if not any(parts):
+            return None
+
+        def finish() -> Any:
+            made = like
+            if type(like).__dataclass_params__.frozen:
+                made = object.__new__(type(like))
+                for name in fields:
+                    object.__setattr__(made, name, getattr(like, name))
+            for name, part in zip(fields, parts, strict=True):
+                if part is not None:
+                    object.__setattr__(made, name, part())
+            return made
+
+        return finish
+
+    def _array(self, leaf: ArrayLeaf, node: Node, path: str) -> Finish | None:
+        if not self._is_selected(path):
+            return None
+        if not (isinstance(node, dict) and ("array" in node or "scalar" in node)):
+            raise self._kind_mismatch(leaf.value, node, path)
+        saved = self._lookup(node["array"], path) if "array" in node else Saved(node["dtype"], ())
+        if saved.shape != leaf.shape:
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {self._where} has shape {list(saved.shape)}, `like` has {list(leaf.shape)}; "
+                "make `like` with the saved shape"
+            )
+        if saved.dtype != leaf.dtype:
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {self._where} has dtype {saved.dtype}, `like` has {leaf.dtype}; "
+                "load into the saved dtype and convert afterwards"
+            )
+        try:
+            target = leaf.target()
+        except TypeError as error:
+            raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
+        if "scalar" in node:
+            return _fill_scalar(target, node)
+        if "alias" in node and (note := read_alias_note(node)) is not None:
+            self.aliases[node["array"]] = note
+        if target is leaf:
+            self.targets.append((node["array"], target))
+            return None
+        identity = leaf.identity()
+        finish = None if identity is None else self._filled_targets.get((node["array"], identity))
+        if finish is None:  # else tied there and here
+            finish = _finish_once(target)
+            self.targets.append((node["array"], target))
+            if identity is not None:
+                self._filled_targets[node["array"], identity] = finish
+        return finish
+
+    def _object(self, like: Any, stateful: Stateful, node: Node, path: str) -> Finish:
+        """Into an object: what its state already holds is filled in place, the rest is new, and the object takes all.
+
+        One with `state_dict_like(saved, everything)` gives the state to fill itself: it may be a part of what was saved, of
+        which it gets an outline.
+        """
+        state = node["object"] if isinstance(node, dict) and "object" in node else node
+        if callable(shape := getattr(like, "state_dict_like", None)):
+            target = shape(self._saved_outline(state, path), self._selector is None)
+            finish = self._dict(target, state, path) or (lambda: target)
+        else:
+            current = state_of(stateful, like, path)
+            if is_module(like):
+                self._check_module_keys(like, current, state, path)
+            if is_optimizer(like):
+                state = self._reorder_optimizer_state(like, node, state, path)
+                current = add_missing_moments(like, current, self._saved_outline(state, path))
+            finish = self._merge(current, state, path)
+
+        def load() -> Any:
+            try:
+                stateful.set(finish())
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                message = f"leaf {path or '(root)'}: {_type_with_article(like)} refused the state of {self._where}: {reason}"
+                raise LeafMismatch(message) from error
+            return like
+
+        return load
+
+    def _reorder_optimizer_state(self, optimizer: Any, node: Node, state: Node, path: str) -> Node:
+        """The saved state of an optimizer, under the numbers that its parameters have now."""
+        kind = type(optimizer).__name__
+        try:
+            found = reorder_state(optimizer, list(modules_in(self._like)), node, state)
+        except ParametersMismatch as error:
+            message = f"leaf {path or '(root)'}: the {kind} of `like` does not fit {self._where}: {error}"
+            raise LeafMismatch(message) from error
+        if found is None:
+            return state
+        log.warning(
+            "leaf %s: the parameters of the %s of `like` are in another order than in %s; their state follows their names",
+            path or "(root)", kind, self._where,
+        )  # fmt: skip
+        return found
+
+    def _check_module_keys(self, module: Any, current: Any, node: Node, path: str) -> None:
+        """Raise LeafMismatch where a module would refuse a state for its keys."""
+        if not (isinstance(node, dict) and "dict" in node and isinstance(current, dict)):
+            return
+        saved = {decode_key(key): child for key, child in node["dict"]}
+        loaded_keys = {key for key, child in saved.items() if self._has_selected_in_node(child, join_path(path, key))}
+        if self._selector is not None:
+            loaded_keys |= current.keys()
+        missing, unknown = mismatched_keys(module, current.keys(), loaded_keys)
+        differences = [f"{self._where} lacks {_first_few(missing)}"] * bool(missing)
+        differences += [f"{self._where} has {_first_few(unknown)} besides"] * bool(unknown)
+        if differences:
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {' and '.join(differences)}, unlike the {type(module).__name__} of `like`; make "
+                "that as it "
+                "was when saved, or load what both have with only="
+            )
+
+    def _saved_outline(self, node: Node, path: str) -> Any:
+        """What was saved there and is to be loaded, with a `Saved` for each array."""
+        if self._selector is not None:
+            node = select(node, lambda name: self._is_selected(join_path(path, name)))
+        return rebuild(node, lambda array: lambda: self._lookup(array["array"], path))()
+
+    def _merge(self, current: Any, node: Node, path: str) -> Finish:
+        """Like `fill`, but shaped by the checkpoint: a fresh optimizer has no moments yet, and gets them."""
+        if isinstance(node, dict) and "dict" in node and isinstance(current, dict):
+            parts = []
+            for key, child in node["dict"]:
+                key = decode_key(key)
+                name = join_path(path, key)
+                if key in current:
+                    parts.append((key, self._merge(current[key], child, name)))
+                elif self._selector is None or self._has_selected_in_node(child, name):
+                    parts.append((key, self.rebuild(child)))
+            extra = {} if self._selector is None else dict(current)
+            metadata = get_attribute(current, "_metadata")
+
+            def finish_dict() -> Any:
+                made = empty_dict(node)
+                made.update(extra)
+                made.update({key: part() for key, part in parts})
+                if "metadata" in node:
+                    made._metadata = rebuild(node["metadata"], self._new_array)()
+                elif metadata is not None and hasattr(made, "__dict__"):
+                    made._metadata = metadata
+                return made
+
+            return finish_dict
+        if isinstance(node, list) and isinstance(current, list) and len(node) == len(current):
+            parts_list = [self._merge(c, n, join_path(path, i)) for i, (c, n) in enumerate(zip(current, node, strict=True))]
+            return lambda: [part() for part in parts_list]
+        leaf = self._leaf(current, path)
+        if leaf is not None and isinstance(node, dict) and "array" in node:
+            return self._array(leaf, node, path) or (lambda: current)
+        if not self._is_selected(path):
+            return lambda: current
+        return self.rebuild(node)
+
+    def _has_selected_in_node(self, node: Node, path: str) -> bool:
+        return any(self._is_selected(name) for name, _ in entries(node, path))
+
+    def _kind_mismatch(self, like: Any, node: Node, path: str) -> LeafMismatch:
+        saved = type(node).__name__
+        if isinstance(node, dict):
+            saved = str(next(iter(node)))
+        return LeafMismatch(
+            f"leaf {path or '(root)'}: {self._where} has {_with_article(saved)}, `like` has {_type_with_article(like)}; "
+            "give `like` the structure that was saved, or load without it"
+        )
+
+
+def _tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
+    try:
+        return tuple.__new__(type(like), values)  # not the constructor: that of a namedtuple takes each by itself
+    except TypeError:  # a type of an extension, such as torch.Size
+        return type(like)(values)
+
+
+def _finish_once(leaf: ArrayLeaf) -> Finish:
+    made: list[Any] = []
+
+    def finish() -> Any:
+        if not made:
+            made.append(leaf.finish())
+        return made[0]
+
+    return finish
+
+
+def _fill_scalar(target: ArrayLeaf, node: Node) -> Finish:
+    """Into an array without axes, from the tree."""
+    data = np.frombuffer(scalar_bytes(node), np.uint8)
+    parts = target.shards()
+
+    def finish() -> Any:
+        for leaf in [target] if parts is None else [part.leaf for part in parts]:
+            if leaf.nbytes:
+                leaf.write(whole_box(()), data)
+        return target.finish()
+
+    return finish
+
+
+def _first_few(names: list[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _type_with_article(value: Any) -> str:
+    return _with_article(type(value).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"

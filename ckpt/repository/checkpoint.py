@@ -1,0 +1,263 @@
+"""One committed step, read lazily: its leaves, parts of them, all of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.block_io.block_reader import Progress, is_bad_sector, read_leaves, verify_blocks
+from ckpt.block_io.read_plan import Target
+from ckpt.block_io.replicated_store import from_nearest
+from ckpt.format import manifest as manifests
+from ckpt.format.digest import is_cryptographic
+from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
+from ckpt.format.manifest import Manifest, Saved
+from ckpt.format.signature import NO_KEYS, Keys
+from ckpt.state.boxes import Box
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves.numpy import NumpyLeaf
+from ckpt.state.name_patterns import suggest
+from ckpt.state.rank_tree import array_names, has_rank_nodes, resolve_for_rank
+from ckpt.state.tree import Node
+from ckpt.storage.base.errors import IntegrityError, LeafNotFound, NotFound, StoreError
+from ckpt.storage.base.store import Store
+from ckpt.support.runtime import collector_paused
+
+PREFETCH_BYTES = 512 << 20
+"""About what a disk reads while the rows of a hundred thousand leaves are parsed."""
+_SMALL_PREFETCH_BYTES = 1 << 20
+_FEW_PACKS = 4
+"""To ask for so few bytes of so few packs takes less time than to start a thread for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """What a checkpoint holds of one array."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored_bytes: float
+    """Its share of the bytes in the packs."""
+    codec: str | None
+    written_in: int | None
+    """The step whose packs hold it, for leaves that were referenced rather than written; None where it has no bytes."""
+
+
+class Checkpoint:
+    """A committed step: `c.leaves()`, `c["model.embed.weight"][0:8]`, `c.verify()`."""
+
+    def __init__(self, store: Store, commit: CommitRecord, rank: int = 0, keys: Keys = NO_KEYS) -> None:
+        self.store = store
+        self.commit = commit
+        self.step = commit.step
+        self._manifest: Manifest | None = None
+        self._tree: Node = None
+        self._rank = rank
+        self._keys = keys
+
+    @property
+    def where(self) -> str:
+        """For messages: the step and its repository."""
+        return f"step {self.step} of {self.store.url}"
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, url={self.store.url!r}, leaves={self.commit.leaves})"
+
+    def manifest(self) -> Manifest:
+        """All rows, verified against the commit record."""
+        if self._manifest is None:
+            files = self.commit.manifests
+            parts = [manifests.decode(self.verified(file), f"{self.store.url}/{file.name}") for file in files]
+            self._manifest = manifests.join_manifests(parts)
+        return self._manifest
+
+    def tree(self) -> Node:
+        """The description of the state as this rank has it, verified against the commit record."""
+        if self._tree is None:
+            file = self.commit.trees[0]
+            data = self.verified(file)
+            try:
+                with collector_paused():
+                    body = json.loads(data)
+                    require_known_format(body["format"], f"{self.store.url}/{file.name}")
+                    self._tree = body["tree"]
+                    if has_rank_nodes(data):
+                        self._tree = resolve_for_rank(self._tree, self._rank, max(1, self.commit.world_size))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
+        return self._tree
+
+    def require_complete(self) -> None:
+        """Raise IntegrityError where the tree names an array, of whichever rank, that no manifest has."""
+        saved = self.manifest().leaves()
+        self.tree()  # raises where it is none
+        for file in self.commit.trees:
+            with collector_paused():
+                missing = next((n for n in array_names(json.loads(self.verified(file))["tree"]) if n not in saved), None)
+            if missing is not None:
+                raise IntegrityError(
+                    f"leaf {missing} is in the tree of {self.where} but in none of its manifests, so that the step can't be "
+                    "loaded; load another step"
+                )
+
+    def verified(self, file: FileRecord) -> bytes:
+        """A manifest or a tree of this step, verified against the commit record."""
+        return from_nearest(self.store, lambda store: self._read_verified(store, file), file.name)
+
+    def _read_verified(self, store: Store, file: FileRecord) -> bytes:
+        try:
+            most = MAX_TREE_BYTES if file in self.commit.trees else MAX_MANIFEST_BYTES
+            data = store.get_up_to(file.name, min(most, file.nbytes))
+        except NotFound as error:
+            where = f"{store.url}/{file.name} of step {self.step}"
+            raise IntegrityError(f"{where} is missing; restore the file from a copy, or load another step") from error
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            raise IntegrityError(f"{store.url}/{file.name} of step {self.step} cannot be read: {error}") from error
+        if not file.matches(data):
+            raise IntegrityError(
+                f"{store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "
+                "record; restore the file, or load another step"
+            )
+        return data
+
+    @property
+    def protection(self) -> str:
+        """By what the bytes of this step are checked, in words. Raises IntegrityError as `manifest` does."""
+        algorithm = self.manifest().digest_algorithm
+        if (signature := self.commit.signature) is None:
+            against = "" if is_cryptographic(algorithm) else ", which find accidents and no forgery"
+            return f"{algorithm} digests{against}; not signed"
+        checked = "signature checked" if self._keys else "signature not checked, for no key was given"
+        return f"{algorithm} digests; signed with key {signature.key}, {checked}"
+
+    # --- leaves ------------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Saved]:
+        """Type and shape of each array. Not to be changed."""
+        return self.manifest().leaves()
+
+    def leaves(self) -> list[LeafInfo]:
+        """Every array, in the order in which it was saved."""
+        found = []
+        for name, first, nbytes, stored in self.manifest().totals():
+            step = int(first.pack.split("/")[1]) if first.pack else None
+            found.append(LeafInfo(name, first.dtype, first.global_shape, nbytes, stored, first.codec, step))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest().leaves())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest().leaves()
+
+    def __getitem__(self, name: str) -> LazyArray:
+        saved = self.manifest().leaves().get(name)
+        if saved is None:
+            raise LeafNotFound(f"no leaf {name!r} in {self.where}{suggest(str(name), self)}")
+        return LazyArray(self, name, saved)
+
+    def read(self, targets: Sequence[Target], progress: Progress | None = None) -> None:
+        """Fill arrays with leaves or boxes of them, verified. Leaves and shapes must be known to fit."""
+        read_leaves(self.store, self.manifest(), targets, self.where, progress)
+
+    def prefetch(self) -> None:
+        """Let the store bring the first packs nearer while this process reads the manifest: it may take as long."""
+        room = PREFETCH_BYTES
+        jobs = []
+        for pack in self.commit.packs:
+            jobs.append((pack.name, min(room, pack.nbytes)))
+            room -= pack.nbytes
+            if room <= 0:
+                break
+        if sum(nbytes for _, nbytes in jobs) <= _SMALL_PREFETCH_BYTES and len(jobs) <= _FEW_PACKS:
+            _prefetch(self.store, jobs)
+        else:
+            threading.Thread(target=_prefetch, args=(self.store, jobs), name="ckpt-prefetch", daemon=True).start()
+
+    def verify(self, progress: Progress | None = None) -> int:
+        """Read and check every stored byte; return how many there were.
+
+        Raises IntegrityError at the first bad block, and where the tree names an array that no manifest has.
+        """
+        self.require_complete()
+        return verify_blocks(self.store, self.manifest(), self.where, progress)
+
+
+def _prefetch(store: Store, jobs: list[tuple[str, int]]) -> None:
+    with suppress(StoreError):  # the read that follows says what is wrong
+        for name, nbytes in jobs:
+            store.prefetch(name, nbytes)
+
+
+class LazyArray:
+    """An array in a checkpoint. Indexing with integers and slices reads only the parts that are touched."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, saved: Saved) -> None:
+        self._checkpoint = checkpoint
+        self._leaf_manifest: Manifest | None = None
+        self.name = name
+        self.shape = saved.shape
+        self.dtype: np.dtype[Any] = numpy_dtype(saved.dtype)
+
+    def __repr__(self) -> str:
+        return f"LazyArray({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self[...], dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        box, within = _bounding_box(index, self.shape)
+        out = np.empty(box.shape, self.dtype)
+        if out.size:
+            checkpoint = self._checkpoint
+            if self._leaf_manifest is None:
+                self._leaf_manifest = checkpoint.manifest().select([self.name])
+            target = Target(self.name, NumpyLeaf(out), box)
+            read_leaves(checkpoint.store, self._leaf_manifest, [target], checkpoint.where)
+        return out[within]
+
+
+def _bounding_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The smallest box around a basic index, and the index into that box which gives the same elements."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    given = sum(i is not Ellipsis for i in items)
+    if given > len(shape) or items.count(Ellipsis) > 1:
+        raise IndexError(f"index {index!r} has more axes than shape {shape}")
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items = items[:at] + [slice(None)] * (len(shape) - given) + items[at + 1 :]
+    offset: list[int] = []
+    extent: list[int] = []
+    within: list[slice | int] = []
+    for item, length in zip(items, shape, strict=True):
+        if isinstance(item, slice):
+            picked = range(*item.indices(length))
+            low, high = (min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1) if picked else (0, 0)
+            offset.append(low)
+            extent.append(high - low)
+            step = picked.step
+            within.append(slice(None, None, step) if picked else slice(0, 0))
+        else:
+            i = item.__index__() if hasattr(item, "__index__") else None
+            if i is None:
+                raise IndexError(f"index {item!r} is no integer or slice; read a slice and index that")
+            if not -length <= i < length:
+                raise IndexError(f"index {i} is out of bounds for an axis of {length}")
+            offset.append(i % length)
+            extent.append(1)
+            within.append(0)
+    return Box(tuple(offset), tuple(extent)), tuple(within)

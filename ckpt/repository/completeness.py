@@ -1,0 +1,47 @@
+"""Which committed steps are known to be complete: no array that the tree names is missing from the manifests.
+
+The commit record proves that tree and manifests are the files that were written. It does not prove that they fit together.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt.format.json_records import CommitRecord, FileRecord
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.storage.base.store import Store
+
+log = logging.getLogger("ckpt")
+
+_StepFiles = tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]
+
+_complete_steps: dict[_StepFiles, None] = {}
+"""The manifests and the trees, with their digests, of steps that were found complete. The digests determine that for ever."""
+_MAX_REMEMBERED = 4096
+
+
+def is_complete(store: Store, commit: CommitRecord) -> bool:
+    """Whether a step is known to be complete. False also where its files can't be read.
+
+    They are read once in a process, and not where this process has committed the step.
+    """
+    if (commit.manifests, commit.trees) in _complete_steps:
+        return True
+    try:
+        Checkpoint(store, commit).require_complete()
+    except IntegrityError as error:
+        log.warning("step %d counts as damaged: %s", commit.step, error)
+        return False
+    except CkptError as error:
+        log.warning("step %d does not count as whole, because it can't be read now: %s", commit.step, error)
+        return False
+    note_complete(commit)
+    return True
+
+
+def note_complete(commit: CommitRecord) -> None:
+    """The tree of this step was compared with its manifests, or this process has made both of the same rows."""
+    _complete_steps[commit.manifests, commit.trees] = None
+    while len(_complete_steps) > _MAX_REMEMBERED:
+        _complete_steps.pop(next(iter(_complete_steps)), None)

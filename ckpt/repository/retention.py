@@ -1,0 +1,213 @@
+"""Which steps to keep, and the deletion of everything that no committed step needs.
+
+Order of a deletion, and what a crash between two steps leaves: the commit record (the step no longer exists) → the
+manifests (nobody can commit on them any more) → the packs that no other step refers to. What is left over is
+unreachable and goes with the next sweep.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit
+from ckpt.format.training_lines import order_steps
+from ckpt.repository.completeness import is_complete
+from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.writer_lease import WriterLease, obsolete_lease_records
+from ckpt.storage.base.conditional_store import RESERVATION_BYTES
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, SignatureError
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.support.validation import as_integer
+
+log = logging.getLogger("ckpt")
+
+_ATTEMPT_FILE = re.compile(r"steps/\d+/(?:pack|manifest|part)/(?P<attempt>(?P<rank>\d+)-(?P<generation>\d+)-\d+)[-.][\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the newest `last` good steps, and for ever every step that `every` divides.
+
+    After a roll-back what was saved later is newer, whatever its number: the steps that were abandoned are deleted first, as
+    soon as there are `last` good ones without them. Steps of another run that were set aside are never deleted.
+
+    copies: of blocks that do not change, on the disk. A step then refers to no block that one of the `copies - 1` steps before
+        it refers to, so that a block that rots takes one of `copies` steps, and not all of them.
+    """
+
+    last: int
+    every: int | None = None
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        numbers = (self.last,) if self.every is None else (self.last, self.every)
+        if any((as_integer(number) or 0) < 1 for number in numbers):
+            raise InvalidArgument(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
+        if not 1 <= (as_integer(self.copies) or 0) <= self.last:
+            raise InvalidArgument(f"{self}: `copies` is a number from 1 up to `last`: each copy belongs to a step that is kept")
+
+
+def as_keep(keep: int | Keep | None) -> Keep | None:
+    """`keep=3` means the last three."""
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    if (number := as_integer(keep)) is None:
+        raise InvalidArgument(f"keep={keep!r}: use a number of steps, or ckpt.Keep")
+    return Keep(number)
+
+
+def expired_steps(steps: Iterable[int], good: Iterable[int], keep: Keep, order: Sequence[int] | None = None) -> list[int]:
+    """The steps to delete, the oldest first. Pure. Only good steps count as kept, and none newer than the oldest kept goes;
+    where fewer are good than shall be kept, none goes at all.
+
+    order: the steps from the oldest to the newest, where that is not the order of their numbers: abandoned ones come first.
+    """
+    age: Callable[[int], int] = _by_number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
+    kept_steps = sorted(good, key=age)[-keep.last :]
+    if len(kept_steps) < keep.last:
+        return []
+    return [s for s in sorted(steps, key=age) if age(s) < age(kept_steps[0]) and not (keep.every and s % keep.every == 0)]
+
+
+def _by_number(step: int) -> int:
+    return step
+
+
+def sweep(
+    repo: Repository,
+    lease: WriterLease,
+    keep: Keep | None = None,
+    spared_steps: Collection[int] = (),
+    damaged_steps: Collection[int] = (),
+    protected_packs: Collection[str] = (),
+    replaced_files: Collection[str] = (),
+) -> None:
+    """Delete expired steps, and what attempts that never committed have left. Only for the holder of the claim.
+
+    spare: steps that stay in any case, such as the one just saved.
+    distrusted: steps that were found damaged; they count as no good ones.
+    protected: packs that another rank may refer to.
+    retired: files of records that were replaced. What other ranks of this generation write is deleted only if it is
+        retired or the step that named it goes: whether they still write it cannot be seen from here.
+    """
+    lease.require_newest()
+    store = repo.store
+    active = lease.active_attempts()  # before the listing: what commits after it was active then
+    sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
+    commits: dict[int, CommitRecord] = {}
+    damaged: set[int] = set()
+    unreadable: set[int] = set()
+    reserved: set[int] = set()  # of publications that were given up
+    unsigned: set[int] = set()
+    for step in repo.step_numbers():
+        if commit_name(step) in sizes:
+            try:
+                data = store.get_up_to(commit_name(step), MAX_RECORD_BYTES)
+                commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}")
+                if repo.keys:
+                    repo.decode(step, data)
+            except NotFound as error:
+                if sizes[commit_name(step)] <= RESERVATION_BYTES:
+                    reserved.add(step)
+                else:  # it was listed a moment ago, and nobody else deletes here
+                    log.warning("nothing that step %d may need is deleted: %s", step, error)
+                    unreadable.add(step)
+            except SignatureError:  # no step for those with the key; what it refers to stays as long as it
+                unsigned.add(step)
+            except IntegrityError:
+                damaged.add(step)
+            except CkptError as error:
+                log.warning("nothing that step %d may need is deleted: %s", step, error)
+                unreadable.add(step)
+    if keep is not None:
+        order = order_steps(
+            {step: commit.training_line for step, commit in commits.items() if step not in unsigned},
+            damaged | unreadable | reserved | unsigned,
+        )
+        # A damaged record does not say its line: where steps are set aside, it may be one of them.
+        deletable = (commits.keys() | reserved | (set() if order.set_aside else damaged)) - set(spared_steps) - order.set_aside
+        doubtful = {*order.set_aside, *damaged_steps, *unsigned}
+        good = [
+            s for s in order.steps
+            if s in commits and s not in doubtful and has_all_files(commits[s], sizes)
+        ]  # fmt: skip
+        if expired_steps(deletable, good, keep, order.steps):  # then those that stay must be complete
+            good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
+        for step in expired_steps(deletable, good, keep, order.steps):
+            failpoint("delete.commit")
+            store.delete([commit_name(step)])
+            if (deleted := commits.pop(step, None)) is not None:
+                replaced_files = {*replaced_files, *deleted.files()}
+            damaged.discard(step)
+    damaged |= unreadable
+    needed = {commit_name(step) for step in commits}.union(protected_packs, *active.values())
+    for commit in commits.values():
+        needed.update(commit.files())
+    to_delete = [name for name in sizes if name not in needed and _is_leftover(name, lease, active, damaged, replaced_files)]
+    if damaged:  # a record that can't be read may refer to any pack
+        to_delete = [name for name in to_delete if "/pack/" not in name]
+    to_delete = _only_uncommittable(repo, lease, to_delete)
+    if to_delete:
+        lease.require_newest()  # the listing and the records took a while
+    failpoint("delete.files")
+    store.delete(sorted(name for name in to_delete if "/pack/" not in name))
+    failpoint("delete.packs")
+    store.delete(sorted(name for name in to_delete if "/pack/" in name))
+    store.delete(obsolete_lease_records(repo))
+
+
+def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[str]) -> list[str]:
+    """Of these left-overs those that nobody can commit any more. A writer that was succeeded may stand still right before it
+    puts the record of an attempt: that put must fail before a file of the attempt goes."""
+    names_by_step: dict[int, list[str]] = {}
+    for name in leftovers:
+        if (found := _ATTEMPT_FILE.fullmatch(name)) is not None and int(found["generation"]) < lease.generation:
+            names_by_step.setdefault(int(name.split("/")[1]), []).append(name)
+    spared: set[str] = set()
+    has_unread_record = False
+    for step, names in names_by_step.items():
+        try:
+            revoked = repo.store.revoke(commit_name(step))
+            record = repo.record(step)
+        except NotFound:
+            continue
+        except CkptError as error:
+            log.warning("nothing that step %d may need is deleted: %s", step, error)
+            spared.update(names)
+            has_unread_record = True
+            continue
+        spared.update(record.files())
+        if not revoked and record.generation < lease.generation:  # it may be replaced by the older writer yet
+            spared.update(names)
+    return [name for name in leftovers if name not in spared and not (has_unread_record and "/pack/" in name)]
+
+
+def has_all_files(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:
+    """Whether every file of a step is there with its length."""
+    return all(sizes.get(f.name) == f.nbytes for f in (*commit.manifests, *commit.trees, *commit.packs))
+
+
+def _newest_complete(repo: Repository, newest_first: Iterable[CommitRecord], count: int) -> list[int]:
+    """The newest `count` of these steps whose trees fit to their manifests; fewer where there are no more."""
+    return [commit.step for commit in itertools.islice((c for c in newest_first if is_complete(repo.store, c)), count)]
+
+
+def _is_leftover(
+    name: str, lease: WriterLease, active: Collection[str], damaged: Collection[int], replaced_files: Collection[str]
+) -> bool:
+    attempt_file = _ATTEMPT_FILE.fullmatch(name)
+    if attempt_file is None or int(attempt_file["generation"]) > lease.generation or attempt_file["attempt"] in active:
+        return False
+    if name.endswith("-failed.json") and int(attempt_file["generation"]) == lease.generation:
+        return False  # a slow rank may not have read it yet; the next generation takes it
+    if (
+        int(attempt_file["generation"]) == lease.generation
+        and int(attempt_file["rank"]) != lease.rank
+        and name not in replaced_files
+    ):
+        return False
+    return int(name.split("/")[1]) not in damaged

@@ -1,0 +1,56 @@
+"""A repository that is kept in several tiers, as one: a step is there if any tier has it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ckpt.block_io.replicated_store import ReplicatedStore
+from ckpt.format.json_records import CommitRecord
+from ckpt.repository.repository import Repository, commit_name
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+
+log = logging.getLogger("ckpt")
+
+
+class TieredRepository(Repository):
+    """Repositories, the nearest first; the last is the one of record. For reading."""
+
+    def __init__(self, repositories: Sequence[Repository]) -> None:
+        super().__init__(ReplicatedStore([place.store for place in repositories]))
+        self._repositories = tuple(repositories)
+
+    @property
+    def places(self) -> tuple[Repository, ...]:
+        return self._repositories
+
+    def check(self) -> None:
+        self._repositories[-1].check()
+
+    def record(self, step: int) -> CommitRecord:
+        """The record of the last save of this step: after a roll-back a tier may have an earlier one, too.
+
+        Raises NotFound only where every tier was asked: a tier that could not be read may have the step.
+        """
+        found: CommitRecord | None = None
+        damage: IntegrityError | None = None
+        store_failure: StoreError | None = None
+        for place in self._repositories:
+            try:
+                record = place.record(step)
+            except NotFound:
+                continue
+            except IntegrityError as error:
+                damage = error
+                log.error("bad copy in the tier %s: %s; the next tier is asked", place.url, error)
+            except StoreError as error:
+                if place is self._repositories[-1]:
+                    raise
+                store_failure = error
+                log.warning("%s; the next tier is asked", error)
+            else:
+                if found is None or record.save_order > found.save_order:
+                    found = record
+        if found is None:
+            raise damage or store_failure or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
+        return found

@@ -1,0 +1,273 @@
+"""The rows of all ranks as one manifest, and the proof that they make a whole step: every element there, and once.
+
+No Python object is made of a row: a million rows of ten thousand ranks are merged in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpt.format import manifest_parquet as tables
+from ckpt.format.row_index import RowIndex, index_rows
+from ckpt.groups.base import ranks_text
+from ckpt.saving.box_coverage import Flags, Ints, are_tiled, first_overlap, first_uncovered_box
+from ckpt.saving.replica_check import LeafDescription, require_same_description
+from ckpt.state.boxes import Box, intersect
+from ckpt.storage.base.errors import StepRefused
+from ckpt.support import arrow_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_REPLICA_HINT = "give each rank a box of its own, or say that they hold copies: ckpt.Shard(…, replica=(i, n))"
+
+
+def merge_rows(parts: Sequence[tuple[int, pa.Table]], descriptions: Mapping[str, LeafDescription] | None = None) -> pa.Table:
+    """The manifest of a step, given each rank's number and rows; the same whatever order they come in.
+
+    held: what ranks take leaves for of which they may have stored nothing.
+
+    The rows of a leaf lie together, by rank; leaves come in the order of the lowest rank that has them. Rows of boxes
+    without elements are left out, and rows of a box that a lower rank stored with the same bytes. Raises StepRefused
+    where ranks contradict each other, where a box was stored twice, and where one is missing.
+    """
+    import pyarrow as pa
+
+    parts = sorted(parts, key=lambda part: part[0])
+    _check_digests(parts)
+    table = _concatenated([table for _, table in parts])
+    ranks = np.repeat([rank for rank, _ in parts], [len(table) for _, table in parts])
+    index = index_rows([table.column("leaf")])
+    keep = _Rows(table, ranks, index).select_rows(descriptions or {})
+    if index.row_order is not None:
+        keep = index.row_order[keep]
+    if len(keep) < len(table) or index.row_order is not None:
+        table = pa.table(
+            {name: arrow_columns.take_rows(arrow_columns.one_chunk(table.column(name)), keep) for name in table.column_names}
+        )
+    return table.replace_schema_metadata(parts[0][1].schema.metadata if parts else None)
+
+
+def _check_digests(parts: Sequence[tuple[int, pa.Table]]) -> None:
+    """Raise StepRefused where two ranks' digests are of different algorithms."""
+    rank_by_algorithm: dict[bytes, int] = {}
+    for rank, table in parts:
+        rank_by_algorithm.setdefault((table.schema.metadata or {}).get(b"digest", b"?"), rank)
+    if len(rank_by_algorithm) > 1:
+        (a, rank_a), (b, rank_b), *_ = rank_by_algorithm.items()
+        raise StepRefused(
+            f"rank {rank_a} saved with digest={a.decode()!r}, rank {rank_b} with digest={b.decode()!r}; use one on all ranks"
+        )
+
+
+def _concatenated(parts: list[pa.Table]) -> pa.Table:
+    """All rows as one table, each column in one chunk."""
+    import pyarrow as pa
+
+    plain = [part.replace_schema_metadata(None) for part in parts] or [tables.empty_table(tables.COLUMNS)]
+    if len({part.schema for part in plain}) > 1:  # text, in some of them by number
+        plain = [tables.as_plain_table(part) for part in plain]
+    return pa.concat_tables(plain).combine_chunks()
+
+
+class _Rows:
+    """The rows in the order of the manifest, and their boxes as numbers."""
+
+    def __init__(self, table: pa.Table, ranks: Ints, index: RowIndex) -> None:
+        order = index.row_order
+
+        def sort(column: Any) -> Any:
+            column = arrow_columns.one_chunk(column)
+            return column if order is None else arrow_columns.take_rows(column, order)
+
+        self.names = list(index.leaf_numbers)
+        self.starts: Ints = np.asarray(index.leaf_starts, np.int64)
+        self.first = self.starts[:-1]
+        self.leaf = np.repeat(np.arange(len(self.names)), np.diff(self.starts))
+        self.ranks = ranks if order is None else ranks[order]
+        self.dtype, self.dtypes = arrow_columns.dictionary_codes(sort(table.column("dtype")))
+        (self.whole, self.at), (self.offset, self.offset_starts), (self.shape, self.shape_starts) = (
+            arrow_columns.flat_lists(sort(table.column(name))) for name in tables.LIST_COLUMNS
+        )
+        self.byte_columns = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
+
+    def select_rows(self, descriptions: Mapping[str, LeafDescription]) -> Ints:
+        """Which rows the manifest needs; raise StepRefused where those are not exactly what makes the leaves."""
+        self._check_dtypes_and_shapes()
+        self._check_descriptions(descriptions)
+        self._check_bounds()
+        keep = self._nonempty_rows()
+        tiled_leaves = self._is_tiled(np.arange(len(self.names)), keep)
+        if not np.all(tiled_leaves):
+            suspects = np.flatnonzero(~tiled_leaves)
+            keep = self._without_copies(suspects, keep)
+            suspects = suspects[~self._is_tiled(suspects, keep)]
+            if len(suspects):
+                raise self._diagnose(int(suspects[0]), keep)
+        return np.flatnonzero(keep)
+
+    # --- what ranks say of a leaf -------------------------------------------------------------------------------
+
+    def _check_dtypes_and_shapes(self) -> None:
+        axes = np.diff(self.at)
+        differs = (self.dtype != self.dtype[self.first][self.leaf]) | (axes != axes[self.first][self.leaf])
+        for count in arrow_columns.distinct(axes):
+            rows = np.flatnonzero((axes == count) & ~differs)
+            own = _matrix(self.whole, self.at[rows], count)
+            first = _matrix(self.whole, self.at[self.first[self.leaf[rows]]], count)
+            differs[rows[np.any(own != first, axis=1)]] = True
+        if np.any(differs):
+            row = int(np.argmax(differs))
+            require_same_description(
+                self._name(row), self._description(int(self.first[self.leaf[row]])), self._description(row)
+            )
+
+    def _check_descriptions(self, descriptions: Mapping[str, LeafDescription]) -> None:
+        number = {name: i for i, name in enumerate(self.names)}
+        for name, described in descriptions.items():
+            if (leaf := number.get(name)) is not None:
+                require_same_description(name, self._description(int(self.first[leaf])), described)
+
+    def _check_bounds(self) -> None:
+        invalid = (np.diff(self.offset_starts) != np.diff(self.at)) | (np.diff(self.shape_starts) != np.diff(self.at))
+        if not np.any(invalid):
+            outside = (self.offset < 0) | (self.shape < 0) | (self.shape > self.whole - self.offset)
+            invalid[_row_of(self.at, np.flatnonzero(outside))] = True
+        if np.any(invalid):
+            row = int(np.argmax(invalid))
+            raise StepRefused(
+                f"leaf {self._name(row)}: {_slice_text(self._box(row))} of rank {self.ranks[row]} does not lie within shape "
+                f"{self._shape(row)}; check offset and global_shape of its ckpt.Shard"
+            )
+
+    def _nonempty_rows(self) -> Flags:
+        """All rows but those of boxes without elements, of which a leaf without elements needs one."""
+        keep = np.ones(len(self.leaf), bool)
+        keep[_row_of(self.at, np.flatnonzero(self.shape == 0))] = False
+        empty_leaves = self.leaf[_row_of(self.at, np.flatnonzero(self.whole == 0))]
+        keep[self.first[empty_leaves]] = True
+        return keep
+
+    # --- boxes ---------------------------------------------------------------------------------------------------
+
+    def _is_tiled(self, leaves: Ints, keep: Flags) -> Flags:
+        """Which of the leaves the kept rows cover exactly."""
+        kept = np.concatenate([[0], np.cumsum(keep)])
+        counts = (kept[self.starts[1:]] - kept[self.starts[:-1]])[leaves]
+        axes = np.diff(self.at)[self.first[leaves]]
+        done = np.ones(len(leaves), bool)
+        of_leaf = np.full(len(self.names), -1)
+        for count in arrow_columns.distinct(axes):
+            mine = np.flatnonzero(axes == count)
+            of_leaf[:] = -1
+            of_leaf[leaves[mine]] = mine
+            rows = np.flatnonzero(keep & (of_leaf[self.leaf] >= 0))
+            shapes = _matrix(self.whole, self.at[self.first[leaves[mine]]], count)
+            starts = np.concatenate([[0], np.cumsum(counts[mine])])
+            boxes = (_matrix(values, self.at[rows], count) for values in (self.offset, self.shape))
+            done[mine] = are_tiled(shapes, starts, *boxes) | np.any(shapes == 0, axis=1)
+        return done
+
+    def _without_copies(self, leaves: Ints, keep: Flags) -> Flags:
+        """Leave out rows of a box that an earlier one has; raise StepRefused unless their bytes are provably equal."""
+        keep = keep.copy()
+        suspect = np.zeros(len(self.names), bool)
+        suspect[leaves] = True
+        axes = np.diff(self.at)
+        rows = np.flatnonzero(keep & suspect[self.leaf])
+        for count in arrow_columns.distinct(axes[rows]):
+            mine = rows[axes[rows] == count]
+            boxes = [_matrix(values, self.at[mine], count) for values in (self.offset, self.shape)]
+            keys = [self.leaf[mine], *boxes[0].T, *boxes[1].T]
+            order = np.lexsort(keys[::-1])  # stable: the lowest rank first
+            mine = mine[order]
+            same = np.all([key[order][1:] == key[order][:-1] for key in keys], axis=0)
+            head = np.concatenate([[True], ~same])
+            copies = np.flatnonzero(~head)
+            first = mine[np.flatnonzero(head)[np.cumsum(head) - 1]][copies]
+            copy = mine[copies]
+            equal = self._has_same_bytes(first, copy)
+            if not np.all(equal):
+                at = int(np.argmin(equal))
+                a, b = int(first[at]), int(copy[at])
+                raise StepRefused(
+                    f"leaf {self._name(a)}: ranks {self.ranks[a]} and {self.ranks[b]} both stored "
+                    f"{_slice_text(self._box(a))} of "
+                    f"shape {self._shape(a)}, an overlap of what may be different bytes; {_REPLICA_HINT}"
+                )
+            keep[copy] = False
+        return keep
+
+    def _has_same_bytes(self, a: Ints, b: Ints) -> Flags:
+        equal = np.ones(len(a), bool)
+        for column in self.byte_columns:
+            equal &= arrow_columns.bool_array(
+                arrow_columns.compute_function("equal", arrow_columns.take_rows(column, a), arrow_columns.take_rows(column, b))
+            )
+        return equal
+
+    def _diagnose(self, leaf: int, keep: Flags) -> StepRefused:
+        """What is wrong with a leaf that is not covered exactly."""
+        rows = np.flatnonzero(keep[self.starts[leaf] : self.starts[leaf + 1]]) + self.starts[leaf]
+        shape = self._shape(int(self.starts[leaf]))
+        offset, extent = (_matrix(values, self.at[rows], len(shape)) for values in (self.offset, self.shape))
+        name = self.names[leaf]
+        pair = first_overlap(offset, extent)
+        if pair is not None:
+            a, b = (int(rows[i]) for i in pair)
+            common = intersect(self._box(a), self._box(b))
+            return StepRefused(
+                f"leaf {name}: {_slice_text(self._box(a))} of rank {self.ranks[a]} and {_slice_text(self._box(b))} of rank "
+                f"{self.ranks[b]} overlap in {_slice_text(common)} of shape {shape}; {_REPLICA_HINT}"
+            )
+        gap = first_uncovered_box(shape, offset, extent)
+        assert gap is not None
+        begin = np.array(gap.offset, np.int64)
+        adjacent = rows[np.all((offset <= begin + gap.shape) & (offset + extent >= begin), axis=1)]
+        adjacent_text = (
+            f", {ranks_text(np.unique(self.ranks[adjacent]).tolist())} stored what lies beside it" if len(adjacent) else ""
+        )
+        return StepRefused(
+            f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; if only some ranks hold this "
+            "leaf, or each holds a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
+            "where a Shard says replica=(i, n), a rank must bring each i"
+        )
+
+    # --- words ---------------------------------------------------------------------------------------------------
+
+    def _name(self, row: int) -> str:
+        return self.names[int(self.leaf[row])]
+
+    def _shape(self, row: int) -> tuple[int, ...]:
+        return tuple(self.whole[self.at[row] : self.at[row + 1]].tolist())
+
+    def _box(self, row: int) -> Box:
+        return Box(
+            tuple(self.offset[self.offset_starts[row] : self.offset_starts[row + 1]].tolist()),
+            tuple(self.shape[self.shape_starts[row] : self.shape_starts[row + 1]].tolist()),
+        )
+
+    def _description(self, row: int) -> LeafDescription:
+        return LeafDescription(int(self.ranks[row]), self.dtypes[int(self.dtype[row])], self._shape(row))
+
+
+def _matrix(flat: Ints, begins: Ints, count: int) -> Ints:
+    """`count` numbers from each place on, as rows."""
+    matrix: Ints = flat[begins[:, None] + np.arange(count)]
+    return matrix
+
+
+def _row_of(begins: Ints, positions: Ints) -> Ints:
+    """The rows that places in the flat numbers belong to."""
+    rows: Ints = np.searchsorted(begins, positions, "right") - 1
+    return rows
+
+
+def _slice_text(box: Box | None) -> str:
+    """A box as a slice: [0:4, 16:32]."""
+    assert box is not None
+    ranges = zip(box.offset, box.shape, strict=False)
+    return "[" + ", ".join(f"{begin}:{begin + length}" for begin, length in ranges) + "]"

@@ -1,0 +1,127 @@
+"""Looks for NaN in what a save has staged, in the background, at a cost that does not show beside the digest.
+
+Of small pieces every element is looked at, of a large one windows that are spread over it: what diverges turns whole
+tensors into NaN, and a few windows find that. A single NaN between the windows is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ckpt.state.leaves.base import Bytes
+
+NanOption = Literal["warn", "refuse", "allow"]
+"""What to do about a NaN: one warning, no save, or nothing."""
+
+FULL_CHECK_BYTES = 64 << 10
+"""Pieces of at most so many bytes are looked at in full."""
+WINDOW_BYTES = 4 << 10
+WINDOWS = 16
+"""Of a larger piece so many windows are looked at, the first and the last bytes among them."""
+_CHUNK_BYTES = 256 << 10
+
+
+class _FloatFormat(NamedTuple):
+    """How to tell a NaN by its bits: without the sign, as a whole number, it lies above `limit`."""
+
+    bits: str
+    limit: int
+
+
+_FLOAT_FORMATS = {
+    "float16": _FloatFormat("<u2", 0xF800),
+    "bfloat16": _FloatFormat("<u2", 0xFF00),
+    "float32": _FloatFormat("<u4", 0xFF00_0000),
+    "complex64": _FloatFormat("<u4", 0xFF00_0000),
+    "float64": _FloatFormat("<u8", 0xFFE0_0000_0000_0000),
+    "complex128": _FloatFormat("<u8", 0xFFE0_0000_0000_0000),
+    "float8_e5m2": _FloatFormat("u1", 0xF8),
+    "float8_e4m3fn": _FloatFormat("u1", 0xFC),
+}
+"""Limits are shifted by one bit, as the numbers are, which drops the sign."""
+
+
+class CheckedRange(NamedTuple):
+    """What is looked at as one: a large piece of a block, or small ones of one element type that follow each other."""
+
+    dtype: str
+    begin: int
+    end: int
+    first: int
+    """Number of the first piece."""
+    last: int
+
+
+def has_nan(data: Bytes, dtype: str) -> bool:
+    """Whether a NaN is found in bytes of an element type, from an element's first one on."""
+    bits, limit = _FLOAT_FORMATS[dtype]
+    numbers = data.view(bits)
+    one = numbers.dtype.type(1)
+    step = _CHUNK_BYTES // numbers.itemsize
+    return any(int(np.max(numbers[at : at + step] << one)) > limit for at in range(0, len(numbers), step))
+
+
+def has_nan_in_windows(data: Bytes, dtype: str) -> bool:
+    """The same for the windows of a large piece."""
+    bits, limit = _FLOAT_FORMATS[dtype]
+    numbers = data.view(bits)
+    length = WINDOW_BYTES // numbers.itemsize
+    step = (len(numbers) - length) // (WINDOWS - 1)
+    strides = (step * numbers.itemsize, numbers.itemsize)
+    spread = np.lib.stride_tricks.as_strided(numbers, (WINDOWS, length), strides, writeable=False)
+    return max(int(np.max(spread << numbers.dtype.type(1))), int(np.max(numbers[-length:] << numbers.dtype.type(1)))) > limit
+
+
+def checked_ranges(pieces: Sequence[tuple[str, int, int]]) -> list[CheckedRange]:
+    """What to look at in a block, given element type, first byte and end of each of its pieces."""
+    found: list[CheckedRange] = []
+    small_pieces: tuple[str, int, int] | None = None  # element type, first byte and number of the first of small pieces
+    for number, (dtype, begin, end) in enumerate([*pieces, ("", 0, 0)]):
+        small = end - begin <= FULL_CHECK_BYTES
+        if small_pieces is not None and not (small and dtype == small_pieces[0]):
+            found.append(CheckedRange(*small_pieces[:2], pieces[number - 1][2], small_pieces[2], number - 1))
+            small_pieces = None
+        if dtype not in _FLOAT_FORMATS or begin == end:
+            continue
+        if not small:
+            found.append(CheckedRange(dtype, begin, end, number, number))
+        elif small_pieces is None:
+            small_pieces = dtype, begin, number
+    return found
+
+
+def first_nan(data: Bytes, pieces: Sequence[tuple[str, int, int]], ranges: Sequence[CheckedRange]) -> int | None:
+    """The number of the first piece of a block in which a NaN is found, or None."""
+    for dtype, begin, end, first, last in ranges:
+        if end - begin > FULL_CHECK_BYTES and first == last:
+            if has_nan_in_windows(data[begin:end], dtype):
+                return first
+        elif has_nan(data[begin:end], dtype):  # between pieces there are zeros
+            while first < last:
+                middle = (first + last) // 2
+                if has_nan(data[pieces[first][1] : pieces[middle][2]], dtype):
+                    last = middle
+                else:
+                    first = middle + 1
+            return first
+    return None
+
+
+CheckedBlocks = dict[int, tuple[list[tuple[str, int, int]], list[CheckedRange]]]
+"""By the number of a block its pieces and what is looked at of them."""
+
+_recent: list[tuple[object, CheckedBlocks]] = []
+
+
+def checked_ranges_of_plan(blocks: object) -> CheckedBlocks:
+    """What has been found out of these very blocks: a training loop saves one plan over and over."""
+    for known, looked in _recent:
+        if known is blocks:
+            return looked
+    looked = {}
+    _recent.insert(0, (blocks, looked))
+    del _recent[2:]
+    return looked

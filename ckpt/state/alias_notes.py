@@ -1,0 +1,161 @@
+"""Which arrays of a saved state were views that shared memory, noted in the tree so that a load may fill such views in place.
+
+A view and what it is a view of are stored as arrays of their own. Where they shared memory when they were saved, they agree
+in all that they shared, and so a load may write both to memory that they share in the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt.state.boxes import Box
+from ckpt.state.leaves.base import ArrayLeaf, MemoryLayout
+from ckpt.state.memory_overlap import AddressRange, address_range_of, overlapping_groups, overlapping_pairs
+from ckpt.storage.base.errors import UnsupportedLeaf
+
+
+class AliasNote(NamedTuple):
+    """Where an array lay in memory that it shared: the field `alias` of its node."""
+
+    group: str
+    """Equal for arrays of one memory."""
+    start: int
+    """Address of the first element, in bytes from a place that is the same for the group."""
+    strides: tuple[int, ...]
+    """In bytes."""
+    view: str
+    """That of `Memory`."""
+
+    def has_same_layout(self, memory: MemoryLayout) -> bool:
+        """Whether an array, or a box of it, is laid out in `memory` as the saved one was."""
+        return (
+            self.view == memory.view
+            and len(self.strides) == len(memory.strides)
+            and all(n < 2 or a == b for n, a, b in zip(memory.shape, self.strides, memory.strides, strict=True))
+        )
+
+
+def read_alias_note(node: dict[str, Any]) -> AliasNote | None:
+    """The note of an array node; None where it has none that can be read."""
+    try:
+        group, start, strides, view = (node["alias"][field] for field in AliasNote._fields)
+        return AliasNote(str(group), operator.index(start), tuple(operator.index(s) for s in strides), str(view))
+    except (KeyError, TypeError):
+        return None
+
+
+class _LeafBox(NamedTuple):
+    """Whose memory a span is: a whole leaf's, or that of a shard of one (`box`)."""
+
+    name: str
+    box: Box | None
+
+
+def find_alias_notes(
+    leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None], rank: int | None
+) -> dict[str, AliasNote]:
+    """The notes of those arrays that share memory with another one, or with themselves, by name.
+
+    addresses: `ArrayLeaf.address` of each leaf.
+    rank: of this process in its group. What ranks say of one array need not be the same, so that each has its own groups.
+    Raises UnsupportedLeaf where a shard shares memory with what is not the same shard: on other ranks it may be otherwise.
+    """
+    if None not in addresses and _are_disjoint(addresses, [leaf.nbytes for leaf in leaves.values()]):  # as in most states
+        return {}
+    ranges: dict[str, list[tuple[int, int, tuple[_LeafBox, MemoryLayout]]]] = {}
+    self_overlapping: list[AddressRange[_LeafBox]] = []
+    for name, leaf in leaves.items():
+        memory = leaf.memory_layout()
+        if memory is not None and leaf.flat is not None and not memory.view:  # contiguous
+            if leaf.nbytes:
+                at = ranges.setdefault(memory.device, [])
+                at.append((memory.start, memory.start + leaf.nbytes, (_LeafBox(name, None), memory)))
+            continue
+        for place, its in _leaf_boxes(name, leaf, memory):
+            span = address_range_of(its, place)
+            ranges.setdefault(its.device, []).append((span.begin, span.end(), (place, its)))
+            if span.overlaps_itself():
+                self_overlapping.append(span)
+    pairs = [
+        pair
+        for of_device in ranges.values()
+        for run in overlapping_groups(of_device)
+        for pair in overlapping_pairs([address_range_of(memory, place) for place, memory in run])
+    ]
+    _refuse_aliased_shards(pairs)
+    found: dict[str, AliasNote] = {}
+    for group in _connected_spans(self_overlapping, pairs):
+        name = group[0].key.name if rank is None else f"{group[0].key.name}@{rank}"
+        low = min(span.begin for span in group)
+        for span in group:
+            if span.key.box is None:
+                found[span.key.name] = AliasNote(name, span.memory.start - low, span.memory.strides, span.memory.view)
+    return found
+
+
+def _are_disjoint(addresses: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Whether no two of these ranges meet."""
+    if len(addresses) < 100:  # numpy would take longer
+        ranges = sorted(zip(addresses, lengths, strict=True))
+        return all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ranges))
+    first = np.array(addresses, np.int64)
+    order = np.argsort(first)
+    last = (first + np.array(lengths, np.int64))[order]
+    return bool(np.all(first[order][1:] >= last[:-1]))
+
+
+def _refuse_aliased_shards(pairs: Sequence[tuple[AddressRange[_LeafBox], AddressRange[_LeafBox]]]) -> None:
+    """Raise UnsupportedLeaf for two different views of one memory of which one is a shard."""
+    for a, b in pairs:
+        if (a.key.box is not None or b.key.box is not None) and (a.key.box, a.memory) != (b.key.box, b.memory):
+            raise UnsupportedLeaf(
+                f"leaf {a.key.name} and leaf {b.key.name} share memory and at least one is a shard of an array, so that a load "
+                "could not tell which of them to write there: save a clone of one, or leave it out of the state"
+            )
+
+
+def _leaf_boxes(name: str, leaf: ArrayLeaf, memory: MemoryLayout | None) -> Iterator[tuple[_LeafBox, MemoryLayout]]:
+    """The memory of a leaf that has elements, or of each of its shards."""
+    if memory is not None:
+        if leaf.nbytes:
+            yield _LeafBox(name, None), memory
+        return
+    for part in leaf.shards() or ():
+        if part.leaf.nbytes and (its := part.leaf.memory_layout()) is not None:
+            yield _LeafBox(name, part.box), its
+
+
+def _connected_spans(
+    self_overlapping: Sequence[AddressRange[_LeafBox]], pairs: Sequence[tuple[AddressRange[_LeafBox], AddressRange[_LeafBox]]]
+) -> list[list[AddressRange[_LeafBox]]]:
+    """The spans that hang together by pairs, and each that overlaps itself."""
+    group_of: dict[_LeafBox, list[AddressRange[_LeafBox]]] = {span.key: [span] for span in self_overlapping}
+    for a, b in pairs:
+        first, second = (group_of.setdefault(span.key, [span]) for span in (a, b))
+        if first is not second:
+            first.extend(second)
+            group_of.update((span.key, first) for span in second)
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def add_alias_notes(node: Any, notes: dict[str, AliasNote]) -> None:
+    """Put the notes into the array nodes of a tree."""
+    for found in _array_nodes(node):
+        if note := notes.get(found["array"]):
+            found["alias"] = note._asdict()
+
+
+def _array_nodes(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, list):
+        for item in node:
+            yield from _array_nodes(item)
+    elif isinstance(node, dict):
+        if "array" in node:
+            yield node
+        for value in node.values():
+            yield from _array_nodes(value)

@@ -1,0 +1,77 @@
+"""What an object holds beside the data of its base type: a save that keeps only those data would lose it without a word."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+from ckpt.state.leaves.sharded import Shard
+from ckpt.storage.base.errors import UnsupportedLeaf
+
+_FRAMEWORK_MODULES = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes")
+"""Their own classes of arrays are known: what a load needs of them is stored."""
+
+_TORCH_ATTRIBUTES = ("_is_param", "_is_buffer")
+"""What torch notes on a tensor of a subclass that is a parameter or buffer."""
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object by name, those in slots too; without those that a cached_property can compute again."""
+    kind = type(value)
+    found = _instance_dict(value)
+    for base in kind.__mro__:
+        for name, member in vars(base).items() if "__slots__" in vars(base) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    found[name] = member.__get__(value, kind)
+                except AttributeError:  # not set
+                    continue
+    return {k: v for k, v in found.items() if not isinstance(inspect.getattr_static(kind, k, None), functools.cached_property)}
+
+
+def _instance_dict(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return {} if found is value else dict(found)  # a dict may be the home of its own attributes
+
+
+_framework_class_cache: dict[type, bool] = {}
+
+
+def require_plain_array(value: Any, path: str) -> None:
+    """Raise UnsupportedLeaf for an array of a class of the user's own with attributes of its own."""
+    kind = type(value)
+    known = _framework_class_cache.get(kind)
+    if known is None:
+        known = issubclass(kind, Shard) or kind.__module__.partition(".")[0] in _FRAMEWORK_MODULES
+        _framework_class_cache[kind] = known
+    if not known and (lost := own_attributes(value).keys() - set(_TORCH_ATTRIBUTES)):
+        raise _lost_attributes_error(value, lost, path, "the plain array (torch: as_subclass(torch.Tensor), numpy: np.asarray)")
+
+
+def require_plain_container(value: Any, path: str, stored: dict[str, Any]) -> None:
+    """Raise UnsupportedLeaf for a container or dataclass with attributes that are not among what is `stored` of it, by name.
+
+    None is no loss: it is what a field that is not used has.
+    """
+    attributes = own_attributes(value)
+    if not attributes:
+        return
+    lost = {k for k, v in attributes.items() if v is not None and not (k in stored and stored[k] is v)}
+    if lost:
+        raise _lost_attributes_error(value, lost, path, "a plain dict, list or tuple")
+
+
+def _lost_attributes_error(value: Any, names: Any, path: str, plain: str) -> UnsupportedLeaf:
+    kind = type(value)
+    shown = sorted(names)
+    several = len(shown) > 1
+    return UnsupportedLeaf(
+        f"leaf {path or '(root)'}: a {kind.__module__}:{kind.__qualname__} has {'attributes' if several else 'the attribute'} "
+        f"{', '.join(shown[:3])}{' …' if len(shown) > 3 else ''} of its own, which a load would not bring back: give the class "
+        f"state_dict() and load_state_dict(), or store {plain} and {'those' if several else 'that'} beside it"
+    )

@@ -1,0 +1,80 @@
+"""Arrays of the frameworks as named bytes: one file a kind. Only kinds whose framework is imported already are asked."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ckpt.state.leaves import numpy, sharded
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.leaves.numpy import NumpyLeaf, NumpyScalarLeaf
+from ckpt.storage.base.errors import CkptError, FormatError, LeafMismatch, first_line
+
+
+def as_leaf(value: Any) -> ArrayLeaf | None:
+    """Return the leaf that `value` is, or None where it is no array. Raise TypeError for an array that has no bytes."""
+    kind = type(value)
+    try:
+        maker = _leaf_makers[kind]
+    except KeyError:
+        maker = _leaf_makers[kind] = _leaf_maker(kind)
+    if maker is None:
+        return None
+    try:
+        return maker(value)
+    except (TypeError, CkptError, MemoryError):
+        raise
+    except Exception as error:  # frameworks raise what they like for an array that has no memory of its own
+        message = f"the bytes of a {kind.__name__} cannot be reached ({first_line(error)}): store the plain arrays behind it"
+        raise TypeError(message) from error
+
+
+_leaf_makers: dict[type, Callable[[Any], ArrayLeaf | None] | None] = {}
+
+
+def _leaf_maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
+    """What makes leaves of values of this type, None for a type of no arrays."""
+    if issubclass(kind, np.ndarray):
+        return NumpyLeaf
+    if issubclass(kind, np.generic):
+        return NumpyScalarLeaf
+    if issubclass(kind, sharded.Shard):
+        return sharded.as_leaf
+    # An array of a framework that nobody imported cannot exist, so `import ckpt` need not import any.
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        from ckpt.state.leaves import torch as torch_leaves
+
+        return torch_leaves.as_leaf
+    jax = sys.modules.get("jax")
+    if jax is not None and issubclass(kind, (jax.Array, jax.core.Tracer)):
+        from ckpt.state.leaves import jax as jax_leaves
+
+        return jax_leaves.as_leaf
+    return None
+
+
+def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
+    """Return a new leaf of unset bytes, to be filled by a load and then taken by `.value`."""
+    if kind in ("numpy", "scalar", "bytes"):
+        return numpy.empty_leaf(kind, dtype, shape, attributes)
+    return _empty_maker(kind)(dtype, shape, attributes)
+
+
+@lru_cache(maxsize=8)
+def _empty_maker(kind: str) -> Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf]:
+    if kind not in ("torch", "jax"):
+        raise FormatError(f"a {kind!r} array: a newer ckpt may know it, or give `like` with arrays of another kind")
+    try:
+        made = importlib.import_module(f"ckpt.state.leaves.{kind}")
+    except ImportError as error:
+        raise LeafMismatch(
+            f"a {kind} array, and {kind} is not installed: install it, or give `like` with numpy arrays ({error})"
+        ) from error
+    maker: Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf] = made.empty_leaf
+    return maker

@@ -1,0 +1,186 @@
+"""torch tensors that are spread over ranks: DTensor (FSDP2, tensor parallelism, hybrids) and the older ShardedTensor.
+
+Where a shard lies is computed here from mesh and placements, by the rule of `torch.chunk` that torch itself follows, along
+each axis from the leftmost mesh dimension to the rightmost. A strided placement (FSDP2 over tensor parallelism) may give a
+rank several runs of one axis, and so several boxes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.state.boxes import Box, Replica
+from ckpt.state.leaves.base import ArrayLeaf, LeafShard
+from ckpt.state.leaves.sharded import ShardedLeaf, require_in_bounds
+from ckpt.state.leaves.torch import as_leaf as leaf_of
+from ckpt.state.leaves.torch import attributes_of
+
+IndexRun = tuple[int, int]
+"""First index and length, along one axis."""
+
+
+def as_leaf(value: Any) -> ArrayLeaf:
+    """The leaf of a DTensor or ShardedTensor; raise TypeError for one whose value is not there yet."""
+    return _of_dtensor(value) if hasattr(value, "device_mesh") else _of_sharded_tensor(value)
+
+
+def _of_dtensor(value: Any) -> ArrayLeaf:
+    placements, mesh, shape = value.placements, value.device_mesh, tuple(value.shape)
+    local = value._local_tensor
+    if local.requires_grad:
+        local = local.detach()
+    extent = tuple(local.shape)
+    parts: list[LeafShard] = []
+    if (coordinate := mesh.get_coordinate()) is not None:  # else this rank is not in the mesh
+        place = _mesh_position(mesh, placements, tuple(coordinate))
+        for box, within in shard_boxes(shape, place.mesh_shape, place.coordinate, place.splits):
+            leaf = leaf_of(local if within.shape == extent else local[within.slices()])
+            if leaf.shape != box.shape:
+                raise TypeError(
+                    f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(extent)}"
+                )
+            parts.append(LeafShard(leaf, box, place.replica))
+    plain = parts[0].leaf if parts else leaf_of(local)
+    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, attributes_of(value))
+
+
+def _of_sharded_tensor(value: Any) -> ArrayLeaf:
+    shape = tuple(value.size())
+    parts = []
+    for shard in value.local_shards():
+        offset = tuple(shard.metadata.shard_offsets)
+        parts.append(
+            require_in_bounds(LeafShard(leaf_of(shard.tensor.detach()), Box(offset, tuple(shard.metadata.shard_sizes))), shape)
+        )
+    plain = parts[0].leaf if parts else leaf_of(torch.empty(0, dtype=value.dtype))
+    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts)
+
+
+def replica_ranks(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:
+    """The ranks that hold copies of this rank's shard of a DTensor, where its mesh is not all there is to know.
+
+    holders: the ranks that have the tensor. Beyond those of its mesh they have it on meshes beside that one, made by the
+    same cut of one larger mesh: under FSDP2 with tensor parallelism, of a parameter that the latter leaves alone. None where
+    its mesh has all the holders, or where no larger mesh is known that does.
+    """
+    mesh = value.device_mesh
+    mesh_ranks = set(mesh.mesh.reshape(-1).tolist())
+    root = _root_mesh(mesh)
+    if mesh.get_coordinate() is None or root is None or mesh_ranks.issuperset(holders):
+        return None
+    coordinates = {int(root.mesh[at]): at for at in itertools.product(*map(range, root.mesh.shape))}
+    if not mesh_ranks.issubset(coordinates) or not coordinates.keys() >= set(holders):
+        return None
+    varied = [axis for axis in range(root.mesh.ndim) if len({coordinates[rank][axis] for rank in mesh_ranks}) > 1]
+    if len(mesh_ranks) != math.prod(root.mesh.shape[axis] for axis in varied):
+        return None  # no cut along axes
+    replica_ranks_here = _replica(mesh, tuple(mesh.get_coordinate()), tuple(value.placements)).ranks or ()
+    replica_coordinates = {tuple(coordinates[rank][axis] for axis in varied) for rank in replica_ranks_here}
+    return tuple(sorted(r for r in holders if tuple(coordinates[r][axis] for axis in varied) in replica_coordinates))
+
+
+def _root_mesh(mesh: Any) -> Any:
+    """The mesh that this one was cut from, by the names that releases of torch have for it."""
+    if callable(find := getattr(mesh, "_get_root_mesh", None)):
+        return find()
+    resources = getattr(sys.modules["torch.distributed.device_mesh"], "_mesh_resources", None)
+    return None if resources is None else resources.get_root_mesh(mesh)
+
+
+MeshSplit = tuple[int, int] | None
+"""How a mesh dimension cuts: (axis, split factor), None where it holds copies."""
+
+
+class _MeshPosition(NamedTuple):
+    """Where this rank stands in a mesh, for tensors of the same placements."""
+
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    splits: tuple[MeshSplit, ...]
+    replica: Replica
+
+
+@lru_cache(maxsize=1024)
+def _mesh_position(mesh: Any, placements: tuple[Any, ...], at: tuple[int, ...]) -> _MeshPosition:
+    """Of the rank that stands there. Remembered: what the mesh answers takes longer than to plan a tensor."""
+    if any(p.is_partial() for p in placements):
+        raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")
+    return _MeshPosition(tuple(mesh.shape), at, tuple(map(_mesh_split, placements)), _replica(mesh, at, placements))
+
+
+def _mesh_split(placement: Any) -> MeshSplit:
+    if placement.is_replicate():
+        return None
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        raise TypeError(f"a DTensor with the placement {placement} is not known here")
+    return int(dim), int(getattr(placement, "split_factor", 1))
+
+
+def _replica(mesh: Any, coordinate: tuple[int, ...], placements: Sequence[Any]) -> Replica:
+    """Which copy this rank holds: the ranks along the mesh dimensions that replicate."""
+    index = tuple(slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True))
+    ranks = tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+    return Replica(ranks.index(int(mesh.mesh[coordinate])), len(ranks), ranks)
+
+
+@lru_cache(maxsize=4096)
+def shard_boxes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], splits: tuple[MeshSplit, ...]
+) -> list[tuple[Box, Box]]:
+    """The boxes of a global array at one place of a mesh, and where each lies in the local tensor."""
+    runs: list[list[IndexRun]] = [[(0, n)] for n in shape]
+    for cut, size, at in zip(splits, mesh_shape, coordinate, strict=True):
+        if cut is not None:
+            axis, factor = cut
+            runs[axis] = [run for piece in _split_runs(runs[axis], factor) for run in _chunk_runs(piece, size, at)]
+    merged = [_merge_runs(r) for r in runs]
+    if not all(merged):
+        return []
+    local = [list(itertools.accumulate((n for _, n in axis), initial=0)) for axis in merged]
+    found = []
+    for pick in itertools.product(*(range(len(axis)) for axis in merged)):
+        chosen = [axis[i] for axis, i in zip(merged, pick, strict=True)]
+        extent = tuple(n for _, n in chosen)
+        found.append((
+            Box(tuple(o for o, _ in chosen), extent),
+            Box(tuple(starts[i] for starts, i in zip(local, pick, strict=True)), extent),
+        ))  # fmt: skip
+    return found
+
+
+def _split_runs(runs: list[IndexRun], count: int) -> list[list[IndexRun]]:
+    return [runs] if count == 1 else [_chunk_runs(runs, count, i) for i in range(count)]
+
+
+def _chunk_runs(runs: list[IndexRun], count: int, index: int) -> list[IndexRun]:
+    """Chunk `index` of `count`, as torch.chunk makes them: all of the rounded-up size but the last ones."""
+    total = sum(n for _, n in runs)
+    step = -(-total // count)
+    low, high = min(index * step, total), min((index + 1) * step, total)
+    found = []
+    at = 0
+    for start, length in runs:
+        first, last = max(low, at), min(high, at + length)
+        if first < last:
+            found.append((start + first - at, last - first))
+        at += length
+    return found
+
+
+def _merge_runs(runs: list[IndexRun]) -> list[IndexRun]:
+    """Join runs that follow each other."""
+    found: list[IndexRun] = []
+    for start, length in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return found

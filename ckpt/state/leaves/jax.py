@@ -1,0 +1,176 @@
+"""jax arrays: immutable, so that on the host they are referenced by a save and made anew by a load.
+
+An array over several devices is taken by its shards: each process has those on its own devices, nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt.state.boxes import Box, Replica
+from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.leaves.base import ArrayLeaf, LeafShard
+from ckpt.state.leaves.numpy import HostLeaf, NumpyLeaf, flat_bytes
+from ckpt.state.leaves.sharded import ShardedLeaf
+
+
+def as_leaf(value: jax.Array) -> ArrayLeaf:
+    """Return the leaf of a jax array; raise TypeError for one without data."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("a traced jax value has no data: save outside of jit")
+    if len(value.sharding.device_set) > 1 and not (value.is_fully_addressable and value.is_fully_replicated):
+        return JaxShards(value)
+    return JaxLeaf(value)
+
+
+def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
+    """A new array on the default device; attributes: key (the random generator of a key array)."""
+    return _JaxTarget(dtype, shape, None, attributes.get("key"))
+
+
+class JaxLeaf(HostLeaf):
+    """A jax array to be saved. The bytes of a key array are its key data."""
+
+    kind = "jax"
+    can_alias = False
+
+    __slots__ = ("_data", "_key")
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self._data, self._key = _plain_data(value)
+        array = np.asarray(self._data)
+        self.dtype = dtype_name(array.dtype)
+        self.shape = array.shape
+        self.itemsize = array.dtype.itemsize
+        self.nbytes = array.nbytes
+        self.array = NumpyLeaf(array).array
+        self.flat = flat_bytes(self.array)
+
+    def identity(self) -> tuple[Any, ...]:
+        return ("jax", id(self.value))
+
+    def attributes(self) -> dict[str, Any]:
+        return {"key": self._key} if self._key else {}
+
+    def is_frozen(self) -> bool:
+        # The host array keeps the buffer alive, also when jit donates it; a device array would be deleted instead,
+        # but np.asarray has already copied that one.
+        return True
+
+    def target(self) -> ArrayLeaf:
+        return _JaxTarget(self.dtype, self.shape, self.value.sharding, self._key)
+
+
+class _JaxTarget(NumpyLeaf):
+    """Bytes on the host that become a jax array once they are all there."""
+
+    kind = "jax"
+
+    __slots__ = ("_key", "_sharding")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], sharding: Any, key: str | None) -> None:
+        super().__init__(np.empty(shape, numpy_dtype(dtype)))
+        self._sharding = sharding
+        self._key = key
+
+    def attributes(self) -> dict[str, Any]:
+        return {"key": self._key} if self._key else {}
+
+    def finish(self) -> Any:
+        if self._key:
+            made = jax.random.wrap_key_data(jax.numpy.asarray(self.value), impl=self._key)
+            return jax.device_put(made, self._sharding)
+        return _require_same_dtype(jax.device_put(self.value, self._sharding), self)
+
+
+class JaxShards(ShardedLeaf):
+    """A jax array over several devices, by the shards of this process."""
+
+    __slots__ = ("_data", "_key")
+
+    def __init__(self, value: jax.Array) -> None:
+        self._data, self._key = _plain_data(value)
+        shape = self._data.shape
+        processes_by_box = _processes_by_box(self._data.sharding, shape)
+        mine = jax.process_index()
+        parts: dict[Box, LeafShard] = {}
+        for shard in self._data.addressable_shards:
+            box = _box_of_index(shard.index, shape)
+            if box not in parts:
+                holders = processes_by_box[box]
+                parts[box] = LeafShard(
+                    _HostShard(np.asarray(shard.data)), box, Replica(holders.index(mine), len(holders), holders)
+                )
+        attributes = {"key": self._key} if self._key else {}
+        dtype = np.dtype(self._data.dtype)
+        super().__init__(value, "jax", shape, dtype_name(dtype), dtype.itemsize, list(parts.values()), attributes)
+
+    def identity(self) -> tuple[Any, ...]:
+        return ("jax", id(self.value))
+
+    def target(self) -> ArrayLeaf:
+        return _JaxShardsTarget(self, self._data.sharding, self._key)
+
+
+class _HostShard(NumpyLeaf):
+    """One shard, seen on the host. Nothing changes it, and the host array keeps its buffer alive."""
+
+    kind = "jax"
+    can_alias = False
+
+    __slots__ = ()
+
+    def is_frozen(self) -> bool:
+        return True
+
+
+class _JaxShardsTarget(ShardedLeaf):
+    """Bytes on the host, a box for each shard of this process, that become a jax array once they are all there."""
+
+    __slots__ = ("_key", "_sharding")
+
+    def __init__(self, like: JaxShards, sharding: Any, key: str | None) -> None:
+        dtype = numpy_dtype(like.dtype)
+        parts = [LeafShard(NumpyLeaf(np.empty(p.box.shape, dtype)), p.box, p.replica) for p in like.shards()]
+        super().__init__(None, "jax", like.shape, like.dtype, like.itemsize, parts)
+        self._sharding = sharding
+        self._key = key
+
+    def finish(self) -> Any:
+        shards = {p.box: p.leaf.value for p in self.shards()}
+        devices = self._sharding.addressable_devices_indices_map(self.shape)
+        arrays = [jax.device_put(shards[_box_of_index(index, self.shape)], device) for device, index in devices.items()]
+        made = jax.make_array_from_single_device_arrays(self.shape, self._sharding, arrays)
+        return jax.random.wrap_key_data(made, impl=self._key) if self._key else _require_same_dtype(made, self)
+
+
+def _plain_data(value: jax.Array) -> tuple[jax.Array, str | None]:
+    """The array of plain numbers, and the random generator if it is one of keys."""
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value), str(jax.random.key_impl(value))
+    return value, None
+
+
+def _require_same_dtype(made: jax.Array, leaf: ArrayLeaf) -> jax.Array:
+    if dtype_name(np.dtype(made.dtype)) != leaf.dtype:
+        raise TypeError(f"jax made {made.dtype} of {leaf.dtype}: set jax_enable_x64 to load it")
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _processes_by_box(sharding: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    """The processes that hold each shard."""
+    found: dict[Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(_box_of_index(index, shape), set()).add(device.process_index)
+    return {box: tuple(sorted(processes)) for box, processes in found.items()}
+
+
+def _box_of_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    spans = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return Box(tuple(a for a, _, _ in spans), tuple(b - a for a, b, _ in spans))

@@ -1,0 +1,313 @@
+"""torch tensors: on the host seen through numpy, on CUDA copied on a stream of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt.state.boxes import Box, contiguous_start
+from ckpt.state.leaves.base import ArrayLeaf, Bytes, MemoryLayout, StridedElements
+from ckpt.state.leaves.numpy import HostLeaf, flat_bytes
+
+# numpy knows these itself; every other type is shown to it as plain integers of the same size.
+_NUMPY_DTYPES = {
+    torch.float64, torch.float32, torch.float16, torch.complex64, torch.complex128, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
+}  # fmt: skip
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_leaf(value: torch.Tensor) -> ArrayLeaf:
+    """Return the leaf of a tensor; raise TypeError for one that is not plain memory."""
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        if torch.nn.parameter.is_lazy(value):
+            raise TypeError("a parameter of a lazy module has no shape yet: run the module once before it is saved or loaded")
+        if is_sharded(value):
+            return sharded_leaf(value)
+    if value.is_nested:
+        raise TypeError("a nested tensor is several: store what its unbind() gives")
+    if value.layout is not torch.strided:
+        raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
+    if value.is_cpu:
+        return TorchLeaf(value)
+    if value.is_meta:
+        raise TypeError("a tensor on the meta device has no data")
+    return DeviceLeaf(value)
+
+
+def attributes_of(value: torch.Tensor) -> dict[str, Any]:
+    """What makes a tensor a parameter, or one that wants a gradient."""
+    found = {}
+    if isinstance(value, torch.nn.Parameter):
+        found["parameter"] = True
+    if value.requires_grad and value.is_leaf:
+        found["requires_grad"] = True
+    return found
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor or a ShardedTensor."""
+    return hasattr(value, "device_mesh") or hasattr(value, "local_shards")
+
+
+def sharded_leaf(value: torch.Tensor) -> ArrayLeaf:
+    """The leaf of a tensor that is spread over ranks."""
+    from ckpt.state.leaves import dtensor
+
+    return dtensor.as_leaf(value)
+
+
+def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
+    """A new tensor on the host; attributes: parameter, requires_grad."""
+    value = torch.empty(shape, dtype=_torch_dtype(dtype))
+    if attributes.get("parameter"):
+        value = torch.nn.Parameter(value, requires_grad=bool(attributes.get("requires_grad")))
+    elif attributes.get("requires_grad"):
+        value.requires_grad_(True)
+    return TorchLeaf(value)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"this torch ({torch.__version__}) has no type {name}")
+    return dtype
+
+
+class _TensorType(NamedTuple):
+    name: str
+    itemsize: int
+    view_dtype: torch.dtype | None
+    """As what numpy is shown it, None for what it knows itself."""
+
+
+@lru_cache(maxsize=64)
+def _tensor_type(dtype: torch.dtype) -> _TensorType:
+    if dtype in _QUANTIZED:
+        raise TypeError(f"a quantized tensor ({dtype}) carries scales: store .int_repr() and the scales")
+    shown = None if dtype in _NUMPY_DTYPES else _INTEGER_DTYPES[dtype.itemsize]
+    return _TensorType(str(dtype).removeprefix("torch."), dtype.itemsize, shown)
+
+
+def _require_storage(value: torch.Tensor) -> None:
+    """Raise TypeError for a tensor with elements that no memory is behind: reading it would give bytes of something else."""
+    if torch._is_functional_tensor(value):
+        raise TypeError("a tensor inside of torch.func.functionalize has no memory of its own: save outside of the transform")
+    if value.data_ptr():
+        end = value.storage_offset() + 1 + sum([(n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)])
+        if end * value.dtype.itemsize <= value.untyped_storage().nbytes():
+            return
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        raise RuntimeError("no memory is behind its elements")
+    raise TypeError(
+        "its storage is smaller than the tensor, as after untyped_storage().resize_(0): give it its memory back before the "
+        "save (FSDP: gather or reshard its parameters), or leave it out"
+    )
+
+
+def _lazy_view_of(value: torch.Tensor) -> str:
+    """`Memory.view` of a tensor."""
+    return " ".join(["conj"] * value.is_conj() + ["neg"] * value.is_neg())
+
+
+def _resolve_lazy_view(value: torch.Tensor) -> torch.Tensor:
+    """A copy of a lazy view, with its elements as the user sees them."""
+    return value.resolve_conj().resolve_neg()
+
+
+class _TensorLeaf(ArrayLeaf):
+    kind = "torch"
+
+    __slots__ = ()
+
+    _start: int
+    """Address of the first element."""
+    _lazy_view: str
+    """`Memory.view`: what a lazy view has not applied to its bytes yet."""
+
+    def _describe(self, value: torch.Tensor) -> tuple[torch.dtype | None, int]:
+        """Set what describes the tensor. Return the type under which numpy knows it, None for its own, and `_start`."""
+        self.value = value
+        self.dtype, self.itemsize, shown = _tensor_type(value.dtype)
+        self.nbytes = value.nbytes
+        start = value.data_ptr()
+        if self.nbytes and (not start or value.untyped_storage().nbytes() != self.nbytes):
+            _require_storage(value)
+        return shown, start
+
+    def memory_layout(self) -> MemoryLayout | None:
+        value, size = self.value, self.itemsize
+        strides = tuple([step * size for step in value.stride()])
+        return MemoryLayout(str(value.device), self._start, self.shape, strides, size, self.dtype, self._lazy_view)
+
+    def attributes(self) -> dict[str, Any]:
+        value = self.value
+        return {} if type(value) is torch.Tensor and not value.requires_grad else attributes_of(value)
+
+    def version(self) -> int | None:
+        return None if self.value.is_inference() else self.value._version
+
+    def target(self) -> ArrayLeaf:
+        return _LazyTarget(self.value, self) if self._lazy_view else self
+
+
+class _LazyTarget(_TensorLeaf):
+    """A conjugate or negative view to be filled: torch writes through it what makes it show the given elements."""
+
+    __slots__ = ("_lazy_view", "_start")
+
+    def __init__(self, value: torch.Tensor, like: _TensorLeaf) -> None:
+        self.value = value
+        self.dtype, self.shape, self.itemsize, self.nbytes = like.dtype, like.shape, like.itemsize, like.nbytes
+        self.flat = None
+        self._lazy_view, self._start = like._lazy_view, like._start
+
+    def read(self, box: Box, out: Bytes) -> None:
+        raise AssertionError("a target is not read")
+
+    def write(self, box: Box, data: Bytes) -> None:
+        source = torch.from_numpy(data).view(self.value.dtype).view(box.shape)
+        with torch.no_grad():
+            self.value[box.slices()].copy_(source)
+
+
+class TorchLeaf(_TensorLeaf, HostLeaf):
+    """A tensor on the host."""
+
+    __slots__ = ("_lazy_view", "_start")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        shown, self._start = self._describe(value)
+        plain = value.detach() if value.requires_grad else value
+        self._lazy_view = ""
+        try:
+            self.array = (plain if shown is None else plain.view(shown)).numpy()
+        except RuntimeError:  # both refuse a lazy view; to ask each tensor first would take as long as all else here
+            self._lazy_view = _lazy_view_of(plain)
+            if not self._lazy_view:
+                raise
+            plain = _resolve_lazy_view(plain)
+            self.array = (plain if shown is None else plain.view(shown)).numpy()
+        self.shape = self.array.shape
+        self.flat = flat_bytes(self.array)
+
+    def address(self) -> int | None:
+        return None if self.flat is None or self._lazy_view else self._start  # `array` is a copy of a lazy view
+
+
+class DeviceLeaf(_TensorLeaf):
+    """A tensor on an accelerator. What made it is waited for by an event, never by stopping the device."""
+
+    __slots__ = ("_lazy_view", "_plain", "_ready", "_start")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.shape = tuple(value.shape)
+        shown, self._start = self._describe(value)
+        plain = value.detach()  # it is read later, when it may want a gradient
+        if lazy := _lazy_view_of(plain):
+            plain = _resolve_lazy_view(plain)
+        self._lazy_view = lazy
+        self._plain = plain if shown is None else plain.view(shown)
+        self.flat = None
+        self._ready = None
+        if value.device.type == "cuda":
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(value.device))
+
+    def read(self, box: Box, out: Bytes) -> None:
+        host = torch.from_numpy(out)
+        if self._ready is None:
+            host.copy_(self._box_bytes(box))
+            return
+        stream = _side_stream(self._plain.device)
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            host.copy_(self._box_bytes(box), non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        done.synchronize()
+
+    @classmethod
+    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
+        """With one transfer for each device and type: one for each leaf would take longer than to copy the state."""
+        found = [b""] * len(leaves)
+        indices_by_type: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, (leaf, _) in enumerate(leaves):
+            indices_by_type.setdefault((leaf._plain.device, leaf._plain.dtype), []).append(i)
+        for (device, _), those in indices_by_type.items():
+            with _on_side_stream(device, [leaves[i][0]._ready for i in those]):
+                data = torch.cat([_strided_elements(leaves[i][0]._plain, leaves[i][1]) for i in those]).cpu()
+            at = 0
+            raw = data.numpy().view(np.uint8)
+            for i in those:
+                nbytes = leaves[i][1].runs * leaves[i][1].run_type.itemsize
+                found[i] = raw[at : at + nbytes].tobytes()
+                at += nbytes
+        return found
+
+    def write(self, box: Box, data: Bytes) -> None:
+        source = torch.from_numpy(data).view(self._plain.dtype).view(box.shape)
+        with torch.no_grad():
+            self._plain[box.slices()].copy_(source)
+
+    def is_on_cuda(self) -> bool:
+        return self._ready is not None
+
+    def _box_bytes(self, box: Box) -> torch.Tensor:
+        if self._plain.is_contiguous() and (start := contiguous_start(box, self.shape)) is not None:
+            part = self._plain.view(-1)[start : start + box.size]
+        else:
+            part = self._plain[box.slices()].contiguous().view(-1)
+        return part.view(torch.uint8)
+
+
+def _strided_elements(plain: torch.Tensor, elements: StridedElements) -> torch.Tensor:
+    """Some elements of a tensor, one after the other."""
+    runs, run, stride, _, _ = elements
+    if plain.is_contiguous():
+        return plain.as_strided((runs, run), (stride, 1)).reshape(-1)
+    return plain.take(torch.from_numpy(elements.indices()).to(plain.device))
+
+
+@contextmanager
+def _on_side_stream(device: torch.device, ready: Sequence[torch.cuda.Event | None]) -> Iterator[None]:
+    """In it, what is read of tensors on a device is read beside the training step's kernels, after these events."""
+    events = [event for event in ready if event is not None]
+    if not events:
+        yield
+        return
+    stream = _side_stream(device)
+    for event in events:
+        stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        yield
+
+
+_thread_local = threading.local()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for each thread and device, so that copies run beside the training step's kernels."""
+    streams = _thread_local.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    stream: torch.cuda.Stream = streams[device]
+    return stream
+
+
+def pin(memory: np.ndarray[Any, Any]) -> bool:
+    """Page-lock host memory so that copies from CUDA are asynchronous; whether that worked."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    return int(status) == 0
+
+
+def unpin(memory: np.ndarray[Any, Any]) -> None:
+    """Undo `pin`, before the memory is given back."""
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)

@@ -1,0 +1,103 @@
+"""Which arrays share memory: geometry of addresses and strides, without a look at any element."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from ckpt.state.leaves.base import MemoryLayout
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+_MAX_WORK = 1 << 20
+"""Steps that numpy may search for a common byte; views that people make take a few."""
+
+
+class AddressRange(NamedTuple, Generic[K]):
+    """The range of addresses of one array."""
+
+    begin: int
+    axes: list[tuple[int, int]]
+    """Step in bytes and length of each axis that has more than one index, the widest step first."""
+    memory: MemoryLayout
+    key: K
+    """What the caller calls the array."""
+
+    def end(self) -> int:
+        """The address after the last byte."""
+        return self.begin + sum(step * (n - 1) for step, n in self.axes) + self.memory.itemsize
+
+    def overlaps_itself(self) -> bool:
+        """Whether two elements may share memory, as in an expanded view: an axis does not step over all that lies below it."""
+        extent = self.memory.itemsize
+        for step, n in reversed(self.axes):
+            if step < extent:
+                return True
+            extent += step * (n - 1)
+        return False
+
+
+def address_range_of(memory: MemoryLayout, key: K) -> AddressRange[K]:
+    """The span of an array that has elements."""
+    steps = [(s, n) for s, n in zip(memory.strides, memory.shape, strict=True) if n > 1]
+    begin = memory.start + sum(s * (n - 1) for s, n in steps if s < 0)
+    return AddressRange(begin, sorted(((abs(s), n) for s, n in steps), reverse=True), memory, key)
+
+
+def overlapping_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[AddressRange[K], AddressRange[K]]]:
+    """The pairs of spans on one device that have a byte in common."""
+    return ((a, b) for a, b in _candidate_pairs(spans) if _share_memory(a.memory, b.memory))
+
+
+def overlapping_groups(ranges: Sequence[tuple[int, int, T]]) -> list[list[T]]:
+    """The groups of two and more whose ranges meet, of (first byte, end, item)."""
+    begin = np.array([begin for begin, _, _ in ranges], np.int64)
+    end = np.array([end for _, end, _ in ranges], np.int64)
+    order = np.argsort(begin)
+    separate = begin[order][1:] >= np.maximum.accumulate(end[order])[:-1]
+    if np.all(separate):
+        return []
+    cuts = [0, *(np.flatnonzero(separate) + 1).tolist(), len(ranges)]
+    return [[ranges[i][2] for i in order[a:b]] for a, b in itertools.pairwise(cuts) if b - a > 1]
+
+
+def _candidate_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[AddressRange[K], AddressRange[K]]]:
+    """The pairs that may share memory: those that do, and few others."""
+    for run in overlapping_groups([(span.begin, span.end(), span) for span in spans]):
+        low = min(span.begin for span in run)
+        step = max(span.axes[0][0] if span.axes else 0 for span in run)
+        within, across = [], []
+        for span in run:
+            # Columns of one matrix: seen row by row, `step` bytes each, they lie beside each other.
+            axes = span.axes[1:] if span.axes and span.axes[0][0] == step else span.axes
+            in_row = span._replace(begin=(span.begin - low) % step if step else 0, axes=axes)
+            if step and in_row.end() <= step:
+                within.append(in_row)
+            else:
+                across.append(span)
+        yield from itertools.combinations(across, 2)
+        yield from itertools.product(across, within)
+        yield from _candidate_pairs(within)
+
+
+class _ArrayInterface:
+    """An array for numpy to compare, never to look into: the memory may be a device's."""
+
+    def __init__(self, memory: MemoryLayout) -> None:
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"|V{memory.itemsize}", "data": (memory.start, False),
+            "shape": memory.shape, "strides": memory.strides,
+        }  # fmt: skip
+
+
+def _share_memory(a: MemoryLayout, b: MemoryLayout) -> bool:
+    if a == b:
+        return True
+    try:
+        return np.shares_memory(np.asarray(_ArrayInterface(a)), np.asarray(_ArrayInterface(b)), _MAX_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

@@ -1,0 +1,93 @@
+"""Parts of a state by name: patterns, and what they leave of a tree."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ckpt.state.tree import Node, decode_key, join_path
+from ckpt.storage.base.errors import LeafNotFound
+
+Patterns = str | Iterable[str]
+
+
+def matcher(patterns: Patterns) -> Callable[[str], bool]:
+    """A test of names against shell patterns (`*` also crosses dots); a name also matches with all that is below it."""
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    joined = "|".join(f"{fnmatch.translate(p)}|{fnmatch.translate(p + '.*')}" for p in patterns)
+    match = re.compile(joined or r"(?!)").match
+    return lambda name: match(name) is not None
+
+
+def children(node: Node, path: str) -> list[tuple[str, Node]]:
+    """The named parts of a container node, none for a leaf."""
+    if isinstance(node, list):
+        return [(join_path(path, i), n) for i, n in enumerate(node)]
+    if not isinstance(node, dict):
+        return []
+    if "dict" in node:
+        return [(join_path(path, decode_key(k)), n) for k, n in node["dict"]]
+    if "tuple" in node:
+        return [(join_path(path, i), n) for i, n in enumerate(node["tuple"])]
+    for tag in ("namedtuple", "dataclass"):
+        if tag in node:
+            return [(join_path(path, f), n) for f, n in zip(node["fields"], node[tag], strict=True)]
+    if "object" in node:
+        return children(node["object"], path) or [(path, node["object"])]
+    return []
+
+
+def entries(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
+    """Every leaf of a tree, arrays and plain values alike, with its path."""
+    below = children(node, path)
+    for name, child in below:
+        yield from entries(child, name)
+    if not below:
+        yield path or "(root)", node
+
+
+def select(node: Node, selector: Callable[[str], bool]) -> Node:
+    """The tree with only what is wanted: dicts lose other entries, sequences keep their length with None in the gaps."""
+    kept = _select(node, "", selector)
+    return None if kept is _NOTHING else kept
+
+
+_NOTHING = object()
+
+
+def _select(node: Node, path: str, selector: Callable[[str], bool]) -> Any:
+    below = children(node, path)
+    if not below:
+        return node if selector(path or "(root)") else _NOTHING
+    if isinstance(node, dict) and "object" in node:
+        return _select(node["object"], path, selector)
+    kept = [_select(child, name, selector) for name, child in below]
+    if all(k is _NOTHING for k in kept):
+        return _NOTHING
+    if isinstance(node, list):
+        return [None if k is _NOTHING else k for k in kept]
+    if "dict" in node:
+        pairs = [[key, k] for (key, _), k in zip(node["dict"], kept, strict=True) if k is not _NOTHING]
+        return {**node, "dict": pairs}
+    tag = next(t for t in ("tuple", "namedtuple", "dataclass") if t in node)
+    return {**node, tag: [None if k is _NOTHING else k for k in kept]}
+
+
+def require_match(names: Iterable[str], patterns: Patterns, where: str) -> None:
+    """Raise LeafNotFound for the first pattern that matches no name."""
+    names = list(names)
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if not any(map(matcher(pattern), names)):
+            raise LeafNotFound(f"no leaf of {where} matches {pattern!r}{suggest(pattern, names)}")
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """A hint at names that look like `name`, else at some that there are, for the end of a message."""
+    known = list(names)[:100_000]
+    if close := difflib.get_close_matches(name, known, 3, 0.5):
+        return f"; close to it: {', '.join(close)}"
+    return f"; there are {', '.join(known[:3])}{' …' if len(known) > 3 else ''}" if known else ""

@@ -1,0 +1,138 @@
+"""One tree of many: what the ranks of a group say of the state, merged by the committer and told apart again by a load.
+
+Where all ranks say the same it stands once. Dicts are united, so that stages of a pipeline may hold different leaves.
+Values that differ are kept for each rank, as the node {"ranks": {"0": …, "1": …}}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from ckpt.state.tree import Node
+from ckpt.storage.base.errors import StepRefused
+
+RankNodes = list[tuple[Sequence[int], Node]]
+"""Each different node, with the ranks that told it."""
+
+
+def merge_trees(rank_nodes: RankNodes) -> Node:
+    """One node for all ranks. Depends only on what each rank told, in the order of the ranks."""
+    first = rank_nodes[0][1]
+    if all(node == first and _has_same_types(node, first) for _, node in rank_nodes[1:]):
+        return first
+    if all(isinstance(node, list) for _, node in rank_nodes):
+        if len({len(node) for _, node in rank_nodes}) == 1:
+            return _merge_items(rank_nodes, lambda node: node)
+    elif all(isinstance(node, dict) for _, node in rank_nodes):
+        if all("ranks" in node for _, node in rank_nodes):
+            return {"ranks": {rank: node for _, told_node in rank_nodes for rank, node in told_node["ranks"].items()}}
+        if len({node.get("array") for _, node in rank_nodes}) == 1 and "array" in first:
+            return first  # one array; that one rank needs its gradient and another does not is no difference of the state
+        if all("dict" in node for _, node in rank_nodes):
+            return {**first, "dict": _merge_dicts(rank_nodes)}
+        if "object" in first and all(node.get("class") == first.get("class") for _, node in rank_nodes):
+            common = {tag: value for tag, value in first.items() if all(node.get(tag) == value for _, node in rank_nodes)}
+            return {**common, "object": merge_trees([(ranks, node["object"]) for ranks, node in rank_nodes])}
+        for tag in ("tuple", "namedtuple", "dataclass"):
+            if len({_structure_key(node, tag) for _, node in rank_nodes}) == 1 and tag in first:
+                return {**first, tag: _merge_items(rank_nodes, lambda node, tag=tag: node[tag])}
+    return {"ranks": {str(rank): node for ranks, node in rank_nodes for rank in ranks}}
+
+
+def _merge_items(rank_nodes: RankNodes, items: Any) -> list[Node]:
+    count = len(items(rank_nodes[0][1]))
+    return [merge_trees([(ranks, items(node)[i]) for ranks, node in rank_nodes]) for i in range(count)]
+
+
+def _structure_key(node: Node, tag: str) -> str:
+    """Equal for two nodes of this tag whose items stand for the same things."""
+    if tag not in node:
+        return ""
+    return json.dumps([len(node[tag]), node.get("class"), node.get("fields")])
+
+
+def _merge_dicts(rank_nodes: RankNodes) -> list[list[Node]]:
+    entries: dict[str, tuple[Node, RankNodes]] = {}
+    for ranks, node in rank_nodes:
+        for key, value in node["dict"]:
+            entries.setdefault(json.dumps(key), (key, []))[1].append((ranks, value))
+    return [[key, merge_trees(values)] for key, values in entries.values()]
+
+
+def _has_same_types(a: Node, b: Node) -> bool:
+    """Python takes 1, 1.0 and True for equal; a state does not."""
+    return json.dumps(a) == json.dumps(b)
+
+
+def keep_stored_arrays(node: Node, stored: Collection[str]) -> Node:
+    """The tree with arrays that were stored; raise StepRefused for one that nobody stored any of.
+
+    Of leaves that are tied, a rank may know one by another name than the others, where its own shards are empty.
+    """
+    if isinstance(node, list):
+        return [keep_stored_arrays(n, stored) for n in node]
+    if not isinstance(node, dict):
+        return node
+    if "ranks" in node:
+        arrays = [n for n in node["ranks"].values() if isinstance(n, dict) and "array" in n]
+        stored_nodes = {n["array"]: n for n in arrays if n["array"] in stored}
+        if len(arrays) == len(node["ranks"]) and len(stored_nodes) == 1 and any(n["array"] not in stored for n in arrays):
+            return next(iter(stored_nodes.values()))
+        return {"ranks": {rank: keep_stored_arrays(n, stored) for rank, n in node["ranks"].items()}}
+    if "array" in node and node["array"] not in stored:
+        raise StepRefused(
+            f"leaf {node['array']}: no rank stored any of it; one must hold each of its elements, and where a "
+            "Shard says replica=(i, n), a rank must bring each i"
+        )
+    return {tag: _keep_stored_in(tag, value, stored) for tag, value in node.items()}
+
+
+def _keep_stored_in(tag: str, value: Any, stored: Collection[str]) -> Any:
+    if tag == "dict":
+        return [[key, keep_stored_arrays(v, stored)] for key, v in value]
+    return keep_stored_arrays(value, stored) if tag in _TAGS_WITH_NODES else value
+
+
+_TAGS_WITH_NODES = ("tuple", "namedtuple", "dataclass", "object", "set", "frozenset", "metadata")
+
+
+def resolve_for_rank(node: Node, rank: int, world_size: int) -> Node:
+    """The tree as this rank sees it. A rank beyond those that saved takes the values of rank modulo their number."""
+    if isinstance(node, list):
+        return [resolve_for_rank(n, rank, world_size) for n in node]
+    if not isinstance(node, dict):
+        return node
+    if "ranks" in node:
+        by_rank = node["ranks"]
+        chosen = by_rank.get(str(rank % world_size))
+        if chosen is None and str(rank % world_size) not in by_rank:
+            chosen = by_rank[min(by_rank, key=int)]
+        return resolve_for_rank(chosen, rank, world_size)
+    found = {}
+    for tag, value in node.items():
+        if tag == "dict":
+            value = [[key, resolve_for_rank(v, rank, world_size)] for key, v in value]
+        elif tag in _TAGS_WITH_NODES:
+            value = resolve_for_rank(value, rank, world_size)
+        found[tag] = value
+    return found
+
+
+def array_names(tree: Node) -> Iterator[str]:
+    """The name of each array of a tree, of all ranks. A loop and no recursion: a file may be nested to any depth."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
+        elif isinstance(node, dict):
+            if isinstance(node.get("array"), str):
+                yield node["array"]
+            pending += node.values()
+
+
+def has_rank_nodes(data: bytes) -> bool:
+    """Whether a tree file may hold such a node: a look at its bytes, so that most trees are taken as they are."""
+    return b'"ranks":' in data

@@ -1,0 +1,132 @@
+"""Objects that carry state: with `state_dict()` and `load_state_dict()`, and the random generators of the libraries."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.storage.base.errors import CkptError, UnsupportedLeaf, first_line
+
+
+@dataclass(frozen=True, slots=True)
+class Stateful:
+    """How to take an object's state out and put one in."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def get_attribute(value: Any, name: str) -> Any:
+    """An attribute of an object of any class, None where it has none.
+
+    A dict whose entries are its attributes may raise KeyError for one that is missing. Raises UnsupportedLeaf where the class
+    defines the attribute and reading it fails.
+    """
+    try:
+        return getattr(value, name, None)
+    except Exception as error:
+        if inspect.getattr_static(type(value), name, None) is None:
+            return None
+        raise UnsupportedLeaf(
+            f"the {name} of a {_type_name(value)} cannot be read ({_describe_error(error)}): {_LEAVE_OUT_HINT}"
+        ) from error
+
+
+def as_stateful(value: Any, path: str) -> Stateful | None:
+    """Return how to reach the state of `value`, None where it has none; raise UnsupportedLeaf where its code fails."""
+    if isinstance(value, type):
+        return None
+    try:
+        get, put = get_attribute(value, "state_dict"), get_attribute(value, "load_state_dict")
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error.__cause__
+    if callable(get) and callable(put):
+        return Stateful(get, put)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+        return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))
+    if isinstance(value, np.random.Generator):
+        return _bit_generator_state(value.bit_generator)
+    if isinstance(value, np.random.BitGenerator):
+        return _bit_generator_state(value)
+    if isinstance(value, np.random.RandomState):
+        return Stateful(lambda: value.get_state(legacy=False), value.set_state)
+    if _is_torch_generator(value):
+        return Stateful(value.get_state, value.set_state)
+    return None
+
+
+def state_of(stateful: Stateful, value: Any, path: str) -> Any:
+    """The state of an object; raise UnsupportedLeaf with its path where the object's own code fails."""
+    try:
+        return stateful.get()
+    except (CkptError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedLeaf(
+            f"leaf {path or '(root)'}: state_dict() of a {_type_name(value)} failed ({_describe_error(error)}): "
+            f"{_LEAVE_OUT_HINT}"
+        ) from error
+
+
+_LEAVE_OUT_HINT = "mend that, store what it holds under entries of the state, or leave it out"
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def is_random_generator(value: Any) -> bool:
+    """Whether `value` is a random generator, or all of them: what each rank of a group has of its own."""
+    of_numpy = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+    return isinstance(value, (RandomState, random.Random, *of_numpy)) or _is_torch_generator(value)
+
+
+def _is_torch_generator(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Generator)
+
+
+def _bit_generator_state(generator: Any) -> Stateful:
+    return Stateful(lambda: generator.state, lambda state: setattr(generator, "state", state))
+
+
+def _nested_tuple(state: Any) -> Any:
+    return tuple(_nested_tuple(s) for s in state) if isinstance(state, (list, tuple)) else state
+
+
+class RandomState:
+    """The global random generators of python, numpy and torch (host and every CUDA device), as one entry of a state.
+
+    Put one into the state: `state = {"model": model, "random": ckpt.RandomState()}`. Saving reads the generators,
+    restoring sets them.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every generator that this process has."""
+        found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            found["torch"] = torch.get_rng_state()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                found["cuda"] = torch.cuda.get_rng_state_all()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generators; those of a library that is not imported are left alone."""
+        random.setstate(_nested_tuple(state["python"]))
+        np.random.set_state(state["numpy"])
+        torch = sys.modules.get("torch")
+        if torch is not None and "torch" in state:
+            torch.set_rng_state(state["torch"])
+            if "cuda" in state and torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

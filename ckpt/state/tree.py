@@ -1,0 +1,524 @@
+"""A state and its description: containers and plain values as JSON, arrays as named leaves.
+
+The description is a *node*: JSON null, booleans, strings, small integers and finite floats stand for themselves, a JSON
+list is a list, and an object has one tag that says what it is (docs/reference/format.md lists them). Nothing is unpickled and
+no code named by a file is run: a class is used only if this process has imported it and its fields are those that were
+saved; otherwise a plain one of the same name takes its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import re
+import struct
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from ckpt.state.alias_notes import add_alias_notes, find_alias_notes
+from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.extra_attributes import require_plain_array, require_plain_container
+from ckpt.state.leaves import as_leaf
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.leaves.numpy import BytesLeaf, NumpyScalarLeaf
+from ckpt.state.optimizer_names import is_optimizer, names_by_path
+from ckpt.state.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
+from ckpt.state.torch_keys import is_module, module_entries
+from ckpt.storage.base.errors import MORE_MEMORY_ADVICE, FormatError, StagingFailed, UnsupportedLeaf, first_line
+
+Node = Any
+namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names from a file, so no static type fits
+INLINE_BYTES = 64 << 10
+"""Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole. Of a group, leaves of each rank."""
+
+_RANK_SUFFIX = re.compile(r"@\d+$")  # a path that could be taken for the name of something of one rank
+_SAFE_INTEGER = 1 << 53  # beyond it, other JSON readers would round
+_DECIMAL_BITS = 2048  # Python refuses to convert longer ones than a limit, which is 640 digits at least, from and to decimal
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple,
+    "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(slots=True)
+class FlatState:
+    """A state taken apart: its node and its array leaves by name, in the order of the tree."""
+
+    node: Node
+    leaves: dict[str, ArrayLeaf]
+    per_rank: set[str] = dataclasses.field(default_factory=set)
+    """Leaves that belong to this rank alone, whatever other ranks have under the same path."""
+    buffers: set[str] = dataclasses.field(default_factory=set)
+    """Leaves that are buffers of a torch module, which may differ between ranks."""
+    frozen: set[str] = dataclasses.field(default_factory=set)
+    """Leaves that are parameters without requires_grad, which training leaves as they are."""
+
+
+class PerRank:
+    """Something in a state of which every rank has its own: `{"reader": ckpt.PerRank(reader)}`.
+
+    Each rank loads what the rank of its number saved (modulo the number of ranks that saved). Plain values that differ
+    between ranks need no PerRank, nor do random generators; arrays do, since those are taken to be equal everywhere.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def flatten(state: Any, rank: int | None = None) -> FlatState:
+    """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored.
+
+    rank: of this process, where it is one of several.
+    """
+    try:
+        return _Flattener(rank).run(state)
+    except RecursionError:
+        raise UnsupportedLeaf("the state is nested too deeply: use lists instead of chains of objects") from None
+
+
+def encode_tree(node: Node) -> bytes:
+    """The tree file."""
+    return json.dumps({"format": 1, "tree": node}, separators=(",", ":")).encode()
+
+
+def join_path(path: str, key: Any) -> str:
+    """The name of an entry: keys joined by dots."""
+    return f"{path}.{key}" if path else str(key)
+
+
+class _Flattener:
+    def __init__(self, rank: int | None = None) -> None:
+        self.leaves: dict[str, ArrayLeaf] = {}
+        self._rank = rank
+        self._current_per_rank: set[str] | None = None  # while something of this rank alone is taken apart
+        self._per_rank: set[str] = set()
+        self._name_sets: dict[str, set[str]] = {}  # by path, the set that the name of the leaf there belongs to
+        self._buffers: set[str] = set()
+        self._frozen: set[str] = set()
+        self._modules: list[tuple[str, Any]] = []
+        self._optimizers: list[tuple[Any, Node]] = []
+        self._name_of_identity: dict[Hashable, str] = {}
+        self._name_at_address: dict[int, str] = {}  # the first leaf at each address
+        self._addresses: list[int | None] = []  # of each of the leaves
+        self._open_containers: set[int] = set()  # containers on the way down, to find a state that contains itself
+
+    def run(self, state: Any) -> FlatState:
+        node = self.node(state, "")
+        if notes := find_alias_notes(self.leaves, self._addresses, self._rank):
+            add_alias_notes(node, notes)
+        for optimizer, described in self._optimizers:
+            if self._modules and (names := names_by_path(optimizer, self._modules)) is not None:
+                described["parameters"] = names
+        return FlatState(node, self.leaves, self._per_rank, self._buffers, self._frozen)
+
+    def node(self, value: Any, path: str) -> Node:
+        kind = type(value)
+        if kind is dict:
+            return self._container(value, path, self._dict)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -_SAFE_INTEGER < value < _SAFE_INTEGER else {"int": _integer_text(value)}
+        if kind is float:
+            return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
+        try:
+            leaf = as_leaf(value)
+        except TypeError as error:
+            raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error
+        except MemoryError as error:
+            why = first_line(error)
+            raise StagingFailed(f"leaf {path or '(root)'}: no memory to copy it ({why}): {MORE_MEMORY_ADVICE}") from error
+        if leaf is not None:
+            require_plain_array(value, path)
+            if self._rank is not None and type(leaf) is NumpyScalarLeaf:
+                return self._scalar(leaf, path)
+            return self._array(leaf, path)
+        return self._other_value(value, kind, path)
+
+    def _other_value(self, value: Any, kind: type, path: str) -> Node:
+        if kind is list:
+            return self._container(value, path, self._list)
+        if isinstance(value, tuple):
+            return self._container(value, path, self._tuple)
+        if kind is bytes or kind is bytearray:
+            if len(value) > INLINE_BYTES:
+                if self._can_differ_by_rank():
+                    return self._per_rank_node(value, path)
+                return self._array(BytesLeaf(np.frombuffer(value, np.uint8), kind), path)
+            return {"bytes": base64.b64encode(value).decode(), **({"type": "bytearray"} if kind is bytearray else {})}
+        if kind is complex:
+            return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
+        if kind in (set, frozenset):
+            items = sorted(value, key=lambda item: _require_repr(item, path))
+            return {kind.__name__: [self.node(item, join_path(path, "{}")) for item in items]}
+        if kind is PerRank:
+            return self._per_rank_node(value.value, path)
+        if (stateful := as_stateful(value, path)) is not None:
+            if self._can_differ_by_rank() and is_random_generator(value):
+                return self._per_rank_node(value, path)
+            return self._container(value, path, lambda _, p: self._object(stateful, value, p))
+        if isinstance(value, dict):
+            return self._container(value, path, self._dict)
+        if isinstance(value, list):
+            return self._container(value, path, self._list)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._container(value, path, self._dataclass)
+        if isinstance(value, (bool, int, float, str)) and kind.__module__ == "builtins":
+            return value
+        raise UnsupportedLeaf(
+            f"leaf {path or '(root)'}: a {_type_name(kind)} cannot be stored without pickle; give it state_dict() and "
+            "load_state_dict(), turn it into arrays and plain values, or leave it out of the state"
+        )
+
+    def _can_differ_by_rank(self) -> bool:
+        """Whether other ranks may have something else under this path."""
+        return self._rank is not None and self._current_per_rank is None
+
+    def _per_rank_node(self, value: Any, path: str) -> Node:
+        """What only this rank has: its arrays get names of their own."""
+        if self._current_per_rank is not None:
+            return self.node(value, path)
+        self._current_per_rank = self._per_rank
+        outer, self._name_of_identity, self._name_at_address = (
+            (self._name_of_identity, self._name_at_address),
+            {},
+            {},
+        )  # an array of these may have another name on other ranks
+        try:
+            return {"ranks": {str(self._rank or 0): self.node(value, path)}}
+        finally:
+            self._current_per_rank = None
+            self._name_of_identity, self._name_at_address = outer
+
+    def _container(self, value: Any, path: str, encode: Callable[[Any, str], Node]) -> Node:
+        if id(value) in self._open_containers:
+            raise UnsupportedLeaf(f"leaf {path}: the state contains itself here: leave this one out")
+        self._open_containers.add(id(value))
+        try:
+            return encode(value, path)
+        finally:
+            self._open_containers.discard(id(value))
+
+    def _dict(self, value: dict[Any, Any], path: str) -> Node:
+        prefix = path + "." if path else ""
+        node: dict[str, Any] = {
+            "dict": [
+                [k, self.node(v, prefix + k)] if type(k) is str else [encode_key(k, path), self.node(v, f"{prefix}{k}")]
+                for k, v in value.items()
+            ]
+        }
+        kind = type(value)
+        if kind is not dict:
+            for known in (collections.OrderedDict, collections.Counter, collections.defaultdict):
+                if isinstance(value, known):
+                    node["type"] = known.__name__
+            metadata = _torch_metadata(value)
+            stored = value if metadata is None else {**value, "_metadata": metadata}
+            require_plain_container(value, path, stored)
+            if isinstance(value, collections.defaultdict) and value.default_factory is not None:
+                node["factory"] = _factory_name(value.default_factory, path)
+            if metadata is not None:
+                node["metadata"] = self.node(metadata, join_path(path, "_metadata"))
+        return node
+
+    def _list(self, value: list[Any], path: str) -> Node:
+        if type(value) is not list:
+            require_plain_container(value, path, {})
+        return [self.node(item, join_path(path, i)) for i, item in enumerate(value)]
+
+    def _tuple(self, value: tuple[Any, ...], path: str) -> Node:
+        fields = getattr(value, "_fields", None)
+        if type(value) is not tuple:
+            require_plain_container(value, path, {})
+        names = fields if fields is not None else range(len(value))
+        items = [self.node(item, join_path(path, name)) for name, item in zip(names, value, strict=True)]
+        if fields is not None:
+            return {"namedtuple": items, "class": _type_name(type(value)), "fields": list(fields)}
+        return {"tuple": items}
+
+    def _dataclass(self, value: Any, path: str) -> Node:
+        values = {f.name: self._field(value, f.name, path) for f in dataclasses.fields(value)}
+        require_plain_container(value, path, values)
+        return {
+            "dataclass": [self.node(item, join_path(path, name)) for name, item in values.items()],
+            "class": _type_name(type(value)),
+            "fields": list(values),
+        }
+
+    def _field(self, value: Any, name: str, path: str) -> Any:
+        try:
+            return getattr(value, name)
+        except Exception as error:
+            raise UnsupportedLeaf(
+                f"leaf {join_path(path, name)}: this field of a {_type_name(type(value))} cannot be read "
+                f"({type(error).__name__}: "
+                f"{first_line(error)}): set it before the save"
+            ) from error
+
+    def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
+        buffers, frozen = module_entries(value)
+        self._name_sets.update((join_path(path, name), self._buffers) for name in buffers)
+        self._name_sets.update((join_path(path, name), self._frozen) for name in frozen)
+        node = {"object": self.node(state_of(stateful, value, path), path), "class": _type_name(type(value))}
+        if is_module(value):
+            self._modules.append((path, value))
+        elif is_optimizer(value):
+            self._optimizers.append((value, node))
+        return node
+
+    def _scalar(self, leaf: NumpyScalarLeaf, path: str) -> Node:
+        """A numpy scalar of a rank of a group: a plain value, and not an array, which would be taken for a copy of theirs."""
+        if leaf.nbytes <= INLINE_BYTES:
+            return {"scalar": base64.b64encode(leaf.array.tobytes()).decode(), "dtype": leaf.dtype}
+        return self._per_rank_node(leaf.value, path) if self._can_differ_by_rank() else self._array(leaf, path)
+
+    def _array(self, leaf: ArrayLeaf, path: str) -> Node:
+        address, identity, name = leaf.address(), None, None
+        if leaf.nbytes and (address is None or address in self._name_at_address):
+            identity = self._identity(leaf, address)
+            name = self._name_of_identity.get(identity) if identity is not None else None
+        if name is None:
+            name = path or "(root)"
+            if self._current_per_rank is not None:
+                name += f"@{self._rank or 0}"
+            elif "@" in name and _RANK_SUFFIX.search(name):
+                name += "~"
+            if not name.isascii():
+                _require_utf8(name)
+            while name in self.leaves:  # {"a.b": x, "a": {"b": y}}: two entries of one name
+                name += "~"
+            self.leaves[name] = leaf
+            self._addresses.append(address)
+            if self._current_per_rank is not None:
+                self._current_per_rank.add(name)
+            if identity is not None:
+                self._name_of_identity[identity] = name
+            elif address is not None:
+                self._name_at_address[address] = name
+            if path in self._name_sets:
+                self._name_sets[path].add(name)
+        node: dict[str, Any] = {"array": name, "kind": leaf.kind}
+        if attributes := leaf.attributes():
+            node.update(attributes)
+            if "parameter" in attributes and "requires_grad" not in attributes:
+                self._frozen.add(name)
+        return node
+
+    def _identity(self, leaf: ArrayLeaf, address: int | None) -> Hashable | None:
+        """That of a leaf which may be the same array as an earlier one. The first leaf at an address has needed none so far."""
+        if address is not None:
+            first = self._name_at_address[address]
+            self._name_of_identity.setdefault(self.leaves[first].identity(), first)
+        return leaf.identity()
+
+
+def _require_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedLeaf(f"leaf {name!r}: its name is no text that UTF-8 can hold; rename the key") from None
+
+
+def encode_key(key: Any, path: str) -> Node:
+    """A dict key as JSON: text stands for itself, other plain values in a list of one."""
+    if type(key) is str:
+        return key
+    if type(key) is np.str_:
+        return [{"scalar": base64.b64encode(np.asarray(key).tobytes()).decode(), "dtype": dtype_name(key.dtype)}]
+    if key is None or type(key) in (bool, int, float, bytes, tuple):
+        _require_repr(key, path)  # it becomes part of names
+        flat = _Flattener()
+        node = flat.node(key, path)
+        if not flat.leaves:
+            return [node]
+    raise UnsupportedLeaf(
+        f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use str, int or tuple, "
+        "of an enum its value or name"
+    )
+
+
+def _torch_metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
+    """The versions that a torch module keeps with its state."""
+    found = get_attribute(value, "_metadata")
+    return found if isinstance(found, dict) else None
+
+
+def _factory_name(factory: Callable[[], Any], path: str) -> str:
+    """The name of what a defaultdict makes its values with."""
+    for name, known in _FACTORIES.items():
+        if factory is known:
+            return name
+    raise UnsupportedLeaf(
+        f"leaf {path or '(root)'}: what this defaultdict makes its values with is code, which is not stored; use one of "
+        f"{', '.join(_FACTORIES)}, or store a plain dict"
+    )
+
+
+def _require_repr(value: Any, path: str) -> str:
+    try:
+        return repr(value)
+    except ValueError as error:  # beyond Python's limit for decimal digits
+        where = f"leaf {path or '(root)'}"
+        raise UnsupportedLeaf(f"{where}: so long an integer can be a value, but no dict key and not in a set") from error
+
+
+def _integer_text(value: int) -> str:
+    return str(value) if value.bit_length() <= _DECIMAL_BITS else hex(value)
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+# --- back again ------------------------------------------------------------------------------------------------
+
+MakeArray = Callable[[Node], Callable[[], Any]]
+"""From an array node to a function that gives its value once the data is there."""
+
+
+def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    """Return a function that makes the state of `node`; call it when every array has been filled."""
+    if type(node) is dict and "array" in node:  # the most by far
+        return make_array(node)
+    if node is None or isinstance(node, (bool, str, int, float)):
+        return lambda: node
+    if isinstance(node, list):
+        return _sequence(node, make_array, list)
+    if not isinstance(node, dict):
+        raise FormatError(f"the tree file has an entry that is no node: {str(node)[:80]}")
+    for tag, build in _BUILDERS.items():
+        if tag in node:
+            return build(node, make_array)
+    raise FormatError(f"the tree file has a node of an unknown kind ({', '.join(node)}): a newer ckpt may know it")
+
+
+def _sequence(nodes: list[Node], make_array: MakeArray, build: Callable[[list[Any]], Any]) -> Callable[[], Any]:
+    parts = [rebuild(n, make_array) for n in nodes]
+    return lambda: build([part() for part in parts])
+
+
+def _rebuild_dict(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    entries = [(decode_key(k), rebuild(v, make_array)) for k, v in node["dict"]]
+    metadata = rebuild(node["metadata"], make_array) if "metadata" in node else None
+
+    def finish() -> Any:
+        made = empty_dict(node)
+        for key, part in entries:
+            made[key] = part()
+        if metadata is not None:
+            made._metadata = metadata()
+        return made
+
+    return finish
+
+
+def empty_dict(node: Node) -> Any:
+    """An empty dict of the type that a dict node names."""
+    kind = node.get("type")
+    if kind == "OrderedDict":
+        return collections.OrderedDict()
+    if kind == "Counter":
+        return collections.Counter()
+    if kind == "defaultdict":
+        return collections.defaultdict(_FACTORIES.get(node.get("factory")))
+    return {}
+
+
+def decode_key(key: Node) -> Any:
+    """The dict key that `encode_key` wrote."""
+    if isinstance(key, str):
+        return key
+    return rebuild(key[0], _no_array)()
+
+
+def _no_array(node: Node) -> Callable[[], Any]:
+    raise FormatError("the tree file has an array where a plain value belongs")
+
+
+def _rebuild_namedtuple(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    fields = tuple(node["fields"])
+    found: Any = _find_imported(node["class"])
+    if not (isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields):
+        found = namedtuple_type(_short_class_name(node["class"]), fields, rename=True)
+    return _sequence(node["namedtuple"], make_array, lambda values: tuple.__new__(found, values))
+
+
+def _rebuild_dataclass(node: Node, make_array: MakeArray) -> Callable[[], Any]:
+    fields = node["fields"]
+    found = _find_imported(node["class"])
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)) or (
+        [f.name for f in dataclasses.fields(found)] != fields
+    ):
+        found = dataclasses.make_dataclass(_short_class_name(node["class"]), fields)
+
+    def build(values: list[Any]) -> Any:
+        made = object.__new__(found)  # not the constructor: a file must not choose what code runs
+        for name, value in zip(fields, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return _sequence(node["dataclass"], make_array, build)
+
+
+def _short_class_name(name: str) -> str:
+    short = name.rpartition(":")[2].rpartition(".")[2]
+    return short if short.isidentifier() else "Saved"
+
+
+def _find_imported(name: str) -> Any:
+    """The class of this name if its module is imported already; nothing is imported for a file's sake."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _plain_value_builder(make: Callable[[Any], Any], tag: str) -> Callable[[Node, MakeArray], Callable[[], Any]]:
+    def build(node: Node, _: MakeArray) -> Callable[[], Any]:
+        value = make(node[tag])
+        return lambda: value
+
+    return build
+
+
+def _rebuild_bytes(node: Node, _: MakeArray) -> Callable[[], Any]:
+    data = base64.b64decode(node["bytes"])
+    return lambda: bytearray(data) if node.get("type") == "bytearray" else data
+
+
+def scalar_bytes(node: Node) -> bytes:
+    """The bytes of a numpy scalar; raise FormatError where there are not as many as its dtype has."""
+    data = base64.b64decode(node["scalar"])
+    if len(data) != numpy_dtype(node["dtype"]).itemsize:
+        raise FormatError(f"the tree file has a {node['dtype']} of {len(data)} bytes")
+    return data
+
+
+def _rebuild_scalar(node: Node, _: MakeArray) -> Callable[[], Any]:
+    dtype, data = numpy_dtype(node["dtype"]), scalar_bytes(node)
+    return lambda: np.ndarray((), dtype, bytearray(data))[()]
+
+
+_BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {
+    "dict": _rebuild_dict,
+    "tuple": lambda node, make_array: _sequence(node["tuple"], make_array, tuple),
+    "namedtuple": _rebuild_namedtuple,
+    "dataclass": _rebuild_dataclass,
+    "object": lambda node, make_array: rebuild(node["object"], make_array),
+    "int": _plain_value_builder(lambda text: int(text, 0), "int"),
+    "float": _plain_value_builder(lambda text: struct.unpack(">d", bytes.fromhex(text))[0], "float"),
+    "complex": _plain_value_builder(lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))), "complex"),
+    "bytes": _rebuild_bytes,
+    "scalar": _rebuild_scalar,
+    "set": lambda node, make_array: _sequence(node["set"], make_array, set),
+    "frozenset": lambda node, make_array: _sequence(node["frozenset"], make_array, frozenset),
+}

@@ -1,0 +1,213 @@
+"""Between columns of Arrow and values of numpy and Python.
+
+`pyarrow.array`, `pyarrow.scalar`, `empty_table` and `to_numpy` are not used, nor is numpy given to Arrow's functions: each
+makes Arrow import pandas wherever it is installed, which takes longer than the first save of a small state.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ckpt.storage.base.errors import StoreError
+
+# --- into Arrow --------------------------------------------------------------------------------------------------
+
+
+def number_array(values: Any, kind: str = "int64") -> Any:
+    """Numbers (an array, or a sequence in which None is null) as an Arrow array; kind: the name of a numpy type."""
+    import pyarrow as pa
+
+    valid = None
+    if not isinstance(values, np.ndarray):
+        values = list(values)
+        if None in values:
+            valid = _bitmap([value is not None for value in values])
+            values = [value or 0 for value in values]
+    data = np.ascontiguousarray(values, kind)
+    return pa.Array.from_buffers(getattr(pa, kind)(), len(data), [valid, pa.py_buffer(data)])
+
+
+def text_array(values: Sequence[str | None]) -> Any:
+    """Strings as an Arrow array; None is null."""
+    import pyarrow as pa
+
+    return _variable_length_array(pa.string(), [None if value is None else value.encode() for value in values])
+
+
+def binary_array(values: Sequence[bytes]) -> Any:
+    """Bytes as an Arrow array."""
+    import pyarrow as pa
+
+    return _variable_length_array(pa.binary(), values)
+
+
+def _variable_length_array(kind: Any, values: Sequence[bytes | None]) -> Any:
+    import pyarrow as pa
+
+    valid = None
+    if None in values:
+        valid = _bitmap([value is not None for value in values])
+    known = [value or b"" for value in values]
+    ends = np.zeros(len(known) + 1, np.int64)
+    np.cumsum(list(map(len, known)), out=ends[1:])
+    if ends[-1] > _MAX_BYTES:
+        raise StoreError(f"a column of the manifest would take {ends[-1]} bytes; {_MAX_BYTES} are the most: use more ranks")
+    buffers = [valid, pa.py_buffer(ends.astype(np.int32)), pa.py_buffer(b"".join(known))]
+    return pa.Array.from_buffers(kind, len(known), buffers)
+
+
+_MAX_BYTES = 2**31 - 1
+
+
+def _bitmap(flags: Sequence[bool]) -> Any:
+    import pyarrow as pa
+
+    return pa.py_buffer(np.packbits(np.array(flags, bool), bitorder="little"))
+
+
+def compute_function(function: str, *columns: Any, options: Any = None) -> Any:
+    """One of Arrow's compute functions, by name.
+
+    Not by pyarrow.compute: to import that makes a documented Python function of each of them, a quarter of all that a first
+    load imports. Methods of columns and tables such as `take` and `cast` import it, too.
+    """
+    from pyarrow._compute import call_function
+
+    return call_function(function, list(columns), options)
+
+
+def cast(column: Any, kind: Any) -> Any:
+    """The column as one of this type; raise ArrowInvalid where a value does not fit."""
+    from pyarrow._compute import CastOptions
+
+    return column if column.type == kind else compute_function("cast", column, options=CastOptions.safe(kind))
+
+
+def take_rows(column: Any, rows: Any) -> Any:
+    """The rows of an Arrow array or table with these numbers, an array."""
+    return compute_function("take", column, number_array(rows))
+
+
+def dictionary_encoded(column: Any) -> Any:
+    """A text column as a dictionary and numbers."""
+    return compute_function("dictionary_encode", column)
+
+
+def valid_rows(column: Any) -> Any:
+    """The numbers of the rows of an Arrow array that are not null."""
+    if not column.null_count:
+        return np.arange(len(column))
+    bits = np.unpackbits(np.frombuffer(column.buffers()[0], np.uint8), bitorder="little")
+    return np.flatnonzero(bits[column.offset : column.offset + len(column)])
+
+
+def one_chunk(column: Any) -> Any:
+    """A column of a table as one Arrow array."""
+    import pyarrow as pa
+
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
+
+
+def list_array(values: Sequence[Sequence[int]]) -> Any:
+    """A list column. Built from flat numbers: pyarrow takes nested Python lists one by one, ten times as slowly."""
+    lengths = [len(v) for v in values]
+    return list_array_of_flat(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
+
+
+def list_array_of_flat(flat: Any, lengths: Any) -> Any:
+    """A list column of these numbers, so many to each row."""
+    import pyarrow as pa
+
+    ends = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return pa.ListArray.from_arrays(number_array(ends, "int32"), number_array(flat), type=pa.list_(pa.int64()))
+
+
+# --- out of Arrow ------------------------------------------------------------------------------------------------
+
+
+def numpy_array(column: Any) -> Any:
+    """A column of whole numbers without nulls as a numpy array, not copied."""
+    column = one_chunk(column)
+    kind = np.dtype(str(column.type))
+    data = column.buffers()[1]
+    return np.zeros(0, kind) if data is None else np.frombuffer(data, kind, len(column), column.offset * kind.itemsize)
+
+
+def bool_array(column: Any) -> Any:
+    """A column of true and false without nulls as a numpy array."""
+    import pyarrow as pa
+
+    return numpy_array(cast(column, pa.uint8())).astype(bool)
+
+
+def flat_lists(column: Any) -> tuple[Any, Any]:
+    """A list column as flat numbers, and where each row's begin: one more than there are rows."""
+    column = one_chunk(column)
+    ends = numpy_array(column.offsets)
+    return numpy_array(column.values)[ends[0] : ends[-1]], ends - ends[0]
+
+
+def dictionary_codes(column: Any) -> tuple[Any, list[str]]:
+    """A text column without nulls as numbers, and the texts that they mean; some of them may mean nothing here."""
+    import pyarrow as pa
+
+    column = _decoded_if_short(one_chunk(column))
+    if not pa.types.is_dictionary(column.type):
+        column = dictionary_encoded(column)
+    return numpy_array(column.indices), column.dictionary.to_pylist()
+
+
+def _decoded_if_short(column: Any) -> Any:
+    """The column itself, as text where it has fewer rows than its dictionary has entries."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type) and len(column) < len(column.dictionary):
+        return cast(column, column.type.value_type)
+    return column
+
+
+def python_values(column: Any) -> Iterable[Any]:
+    """A column as Python objects. numpy makes them ten times as fast as pyarrow does, where there are no nulls."""
+    import pyarrow as pa
+
+    column = _decoded_if_short(one_chunk(column))
+    kind = column.type
+    if pa.types.is_list(kind):
+        return _tuples(*flat_lists(column))
+    if pa.types.is_dictionary(kind):
+        entries = [*column.dictionary.to_pylist(), None]
+        codes = np.full(len(column), -1)
+        codes[valid_rows(column)] = numpy_array(compute_function("drop_null", column.indices))
+        return [entries[code] for code in codes.tolist()]
+    if pa.types.is_integer(kind):
+        if column.null_count == len(column):
+            return [None] * len(column)
+        if not column.null_count:
+            return numpy_array(column).tolist()  # type: ignore[no-any-return]
+    return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def distinct(numbers: Any) -> list[int]:
+    """The different ones of small numbers that are not negative, in order. np.unique imports all of numpy.ma: 10 ms."""
+    return np.flatnonzero(np.bincount(numbers)).tolist()
+
+
+def _tuples(flat: Any, begins: Any) -> list[tuple[int, ...]]:
+    """Rows of numbers as tuples. Those of one length are made together, four times as fast as one by one."""
+    lengths = np.diff(begins)
+    made = np.empty(len(lengths), object)
+    for length in distinct(lengths):
+        rows = np.flatnonzero(lengths == length)
+        numbers = iter(flat[begins[rows][:, None] + np.arange(length)].reshape(-1).tolist())
+        tuples: Iterable[tuple[int, ...]] = zip(*[numbers] * length, strict=False) if length else [()] * len(rows)
+        made[rows] = np.fromiter(tuples, object, len(rows))
+    return made.tolist()  # type: ignore[no-any-return]

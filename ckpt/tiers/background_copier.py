@@ -1,0 +1,217 @@
+"""Brings steps to one tier in the background, one at a time. The newest wins: what waits is replaced, and never piles up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
+from ckpt.repository.repository import Repository
+from ckpt.repository.retention import Keep
+from ckpt.saving.writer_session import Session
+from ckpt.storage.base.call_timeout import STORE_TIMEOUT_VARIABLE, StallTimer, store_timeout_seconds
+from ckpt.storage.base.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
+from ckpt.support.runtime import lower_thread_priority
+from ckpt.tiers.copy_step import promote
+
+log = logging.getLogger("ckpt")
+
+
+def _ignore_progress() -> None: ...
+
+
+_RETRY_SECONDS = (1.0, 60.0)
+"""After a failure: at first, and at most."""
+
+
+class Promoter:
+    """Copies from `source` to `target`, in a thread that begins with the first step. An error is told once a cause in the
+    log, and by `wait`; the copy is tried again, or that of a newer step."""
+
+    def __init__(
+        self, source: Repository, target: Session, keep: Keep | None, on_copied: Callable[[int], None] = lambda step: None
+    ) -> None:
+        """copied: called with each step that the target has now."""
+        self._source = source
+        self._target = target
+        self._keep = keep
+        self._on_copied = on_copied
+        self._condition = threading.Condition()
+        self._expected_steps: set[int] = set()
+        self._waiting_step: int | None = None
+        self._current_step: int | None = None
+        self._attempt_count = 0
+        self._error: Exception | None = None
+        self._logged_failure = ""
+        self._retry_seconds = _RETRY_SECONDS[0]
+        self._retry_at = 0.0
+        self._closing = False
+        self._progress_callback: Callable[[], None] = _ignore_progress
+        self._progress_count = 0
+        """Grows as long as the copying makes progress."""
+        self._orphaned_files: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self.last_copy_seconds = 0.0
+        """That the last copy took."""
+
+    # --- what to copy ------------------------------------------------------------------------------------------
+
+    def expect(self, step: int) -> None:
+        """A step is being saved that is to come here: nearer tiers keep it until it is offered or dropped."""
+        with self._condition:
+            self._expected_steps.add(step)
+
+    def drop(self, step: int) -> None:
+        """A step that was expected does not come."""
+        with self._condition:
+            self._expected_steps.discard(step)
+
+    def offer(self, step: int) -> None:
+        """A step that is committed nearer by. The one that waits is left out for it."""
+        with self._condition:
+            self._expected_steps.discard(step)
+            if self._closing:
+                return
+            if self._waiting_step is not None and self._waiting_step != step:
+                log.info("step %d is not promoted to %s: step %d is newer", self._waiting_step, self._target.repo.url, step)
+            self._waiting_step = step
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ckpt-promote", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def set_source(self, source: Repository) -> None:
+        """From now on it copies from there."""
+        self._source = source
+
+    def needed_steps(self) -> set[int]:
+        """Steps that nearer tiers must not delete yet."""
+        with self._condition:
+            return self._expected_steps | {step for step in (self._waiting_step, self._current_step) if step is not None}
+
+    # --- how it goes -------------------------------------------------------------------------------------------
+
+    def wait(self, progress: Callable[[], None] | None = None) -> None:
+        """Wait until what was offered is there; raise SaveFailed after a try that failed. It is tried again later.
+
+        Raises SaveFailed, too, where a copy makes no progress any more.
+
+        progress: called by the thread that copies, for each piece.
+        """
+        with self._condition:
+            self._progress_callback = progress or _ignore_progress
+            self._retry_at = 0.0
+            self._condition.notify_all()
+            enough = self._attempt_count + (self._current_step is not None) + (self._waiting_step is not None)
+            ended = self._wait_for_progress(
+                lambda: (
+                    (self._waiting_step is None and self._current_step is None)
+                    or bool(self._error and self._attempt_count >= enough)
+                )
+            )
+            error, self._progress_callback = self._error, _ignore_progress
+        if not ended:
+            raise SaveFailed(self._stalled_message())
+        if error is not None:
+            raise SaveFailed(f"promoting to {self._target.repo.url} failed: {error}") from error
+
+    def raise_fenced(self) -> None:
+        """Raise Fenced where a newer job has taken the tier over."""
+        if isinstance(self._error, Fenced):
+            raise self._error
+
+    def close(self, wait: bool) -> None:
+        """End the thread after the copy that is under way. wait: until then; else it ends with the process at the latest."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+            if wait and not self._wait_for_progress(lambda: self._thread is None):
+                log.error("%s", self._stalled_message())
+
+    def _wait_for_progress(self, ended: Callable[[], bool]) -> bool:
+        """With the lock. Whether it ended, before a copy made no progress for too long."""
+        standstill = StallTimer(self._progress_count)
+        while not ended():
+            if self._condition.wait(tick := standstill.next_wait_seconds()):
+                continue
+            if self._current_step is None:
+                standstill = StallTimer(self._progress_count)
+            elif standstill.has_timed_out(tick, self._progress_count):
+                return ended()
+        return True
+
+    def _stalled_message(self) -> str:
+        return (
+            f"promoting step {self._current_step} to {self._target.repo.url} has made no progress for "
+            f"{store_timeout_seconds():g} s: a "
+            f"store does not answer. {STORE_TIMEOUT_VARIABLE} sets the seconds"
+        )
+
+    def _record_progress(self) -> None:
+        self._progress_count += 1
+        self._progress_callback()
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lower_thread_priority()
+        try:
+            self._copy_all()
+        finally:
+            with self._condition:
+                self._thread = None
+                self._condition.notify_all()
+
+    def _copy_all(self) -> None:
+        while (step := self._next_step()) is not None:
+            began = time.monotonic()
+            error: Exception | None = None
+            try:
+                promote(self._source, step, self._target, self._keep, self._orphaned_files, self._record_progress)
+                self.last_copy_seconds = time.monotonic() - began
+                self._on_copied(step)
+            except StepNotFound:  # a nearer tier has lost it, or a roll-back has replaced it
+                log.warning("step %d is not promoted to %s: no nearer tier has it any more", step, self._target.repo.url)
+            except Exception as failed:
+                error = failed
+            self._copy_ended(step, error)
+
+    def _next_step(self) -> int | None:
+        with self._condition:
+            while not self._closing:
+                wait_seconds = self._retry_at - time.monotonic()
+                if self._waiting_step is not None and wait_seconds <= 0:
+                    self._current_step, self._waiting_step = self._waiting_step, None
+                    return self._current_step
+                self._condition.wait(None if self._waiting_step is None else wait_seconds)
+            return None
+
+    def _copy_ended(self, step: int, error: Exception | None) -> None:
+        if isinstance(error, IntegrityError):
+            mark_damaged_in_all_tiers(self._source, [step])  # nothing refers to it, so that the next save is whole
+        with self._condition:
+            self._current_step = None
+            self._attempt_count += 1
+            self._error = error
+            if error is None:
+                self._retry_seconds, self._logged_failure = _RETRY_SECONDS[0], ""
+            elif isinstance(error, Fenced):
+                self._closing, self._waiting_step = True, None
+            elif not isinstance(error, IntegrityError):
+                if self._waiting_step is None:
+                    self._waiting_step = step
+                self._retry_at = time.monotonic() + self._retry_seconds
+                self._retry_seconds = min(2 * self._retry_seconds, _RETRY_SECONDS[1])
+            failure_key = f"{type(error).__name__} {step}" if isinstance(error, IntegrityError) else type(error).__name__
+            is_new_failure, self._logged_failure = (
+                error is not None and failure_key != self._logged_failure,
+                failure_key if error is not None else "",
+            )
+            self._condition.notify_all()
+        if is_new_failure:
+            log.warning(
+                "step %d could not be promoted to %s: %s; it is kept where it is%s", step, self._target.repo.url, error,
+                "" if isinstance(error, (Fenced, IntegrityError)) else ", and the copy is tried again",
+            )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Whether one copy of a file is whole: it is read, and compared with the digests of every step that refers to the file.
+
+Only such a copy justifies the deletion of another one. A copy of the right length may be rotten, or never have been read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from ckpt.block_io.block_check import is_good_block
+from ckpt.format.json_records import CommitRecord
+from ckpt.format.limits import MAX_BLOCK_BYTES
+from ckpt.format.manifest import Row
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import Repository
+from ckpt.storage.base.errors import CkptError, NotFound
+from ckpt.storage.base.store import Reader, Store
+
+log = logging.getLogger("ckpt")
+
+
+def is_intact_copy(repo: Repository, copy: Store, name: str) -> bool:
+    """Whether `copy` has a whole file of this name, by all records of the repository.
+
+    False where no step refers to it, and where any record or manifest that may refer to it can't be read.
+    """
+    found = False
+    try:
+        for commit in _commits_of_all_tiers(repo):
+            if name in commit.files():
+                if not _is_intact_for(Checkpoint(repo.store, commit), copy, name):
+                    return False
+                found = True
+    except CkptError as error:
+        log.warning("whether %s/%s is whole can't be known: %s", copy.url, name, error)
+        return False
+    return found
+
+
+def _commits_of_all_tiers(repo: Repository) -> Iterator[CommitRecord]:
+    """The records of all tiers: after a roll-back a near one has another save of the same step."""
+    for place in repo.places:
+        for step in place.step_numbers():
+            try:
+                yield place.record(step)
+            except NotFound:  # not committed there
+                continue
+
+
+def _is_intact_for(checkpoint: Checkpoint, copy: Store, name: str) -> bool:
+    commit = checkpoint.commit
+    for file in (*commit.manifests, *commit.trees):
+        if file.name == name:
+            return file.matches(copy.get(name))
+    manifest = checkpoint.manifest()
+    rows = [row for row in manifest.by_block() if row.pack == name]
+    with copy.open_once(name) as reader:
+        return all(_is_intact_block(reader, manifest.digest_algorithm, row) for row in rows)
+
+
+def _is_intact_block(reader: Reader, algorithm: str, row: Row) -> bool:
+    if row.stored > MAX_BLOCK_BYTES:
+        return False
+    stored = memoryview(bytearray(row.stored))
+    return reader.read_into(row.position, stored) == row.stored and is_good_block(algorithm, row, stored)

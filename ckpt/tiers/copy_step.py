@@ -1,0 +1,198 @@
+"""Copying a committed step from nearer tiers to a further one, byte by byte as it lies.
+
+Order, and what a crash between two steps leaves: packs (unreachable, used by the next try or swept) → manifests (the same)
+→ commit record (the step exists). Every block is verified on the way, so that rot is never spread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+from ckpt.block_io.block_check import is_good_block
+from ckpt.block_io.block_reader import is_bad_sector
+from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
+from ckpt.format.json_records import CommitRecord, FileRecord
+from ckpt.format.manifest import Row
+from ckpt.format.pack import file_lengths
+from ckpt.repository import commit_publication
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.retention import Keep
+from ckpt.saving.writer_session import Session
+from ckpt.storage.base.errors import Fenced, IntegrityError, NotFound, StoreError
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.huge_pages import map_huge_pages
+from ckpt.storage.base.store import ALIGNMENT, Reader, Store
+
+log = logging.getLogger("ckpt")
+
+PIECE_BYTES = 16 << 20
+"""What is copied at once: a large block."""
+
+
+def promote(
+    source: Repository, step: int, target: Session, keep: Keep | None = None, orphaned_files: set[str] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> bool:  # fmt: skip
+    """Make `step` exist in `target` as it is in `source`; whether it was copied. May be called again after any failure.
+
+    left_over: the caller's memory of the files that were copied for steps whose copying has failed.
+    progress: called for each piece that was copied.
+    False where the target has this save of the step, or a later one, with all its packs. Raises StepNotFound where the source
+    has it no longer, IntegrityError where no tier of the source has good bytes, or where the later save lacks packs, Fenced,
+    StoreError.
+    """
+    began = time.monotonic()
+    commit = source.commit(step)
+    files_to_sweep = set() if orphaned_files is None else orphaned_files
+    missing: list[FileRecord] = []
+    with suppress(NotFound, IntegrityError):
+        existing = target.repo.record(step)
+        is_newer = existing.save_order > commit.save_order
+        missing = missing_packs(target.repo, existing) if is_newer or existing == commit else []
+        if (is_newer or existing == commit) and not missing:
+            return False
+        if not is_newer:
+            missing = []
+            files_to_sweep.update(existing.files())
+    if missing:
+        raise IntegrityError(
+            f"{target.repo.url} has a later save of step {step} without {missing[0].name}; the copy in {source.url} is kept"
+        )
+    files_to_sweep.update(commit.files())
+    target.prepare()
+    attempt = target.lease.begin_attempt(step)
+    target.pin_packs(attempt, [*commit.files(), commit_name(step)])
+    try:
+        copied = _copy_files(Checkpoint(source.store, commit), target, progress)
+        failpoint("promote.commit")
+        if commit.line:
+            target.note_line(commit.training_line)
+        commit_publication.publish_commit(
+            target.repo, target.lease, commit, partial(_require_not_superseded, target.repo, commit)
+        )
+        failpoint("promote.committed")
+    finally:
+        target.lease.end_attempt(attempt)
+    target.forget_previous()  # what a direct save would refer to
+    log.info(
+        "promoted step %d from %s to %s: %.3f GB copied, %.2f s",
+        step,
+        source.places[0].url,
+        target.repo.url,
+        copied / 1e9,
+        time.monotonic() - began,
+    )
+    target.sweep(keep, step, files_to_sweep)
+    files_to_sweep.clear()
+    return True
+
+
+def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], None]) -> int:
+    """Bring what the step needs; return the bytes of packs that were copied."""
+    commit, store = checkpoint.commit, target.repo.store
+    small = {file.name: checkpoint.verified(file) for file in (*commit.manifests, *commit.trees)}
+    missing = missing_packs(target.repo, commit)
+    if missing:
+        blocks: dict[str | None, list[Row]] = {}
+        for row in checkpoint.manifest().by_block():
+            blocks.setdefault(row.pack, []).append(row)
+        buffer = memoryview(map_huge_pages(PIECE_BYTES))  # as O_DIRECT wants it
+        for file in missing:
+            failpoint("promote.pack")
+            _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer, progress)
+            clear_bad(store.url, file.name)
+    for name, data in small.items():
+        failpoint("promote.manifest")
+        store.put(name, data)
+    return sum(file.nbytes for file in missing)
+
+
+def missing_packs(repo: Repository, commit: CommitRecord) -> list[FileRecord]:
+    """The packs of a step that a repository lacks, has at another length, or has damaged as far as this process has seen."""
+    have, bad = file_lengths(repo.store, [file.name for file in commit.packs]), bad_files(repo.url)
+    return [file for file in commit.packs if have.get(file.name) != file.nbytes or file.name in bad]
+
+
+def _copy_ranges(blocks: list[Row], nbytes: int) -> Iterator[tuple[int, int, Row | None]]:
+    """A whole pack as (begin, end, the block that is there). What lies between blocks no step that is copied refers to."""
+    at = 0
+    for row in blocks:
+        yield from _gap_ranges(at, row.position)
+        at = min(nbytes, row.position + -(-row.stored // ALIGNMENT) * ALIGNMENT)
+        yield row.position, at, row
+    yield from _gap_ranges(at, nbytes)
+
+
+def _gap_ranges(begin: int, end: int) -> Iterator[tuple[int, int, None]]:
+    for at in range(begin, end, PIECE_BYTES):
+        yield at, min(end, at + PIECE_BYTES), None
+
+
+def _copy_pack(
+    checkpoint: Checkpoint, file: FileRecord, blocks: list[Row], store: Store, buffer: memoryview,
+    progress: Callable[[], None],
+) -> None:  # fmt: skip
+    algorithm = checkpoint.manifest().digest_algorithm
+    absent: set[tuple[str, str]] = set()
+    with _PackCopies(checkpoint.where, file.name) as source, store.create(file.name, file.nbytes) as writer:
+        for begin, end, row in _copy_ranges(blocks, file.nbytes):
+            if end - begin > len(buffer):
+                raise IntegrityError(f"{file.name} of {checkpoint.where} has a block of {end - begin} bytes")
+            view = buffer[: end - begin]
+
+            def read(copy: Store, begin: int = begin, row: Row | None = row, view: memoryview = view) -> None:
+                source.read(copy, begin, view)
+                if row is not None and not is_good_block(algorithm, row, view[: row.stored]):
+                    raise IntegrityError(
+                        f"leaf {row.leaf} of {checkpoint.where}: {copy.url}/{file.name}, block at byte {begin}, is damaged"
+                    )
+
+            from_nearest(checkpoint.store, read, file.name, begin, absent)
+            if writer.append(view) != begin:
+                raise StoreError(f"copying {file.name} to {store.url}: a piece came to another place than byte {begin}")
+            progress()
+        if writer.commit() != file.nbytes:
+            raise StoreError(f"copying {file.name} to {store.url}: it has not {file.nbytes} bytes there")
+
+
+class _PackCopies:
+    """The open copies of a pack."""
+
+    def __init__(self, where: str, name: str) -> None:
+        self._where = where
+        self._name = name
+        self._readers: dict[str, Reader] = {}
+
+    def read(self, copy: Store, position: int, buffer: memoryview) -> None:
+        """Fill `buffer`; raise IntegrityError where this copy cannot."""
+        pack_name = f"{copy.url}/{self._name} of {self._where}"
+        try:
+            if (reader := self._readers.get(copy.url)) is None:
+                reader = self._readers[copy.url] = copy.open_once(self._name)
+            count = reader.read_into(position, buffer)
+        except NotFound as error:
+            raise IntegrityError(f"{pack_name} is missing") from error
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            raise IntegrityError(f"{pack_name} cannot be read at byte {position}: {error}") from error
+        if count != len(buffer):
+            raise IntegrityError(f"{pack_name} ends at byte {position + count}, {len(buffer) - count} bytes early")
+
+    def __enter__(self) -> _PackCopies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+def _require_not_superseded(repo: Repository, commit: CommitRecord, existing: CommitRecord | None) -> None:
+    """Raise Fenced where what is there is of a later save."""
+    if existing is not None and existing.save_order > commit.save_order:
+        raise Fenced(f"step {commit.step} of {repo.url} was saved by a newer job meanwhile; stop this one")

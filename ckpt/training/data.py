@@ -1,0 +1,327 @@
+"""The data of a training loop, with a position that is saved: no sample is missed or repeated, on whatever number of ranks.
+
+Usage:
+
+    data = ckpt.data.Loader(dataset, global_batch=256, num_workers=4)
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    with ckpt.Checkpointer(url) as ck:
+        state, start = ck.restore(state)
+        for step, batch in zip(range(start, total), data.forever()):
+            ck.step(step, state, loss=train_step(batch))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from ckpt.groups import as_group
+from ckpt.storage.base.errors import CkptError, InvalidArgument
+from ckpt.storage.base.plural import format_count
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training.data_position import (
+    Cursor,
+    EpochPlan,
+    LastBatchRule,
+    epoch_order,
+    is_in_ranges,
+    rank_share,
+    sample_seed,
+    skipped_batches_from_env,
+)
+
+
+class _ResumableBatches:
+    """What Loader and Stream have in common: where they are, as an entry of a state."""
+
+    def __init__(self, global_batch: int, rank: int | None, world_size: int | None) -> None:
+        if (rank is None) != (world_size is None):
+            raise InvalidArgument("give both rank= and world_size=, or neither: then the environment says who is there")
+        if rank is None or world_size is None:
+            group = as_group("auto")
+            rank, world_size = group.rank, group.size
+        if not 0 <= rank < world_size:
+            raise InvalidArgument(f"rank={rank} is no rank of world_size={world_size}")
+        if global_batch < world_size:
+            raise InvalidArgument(f"global_batch={global_batch} leaves some of {world_size} ranks without a sample")
+        self._rank, self._world_size, self._global_batch = rank, world_size, global_batch
+        self._skipped_batches = skipped_batches_from_env(os.environ)
+        self._heartbeat_page = pulses.own_page()
+        self._cursor = Cursor()
+        self._last_batch = -1
+        self._load_count = 0
+
+    @property
+    def epoch(self) -> int:
+        """Of the next batch."""
+        return self._cursor.epoch
+
+    @property
+    def batch(self) -> int:
+        """The number of the batch handed out last, over all epochs; -1 before the first since this object was made."""
+        return self._last_batch
+
+    def _record_batch(self, number: int, after: Cursor) -> None:
+        self._cursor, self._last_batch = after, number
+        if self._heartbeat_page is not None:
+            self._heartbeat_page.publish_batch(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches that are left of this epoch."""
+        raise NotImplementedError
+
+    def forever(self) -> Iterator[Any]:
+        """The batches of this epoch, the next one, and so on without an end. As the second of a zip: `zip(steps, …)` takes
+        no batch more than it gives."""
+        while True:
+            before = self._cursor
+            yield from self
+            if before == self._cursor:
+                raise CkptError(f"epoch {before.epoch} has no batch: there is no data")
+
+    def state_dict(self) -> dict[str, int]:
+        """Small, and the same on all ranks: what comes after the last batch that the loop has taken."""
+        return {"epoch": self._cursor.epoch, "sample": self._cursor.sample, "batch": self._cursor.batch}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there, in iterators that exist already, too."""
+        self._cursor = Cursor(int(state["epoch"]), int(state["sample"]), int(state["batch"]))
+        self._load_count += 1
+
+
+class Loader(_ResumableBatches):
+    """Global batches of a map-style dataset, each split over the ranks, by a torch DataLoader with workers.
+
+    Iterating gives what is left of the epoch, `forever()` goes on with the next. A batch counts as done once the loop has
+    taken it; what workers fetched ahead does not. The order of an epoch depends on `seed` and its number alone, and of a
+    global batch each rank takes its part in rank order: with another number of ranks the same samples are trained on at the
+    same step. Shares differ by one sample where the ranks do not divide `global_batch`: weigh a rank's mean by its samples
+    then.
+
+    dataset: has `__len__` and `__getitem__`, and `__getitems__` if it likes.
+    global_batch: samples of all ranks together. It may change between two runs.
+    last: samples at the end of an epoch that fill no batch: "short" makes a smaller one of them, "drop" leaves them out,
+        "pad" fills it up from the beginning of the same order, so that some come twice.
+    rank, world_size: of the ranks that share the data, where that is not all of the job (tensor or pipeline parallel).
+    collate_fn and all others: as for DataLoader.
+
+    Randomness: before each sample, the global generators of Python, numpy and torch are seeded from `seed`, the epoch and the
+    sample's index, in workers and without (for a dataset with `__getitems__` once a share, by its first sample).
+    `collate_fn` goes on from there. So what a transform draws from them depends neither on a restart, nor on the number
+    of workers or ranks. The loop's own generators are left as they are: put `ckpt.RandomState()` into the state for those.
+
+    Batches named in CKPT_SKIP (which `ckpt-run` sets) are passed over unread.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        last: LastBatchRule = "short",
+        rank: int | None = None,
+        world_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from torch import Generator
+        from torch.utils.data import DataLoader, default_collate
+
+        super().__init__(global_batch, rank, world_size)
+        if ours := _RESERVED_OPTIONS & options.keys():
+            raise InvalidArgument(f"{', '.join(sorted(ours))}: Loader sees to the order and the size of batches itself")
+        if last not in ("short", "drop", "pad"):
+            raise InvalidArgument(f"last={last!r}: use 'short', 'drop' or 'pad'")
+        if not hasattr(dataset, "__len__"):
+            raise InvalidArgument(f"{type(dataset).__name__} has no length; use ckpt.data.Stream for what is only iterated")
+        self._seed, self._shuffle = seed, shuffle
+        self._plan = EpochPlan(len(dataset), global_batch, last, self._skipped_batches)
+        if self._plan.size < (global_batch if last == "drop" else 1):
+            raise InvalidArgument(f"{self._plan.size} samples make no batch of {global_batch}")
+        self._generator = Generator()
+        self._loader = DataLoader(
+            _ShareDataset(dataset, collate_fn or default_collate),
+            batch_size=None,
+            sampler=_ShareSampler(self),
+            collate_fn=_return_unchanged,
+            generator=self._generator,
+            **options,
+        )
+        self._set_cursor(Cursor())
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        whole, left = divmod(self._plan.size, self._global_batch)
+        return whole + (left > 0 and self._plan.last != "drop")
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            loads = self._load_count
+            # Workers take their first seed from here, and the loop's own generator is not drawn from.
+            self._generator.manual_seed(sample_seed(self._seed, self.epoch, self._cursor.sample) >> 1)
+            for data, batch in zip(self._loader, self._plan.rest(self._cursor), strict=True):
+                self._record_batch(batch.number, batch.after)
+                yield data
+                if self._load_count != loads:  # restored meanwhile
+                    break
+            else:
+                return
+
+    def keys(self) -> Iterator[tuple[int, int, list[int]]]:
+        """What this rank fetches of the rest of the epoch: seed, epoch, indices."""
+        at = self._cursor
+        samples = epoch_order(self._plan.size, self._seed, at.epoch, self._shuffle)
+        for batch in self._plan.rest(at):
+            positions = np.asarray(batch.share(self._rank, self._world_size)) % self._plan.size
+            yield self._seed, at.epoch, samples[positions].tolist()
+
+    def state_dict(self) -> dict[str, int]:
+        return super().state_dict() | {"seed": self._seed, "shuffle": int(self._shuffle), "size": self._plan.size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there. The seed and the shuffling are those of the saved run. InvalidArgument for another dataset."""
+        if state["size"] != self._plan.size:
+            raise InvalidArgument(
+                f"the dataset has {self._plan.size} samples, and had {state['size']} when its position was saved; give "
+                "that one again, or leave the loader out of the state to begin anew"
+            )
+        super().load_state_dict(state)
+        self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
+        self._set_cursor(self._cursor)
+
+    def _set_cursor(self, at: Cursor) -> None:
+        for done in (0, at.sample):
+            left = (self._plan.size - done) % self._global_batch
+            if self._plan.last == "short" and 0 < left < self._world_size:
+                few = f"{format_count(left, 'sample')} for {format_count(self._world_size, 'rank')}"
+                raise InvalidArgument(f"the last batch of an epoch has {few}; use last='drop' or 'pad'")
+        self._cursor = self._plan.skip_ahead(at)
+
+
+_RESERVED_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"})
+
+
+class Stream(_ResumableBatches):
+    """Global batches of what a function of the epoch gives, anything that can be iterated, each split over the ranks.
+
+    Every rank reads all items and keeps its part of each `global_batch` of them, so let items be cheap (names of files,
+    offsets) and let `collate` do the work: it gets this rank's items as a list.
+
+    make: gives the items of an epoch by its number, in the same order on all ranks and every time.
+    seek: gives them from item n on (`seek(epoch, n)`). Without it they are read again and thrown away.
+    last: items at the end of an epoch that fill no batch: "short" makes a smaller one of them, in which a rank's part may be
+        empty; "drop" leaves them out.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Iterable[Any]],
+        *,
+        global_batch: int,
+        collate: Callable[[list[Any]], Any] = list,
+        seek: Callable[[int, int], Iterable[Any]] | None = None,
+        last: Literal["short", "drop"] = "short",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(global_batch, rank, world_size)
+        for name, function, words in (("make", make, "the number of an epoch"), ("seek", seek or make, "an epoch and an item")):
+            if not callable(function):
+                raise InvalidArgument(
+                    f"{name}={function!r:.200}: use a function of {words} that gives the items, such as lambda epoch: names"
+                )
+        if last not in ("short", "drop"):
+            raise InvalidArgument(f"last={last!r}: use 'short' or 'drop'")
+        self._make, self._seek, self._collate, self._last = make, seek, collate, last
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            loads, at = self._load_count, self._cursor
+            items = self._items_from(at)
+            while chunk := list(itertools.islice(items, self._global_batch)):
+                if len(chunk) < self._global_batch and self._last == "drop":
+                    break
+                at = Cursor(at.epoch, at.sample + len(chunk), at.batch + 1)
+                if is_in_ranges(self._skipped_batches, at.batch - 1):
+                    self._cursor = at
+                    continue
+                mine = rank_share(len(chunk), self._rank, self._world_size)
+                data = self._collate(chunk[mine.start : mine.stop])
+                self._record_batch(at.batch - 1, at)
+                yield data
+                if self._load_count != loads:  # restored meanwhile
+                    break
+            if self._load_count == loads:
+                if at.sample:  # else there was no batch at all
+                    self._cursor = Cursor(at.epoch + 1, 0, at.batch)
+                return
+
+    def _items_from(self, at: Cursor) -> Iterator[Any]:
+        if self._seek is not None:
+            return iter(self._seek(at.epoch, at.sample))
+        return itertools.islice(iter(self._make(at.epoch)), at.sample, None)
+
+
+# --- in the workers --------------------------------------------------------------------------------------------
+
+
+class _ShareSampler:
+    """The sampler of the DataLoader: begins where the Loader is."""
+
+    def __init__(self, owner: Loader) -> None:
+        self._loader = owner
+
+    def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
+        return self._loader.keys()
+
+
+class _ShareDataset:
+    """The dataset of the DataLoader: one entry is this rank's part of a batch."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __getitem__(self, key: tuple[int, int, list[int]]) -> Any:
+        seed, epoch, indices = key
+        with _preserve_random_state():
+            if callable(several := getattr(self._dataset, "__getitems__", None)):
+                _seed_generators(sample_seed(seed, epoch, indices[0]))
+                return self._collate(several(indices))
+            samples = []
+            for index in indices:
+                _seed_generators(sample_seed(seed, epoch, index))
+                samples.append(self._dataset[index])
+            return self._collate(samples)
+
+
+def _return_unchanged(data: Any) -> Any:
+    return data
+
+
+@contextlib.contextmanager
+def _preserve_random_state() -> Iterator[None]:
+    """The global generators are afterwards what they were. Not those of devices, which a dataset has no business with."""
+    torch = sys.modules["torch"]
+    python, numpy, of_torch = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(of_torch)
+
+
+def _seed_generators(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    sys.modules["torch"].default_generator.manual_seed(number >> 1)

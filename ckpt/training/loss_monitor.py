@@ -1,0 +1,119 @@
+"""Watches the losses of a rank, and says in its page which is the first that is bad. Waits for no device."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.storage.base.errors import InvalidArgument
+from ckpt.training.heartbeat_page import BadLoss, HeartbeatPage
+from ckpt.training.loss_spikes import SpikeDetector
+
+_MAX_PENDING = 64
+"""So many losses may be on their way from a device; then the oldest is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingLoss:
+    """A loss that a device still computes."""
+
+    step: int
+    batch: int
+    is_ready: Callable[[], bool]
+    wait_for_value: Callable[[], float]
+    """Waits for it."""
+
+
+class LossMonitor:
+    """Of one rank. A loss on the host is looked at once it is given; one on a device when it is there, a step later or so."""
+
+    def __init__(self, page: HeartbeatPage, spike_detector: SpikeDetector | None) -> None:
+        self._heartbeat_page = page
+        self._spike_detector = spike_detector
+        self._pending: deque[_PendingLoss] = deque()
+        self.bad_loss: BadLoss | None = None
+        """The first bad one: nothing is worth saving from there on."""
+
+    @property
+    def can_skip_finite_losses(self) -> bool:
+        """Whether a finite loss on the host needs no look."""
+        return self._spike_detector is None and not self._pending
+
+    def add(self, step: int, loss: Any) -> None:
+        """The loss of a step: a number, or an array of one element."""
+        if type(loss) is float:
+            self._check(step, self._heartbeat_page.last_batch(), loss)
+            return
+        pending = _pending_loss(step, self._heartbeat_page.last_batch(), loss)
+        if pending is None:
+            self._check(step, self._heartbeat_page.last_batch(), as_number(loss))
+            return
+        self._pending.append(pending)
+        while self._pending and (len(self._pending) > _MAX_PENDING or self._pending[0].is_ready()):
+            self._check_oldest()
+
+    def wait(self) -> None:
+        """Until all that was given has been looked at."""
+        while self._pending:
+            self._check_oldest()
+
+    def _check_oldest(self) -> None:
+        late = self._pending.popleft()
+        self._check(late.step, late.batch, late.wait_for_value())
+
+    def _check(self, step: int, batch: int, loss: float) -> None:
+        self._heartbeat_page.publish_loss(loss)
+        if self.bad_loss is not None:
+            return
+        if not math.isfinite(loss):
+            self.bad_loss = BadLoss(step, "not finite", loss, math.inf, batch)
+        elif self._spike_detector is not None and self._spike_detector.observe(loss):
+            self.bad_loss = BadLoss(step, "spike", loss, self._spike_detector.limit(), batch)
+        if self.bad_loss is not None:
+            self._heartbeat_page.publish_bad_loss(self.bad_loss)
+
+
+def as_number(loss: Any) -> float:
+    """Waits for a device; raise InvalidArgument for what is no number. Not float(): torch warns where there is a gradient."""
+    try:
+        return float(loss.item() if hasattr(loss, "item") else loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _element_count(loss) == 1:
+            raise  # of the device
+        raise _not_a_number_error(loss) from error
+
+
+def _not_a_number_error(loss: Any) -> InvalidArgument:
+    shape = getattr(loss, "shape", None)
+    kind = type(loss).__name__ if shape is None else f"{type(loss).__name__} of shape {list(shape)}"
+    return InvalidArgument(f"loss= is a {kind}, and must be a number or an array of one element: give its sum or mean")
+
+
+def _element_count(loss: Any) -> int:
+    return math.prod(getattr(loss, "shape", ()))
+
+
+def _pending_loss(step: int, batch: int, loss: Any) -> _PendingLoss | None:
+    """How to read a loss that is not on the host; None where it is. `float` of it would wait for all that the device does."""
+    if _element_count(loss) != 1:
+        raise _not_a_number_error(loss)
+    if getattr(loss, "is_cuda", False):
+        import torch
+
+        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        host.copy_(loss.detach().reshape(()), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def value() -> float:
+            copied.synchronize()
+            return as_number(host)
+
+        return _PendingLoss(step, batch, copied.query, value)
+    if hasattr(loss, "copy_to_host_async") and hasattr(loss, "is_ready"):  # jax
+        loss.copy_to_host_async()
+        return _PendingLoss(step, batch, loss.is_ready, lambda: as_number(loss))
+    return None

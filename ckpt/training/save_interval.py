@@ -1,0 +1,60 @@
+"""How often to save. Pure."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Literal
+
+from ckpt.storage.base.errors import InvalidArgument
+
+Every = int | timedelta | Literal["auto"] | None
+"""How often to save: a number of steps, a time, the interval that loses the least, or only when asked."""
+
+DEFAULT_MTBF_SECONDS = 3 * 3600.0
+"""Seconds between failures where nothing better is known: "every few hours" on a large machine."""
+
+MTBF_VARIABLE = "CKPT_MTBF"
+"""The environment variable by which `ckpt-run` tells the ranks how many seconds lie between two failures of this job."""
+
+
+def daly_interval_seconds(cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS) -> float:
+    """Seconds of work between two saves that loses the least time in all, for saves that stop the work for so long.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37.
+    """
+    m, d = mean_time_to_failure, max(cost_seconds, 1e-3)
+    if d >= 2 * m:
+        return m
+    r = math.sqrt(d / (2 * m))
+    return math.sqrt(2 * d * m) * (1 + r / 3 + r * r / 9) - d
+
+
+def posterior_mtbf_seconds(uptime_seconds: float, failures: int, prior_seconds: float = DEFAULT_MTBF_SECONDS) -> float:
+    """Seconds from one failure to the next, from what was seen and what was thought before.
+
+    The mean rate of a Poisson process whose rate was thought to be one failure in `prior_seconds` (a gamma prior of one
+    failure): what was seen outweighs it with the second failure.
+    """
+    return (prior_seconds + uptime_seconds) / (1 + failures)
+
+
+def mtbf_seconds_from_env(environ: Mapping[str, str] = os.environ) -> float:
+    """What the environment says, else MEAN_TIME_TO_FAILURE."""
+    text = environ.get(MTBF_VARIABLE, "")
+    try:
+        seconds = float(text) if text else DEFAULT_MTBF_SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidArgument(f"{MTBF_VARIABLE}={text!r} is no number of seconds between two failures; unset it, or correct it")
+    return seconds
+
+
+def interval_seconds(
+    every: timedelta | Literal["auto"], cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS
+) -> float:
+    """Seconds between two saves of this cost."""
+    return every.total_seconds() if isinstance(every, timedelta) else daly_interval_seconds(cost_seconds, mean_time_to_failure)

@@ -1,0 +1,160 @@
+"""The record, the ledger and the beats of a run in Prometheus' text format, and a place to scrape it from."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, goodput
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.run_state import is_failure
+from ckpt.storage.base.http_pages import HttpPage, HttpPages
+from ckpt.training.heartbeat_page import RankHeartbeat
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    name: str
+    kind: str
+    """counter, gauge."""
+    help: str
+    samples: Sequence[tuple[_Labels, float]]
+
+
+def render_metrics(
+    entries: Sequence[LogEntry],
+    seconds: Mapping[str, float],
+    is_up: bool,
+    heartbeats: Mapping[int, RankHeartbeat] = MappingProxyType({}),
+    now: float = 0.0,
+    used_bytes: int = 0,
+) -> str:
+    """All metrics of a run. Pure.
+
+    entries: its record, in order. seconds: by name, of its ledger. up: it runs. beats: of the ranks that run, by their number,
+    with `now` by the clock of their `since` (CLOCK_MONOTONIC). held_bytes: what steps take of the memory of this host.
+    """
+    help_text = "What steps take of the memory of this host."
+    memory = _Family("ckpt_run_memory_bytes", "gauge", help_text, [({}, used_bytes)] if used_bytes else [])
+    families = [*_entry_families(entries, is_up), *_ledger_families(seconds), *_rank_families(heartbeats, now), memory]
+    lines = []
+    for family in families:
+        if family.samples:
+            lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
+            lines += [f"{family.name}{_format_labels(labels)} {value!r}" for labels, value in family.samples]
+    return "\n".join(lines) + "\n"
+
+
+def serve(host: str, port: int, render: Callable[[], str]) -> HttpPages:
+    """Answer /metrics with what `text` gives, and /healthz, until the result is closed; its `port` is the port in use.
+
+    `text` is called from other threads. Raises OSError where the port is taken.
+    """
+    pages = {"/metrics": lambda: HttpPage(render().encode(), CONTENT_TYPE), "/healthz": lambda: HttpPage(b"running\n")}
+    return HttpPages(host, port, pages, "ckpt-run-metrics")
+
+
+def _entry_families(entries: Sequence[LogEntry], is_up: bool) -> list[_Family]:
+    failures = Counter(str(e.facts["cause"]) for e in entries if is_failure(e))
+    decisions = Counter(str(e.facts["action"]) for e in entries if e.kind == "decision")
+    return [
+        _Family("ckpt_run_up", "gauge", "Whether it runs.", [({}, int(is_up))]),
+        _Family("ckpt_run_attempt", "gauge", "The attempt under way, or the last one.", _attempt_samples(entries)),
+        _Family("ckpt_run_failures_total", "counter", "Failures of ranks, by cause.", _labelled_samples("cause", failures)),
+        _Family(
+            "ckpt_run_decisions_total",
+            "counter",
+            "What was decided at the end of an attempt.",
+            _labelled_samples("action", decisions),
+        ),
+        _Family(
+            "ckpt_run_straggler_ratio", "gauge", "Of slow ranks: times as long as the median.", _straggler_samples(entries)
+        ),
+    ]
+
+
+def _straggler_samples(entries: Sequence[LogEntry]) -> list[tuple[_Labels, float]]:
+    """Those of the attempt under way."""
+    found = [e.facts for e in entries if e.kind == "note" and "straggler" in e.facts and e.attempt == _last_attempt(entries)]
+    return [({"rank": str(facts["straggler"]), "host": facts["host"]}, facts["times"]) for facts in found]
+
+
+def _attempt_samples(entries: Sequence[LogEntry]) -> list[tuple[_Labels, float]]:
+    return [({}, _last_attempt(entries))] if entries else []
+
+
+def _last_attempt(entries: Sequence[LogEntry]) -> int:
+    """The attempt under way, or the last one. What was passed over in the log says none."""
+    return max((entry.attempt for entry in entries), default=0)
+
+
+def _ledger_families(seconds: Mapping[str, float]) -> list[_Family]:
+    spent: dict[str, float] = {name: seconds.get(name, 0.0) for name in TIME_CATEGORIES}
+    return [
+        _Family("ckpt_run_seconds_total", "counter", "Wall time, by what it was spent on.", _labelled_samples("name", spent)),
+        _Family("ckpt_run_goodput_ratio", "gauge", "The share of the time that was useful.", [({}, goodput(seconds))]),
+    ]
+
+
+def _rank_families(heartbeats: Mapping[int, RankHeartbeat], now: float) -> list[_Family]:
+    beating = {rank: beat for rank, beat in sorted(heartbeats.items()) if beat.beats}
+    if not beating:
+        return []
+    first = next(iter(beating.values()))
+    return [
+        _Family(
+            "ckpt_run_step",
+            "gauge",
+            "The newest step that all ranks have done; -1 none.",
+            [({}, min(beat.step for beat in beating.values()))],
+        ),
+        _Family(
+            "ckpt_run_committed_step",
+            "gauge",
+            "The newest committed step; -1 none.",
+            [({}, max(beat.committed for beat in beating.values()))],
+        ),
+        _Family(
+            "ckpt_run_loss",
+            "gauge",
+            "As the first rank gave it to step().",
+            [] if math.isnan(first.loss) else [({}, first.loss)],
+        ),
+        _Family(
+            "ckpt_run_rank_step",
+            "gauge",
+            "Done last; -1 none.",
+            _labelled_samples("rank", {k: b.step for k, b in beating.items()}),
+        ),
+        _Family(
+            "ckpt_run_rank_silent_seconds",
+            "gauge",
+            "Since the rank said something.",
+            _labelled_samples("rank", {k: max(0.0, now - b.since) for k, b in beating.items()}),
+        ),
+        _Family(
+            "ckpt_run_rank_compute_seconds_total",
+            "counter",
+            "In what was marked by ckpt.pulse.compute.",
+            _labelled_samples("rank", {k: b.compute_seconds for k, b in beating.items() if b.compute_seconds}),
+        ),
+    ]
+
+
+def _labelled_samples(label: str, values: Mapping[str, float] | Mapping[int, float]) -> list[tuple[_Labels, float]]:
+    return [({label: str(key)}, value) for key, value in values.items()]
+
+
+def _format_labels(labels: _Labels) -> str:
+    return "{" + ",".join(f'{key}="{_escape(value)}"' for key, value in labels.items()) + "}" if labels else ""
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,0 +1,111 @@
+"""Moves a run on: writes the next entries of its log. Each agent has one, and one of them leads.
+
+The first that came leads; when it is lost, the next. Who takes the lead writes so into the log, and so who led before, should
+it still live, learns of it: its own entries would come too late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.run_log.agent_reports import AgentLiveness, AgentReport, decode_reports
+from ckpt.recovery.run_log.base import Draft, RunLog
+from ckpt.recovery.run_log.run_state import RunState
+from ckpt.storage.base.failpoints import failpoint
+
+_LEADER_READ_SECONDS = 0.1
+"""How often the leader asks what the agents say."""
+
+_FOLLOWER_READ_SECONDS = 0.5
+"""How often the others do."""
+
+
+class Coordinator:
+    """One agent's part in deciding."""
+
+    def __init__(self, state: RunLog, single_host: bool) -> None:
+        self._state = state
+        self._single_host = single_host
+        self._liveness = AgentLiveness()
+        self._reports_read_at = 0.0
+        self._living: dict[str, AgentReport] = {}
+        self._entry: tuple[str, int] | None = None
+        self._entry_at = time.monotonic()
+        self._began_at = time.monotonic()
+        self._failure_seen_at: float | None = None
+
+    def coordinate(self, run_state: RunState, own_report: AgentReport) -> bool:
+        """Do what there is to be done now; whether something was. Raises Unavailable where the state does not answer."""
+        now = time.monotonic()
+        self._note_entry_time(run_state, now)
+        view = self._decision_input(run_state, own_report, now)
+        if run_state.leader != own_report.name:
+            return self._try_to_lead(run_state, view, own_report)
+        drafts = draft_next_entries(view)
+        if not drafts:
+            return False
+        failpoint(f"coordinator.{drafts[0].kind}")
+        written = self._state.append(run_state.number, drafts)
+        failpoint(f"coordinator.{drafts[0].kind}.written")
+        return written
+
+    def reports(self) -> dict[str, AgentReport]:
+        """Of all agents that live, as heard last."""
+        return self._living
+
+    def silent_seconds(self, name: str) -> float:
+        """How long an agent has said nothing; 0 where nothing is known of it."""
+        return self._liveness.silent_seconds(name)
+
+    def _note_entry_time(self, run_state: RunState, now: float) -> None:
+        """When the entries came, by the clock of this host: of several of one kind, the first."""
+        last = run_state.last
+        entry = None if last is None else (last.kind, last.attempt)
+        if entry != self._entry:
+            self._entry, self._entry_at = entry, now
+            if entry is not None and entry[0] == "start":
+                self._began_at = now
+
+    def _decision_input(self, run_state: RunState, own_report: AgentReport, now: float) -> DecisionInput:
+        leads = run_state.leader == own_report.name
+        if not self._single_host and now - self._reports_read_at >= (_LEADER_READ_SECONDS if leads else _FOLLOWER_READ_SECONDS):
+            self._reports_read_at = now
+            others = {name: said for name, said in decode_reports(self._state.reports()).items() if name != own_report.name}
+            self._liveness.observe(others, time.monotonic())
+        own_reports = {own_report.name: own_report}
+        self._living = self._liveness.living() | own_reports
+        maybe_living = self._liveness.maybe_living() | own_reports
+        return DecisionInput(
+            run_state,
+            self._living,
+            maybe_living,
+            now - self._entry_at,
+            now - self._began_at,
+            self._liveness.silent(),
+            self._silent_since_failure(run_state, maybe_living, now),
+        )
+
+    def _silent_since_failure(self, run_state: RunState, maybe_living: Mapping[str, AgentReport], now: float) -> frozenset[str]:
+        """Who has said nothing since something was wrong; what is heard in the next round may have been said before."""
+        if not any(r.wrong is not None and r.attempt == run_state.attempt for r in maybe_living.values()):
+            self._failure_seen_at = None
+            return frozenset()
+        if self._failure_seen_at is None:
+            self._failure_seen_at = now
+        return self._liveness.silent_since(self._failure_seen_at + _LEADER_READ_SECONDS)
+
+    def _try_to_lead(self, run_state: RunState, view: DecisionInput, own_report: AgentReport) -> bool:
+        if run_state.leader in view.maybe_living or own_report.leaving:
+            return False
+        heirs = {name: r for name, r in view.maybe_living.items() if not r.leaving}
+        if min(heirs.values(), key=lambda r: (r.joined, r.name)).name != own_report.name:
+            return False
+        failpoint("coordinator.lead")
+        text = f"{own_report.name} coordinates from now on" + (f", as {run_state.leader} is gone" if run_state.leader else "")
+        written = self._state.append(
+            run_state.number, [Draft(max(0, run_state.attempt), "lead", text, {"name": own_report.name})]
+        )
+        failpoint("coordinator.lead.written")
+        return written

@@ -1,0 +1,39 @@
+"""What would be decided if something went wrong now: the same functions that decide, on what is supposed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
+from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.run_state import RunState
+
+
+def predict_entries(
+    entries: Sequence[LogEntry], reports: Mapping[str, AgentReport], lost: Sequence[str], killed: int | None
+) -> list[Draft]:
+    """The entries that would follow, up to the next attempt.
+
+    lost: hosts that are no more. killed: a rank that is killed.
+    """
+    run_state = RunState().apply_entries(entries)
+    living = {name: report for name, report in reports.items() if name not in lost}
+    for member in run_state.members:
+        if killed is not None and member.first <= killed < member.first + member.count and member.name in living:
+            living[member.name] = replace(living[member.name], wrong=HostFailure("signal", (killed,), "was killed by SIGKILL"))
+    found: list[Draft] = []
+    waited = 0.0
+    for _ in range(8):
+        drafts = draft_next_entries(DecisionInput(run_state, living, living, waited))
+        number = run_state.number
+        run_state = run_state.apply_entries(
+            [LogEntry(number + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+        )
+        found += drafts
+        if run_state.has_ended or (drafts and drafts[-1].kind == "start"):
+            return found
+        idle = {name: replace(r, doing="idle", wrong=None) for name, r in living.items()}
+        living, waited = idle, (0.0 if drafts else 1e9)  # all that is waited for comes to nothing
+    return found

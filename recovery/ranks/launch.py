@@ -1,0 +1,254 @@
+"""Starting the ranks of this host: each in a session of its own, with a log of its own, told who it is as torchrun tells it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.recovery.ranks import mpi, processes
+from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
+from ckpt.storage.base.errors import CkptError, Unavailable
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training import import_report
+from ckpt.training.heartbeat_page import HeartbeatPage
+
+_PORT_RANGE, _PORT_TRIES = 10_000, 32
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """A rank that runs."""
+
+    number: int
+    process: subprocess.Popen[bytes] | ForkedRank
+    pidfd: int
+    heartbeat_page: HeartbeatPage
+    log: Path
+
+    is_shared: bool = False
+    """The process is mpiexec, which has started all of them."""
+
+    status: int = 0
+    """How it has ended: the exit status, or less than 0 for a signal."""
+
+    def has_ended(self) -> bool:
+        """Whether it has. It is not reaped before `stop`: no other process can have its number until its session is ended."""
+        try:
+            found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody else has heard how it ended: not well, for all we know
+            self.status = self.process.poll() or 255
+            return True
+        if found is not None:
+            self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return found is not None
+
+    @property
+    def pid(self) -> int:
+        """0 where it is not known yet."""
+        return self.heartbeat_page.read().pid if self.is_shared else self.process.pid
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """The ranks of an attempt that are this host's, and what all ranks must know."""
+
+    run: str
+    attempt: int
+    first_rank: int
+    rank_count: int
+    """Here; the first of them has local rank 0."""
+    world_size: int
+    host_index: int
+    """Its number among the hosts."""
+    address: str
+    port: int
+    """Where rank 0 may listen for the others."""
+    extra_environment: Mapping[str, str]
+    """Environment beside."""
+
+
+_TRANSIENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
+"""Errors that time may mend."""
+
+_STUCK_SECONDS = 60.0
+
+AGENT_VARIABLE = "CKPT_AGENT"
+"""The environment variable by which all that the ranks of an agent start is known."""
+
+
+def build_rank_environment(spec: LaunchSpec, number: int, page: Path) -> Mapping[str, str]:
+    """What a rank is told. OMP_NUM_THREADS is 1 where nothing is said and there are several, as torchrun has it."""
+    local = number - spec.first_rank
+    variables = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.rank_count),
+        "GROUP_RANK": str(spec.host_index),
+        "GROUP_WORLD_SIZE": str(spec.world_size // spec.rank_count),
+        "ROLE_RANK": str(number),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": spec.address,
+        "MASTER_PORT": str(spec.port),
+        "TORCHELASTIC_RUN_ID": spec.run,
+        "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
+        "CKPT_RUN": spec.run,
+        "CKPT_ATTEMPT": str(spec.attempt),
+        pulses.PAGE_VARIABLE: str(page),
+        "PYTHONUNBUFFERED": "1",
+        # Not those of the torchrun that this agent may run under: its store is at another port, its error file is its own.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": "",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if spec.rank_count > 1 and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = "1"
+    return {**variables, **spec.extra_environment}
+
+
+def start(
+    command: Sequence[str],
+    spec: LaunchSpec,
+    pages: Path,
+    logs: Path,
+    fork_servers: ForkServers | None = None,
+    through_mpi: bool = False,
+) -> list[RankProcess]:
+    """Start the ranks of this host. Raises CkptError where the command can't be started; then none runs.
+
+    warm: forks them from a process that has imported what they import, where that can be. through_mpi: mpiexec starts them.
+    """
+    numbers = range(spec.first_rank, spec.first_rank + spec.rank_count)
+    files = [logs / f"rank-{number}.log" for number in numbers]
+    _require_script(command)
+    ranks: list[RankProcess] = []
+    process: subprocess.Popen[bytes] | ForkedRank
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        _remove_old_pages(pages, spec.attempt)
+        heartbeat_pages = [HeartbeatPage(_page_path(pages, spec, number), new=True) for number in numbers]
+        for file in files:
+            file.touch()
+        if through_mpi:
+            variables = build_rank_environment(spec, spec.first_rank, _page_path(pages, spec, spec.first_rank))
+            mpi_variables = mpi.wrapper_environment(
+                spec.first_rank, str(pages / f"{spec.attempt}-{{}}"), str(logs / "rank-{}.log")
+            )
+            process = _spawn(mpi.mpiexec_command(command, spec.rank_count), {**variables, **mpi_variables}, files[0])
+        for number, pulse, file in zip(numbers, heartbeat_pages, files, strict=True):
+            if not through_mpi:
+                variables = build_rank_environment(spec, number, _page_path(pages, spec, number))
+                forked = fork_servers and fork_servers.fork({**os.environ, **variables}, file)
+                process = forked or _spawn(command, variables, file)
+            ranks.append(RankProcess(number, process, os.pidfd_open(process.pid), pulse, file, through_mpi))
+    except OSError as error:
+        stop(ranks, "")
+        if error.errno in _TRANSIENT_ERRORS:
+            raise Unavailable(f"the ranks can't be started now: {error.strerror} ({error.filename or command[0]})") from error
+        raise _start_error(command, error.strerror) from error
+    return ranks
+
+
+def require_startable(command: Sequence[str]) -> None:
+    """Raise CkptError where a command can't be started: before a run of it is begun, and takes the place of the one before."""
+    _require_script(command)
+    if shutil.which(command[0]) is None:
+        is_there = "/" in command[0] and os.path.exists(command[0])
+        raise _start_error(command, os.strerror(errno.EACCES if is_there else errno.ENOENT))
+
+
+def _start_error(command: Sequence[str], reason: str | None) -> CkptError:
+    return CkptError(f"{command[0]} can't be started: {reason}; give a command that runs by itself")
+
+
+def _require_script(command: Sequence[str]) -> None:
+    """What Python would say at each start, and only in the log."""
+    try:
+        split_python_command(command)
+    except ScriptNotFound as error:
+        raise CkptError(f"{' '.join(command)} can't be started: {error}; give the path of the script") from error
+    except NotForkable:
+        pass
+
+
+def prepare_fork_server(fork_servers: ForkServers, spec: LaunchSpec, pages: Path) -> None:
+    """See to it that the next start is a warm one. To be called often; never waits."""
+    page = _page_path(pages, spec, spec.first_rank)
+    fork_servers.update({**os.environ, **build_rank_environment(spec, spec.first_rank, page)}, import_report.report_path(page))
+
+
+def _remove_old_pages(pages: Path, attempt: int) -> None:
+    """Remove the pages of attempts before: where memory has run short, this one has theirs."""
+    for page in pages.iterdir():
+        before = re.fullmatch(r"(\d+)-\d+", page.name)
+        if before and int(before[1]) != attempt:
+            page.unlink(missing_ok=True)
+
+
+def _page_path(pages: Path, spec: LaunchSpec, number: int) -> Path:
+    return pages / f"{spec.attempt}-{number}"
+
+
+def _spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **variables},
+            start_new_session=True, preexec_fn=processes.die_with_parent,
+        )  # fmt: skip
+    processes.register_child(process.pid)
+    return process
+
+
+def stop(ranks: Sequence[RankProcess], mark: str) -> None:
+    """End the ranks and all that bears the mark of what they have started."""
+    processes.kill_sessions([rank.process.pid for rank in ranks], mark)
+    until = time.monotonic() + _STUCK_SECONDS
+    for rank in ranks:
+        while rank.process.poll() is None:
+            if time.monotonic() > until:
+                what = f"rank {rank.number}, process {rank.process.pid}, can't be ended"
+                raise CkptError(f"{what}: it hangs in the kernel; restart this host")
+            time.sleep(0.001)
+        os.close(rank.pidfd)
+        rank.heartbeat_page.close()
+
+
+def free_port(address: str) -> int:
+    """One that nobody listens on now, at an address of this host.
+
+    It is below those that the kernel gives to who connects: one of these would be taken before rank 0 listens there.
+    """
+    least = _first_ephemeral_port()
+    some = random.SystemRandom().sample(range(max(1024, least - _PORT_RANGE), max(1024 + _PORT_TRIES, least)), _PORT_TRIES)
+    return next(filter(None, (_try_bind(address, port) for port in some)), 0) or _try_bind(address, 0)
+
+
+def _try_bind(address: str, port: int) -> int:
+    """The port, where it can be listened on, and 0 where it is taken. 0 as the port: any."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as found:
+            found.bind(place)
+            return int(found.getsockname()[1])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and port:
+            return 0
+        raise CkptError(f"{address} can't be listened on: {error.strerror}; give one of this host as --address") from error
+
+
+def _first_ephemeral_port() -> int:
+    """The least of the ports that the kernel gives to who connects."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 49152  # RFC 6335

@@ -1,0 +1,64 @@
+"""Ranks that mpiexec starts, for programs that use MPI's own world: `ckpt-run --launcher mpiexec`.
+
+mpiexec starts this module once for each rank. It learns from the variables of the MPI which rank it is, says so as ckpt-run
+does elsewhere, and becomes the program.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckpt.storage.base.errors import CkptError
+
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+_LOG_VARIABLE, _PAGE_VARIABLE, _FIRST_RANK_VARIABLE = "CKPT_MPI_LOG", "CKPT_MPI_PAGE", "CKPT_MPI_FIRST"
+
+
+def mpiexec_command(wrapped: Sequence[str], count: int) -> list[str]:
+    """What starts so many ranks. Raises CkptError where there is no mpiexec."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise CkptError("there is no mpiexec here; install an MPI (pip install mpich), or leave out --launcher mpiexec")
+    return [found, "-n", str(count), sys.executable, "-m", "ckpt.recovery.ranks.mpi", *wrapped]
+
+
+def wrapper_environment(first: int, page: str, log: str) -> dict[str, str]:
+    """What the module needs beside. page, log: with "{}" for the number of the rank."""
+    return {_FIRST_RANK_VARIABLE: str(first), _PAGE_VARIABLE: page, _LOG_VARIABLE: log}
+
+
+def mpi_rank(environ: Mapping[str, str]) -> int:
+    """The number that MPI has given this process."""
+    for variable in _RANK_VARIABLES:
+        if environ.get(variable, "").isdigit():
+            return int(environ[variable])
+    raise CkptError(f"this mpiexec sets none of {', '.join(_RANK_VARIABLES)}; use one of MPICH, Open MPI or MVAPICH")
+
+
+def main(wrapped: Sequence[str]) -> None:
+    from ckpt.training import heartbeat_page
+
+    local = mpi_rank(os.environ)
+    number = int(os.environ.pop(_FIRST_RANK_VARIABLE)) + local
+    log = os.open(os.environ.pop(_LOG_VARIABLE).format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    page = os.environ.pop(_PAGE_VARIABLE).format(number)
+    variables = {"RANK": str(number), "ROLE_RANK": str(number), "LOCAL_RANK": str(local), heartbeat_page.PAGE_VARIABLE: page}
+    os.environ.update(variables)
+    try:
+        os.execvp(wrapped[0], list(wrapped))
+    except OSError as error:
+        raise CkptError(f"{wrapped[0]} can't be started: {error.strerror}; give a command that runs by itself") from error
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except CkptError as error:
+        sys.exit(str(error))

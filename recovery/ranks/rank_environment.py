@@ -1,0 +1,40 @@
+"""Which environment variables an entry of the run log may set in the ranks.
+
+A variable such as LD_PRELOAD, PATH or PYTHONSTARTUP makes a process run other code. So only the variables that ckpt-run itself
+writes into a `start` entry are passed on; whoever can write the log can set no others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ckpt.training import loss_spikes
+from ckpt.training.data_position import SKIP_VARIABLE
+from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE
+from ckpt.training.save_interval import MTBF_VARIABLE
+
+log = logging.getLogger("ckpt.run")
+
+ALLOWED_VARIABLES = frozenset({SKIP_VARIABLE, RESTORE_LIMIT_VARIABLE, loss_spikes.LIMIT_VARIABLE, MTBF_VARIABLE})
+"""The variables that an entry may set. All are read by ckpt alone."""
+
+_MOST_CHARACTERS = 100_000
+
+
+def allowed_environment(given: object) -> dict[str, str]:
+    """The allowed variables of a `start` entry. The others are dropped, and a warning names them."""
+    if not isinstance(given, Mapping):
+        log.warning("the run log gives the ranks an environment that is a %s; it is ignored", type(given).__name__)
+        return {}
+    accepted = {name: value for name, value in given.items() if name in ALLOWED_VARIABLES and _is_usable(value)}
+    if dropped := sorted(map(repr, given.keys() - accepted.keys())):
+        log.warning(
+            "the run log gives the ranks %s, which ckpt-run never sets; dropped. Look for who else can write the run log",
+            ", ".join(dropped)[:500],
+        )
+    return accepted
+
+
+def _is_usable(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value and len(value) <= _MOST_CHARACTERS

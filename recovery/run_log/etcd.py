@@ -1,0 +1,130 @@
+"""The state of a run in etcd, for agents on many hosts.
+
+    /ckpt-run/<name>/log/<number, 12 digits>    an entry
+    /ckpt-run/<name>/agents/<agent>             what an agent says of itself
+
+Where the job has a token, both are signed with it (signing.py), and what is not is passed over: whoever may only write to etcd
+can end a run, and can't decide what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt.aggregator.cluster.etcd import parse_etcd_url
+from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
+from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog, placeholder_entry
+from ckpt.recovery.run_log.entry_schema import read_entry
+from ckpt.recovery.run_log.entry_signatures import Signer, UntrustedValue, strip_signature
+from ckpt.storage.base.checked_decode import Malformed, read_json
+from ckpt.storage.base.errors import InvalidArgument, Refused
+
+log = logging.getLogger("ckpt.run")
+
+_TIMEOUT_SECONDS = 1.0
+"""How long a call waits. The ranks go on without; only what is noticed meanwhile waits."""
+
+
+class EtcdRunLog(RunLog):
+    """etcd://HOST:PORT,…/NAME. Raises InvalidArgument where the URL is none.
+
+    token: of the job; all agents have the same. read_only: entries and reports are read without it, too, with a warning that
+    nobody has checked them.
+    """
+
+    is_remote = True
+
+    def __init__(self, url: str, token: str | None = None, read_only: bool = False) -> None:
+        if not re.fullmatch(r"etcd://[^/]+/[\w.-]+", url):
+            raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it a file in --run-dir is the state")
+        endpoints, name = parse_etcd_url(url)
+        self._etcd = EtcdClient(endpoints, _TIMEOUT_SECONDS)
+        self._prefix = f"/ckpt-run/{name}/"
+        self._signer = Signer(token)
+        self._accepts_unchecked = read_only and not self._signer.has_token
+        self._warned: set[str] = set()
+        if not self._signer.has_token and not read_only and not self._etcd.is_loopback:
+            self._warn_once(
+                url, "whoever can write to %s decides what the ranks of this run do, as there is no token to sign its entries; "
+                "give --token-file (or CKPT_TOKEN, CKPT_TOKEN_FILE) on all hosts"
+            )  # fmt: skip
+
+    def entries(self, after: int = 0) -> list[LogEntry]:
+        folder = f"{self._prefix}log/"
+        found = {item.key: item for item in self._etcd.range(folder, _entry_key(folder, after + 1))}
+        entries: list[LogEntry] = []
+        refused = 0
+        while (item := found.pop(_entry_key(folder, number := after + 1 + len(entries)), None)) is not None:
+            try:
+                entries.append(read_entry(number, self._trusted_value(item)))
+            except UntrustedValue as error:
+                refused += 1
+                entries.append(placeholder_entry(number, f"{error}. Look for who else writes to {item.key} in etcd"))
+        for key in found:
+            self._warn_once(key, "%s in etcd is no entry that follows the others: it is ignored")
+        if refused and not after and (refused == len(entries) or not self._signer.has_token):
+            raise Refused(
+                f"the log of the run in {folder} is of a job with another token: of {len(entries)} entries {refused} can't be "
+                "trusted. Give the token of that run (--token-file, CKPT_TOKEN_FILE), or another NAME in --state"
+            )
+        return entries
+
+    def append(self, after: int, drafts: Sequence[Draft]) -> bool:
+        folder, now = f"{self._prefix}log/", time.time()
+        puts = {
+            (key := _entry_key(folder, after + 1 + i)): self._signer.sign(
+                key, json.dumps([now, d.attempt, d.kind, d.text, d.facts]).encode()
+            )
+            for i, d in enumerate(drafts)
+        }
+        return self._etcd.put_new(puts)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        folder = f"{self._prefix}agents/"
+        found = {}
+        for item in self._etcd.range(folder):
+            try:
+                facts = read_json(self._trusted_value(item))
+                if not isinstance(facts, dict):
+                    raise Malformed(f"it is a {type(facts).__name__}")
+                found[item.key.removeprefix(folder)] = facts
+            except ValueError as error:  # Unsigned, Malformed
+                self._warn_once(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
+        return found
+
+    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
+        key = f"{self._prefix}agents/{name}"
+        self._etcd.put(key, self._signer.sign(key, json.dumps(facts).encode()))
+
+    def remove_report(self, name: str) -> None:
+        self._etcd.delete(f"{self._prefix}agents/{name}")
+
+    def endpoints(self) -> list[tuple[str, int]]:
+        return self._etcd.host_ports
+
+    def close(self) -> None:
+        pass  # it holds no connection
+
+    def _trusted_value(self, item: EtcdItem) -> bytes:
+        if not self._accepts_unchecked:
+            return self._signer.verify(item.key, item.value)
+        if (value := strip_signature(item.value)) != item.value:
+            self._warn_once(
+                self._prefix, "what stands in %s is signed, and was not checked, as there is no token (CKPT_TOKEN_FILE)"
+            )
+        return value
+
+    def _warn_once(self, what: str, text: str) -> None:
+        """Once for each key."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning(text, what)
+
+
+def _entry_key(folder: str, number: int) -> str:
+    return f"{folder}{number:012d}"

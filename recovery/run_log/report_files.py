@@ -1,0 +1,81 @@
+"""The newest report of each agent of a host, as files `agents/<name>.json` in the folder of the run.
+
+Reports are not part of the SQLite file of the log. They need not be durable, and a connection that writes without fsync would
+also write what others have made durable there (https://sqlite.org/pragma.html#pragma_synchronous: a checkpoint of the
+write-ahead log by a connection with synchronous=OFF).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.storage.base.checked_decode import Malformed, read_json
+from ckpt.storage.base.errors import Unavailable
+
+REPORTS_FOLDER = "agents"
+_REPORT_BYTES = 16 << 20
+"""The longest report. A longer one is left out."""
+
+
+class ReportFiles:
+    """Each call is safe from several threads and processes; an agent writes under its own name only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / REPORTS_FOLDER
+        self._lock = threading.Lock()  # an agent reports from two threads
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """The newest report of each agent, by its name. A file that a power cut has damaged is left out."""
+        found: dict[str, dict[str, Any]] = {}
+        try:
+            paths = sorted(self._folder.glob("*.json"))
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError, Malformed):
+                    facts = read_json(_read_report(path))
+                    if isinstance(facts, dict):
+                        found[path.name.removesuffix(".json")] = facts
+        except OSError as error:
+            raise self._unavailable("read", error) from error
+        return found
+
+    def write(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Replace the report of an agent."""
+        path = self._folder / f"{name}.json"
+        temporary = self._folder / f".{name}.{os.getpid()}"
+        try:
+            with self._lock:
+                self._folder.mkdir(exist_ok=True)
+                temporary.write_text(json.dumps(facts))
+                os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise self._unavailable("written", error) from error
+
+    def remove(self, name: str) -> None:
+        """The agent has ended."""
+        try:
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unavailable("removed", error) from error
+
+    def _unavailable(self, what: str, error: OSError) -> Unavailable:
+        return Unavailable(
+            f"the reports in {self._folder} can't be {what} now: {error.strerror}; free space on this disk, check it and its "
+            "permissions, or give another --run-dir"
+        )
+
+
+def _read_report(path: Path) -> bytes:
+    """The bytes of a report. Raises Malformed where it is too long."""
+    with path.open("rb") as file:
+        data = file.read(_REPORT_BYTES + 1)
+    if len(data) > _REPORT_BYTES:
+        raise Malformed(f"{path} is longer than {_REPORT_BYTES} bytes")
+    return data

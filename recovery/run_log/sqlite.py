@@ -1,0 +1,129 @@
+"""The state of a run in its folder, for the agents of one host: the log in one SQLite file, the reports beside it.
+
+A file of an earlier version also has a table of reports, which is left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog
+from ckpt.recovery.run_log.entry_schema import read_row
+from ckpt.recovery.run_log.report_files import ReportFiles
+from ckpt.storage.base.errors import CkptError, Unavailable
+from ckpt.storage.base.file_system_kind import require_local_file_system
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    number INTEGER PRIMARY KEY, at REAL NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL,
+    facts TEXT NOT NULL
+);
+"""
+_BUSY_SECONDS = 30.0
+RUN_LOG_FILE = "run.sqlite"
+
+
+class SqliteRunLog(RunLog):
+    """The file in a folder, made where it is not there. read_only: by who may not write there; nothing is made then."""
+
+    def __init__(self, folder: str | os.PathLike[str], read_only: bool = False) -> None:
+        self.path = Path(folder) / RUN_LOG_FILE
+        self._needed_access = os.R_OK if read_only else os.W_OK
+        self._reports = ReportFiles(self.path.parent)
+        try:
+            if read_only:
+                self._db = self._connect_read_only()
+                return
+            require_local_file_system(
+                self.path.parent, "the log of a run", "give --run-dir on a disk of this host, or --state etcd://HOST:PORT/NAME"
+            )
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = self._connect()
+        except sqlite3.Error as error:
+            raise CkptError(f"{self.path} can't be used: {error}; {self._remedy(error)}, or give another --run-dir") from error
+
+    def _remedy(self, error: sqlite3.Error) -> str:
+        """What to do; nobody is told to remove what may well be the record of a run."""
+        name = getattr(error, "sqlite_errorname", "")
+        if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+            return "remove it"
+        if name.startswith("SQLITE_READONLY") or (self.path.exists() and not os.access(self.path, self._needed_access)):
+            return "this user lacks the permission: do it as the user of the run"
+        return "free space on this disk, and check it"
+
+    def _connect_read_only(self) -> sqlite3.Connection:
+        # Nobody has it open where it has no log beside it, and who may not write there could not make one.
+        how = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
+        where = f"{self.path.absolute().as_uri()}?{how}"
+        db = sqlite3.connect(where, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        (made,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
+        if not made:
+            raise CkptError(f"the run in {self.path.parent} has not begun")
+        return db
+
+    def _connect(self) -> sqlite3.Connection:
+        until = time.monotonic() + _BUSY_SECONDS
+        while True:
+            db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            try:
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute("PRAGMA synchronous = FULL")  # each entry is durable once it is appended
+                db.executescript(_SCHEMA)
+                return db
+            except sqlite3.Error as error:
+                db.close()
+                # Where several agents open a new file at once SQLite does not wait by itself for who makes the log.
+                if "locked" not in str(error) or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def entries(self, after: int = 0) -> list[LogEntry]:
+        query = "SELECT number, at, attempt, kind, text, facts FROM entries WHERE number > ? ORDER BY number"
+        with self._translate_errors():
+            return [read_row(*row) for row in self._db.execute(query, (after,))]
+
+    def append(self, after: int, drafts: Sequence[Draft]) -> bool:
+        now = time.time()
+        rows = [
+            (after + 1 + i, now, draft.attempt, draft.kind, draft.text, json.dumps(draft.facts))
+            for i, draft in enumerate(drafts)
+        ]
+        db = self._db
+        with self._translate_errors():
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                (last,) = db.execute("SELECT COALESCE(MAX(number), 0) FROM entries").fetchone()
+                if last == after:
+                    db.executemany("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", rows)
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+            return bool(last == after)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        return self._reports.read()
+
+    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
+        self._reports.write(name, facts)
+
+    def remove_report(self, name: str) -> None:
+        self._reports.remove(name)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise Unavailable(f"{self.path} can't be used now: {error}; {self._remedy(error)}") from error

@@ -1,0 +1,112 @@
+"""Page-aligned memory that is used again and again: what a node receives waits in it for the disk."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.huge_pages import map_huge_pages
+
+_UNIT_BYTES = 1 << 20
+
+
+class BorrowedBuffer:
+    """A buffer that one sender fills. It keeps it while another `_UNIT` of bytes comes in time, and once it is full."""
+
+    def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
+        self._memory: mmap.mmap | None = memory
+        self._nbytes = nbytes
+        self._progress_bytes = 0
+        self._progress_time = time.monotonic()
+        self._lock = threading.Lock()
+        self.filled_bytes = 0
+
+    def append(self, data: memoryview) -> None:
+        """Append to what came. Raises Unavailable where the buffer was taken back meanwhile."""
+        with self._lock:
+            if self._memory is None:
+                raise Unavailable("the bytes came so slowly that the buffer was given to another writer; send the append again")
+            self._memory[self.filled_bytes : self.filled_bytes + len(data)] = data
+            self.filled_bytes += len(data)
+            if self.filled_bytes - self._progress_bytes >= _UNIT_BYTES:
+                self._progress_bytes, self._progress_time = self.filled_bytes, time.monotonic()
+
+    def full_view(self) -> memoryview:
+        """All bytes, which came: the buffer can't be taken back any more. To be released before the loan ends."""
+        with self._lock:
+            if self._memory is None or self.filled_bytes < self._nbytes:
+                raise Unavailable("the buffer was given to another writer; send the append again")
+            return memoryview(self._memory)[: self._nbytes]
+
+    def reclaim(self, seconds: float) -> mmap.mmap | None:
+        """The memory, where it waits for bytes and next to none came for so many seconds."""
+        with self._lock:
+            if self.filled_bytes == self._nbytes or time.monotonic() - self._progress_time < seconds:
+                return None
+            return self._detach_memory()
+
+    def release(self) -> mmap.mmap | None:
+        """The memory, unless it was taken back."""
+        with self._lock:
+            return self._detach_memory()
+
+    def _detach_memory(self) -> mmap.mmap | None:
+        memory, self._memory = self._memory, None
+        return memory
+
+
+class BufferPool:
+    """Up to `capacity` bytes of buffers. Whoever wants more waits, and that slows the senders down."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity_bytes = capacity
+        self._allocated_bytes = 0
+        self._idle: list[mmap.mmap] = []
+        self._lent: set[BorrowedBuffer] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def borrow(self, nbytes: int, timeout_seconds: float) -> Iterator[BorrowedBuffer]:
+        """Memory of `nbytes`, for as long as the context lasts; Unavailable where none comes free in time.
+
+        Who waits takes it from a sender of whom next to nothing comes for half of that time.
+        """
+        loan = BorrowedBuffer(
+            self._allocate(max(_UNIT_BYTES, -(-nbytes // _UNIT_BYTES) * _UNIT_BYTES), timeout_seconds), nbytes
+        )
+        with self._changed:
+            self._lent.add(loan)
+        try:
+            yield loan
+        finally:
+            with self._changed:
+                self._lent.discard(loan)
+                if (memory := loan.release()) is not None:
+                    self._idle.append(memory)
+                    self._changed.notify()
+
+    def _allocate(self, length: int, seconds: float) -> mmap.mmap:
+        until = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                for i, buffer in enumerate(self._idle):
+                    if length <= len(buffer) <= 4 * length:
+                        return self._idle.pop(i)
+                while self._idle and self._allocated_bytes + length > self._capacity_bytes:
+                    old = self._idle.pop()
+                    self._allocated_bytes -= len(old)
+                    old.close()
+                if self._allocated_bytes + length <= self._capacity_bytes or not self._allocated_bytes:
+                    self._allocated_bytes += length
+                    return map_huge_pages(length)
+                remaining_seconds = until - time.monotonic()
+                if remaining_seconds <= 0:
+                    raise Unavailable(f"no buffer of {length} bytes came free within {seconds:g} s: too many writers at once")
+                if reclaimed := next(filter(None, (loan.reclaim(seconds / 2) for loan in self._lent)), None):
+                    self._idle.append(reclaimed)
+                else:
+                    self._changed.wait(min(remaining_seconds, seconds / 10))

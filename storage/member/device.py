@@ -1,0 +1,265 @@
+"""What a node serves, and what a directory that joins a namespace by itself is: objects and registers in one folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
+from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
+from ckpt.storage.base.fd_io import convert_os_errors
+from ckpt.storage.base.store import Store
+from ckpt.storage.local.directory import LocalStore, is_temporary, sync_folder
+from ckpt.storage.registers.sqlite import SqliteRegisters
+
+OBJECTS = "objects"
+REGISTERS = "registers.sqlite"
+IDENTITY = "device.json"
+QUARANTINE = "quarantine"
+LOCK = "lock"
+
+_RECOUNT_SECONDS = 10.0
+
+_NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What a file system without hard links says."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInfo:
+    """What a member says of itself."""
+
+    identity: str
+    used_bytes: int | None
+    free_bytes: int | None
+    """None where that can't be known."""
+    state: str = "serving"
+    """Or "read-only", or "draining"."""
+    labels: tuple[tuple[str, str], ...] = ()
+    uploads: int = 0
+
+
+def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """The numbers of those ranges (position, length, checksums of cells) of an object that can't be read as they were."""
+    bad = []
+    step = 16 * CELL_BYTES
+    buffer = memoryview(bytearray(step))
+    with store.open(name) as reader:
+        for number, (position, nbytes, cells) in enumerate(ranges):
+            for start in range(0, nbytes, step):
+                data = buffer[: min(step, nbytes - start)]
+                try:
+                    got = reader.read_into(position + start, data)
+                except StoreError:  # the disk can't read it
+                    got = -1
+                first = start // CELL_BYTES * 8
+                if got < len(data) or find_bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
+                    bad.append(number)
+                    break
+    return bad
+
+
+class DeviceStore(LocalStore):
+    """The objects of a device. A symbolic link that leads out of the folder is refused, whoever made it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._real_root = os.path.realpath(self.root)
+        self._used_bytes = 0
+        self._counted_at: float | None = None  # when
+        self._is_exclusive = False
+        self._count_lock = threading.Lock()
+
+    def count_exclusively(self) -> None:
+        """Count what is there, once: nobody else writes here from now on."""
+        self._is_exclusive = True
+        self.used_bytes()
+
+    def used_bytes(self) -> int:
+        """Bytes that all objects take. Where others write, too, that is counted anew from time to time."""
+        now = time.monotonic()
+        if self._counted_at is None or not (self._is_exclusive or now - self._counted_at < _RECOUNT_SECONDS):
+            self._used_bytes, self._counted_at = sum(entry.nbytes for entry in self.list()), now
+        return self._used_bytes
+
+    def _add_used_bytes(self, nbytes: int) -> None:
+        with self._count_lock:
+            self._used_bytes += nbytes
+
+    # A name that two give and take at the same moment may be counted wrongly until the next start. No lock is worth that: the
+    # objects of a namespace have names that are never used again.
+
+    def _publish_temporary(self, temporary: str, path: str) -> None:
+        more = _file_bytes(temporary) - _file_bytes(path)
+        super()._publish_temporary(temporary, path)
+        self._add_used_bytes(more)
+
+    def _publish_new_temporary(self, temporary: str, path: str) -> None:
+        super()._publish_new_temporary(temporary, path)
+        self._add_used_bytes(_file_bytes(path))
+
+    def _remove_file(self, path: str) -> None:
+        less = _file_bytes(path)
+        super()._remove_file(path)
+        self._add_used_bytes(-less)
+
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name, durably. Raises NotFound."""
+        path, target = self._path(name), self._path(to)
+        self._make_folder(os.path.dirname(target))
+        try:
+            with convert_os_errors("linking", path):
+                os.link(path, target)
+        except StoreError as error:
+            if getattr(error.__cause__, "errno", None) not in _NO_LINK_ERRNOS:
+                raise
+            self._copy(name, to)
+            return
+        self._add_used_bytes(_file_bytes(target))
+        sync_folder(os.path.dirname(target))
+
+    def _copy(self, name: str, to: str) -> None:
+        step = 8 << 20
+        with self.open(name) as reader, self.create(to) as writer:
+            buffer, position = memoryview(bytearray(step)), 0
+            while got := reader.read_into(position, buffer):
+                writer.append(buffer[:got])
+                position += got
+            writer.commit()
+
+    def move_out(self, name: str, target: str) -> None:
+        """Move an object out of the store. Raises OSError."""
+        path = self._path(name)
+        less = _file_bytes(path)
+        os.replace(path, target)
+        self._add_used_bytes(-less)
+
+    def _path(self, name: str) -> str:
+        path = super()._path(name)
+        folder, last = os.path.split(path)
+        real = os.path.join(os.path.realpath(folder), last)
+        if os.path.islink(real) or not real.startswith(self._real_root + os.sep):
+            raise InvalidName(f"{name} leads through a symbolic link out of {self.root}; remove the link")
+        return path
+
+
+def _file_bytes(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+class Device:
+    """One folder on one disk: objects, registers, and an identity that is drawn when it is first used."""
+
+    def __init__(self, path: str | os.PathLike[str], capacity: int | None = None) -> None:
+        self.path = os.path.abspath(os.path.expanduser(path))
+        self.store = DeviceStore(os.path.join(self.path, OBJECTS))
+        self.registers = SqliteRegisters(os.path.join(self.path, REGISTERS))
+        self._capacity_bytes = capacity
+        self._lock_fd: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it may take less than the disk has."""
+        return self._capacity_bytes is not None
+
+    def identity(self) -> str:
+        """Of this device, for ever: a new disk in the same place has another."""
+        folder = LocalStore(self.path)
+        try:
+            with open(os.path.join(self.path, IDENTITY), "rb") as file:
+                return str(json.load(file)["id"])
+        except FileNotFoundError:
+            try:
+                folder.put_new(IDENTITY, json.dumps({"id": secrets.token_hex(16), "format": 1}).encode())
+            except AlreadyExists:
+                pass  # by another process, at the same time
+            return self.identity()
+        except OSError as error:
+            raise StoreError(f"{self.path}/{IDENTITY} can't be read: {error.strerror}; check the disk") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f'{self.path}/{IDENTITY} is damaged ({error}); write {{"id": "…"}} anew') from error
+
+    def usage(self) -> tuple[int, int]:
+        """Bytes that the objects take, and bytes that are free for more."""
+        where = Path(self.path)
+        while not where.exists():
+            where = where.parent
+        free = shutil.disk_usage(where).free
+        used = self.store.used_bytes()
+        return used, free if self._capacity_bytes is None else max(0, min(free, self._capacity_bytes - used))
+
+    def info(self) -> MemberInfo:
+        """Who this is and how it is."""
+        return MemberInfo(self.identity(), *self.usage())
+
+    def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
+        """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
+        return find_damaged_ranges(self.store, name, ranges)
+
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name, durably. Raises NotFound."""
+        self.store.link(name, to)
+
+    def inventory(self) -> dict[str, tuple[int, float]]:
+        """Length of every object, and the seconds since it was made durable or got a name, by this host's own clock."""
+        now = time.time()
+        found = {}
+        for entry in self.store.list():
+            with suppress(OSError):
+                stat = os.stat(os.path.join(self.store.root, entry.name))
+                # A long upload may have written its last byte long before it gave the object its name.
+                found[entry.name] = entry.nbytes, now - max(stat.st_mtime, stat.st_ctime)
+        return found
+
+    def quarantine(self, name: str) -> None:
+        """Keep a damaged object for whoever wants to know why, where no reader finds it."""
+        target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        try:
+            self.store.move_out(name, target)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StoreError(f"moving {name} to {target} failed: {error.strerror}") from error
+
+    def sweep(self, older_seconds: float) -> None:
+        """Remove what writers that were killed this long ago have left half-written, where no node does it at its start."""
+        limit = time.time() - older_seconds
+        for base, _, names in os.walk(self.store.root):
+            for name in filter(is_temporary, names):
+                path = os.path.join(base, name)
+                with suppress(OSError):
+                    if os.stat(path).st_mtime < limit:
+                        os.unlink(path)
+
+    def lock(self) -> None:
+        """Keep other nodes away from this folder, until `close` or the end of the process. Raises StoreError."""
+        os.makedirs(self.path, exist_ok=True)
+        lock = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise StoreError(f"another ckpt-node serves {self.path} already; one folder, one node") from error
+        self._lock_fd = lock
+        self.store.sweep_temporaries("")  # of a node that was killed; nobody else writes here
+        self.store.count_exclusively()
+
+    def close(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+        self.registers.close()
+        self.store.close()

@@ -1,0 +1,434 @@
+"""The caller of a node: a store and registers like any other, behind a wire. Every call has a deadline."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from ckpt.storage.base.checked_decode import Malformed, decode
+from ckpt.storage.base.checksums import transfer_digest
+from ckpt.storage.base.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable
+from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors
+from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_name, require_length
+from ckpt.storage.member.device import MemberInfo
+from ckpt.storage.node import wire
+from ckpt.storage.node.credentials import NodeCredentials, require_encryption
+from ckpt.storage.node.fd_passing_client import FdPassingClient
+from ckpt.storage.registers.base import Ballot, DirectChange, RegisterAnswer, Registers, RegisterValue
+
+_BATCH_BYTES = 2 << 20
+"""An append goes in batches of this size, so that sending and receiving overlap."""
+
+_READ_BYTES = 32 << 20
+"""What one call reads at most: so long an answer comes within the deadline on a slow wire too."""
+
+_CHANGE_BATCH_BYTES = 16 << 20
+"""Values of registers in one call."""
+
+T = TypeVar("T")
+
+_INFO_FIELDS = ("identity", "used_bytes", "free_bytes", "state", "labels", "uploads")
+"""What an answer to info holds behind the version; a newer node may add some."""
+
+_DELETE_NAMES = 10_000
+_CONNECTIONS = 4
+"""TCP connections to one node; threads take them in turns. One carries about 2 GB/s."""
+
+
+class NodeStore(Store):
+    """The objects of the node at `address` (host:port)."""
+
+    def __init__(self, address: str, credentials: NodeCredentials | None = None) -> None:
+        self.address = address
+        self.url = f"node://{address}"
+        self._credentials = credentials or NodeCredentials()
+        require_encryption(self._credentials, address)
+        self._clients: list[flight.FlightClient | None] = [None] * _CONNECTIONS
+        self._last_connection = 0
+        self._lock = threading.Lock()
+        self.registers = NodeRegisters(self)
+        self._fd_client = FdPassingClient(self, self._credentials.deadline_seconds)
+
+    def info(self, seconds: float | None = None) -> MemberInfo:
+        """Ask the node who it is and how it is."""
+        answer = self.call("info", deadline=seconds)
+        if not isinstance(answer, list) or not answer:
+            raise Unavailable(f"{self.url} answers info with something else than this protocol; see whether it is a node")
+        version, *facts = answer
+        if version != wire.PROTOCOL_VERSION:
+            raise Unavailable(
+                f"{self.url} speaks version {version} of the protocol, this is {wire.PROTOCOL_VERSION}; install the same on "
+                "both"
+            )
+        try:
+            return decode(MemberInfo, dict(zip(_INFO_FIELDS, facts, strict=False)))
+        except Malformed as error:
+            raise Unavailable(f"{self.url} answers info with something else than this protocol: {error}") from error
+
+    # --- objects -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: Buffer) -> None:
+        self._put(name, data, False)
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        self._put(name, data, True)
+
+    def _put(self, name: str, data: Buffer, new: bool) -> None:
+        check_name(name)
+        view = memoryview(data).cast("B")
+        if new or len(view) <= wire.PUT_BYTES:
+            self.call("put", name, bytes(view), new)
+            return
+        with self.create(name, len(view)) as writer:
+            step = 16 << 20
+            for start in range(0, len(view), step):
+                writer.append(view[start : start + step])
+            writer.commit()
+
+    def get(self, name: str) -> bytes:
+        return self._get(name, None)
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._get(name, limit)
+
+    def _get(self, name: str, limit: int | None) -> bytes:
+        fd = self.descriptor(name)
+        if fd is not None:
+            with os.fdopen(fd, "rb") as file, convert_os_errors("reading", f"{self.url}/{name}"):
+                require_length(f"{self.url}/{name}", os.fstat(fd).st_size, limit)
+                return file.read()
+        parts = []
+        position = 0
+        while True:
+            part = b"".join(bytes(c) for c in self.read(check_name(name), position, _READ_BYTES))
+            parts.append(part)
+            position += len(part)
+            require_length(f"{self.url}/{name}", position, limit)
+            if len(part) < _READ_BYTES:
+                return b"".join(parts)
+
+    def open(self, name: str) -> Reader:
+        return _NodeReader(self, check_name(name))
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        key = self.call("create", check_name(name), size_hint)
+        return self._fd_client.create(key, size_hint, f"{self.url}/{name}") or _NodeWriter(self, key)
+
+    def descriptor(self, name: str) -> int | None:
+        """An object of a node on this host, open for reading, which the caller closes; None where it goes over the wire."""
+        found = self._fd_client.descriptors("open", check_name(name))
+        return None if found is None else found[0]
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        if prefix:
+            check_name(prefix)
+        for part in self.call_parts("list", prefix):
+            for name, nbytes in part:
+                yield Entry(name, nbytes)
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        if prefix:
+            check_name(prefix)
+        yield from self.call("folders", prefix)
+
+    def delete(self, names: Iterable[str]) -> None:
+        every = [check_name(name) for name in names]
+        for start in range(0, len(every), _DELETE_NAMES):
+            self.call("delete", every[start : start + _DELETE_NAMES])
+
+    def exists(self, name: str) -> bool:
+        found: bool = self.call("exists", check_name(name))
+        return found
+
+    def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
+        """Which of the ranges (position, length, checksums of cells) of an object are damaged; read by the node."""
+        found: Sequence[int] = self.call(
+            "verify", name, [list(r) for r in ranges], deadline=10 * self._credentials.deadline_seconds
+        )
+        return found
+
+    def inventory(self) -> dict[str, tuple[int, float]]:
+        """Length of every object, and the seconds since it was made durable."""
+        return {name: (nbytes, age) for part in self.call_parts("inventory") for name, nbytes, age in part}
+
+    def link(self, name: str, to: str) -> None:
+        """Give an object a second name, durably. Raises NotFound."""
+        self.call("link", check_name(name), check_name(to))
+
+    def quarantine(self, name: str) -> None:
+        """Put a damaged object where no reader finds it."""
+        self.call("quarantine", name)
+
+    def close(self) -> None:
+        """Let the connections go, each when the last call that uses it has ended.
+
+        To close one beneath a call of another thread frees what that call is using: the process crashes (pyarrow 26).
+        """
+        with self._lock:
+            self._clients = [None] * _CONNECTIONS
+
+    # --- the wire ----------------------------------------------------------------------------------------------
+
+    def call(self, verb: str, *arguments: Any, deadline: float | None = None) -> Any:
+        """An action and its only answer."""
+        return next(iter(self.call_parts(verb, *arguments, deadline=deadline)))
+
+    def call_parts(self, verb: str, *arguments: Any, deadline: float | None = None) -> Sequence[Any]:
+        """An action and its answers."""
+        with self.convert_flight_errors(verb):
+            action = flight.Action(verb, wire.pack(list(arguments)))
+            client = self.next_connection()
+            return [wire.unpack(r.body) for r in client.do_action(action, self.call_options(deadline))]
+
+    def read(self, name: str, position: int, nbytes: int) -> Iterator[memoryview]:
+        """The bytes of an object in pieces, fewer than asked only at its end."""
+        with self.convert_flight_errors(f"reading {name}"):
+            ticket = flight.Ticket(wire.pack([name, position, nbytes]))
+            client = self.next_connection()  # which must outlive its streams
+            for chunk in client.do_get(ticket, self.call_options()):
+                yield wire.from_record_batch(chunk.data)
+
+    def append(self, key: str, data: memoryview) -> int:
+        """One append of an upload."""
+        with self.convert_flight_errors("an append"):
+            descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), transfer_digest(data)]))
+            client = self.next_connection()
+            writer, reader = client.do_put(descriptor, wire.SCHEMA, self.call_options())
+            try:
+                for start in range(0, len(data), _BATCH_BYTES):
+                    writer.write_batch(wire.to_record_batch(data[start : start + _BATCH_BYTES]))
+                writer.done_writing()
+                answer = reader.read()
+            finally:
+                writer.close()  # raises what the node said
+            if answer is None:
+                raise Unavailable(f"{self.url} closed an append without a word")
+            position: int = wire.unpack(answer)
+            return position
+
+    def next_connection(self) -> flight.FlightClient:
+        """One of the connections, in turns."""
+        with self._lock:
+            self._last_connection = number = (self._last_connection + 1) % _CONNECTIONS
+            client = self._clients[number]
+            if client is None:
+                client = self._clients[number] = self._open_connection(number)
+            return client
+
+    def _open_connection(self, number: int) -> flight.FlightClient:
+        access = self._credentials
+        tls: dict[str, Any] = {}
+        if access.ca is not None:
+            tls["tls_root_certs"] = access.ca
+            if access.certificate is not None:
+                tls["cert_chain"], tls["private_key"] = access.certificate
+        # gRPC joins channels of equal options into one connection; another number keeps them apart.
+        options = [
+            ("ckpt.connection", number),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        options.append(("grpc.max_receive_message_length", wire.MESSAGE_BYTES + wire.FRAME_BYTES))
+        if access.ca is None:  # gRPC obeys http_proxy, also for loopback: a proxy would get token and data in clear text
+            options.append(("grpc.enable_http_proxy", 0))
+        scheme = "grpc+tls" if access.ca is not None else "grpc+tcp"
+        return flight.FlightClient(f"{scheme}://{self.address}", generic_options=options, **tls)
+
+    def call_options(self, seconds: float | None = None) -> flight.FlightCallOptions:
+        headers = [(b"authorization", f"Bearer {self._credentials.token}".encode())] if self._credentials.token else []
+        return flight.FlightCallOptions(timeout=seconds or self._credentials.deadline_seconds, headers=headers)
+
+    @contextmanager
+    def convert_flight_errors(self, action: str) -> Iterator[None]:
+        """Turn an error of Flight into ours, with the node's name."""
+        try:
+            yield
+        except flight.FlightError as error:
+            node_error = wire.decode_error(error.extra_info) if error.extra_info else None
+            if node_error is not None:
+                raise type(node_error)(f"{self.url}: {node_error}") from error
+            text = next(iter(str(error).splitlines()), "")[:300]
+            if "Connection refused" in text:  # gRPC would repeat that for up to a second, though the node serves again
+                self.close()
+            if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+                raise Refused(f"{self.url} refused {action}: {text}") from error
+            if isinstance(error, flight.FlightTimedOutError):
+                raise Unavailable(
+                    f"{self.url} did not answer {action} within {self._credentials.deadline_seconds:g} s; see whether it runs"
+                ) from error
+            raise Unavailable(f"{self.url} failed in {action}: {text}; see whether it runs") from error
+        except pa.ArrowException as error:
+            raise StoreError(f"{self.url}: {action} failed: {next(iter(str(error).splitlines()), '')[:300]}") from error
+        except ValueError as error:
+            if isinstance(error, CkptError):
+                raise
+            raise Unavailable(f"{self.url} answers {action} with something else than this protocol: {error}") from error
+
+
+class _NodeReader(Reader):
+    def __init__(self, store: NodeStore, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._lock = threading.Lock()
+        self._file: DescriptorReader | None = None
+        self._closed = False
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        file = self._file or self._open_descriptor_reader()
+        if file is not None:
+            return file.read_into(position, buffer)
+        done = 0
+        while done < len(buffer):
+            requested_bytes = min(_READ_BYTES, len(buffer) - done)
+            got = 0
+            for piece in self._store.read(self._name, position + done, requested_bytes):
+                if got + len(piece) > requested_bytes:
+                    raise IntegrityError(f"{self._store.url} sent more of {self._name} than it was asked for")
+                buffer[done + got : done + got + len(piece)] = piece
+                got += len(piece)
+            done += got
+            if got < requested_bytes:
+                break
+        return done
+
+    def _open_descriptor_reader(self) -> DescriptorReader | None:
+        """The file itself, where the node is on this host."""
+        fd = self._store.descriptor(self._name)
+        if fd is None:
+            return None
+        file = DescriptorReader(fd, f"{self._store.url}/{self._name}")
+        with self._lock:
+            if self._file is None and not self._closed:
+                self._file = file
+        if self._file is not file:  # another thread was faster, or has closed this
+            file.close()
+        return self._file
+
+    def close(self) -> None:
+        with self._lock:
+            file, self._file, self._closed = self._file, None, True
+        if file is not None:
+            file.close()
+
+
+class _NodeWriter(Writer):
+    def __init__(self, store: NodeStore, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._open = True
+
+    def append(self, data: memoryview) -> int:
+        data = data.cast("B")
+        if len(data) <= wire.MESSAGE_BYTES:
+            return self._store.append(self._key, data)
+        raise StoreError(f"an append of {len(data)} bytes; a node takes {wire.MESSAGE_BYTES} at once")
+
+    def commit(self) -> int:
+        length: int = self._store.call("commit", self._key)
+        self._open = False
+        return length
+
+    def abort(self) -> None:
+        if self._open:
+            self._open = False
+            with suppress(StoreError):  # it expires by itself
+                self._store.call("abort", self._key)
+
+
+class NodeRegisters(Registers):
+    """The registers of a node."""
+
+    def __init__(self, store: NodeStore) -> None:
+        self._store = store
+
+    def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
+        return self._decode_answers(self._store.call("registers.read", list(names), fence_number), len(names))
+
+    def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
+        return self._decode_answers(self._store.call("registers.prepare", list(names), list(ballot), fence_number), len(names))
+
+    def accept(
+        self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
+    ) -> list[bool]:
+        found: list[bool] = []
+        for batch in _batch_by_bytes(values, lambda item: item[1]):
+            encoded = [[name, wire.encode_value(value)] for name, value in batch]
+            found += self._check_flags(
+                self._store.call("registers.accept", encoded, list(ballot), repair_damaged, fence_number), len(batch)
+            )
+        return found
+
+    def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
+        found: list[bool] = []
+        for batch in _batch_by_bytes(changes, lambda change: change.value):
+            encoded = wire.encode_changes(batch)
+            found += self._check_flags(self._store.call("registers.change", encoded, writer, fence_number), len(batch))
+        return found
+
+    def scan(
+        self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
+    ) -> list[tuple[str, RegisterAnswer]]:
+        names, answers = self._store.call("registers.scan", prefix, after, limit, fence_number)
+        return list(zip(names, self._decode_answers(answers, len(names)), strict=True))
+
+    def reset(self) -> None:
+        self._store.call("registers.anew")
+
+    def mark_complete(self) -> None:
+        self._store.call("registers.complete")
+
+    def fence(self, fence_number: int) -> bool:
+        return bool(self._store.call("registers.fence", fence_number))
+
+    def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
+        done = 0
+        for start in range(0, len(expected_ballots), _DELETE_NAMES):
+            batch = [[name, list(ballot)] for name, ballot in expected_ballots[start : start + _DELETE_NAMES]]
+            done += int(self._store.call("registers.collect", batch, fence_number))
+        return done
+
+    def learn(self, name: str, value: RegisterValue) -> None:
+        self._store.call("registers.learn", name, wire.encode_value(value))
+
+    def join_ring(self, fence_number: int, kept_prefix: str) -> None:
+        self._store.call("registers.join", fence_number, kept_prefix)
+
+    def drop(self, names: Sequence[str], fence_number: int) -> None:
+        for start in range(0, len(names), _DELETE_NAMES):
+            self._store.call("registers.drop", list(names[start : start + _DELETE_NAMES]), fence_number)
+
+    def _decode_answers(self, data: Any, expected: int) -> list[RegisterAnswer]:
+        try:
+            answers = wire.decode_answers(data)
+        except (TypeError, IndexError) as error:
+            raise Unavailable(f"{self._store.url} answers with something else than records: {error}") from error
+        if len(answers) != expected:
+            raise Unavailable(f"{self._store.url} answers for {len(answers)} of {expected} registers")
+        return answers
+
+    def _check_flags(self, data: Any, expected: int) -> list[bool]:
+        if not isinstance(data, list) or len(data) != expected:
+            raise Unavailable(f"{self._store.url} answers for something else than {expected} registers")
+        return data
+
+
+def _batch_by_bytes(items: Sequence[T], value: Callable[[T], RegisterValue]) -> Iterator[Sequence[T]]:
+    """In parts that a message holds."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = len(value(item).head) + len(value(item).body)
+        if batch and total + size > _CHANGE_BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch

@@ -1,0 +1,105 @@
+"""What a client needs to be let in by a node."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt.storage.base.errors import InvalidArgument
+
+log = logging.getLogger("ckpt.node")
+
+_MIN_TOKEN_CHARACTERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCredentials:
+    """How to reach nodes."""
+
+    token: str | None = field(default=None, repr=False)
+    ca: bytes | None = None
+    """Authority of the nodes' certificates, PEM. With it the wire is TLS."""
+    certificate: tuple[bytes, bytes] | None = field(default=None, repr=False)
+    """This client's own chain and key, PEM, where nodes ask for one."""
+    deadline_seconds: float = 30.0
+    insecure: bool = False
+    """The user has allowed the token to be sent without TLS to other hosts."""
+
+
+def is_insecure_allowed() -> bool:
+    """Whether the environment allows secrets to be sent without TLS to other hosts."""
+    return os.environ.get("CKPT_INSECURE", "") not in ("", "0")
+
+
+def require_encryption(credentials: NodeCredentials, address: str) -> None:
+    """Raise InvalidArgument where the token would be sent in clear text to another host. address: host:port."""
+    if (
+        credentials.token
+        and credentials.ca is None
+        and not credentials.insecure
+        and not is_loopback(address.rpartition(":")[0])
+    ):
+        raise InvalidArgument(
+            f"the token would be sent to {address} without encryption, where anyone on the network can read it: give the "
+            "authority of the node's certificate (CKPT_CA_FILE, or ca_file in the TOML file), or allow it with "
+            "CKPT_INSECURE=1, or insecure = true in the TOML file"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it: what listens elsewhere wants token and TLS."""
+    name = host.strip("[]")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:  # a name: 127.example.org is one, too
+        return name == "localhost"
+
+
+class TokenFile:
+    """The tokens in a file, one a line, as they are now: who changes the file needs to restart nothing. With two lines the old
+    one is right, too, until its line goes.
+
+    Raises InvalidArgument where the file is of no use at first; later what was right before stays right, and it is logged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._last_stamp = self._read_stamp()
+        self._tokens = self._read_tokens()
+
+    def __call__(self) -> tuple[str, ...]:
+        with self._lock:
+            stamp = self._read_stamp()
+            if stamp != self._last_stamp:
+                self._last_stamp = stamp
+                try:
+                    self._tokens = self._read_tokens()
+                    log.info("%s has changed: its tokens are asked for from now on", self._file)
+                except InvalidArgument as error:
+                    log.warning("%s; the tokens that it had stay", error)
+            return self._tokens
+
+    def _read_stamp(self) -> tuple[int, ...]:
+        try:
+            found = os.stat(self._file)
+        except OSError:
+            return ()
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def _read_tokens(self) -> tuple[str, ...]:
+        try:
+            tokens = tuple(filter(None, map(str.strip, self._file.read_text().splitlines())))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(f"the token file {self._file} can't be read: {error}") from error
+        if min(map(len, tokens), default=0) < _MIN_TOKEN_CHARACTERS:
+            raise InvalidArgument(
+                f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_MIN_TOKEN_CHARACTERS} or "
+                "more, "
+                "such as of `openssl rand -hex 16`"
+            )
+        return tokens

@@ -1,0 +1,134 @@
+"""A node on the same host as its client: which writes and reads the node's files by itself."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
+from ckpt.storage.base.fd_io import AppendFile
+from ckpt.storage.base.store import Writer
+from ckpt.storage.node import fd_passing_server
+
+if TYPE_CHECKING:
+    from ckpt.storage.node.client import NodeStore
+
+_RESERVE_AHEAD_BYTES = 64 << 20
+"""Space is asked for at most so far ahead of what is written, and for no more than twice of it."""
+
+
+class FdPassingClient:
+    """The way to the descriptors of a node, as long as there is one."""
+
+    def __init__(self, store: NodeStore, deadline_seconds: float) -> None:
+        self._store = store
+        self._deadline_seconds = deadline_seconds
+        self._lock = threading.Lock()
+        self._is_address_known = False
+        self._address: fd_passing_server.FdServerAddress | None = None
+        self._was_reached = False
+
+    def descriptors(self, verb: str, argument: str) -> list[int] | None:
+        """What the caller closes; None where the bytes must go over the wire.
+
+        Raises Unavailable where the node does not answer, and what it says.
+        """
+        found = self._request(verb, argument)
+        return None if found is None else found[1]
+
+    def create(self, key: str, size_hint: int, where: str) -> Writer | None:
+        """The upload `key` of `size_hint` bytes; None where it must go over the wire."""
+        asked = self._request("append", key)
+        if asked is None:
+            return None
+        address, found = asked
+        file = AppendFile(found[0], found[1] if len(found) > 1 else None, where)
+        return _FdUploadWriter(self._store, key, file, size_hint, address.lease_seconds / 4, self._deadline_seconds)
+
+    def _request(self, verb: str, argument: str) -> tuple[fd_passing_server.FdServerAddress, list[int]] | None:
+        for _ in range(2):
+            address = self._fetch_address()
+            if address is None:
+                return None
+            try:
+                found = fd_passing_server.request_descriptors(address, verb, argument, self._deadline_seconds)
+            except TimeoutError as error:
+                raise Unavailable(
+                    f"{self._store.url} did not open {argument} within {self._deadline_seconds:g} s; see whether it runs"
+                ) from error
+            except ConnectionError:
+                self._forget_address(address)
+            except OSError:
+                return None
+            except CkptError as error:
+                raise type(error)(f"{self._store.url}: {error}") from error
+            else:
+                self._was_reached = True
+                return address, found
+        return None
+
+    def _fetch_address(self) -> fd_passing_server.FdServerAddress | None:
+        if not self._is_address_known:
+            fields = self._store.call("near")
+            with self._lock:
+                self._address = (
+                    None if fields is None or sys.platform != "linux" else fd_passing_server.FdServerAddress(*fields)
+                )
+                self._is_address_known = True
+        return self._address
+
+    def _forget_address(self, address: fd_passing_server.FdServerAddress) -> None:
+        """Nobody is behind a door. If somebody was, the node has ended, and may have begun anew; else it is on another host."""
+        with self._lock:
+            if self._address is address:
+                self._is_address_known, self._address = not self._was_reached, None
+
+
+class _FdUploadWriter(Writer):
+    """An upload whose files are open here. Its node hears of it when space is needed, every `quiet_seconds`, and at the end."""
+
+    def __init__(
+        self, store: NodeStore, key: str, file: AppendFile, reserved: int, renew_seconds: float, deadline_seconds: float
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._file = file
+        self._reserved_bytes = reserved
+        self._renew_seconds = renew_seconds
+        self._deadline_seconds = deadline_seconds
+        self._renewed_at = time.monotonic()
+        self._is_open = True
+
+    def append(self, data: memoryview) -> int:
+        data = data.cast("B")
+        with self._file.reserve_range(len(data)) as position:
+            self._reserve_and_renew(position + len(data))
+            self._file.write(data, position)
+            self._reserve_and_renew(0)
+        return position
+
+    def _reserve_and_renew(self, end: int) -> None:
+        """Have the space up to `end`, and the upload alive."""
+        if end > self._reserved_bytes or time.monotonic() > self._renewed_at + self._renew_seconds:
+            found: int = self._store.call("reserve", self._key, end, end + min(end, _RESERVE_AHEAD_BYTES))
+            self._reserved_bytes = max(self._reserved_bytes, found)
+            self._renewed_at = time.monotonic()
+
+    def commit(self) -> int:
+        if not self._file.close(self._deadline_seconds):
+            raise Unavailable(
+                f"{self._store.url}: an append has not ended in {self._deadline_seconds:g} s; see whether the disk works"
+            )
+        length: int = self._store.call("commit", self._key, self._file.length)
+        self._is_open = False
+        return length
+
+    def abort(self) -> None:
+        self._file.close()
+        if self._is_open:
+            self._is_open = False
+            with suppress(StoreError):  # it expires by itself
+                self._store.call("abort", self._key)

@@ -1,0 +1,197 @@
+"""Descriptors of a node's files for clients on the same host, so that bytes need no wire between them.
+
+A node listens on an AF_UNIX socket of an abstract name, which nothing on another host or in another network namespace
+reaches. A client learns name and secret over the wire, behind token and TLS. It connects for one packet each way:
+
+    request  code, 16 random bytes, [verb, argument]     verb "open": an object's name; "append": an upload's key
+    answer   code, [number, error]                       with so many descriptors beside it (SCM_RIGHTS, see unix(7))
+
+A code is the HMAC-SHA256 of what follows it, in an answer of the request's random bytes, too. So each side knows the other,
+and whoever takes the name of a node that has ended learns nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.node import wire
+
+log = logging.getLogger("ckpt.node")
+
+_CODE_BYTES = 32
+_NONCE_BYTES = 16
+_PACKET_BYTES = 16 << 10
+_MAX_DESCRIPTORS = 4  # more than any answer has
+_THREADS = 4
+_MAX_SILENT_PEERS = 256
+_BACKLOG = 256
+_REQUEST_SECONDS = 1.0
+"""How long a client may take to say what it wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class FdServerAddress:
+    """Where a node hands out descriptors."""
+
+    socket_name: str
+    secret: bytes
+    lease_seconds: float
+    """How long an upload lives without a word from its client."""
+
+
+def _authentication_code(secret: bytes, side: bytes, what: bytes) -> bytes:
+    return hmac.digest(secret, side + what, "sha256")
+
+
+def request_descriptors(address: FdServerAddress, verb: str, argument: str, seconds: float) -> list[int]:
+    """Descriptors of the node behind a door; the caller closes them.
+
+    Raises what the node says; ConnectionError where nobody who knows the secret is there, TimeoutError where no answer comes
+    within `seconds`, another OSError where descriptors don't pass.
+    """
+    request = secrets.token_bytes(_NONCE_BYTES) + wire.pack([verb, argument])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(seconds)
+        peer.connect(f"\0{address.socket_name}")
+        peer.send(_authentication_code(address.secret, b"client", request) + request)
+        found = array("i")
+        space = socket.CMSG_LEN(_MAX_DESCRIPTORS * found.itemsize)
+        packet, ancillary, _, _ = peer.recvmsg(_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)  # socket.recv_fds drops the flag
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    code, answer = packet[:_CODE_BYTES], packet[_CODE_BYTES:]
+    try:
+        if not hmac.compare_digest(code, _authentication_code(address.secret, b"node", request[:_NONCE_BYTES] + answer)):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "who answers does not know the secret")
+        count, node_error = wire.unpack(answer)
+        if node_error:
+            raise wire.decode_error(node_error) or StoreError(f"it can't {verb} {argument}")
+        if len(found) != count:  # this process has too many open, or they may not pass
+            raise OSError(errno.EMFILE, f"{len(found)} of {count} descriptors came")
+    except BaseException:
+        for fd in found:
+            os.close(fd)
+        raise
+    return list(found)
+
+
+class FdPassingServer:
+    """Hands out descriptors until `close`.
+
+    give: what a verb and its argument name, open for as long as the context lasts. tokens: that clients of the wire must know;
+    when they change, so does the secret. Raises OSError where there are no such sockets.
+    """
+
+    def __init__(
+        self, open_descriptors: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float,
+        tokens: Callable[[], tuple[str, ...]],
+    ) -> None:  # fmt: skip
+        self._socket_name = f"ckpt-node-{secrets.token_hex(16)}"
+        self._key = secrets.token_bytes(32)
+        self._lease_seconds = lease_seconds
+        self._tokens = tokens
+        self._open_descriptors = open_descriptors
+        self._is_closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self._socket_name}")
+        self._listener.listen(_BACKLOG)
+        self._ready_peers: SimpleQueue[socket.socket | None] = SimpleQueue()
+        for work in (self._accept_peers, *[self._serve_peers] * _THREADS):
+            threading.Thread(target=work, name="ckpt-node-near", daemon=True).start()
+
+    @property
+    def address(self) -> FdServerAddress:
+        secret = hmac.digest(self._key, "\n".join(self._tokens()).encode(), "sha256")
+        return FdServerAddress(self._socket_name, secret, self._lease_seconds)
+
+    def _accept_peers(self) -> None:
+        """Let those in who say something: who is silent keeps no thread from others."""
+        silent: dict[socket.socket, float] = {}
+        with self._listener, selectors.DefaultSelector() as selector:
+
+            def leave(peer: socket.socket) -> socket.socket:
+                del silent[peer]
+                selector.unregister(peer)
+                return peer
+
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._is_closed:
+                ready = {key.fileobj for key, _ in selector.select(_REQUEST_SECONDS)}
+                for peer in [p for p in silent if p in ready]:
+                    self._ready_peers.put(leave(peer))
+                oldest_allowed = time.monotonic() - _REQUEST_SECONDS
+                for peer in [p for p, came in silent.items() if came < oldest_allowed or len(silent) > _MAX_SILENT_PEERS]:
+                    leave(peer).close()
+                if self._listener in ready:
+                    try:
+                        peer, _ = self._listener.accept()
+                    except OSError:  # closed; or this process has too many files open
+                        time.sleep(0.1)
+                        continue
+                    silent[peer] = time.monotonic()
+                    selector.register(peer, selectors.EVENT_READ)
+        for peer in silent:
+            peer.close()
+        for _ in range(_THREADS):
+            self._ready_peers.put(None)
+
+    def _serve_peers(self) -> None:
+        while (peer := self._ready_peers.get()) is not None:
+            with peer, suppress(OSError):  # who does not wait for the answer goes without
+                self._answer(peer)
+
+    def _answer(self, peer: socket.socket) -> None:
+        peer.settimeout(_REQUEST_SECONDS)
+        packet = peer.recv(_PACKET_BYTES)
+        code, request = packet[:_CODE_BYTES], packet[_CODE_BYTES:]
+        secret = self.address.secret
+        if not hmac.compare_digest(code, _authentication_code(secret, b"client", request)):
+            return
+        with ExitStack() as open_files:
+            found: Sequence[int] = ()
+            encoded_error = b""
+            try:
+                verb, argument = wire.unpack(request[_NONCE_BYTES:])
+                found = open_files.enter_context(self._open_descriptors(verb, argument))
+            except CkptError as error:
+                encoded_error = wire.encode_error(error)
+            except Exception as error:
+                log.exception("%s failed", request[_NONCE_BYTES:])
+                encoded_error = wire.encode_error(StoreError(f"the node failed: {error}; see its log"))
+            answer = wire.pack([len(found), encoded_error])
+            socket.send_fds(peer, [_authentication_code(secret, b"node", request[:_NONCE_BYTES] + answer) + answer], found)
+
+    def close(self) -> None:
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits
+
+
+def start_fd_passing(
+    open_descriptors: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float,
+    tokens: Callable[[], tuple[str, ...]] = tuple,
+) -> FdPassingServer | None:  # fmt: skip
+    """Hand out descriptors; None where this system has no such sockets."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return FdPassingServer(open_descriptors, lease_seconds, tokens)
+    except OSError as error:
+        log.info("clients of this host go over the wire: %s", error)
+        return None

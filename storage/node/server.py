@@ -1,0 +1,459 @@
+"""A node: one device behind Arrow Flight.
+
+It looks at nothing before the token is right, checks lengths and digests before it acknowledges, and promises no space
+that it does not have. Every handler ends: what waits has a limit, and what a client leaves half-done expires.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from ckpt.storage.base.buffer_pool import BufferPool
+from ckpt.storage.base.checksums import transfer_digest
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError, Unavailable
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.store import Reader, check_name
+from ckpt.storage.member.device import Device
+from ckpt.storage.node import fd_passing_server, wire
+from ckpt.storage.node.upload_leases import UploadLeases
+from ckpt.storage.registers.base import Ballot, RegisterValue
+
+log = logging.getLogger("ckpt.node")
+
+_READ_BYTES = 4 << 20
+_LIST_ENTRIES = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How a node serves. See `ckpt-node --help`."""
+
+    tokens: Callable[[], tuple[str, ...]] | None = None
+    """Those that clients must know one of, asked at every call; see access.TokenFile."""
+    certificate: tuple[bytes, bytes] | None = None
+    """Chain and key, PEM."""
+    client_ca: bytes | None = None
+    """Ask clients for a certificate of this authority, PEM."""
+    read_only: bool = False
+    labels: tuple[tuple[str, str], ...] = ()
+    """Its failure domain, outermost first: rack, host …"""
+    buffer_bytes: int = 256 << 20
+    buffer_wait_seconds: float = 20.0
+    """How long an append waits for a buffer."""
+    lease_seconds: float = 60.0
+    """How long an upload lives without a word from its client."""
+    pass_descriptors: bool = True
+    """Let clients on this host read and write the files by themselves; see near.py."""
+
+
+class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses every call without a right token, before anything of it is read."""
+
+    def __init__(self, tokens: Callable[[], tuple[str, ...]]) -> None:
+        self._tokens = tokens
+
+    def start_call(self, info: flight.CallInfo, headers: dict[str, list[Any]]) -> None:
+        given = [h if isinstance(h, bytes) else h.encode() for h in headers.get("authorization", [])]
+        right = [f"Bearer {token}".encode() for token in self._tokens()]
+        if not any(hmac.compare_digest(g, r) for g in given for r in right):
+            raise flight.FlightUnauthenticatedError("a wrong or missing token; give the one of this node (--token-file)")
+
+
+class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
+    """Serves a device until `shutdown`. Context manager; `port` is the one it listens on."""
+
+    def __init__(self, device: Device, host: str = "127.0.0.1", port: int = 0, options: NodeOptions | None = None) -> None:
+        options = options or NodeOptions()
+        scheme = "grpc+tls" if options.certificate else "grpc+tcp"
+        self._device = device
+        self._options = options
+        self._buffers = BufferPool(options.buffer_bytes)
+        self.identity = device.identity()
+        self.uploads = UploadLeases(device.store, self._unpromised_bytes, options.lease_seconds)
+        self.counters: dict[tuple[str, str], float] = {}
+        self._outgoing: set[_OutgoingObject] = set()
+        self._count_lock = threading.Lock()
+        self.is_draining = False
+        verbs = [name.removeprefix("_verb_") for name in dir(self) if name.startswith("_verb_")]
+        self._handlers: dict[str, Callable[..., Any]] = {v.replace("_", "."): getattr(self, f"_verb_{v}") for v in verbs}
+        device.lock()
+        self._fd_server = (
+            fd_passing_server.start_fd_passing(self._open_descriptors, options.lease_seconds, options.tokens or tuple)
+            if options.pass_descriptors
+            else None
+        )
+        super().__init__(
+            f"{scheme}://{host}:{port}",
+            tls_certificates=[options.certificate] if options.certificate else None,
+            verify_client=options.client_ca is not None,
+            root_certificates=options.client_ca,
+            middleware={"token": _TokenMiddleware(options.tokens)} if options.tokens else None,
+        )
+        self._stop = threading.Event()
+        self._reaper = threading.Thread(target=self._expire_leases, name="ckpt-node-reaper", daemon=True)
+        self._reaper.start()
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def usage(self) -> tuple[int, int]:
+        """Bytes that the objects take, and bytes that are free for more."""
+        return self._device.usage()
+
+    def _unpromised_bytes(self, promised_bytes: int) -> int:
+        """Bytes that are free beside those promised to uploads, which are on the disk already, but in no listing."""
+        return self.usage()[1] - (promised_bytes if self._device.is_limited else 0)
+
+    def add_to_metric(self, metric: str, verb: str, by: float = 1) -> None:
+        """Add to a metric."""
+        with self._count_lock:
+            self.counters[metric, verb] = self.counters.get((metric, verb), 0) + by
+
+    def drain(self, seconds: float) -> int:
+        """Take no new objects, wait for those on their way; how many were thrown away at the end."""
+        self.is_draining = True
+        aborted_uploads = self.uploads.drain(seconds)
+        self._stop.set()
+        if self._fd_server is not None:
+            self._fd_server.close()
+        return aborted_uploads
+
+    def _expire_leases(self) -> None:
+        while not self._stop.wait(min(5.0, self._options.lease_seconds / 2)):
+            for name in self.uploads.expire():
+                log.warning("upload of %s was thrown away: nothing came for %g s", name, self._options.lease_seconds)
+            with self._count_lock:
+                sending = list(self._outgoing)
+            for each in sending:
+                if each.expire(self._options.lease_seconds):
+                    log.warning("%s is closed: its reader took nothing for %g s", each.name, self._options.lease_seconds)
+
+    # --- Flight ------------------------------------------------------------------------------------------------
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
+        return self._run_handler(action.type, lambda: self._run_action(action))
+
+    def _run_action(self, action: flight.Action) -> Iterator[flight.Result]:
+        verb = self._handlers.get(action.type)
+        if verb is None:
+            raise InvalidArgument(
+                f"this node knows no {action.type!r}: it speaks version {wire.PROTOCOL_VERSION} of the protocol"
+            )
+        if action.body.size > wire.MESSAGE_BYTES:
+            raise InvalidArgument(f"a message of {action.body.size} bytes is too long; {wire.MESSAGE_BYTES} is the most")
+        answer = verb(*wire.unpack(action.body))
+        for part in answer if isinstance(answer, _PartedAnswer) else [answer]:
+            yield flight.Result(wire.pack(part))
+
+    def do_put(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader, writer: flight.FlightMetadataWriter,
+    ) -> None:  # fmt: skip
+        def receive() -> Iterator[int]:
+            key, nbytes, expected = wire.unpack(descriptor.command)
+            if not 0 <= nbytes <= wire.MESSAGE_BYTES:
+                raise InvalidArgument(f"an append of {nbytes} bytes is refused; {wire.MESSAGE_BYTES} is the most")
+            with self._buffers.borrow(nbytes, self._options.buffer_wait_seconds) as loan:
+                for chunk in reader:
+                    data = wire.from_record_batch(chunk.data)
+                    if loan.filled_bytes + len(data) > nbytes:
+                        raise InvalidArgument(f"more came than the {nbytes} bytes that were announced")
+                    loan.append(data)
+                if loan.filled_bytes < nbytes:
+                    raise IntegrityError(f"{loan.filled_bytes} of {nbytes} bytes came; send the append again")
+                with loan.full_view() as came:
+                    if transfer_digest(came) != expected:
+                        raise IntegrityError("the bytes that came are not those that were sent; send the append again")
+                    failpoint("node.append")
+                    position = self.uploads.append(key, came)
+            self.add_to_metric("bytes_received", "put", nbytes)
+            writer.write(pa.py_buffer(wire.pack(position)))
+            yield position
+
+        for _ in self._run_handler("put", receive):
+            pass
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
+        return next(iter(self._run_handler("get", lambda: iter([self._stream_object(ticket)]))))
+
+    def _stream_object(self, ticket: flight.Ticket) -> flight.FlightDataStream:
+        name, position, nbytes = wire.unpack(ticket.ticket)
+        if min(position, nbytes) < 0:
+            raise InvalidArgument(f"{name} has no {nbytes} bytes at {position}")
+        failpoint("node.get")
+        sending = _OutgoingObject(name, self._device.store.open(name))
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            done = 0
+            with self._track_outgoing(sending):
+                while done < nbytes:
+                    length = min(_READ_BYTES, nbytes - done)
+                    buffer = pa.allocate_buffer(length)
+                    got = sending.read_into(position + done, memoryview(buffer))
+                    self.add_to_metric("bytes_sent", "get", got)
+                    if got:
+                        column = pa.Array.from_buffers(pa.uint8(), got, [None, buffer])
+                        yield pa.RecordBatch.from_arrays([column], schema=wire.SCHEMA)
+                    if got < length:
+                        return
+                    done += got
+
+        return flight.GeneratorStream(wire.SCHEMA, self._run_handler("get.read", batches))
+
+    @contextmanager
+    def _track_outgoing(self, outgoing: _OutgoingObject) -> Iterator[None]:
+        """An object is on its way to a client."""
+        with self._count_lock:
+            self._outgoing.add(outgoing)
+        try:
+            yield
+        finally:
+            with self._count_lock:
+                self._outgoing.discard(outgoing)
+            outgoing.close()
+
+    def _run_handler(self, verb: str, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Run a handler; its errors go to the client with their kind."""
+        began = time.perf_counter()
+        try:
+            yield from work()
+            self.add_to_metric("calls", verb)
+        except flight.FlightError:
+            raise
+        except Exception as error:
+            self.add_to_metric("errors", verb)
+            reported_error = _log_and_convert_error(verb, error)
+            raise flight.FlightServerError(str(reported_error), extra_info=wire.encode_error(reported_error)) from error
+        finally:
+            self.add_to_metric("seconds", verb, time.perf_counter() - began)
+
+    # --- objects -----------------------------------------------------------------------------------------------
+
+    def _require_writable(self) -> None:
+        if self._options.read_only:
+            raise Unavailable("this node is read-only")
+        if self.is_draining:
+            raise Unavailable("this node is shutting down and takes nothing new")
+
+    def _verb_put(self, name: str, data: bytes, new: bool) -> None:
+        self._require_writable()
+        if len(data) > (free := self.usage()[1]):
+            raise NoSpace(f"{name} of {len(data)} bytes does not fit: {free} bytes are free on this node")
+        (self._device.store.put_new if new else self._device.store.put)(name, data)
+
+    def _verb_create(self, name: str, size_hint: int) -> str:
+        self._require_writable()
+        if size_hint < 0:
+            raise InvalidArgument(f"{name} can't have {size_hint} bytes")
+        return self.uploads.create(check_name(name), size_hint)
+
+    def _verb_reserve(self, key: str, needed_bytes: int, wanted_bytes: int) -> int:
+        return self.uploads.reserve(key, needed_bytes, wanted_bytes)
+
+    def _verb_commit(self, key: str, length: int | None = None) -> int:
+        """length: of what a client of this host wrote by itself."""
+        failpoint("node.commit")
+        committed = self.uploads.commit(key, length)
+        if length is not None:
+            self.add_to_metric("bytes_near", "put", length)
+        failpoint("node.committed")
+        return committed
+
+    def _verb_abort(self, key: str) -> None:
+        self.uploads.abort(key)
+
+    def _verb_exists(self, name: str) -> bool:
+        return self._device.store.exists(name)
+
+    def _verb_list(self, prefix: str) -> _PartedAnswer:
+        def parts() -> Iterator[list[Any]]:
+            part: list[Any] = []
+            for entry in self._device.store.list(prefix):
+                part.append([entry.name, entry.nbytes])
+                if len(part) == _LIST_ENTRIES:
+                    yield part
+                    part = []
+            yield part
+
+        return _PartedAnswer(parts())
+
+    def _verb_inventory(self) -> _PartedAnswer:
+        every = [[name, nbytes, age] for name, (nbytes, age) in self._device.inventory().items()]
+        return _PartedAnswer(every[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(every)), _LIST_ENTRIES))
+
+    def _verb_folders(self, prefix: str) -> list[str]:
+        return list(self._device.store.list_folders(prefix))
+
+    def _verb_delete(self, names: list[str]) -> None:
+        self._require_writable()
+        self._device.store.delete(names)
+
+    def _verb_sweep(self, prefix: str) -> None:
+        """Temporary files belong to the uploads of this node, which expire by themselves."""
+
+    def _verb_verify(self, name: str, ranges: list[Any]) -> list[int]:
+        """Read ranges here, where the disk is, and answer the numbers of those that are not as their cells say."""
+        return self._device.verify(name, [(position, nbytes, cells) for position, nbytes, cells in ranges])
+
+    def _verb_link(self, name: str, to: str) -> None:
+        """Give an object a second name."""
+        self._require_writable()
+        self._device.link(check_name(name), check_name(to))
+
+    def _verb_quarantine(self, name: str) -> None:
+        """Keep a rotten object for whoever wants to know why, where no reader finds it."""
+        self._require_writable()
+        self._device.quarantine(name)
+
+    def _verb_near(self) -> list[Any] | None:
+        """Where clients of this host get descriptors; nothing where there are none."""
+        if self._fd_server is None:
+            return None
+        address = self._fd_server.address
+        return [address.socket_name, address.secret, address.lease_seconds]
+
+    def _verb_info(self) -> list[Any]:
+        used, free = self.usage()
+        state = "draining" if self.is_draining else "read-only" if self._options.read_only else "serving"
+        labels = [list(label) for label in self._options.labels]
+        return [wire.PROTOCOL_VERSION, self.identity, used, free, state, labels, len(self.uploads)]
+
+    @contextmanager
+    def _open_descriptors(self, verb: str, argument: str) -> Iterator[list[int]]:
+        """What a client of this host reads an object by, or writes an upload by."""
+        self.add_to_metric("calls", f"near.{verb}")
+        if verb == "open":
+            failpoint("node.get")
+            fd = self._device.store.descriptor(argument)
+            try:
+                yield [fd]
+            finally:
+                os.close(fd)
+        elif verb == "append":
+            failpoint("node.append")
+            with self.uploads.descriptors(argument) as found:
+                yield found
+        else:
+            raise InvalidArgument(f"this node gives no descriptors to {verb!r}")
+
+    # --- registers ---------------------------------------------------------------------------------------------
+
+    def _verb_registers_read(self, names: list[str], fence_number: int) -> list[Any]:
+        return wire.encode_answers(self._device.registers.read(names, fence_number))
+
+    def _verb_registers_prepare(self, names: list[str], ballot: list[Any], fence_number: int) -> list[Any]:
+        self._require_registers_writable()
+        return wire.encode_answers(self._device.registers.prepare(names, Ballot(*ballot), fence_number))
+
+    def _verb_registers_accept(
+        self, values: list[Any], ballot: list[Any], repair_damaged: bool, fence_number: int
+    ) -> list[bool]:
+        self._require_registers_writable()
+        return self._device.registers.accept(
+            [(n, RegisterValue(*v)) for n, v in values], Ballot(*ballot), repair_damaged, fence_number
+        )
+
+    def _verb_registers_change(self, changes: list[Any], writer: str, fence_number: int) -> list[bool]:
+        self._require_registers_writable()
+        return self._device.registers.change(wire.decode_changes(changes), writer, fence_number)
+
+    def _verb_registers_scan(self, prefix: str, after: str, limit: int, fence_number: int) -> list[Any]:
+        found = self._device.registers.scan(prefix, after, min(limit, 10_000), fence_number)
+        return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
+
+    def _verb_registers_anew(self) -> None:
+        self._require_registers_writable()
+        self._device.registers.reset()
+
+    def _verb_registers_complete(self) -> None:
+        self._require_registers_writable()
+        self._device.registers.mark_complete()
+
+    def _verb_registers_fence(self, fence_number: int) -> bool:
+        self._require_registers_writable()
+        return self._device.registers.fence(fence_number)
+
+    def _verb_registers_collect(self, expected_ballots: list[Any], fence_number: int) -> int:
+        self._require_registers_writable()
+        return self._device.registers.collect([(name, Ballot(*ballot)) for name, ballot in expected_ballots], fence_number)
+
+    def _verb_registers_learn(self, name: str, value: list[bytes]) -> None:
+        self._require_registers_writable()
+        self._device.registers.learn(name, RegisterValue(*value))
+
+    def _verb_registers_join(self, fence_number: int, kept_prefix: str) -> None:
+        self._require_registers_writable()
+        self._device.registers.join_ring(fence_number, kept_prefix)
+
+    def _verb_registers_drop(self, names: list[str], fence_number: int) -> None:
+        self._require_registers_writable()
+        self._device.registers.drop(names, fence_number)
+
+    def _require_registers_writable(self) -> None:
+        if self._options.read_only:
+            raise Unavailable("this node is read-only")
+
+
+class _OutgoingObject:
+    """An object that a client reads. Flight has no way to end the call of one that takes nothing, but the file need not stay
+    open for it: who deletes it wants its space."""
+
+    def __init__(self, name: str, reader: Reader) -> None:
+        self.name = name
+        self._reader: Reader | None = reader
+        self._lock = threading.Lock()
+        self._last_read_at = time.monotonic()
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        with self._lock:
+            if self._reader is None:
+                raise Unavailable(f"{self.name} was closed, for nothing of it was taken for too long; read it again")
+            got = self._reader.read_into(position, buffer)
+            self._last_read_at = time.monotonic()
+            return got
+
+    def expire(self, seconds: float) -> bool:
+        """Close the file where nothing was asked of it for so long."""
+        with self._lock:
+            if self._reader is None or time.monotonic() - self._last_read_at < seconds:
+                return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+
+
+def _log_and_convert_error(verb: str, error: Exception) -> CkptError:
+    """What the client of a call that failed is told. It is logged: in one event."""
+    if isinstance(error, NotFound):
+        return error
+    if isinstance(error, CkptError | ValueError | TypeError):  # the last two: what came is not of this protocol
+        client_error = error if isinstance(error, CkptError) else InvalidArgument(f"{verb} was called wrongly: {error}")
+        log.info("%s refused: %s", verb, client_error)
+        return client_error
+    log.error("%s failed: %s", verb, error, exc_info=error)
+    return StoreError(f"the node failed in {verb}: {error}; see its log")
+
+
+class _PartedAnswer:
+    """An answer in several messages."""
+
+    def __init__(self, parts: Iterator[Any]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._parts

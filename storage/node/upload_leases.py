@@ -1,0 +1,179 @@
+"""Objects that clients of a node are writing: each has a lease, so that a client that vanished pins nothing."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
+from ckpt.storage.local.directory import LocalStore, LocalWriter
+
+
+class LeasedUpload:
+    """One object on its way."""
+
+    def __init__(self, name: str, writer: LocalWriter, reserved_bytes: int) -> None:
+        self.name = name
+        self.writer = writer
+        self.reserved_bytes = reserved_bytes
+        self.reserve_lock = threading.Lock()
+        self.touched_at = time.monotonic()
+        self.active_calls = 0  # calls that use the writer now
+
+
+class UploadLeases:
+    """All objects on their way into one store, and the space that is promised to them.
+
+    free: bytes that may still be promised where so many are.
+    """
+
+    def __init__(self, store: LocalStore, unpromised_bytes: Callable[[int], int], lease_seconds: float) -> None:
+        self._store = store
+        self._unpromised_bytes = unpromised_bytes
+        self._lease_seconds = lease_seconds
+        self._changed = threading.Condition()
+        self._uploads: dict[str, LeasedUpload] = {}
+        self._is_closed = False
+
+    def create(self, name: str, size_hint: int) -> str:
+        """Begin an object; NoSpace where its length would not fit beside what is promised to others."""
+        with self._changed:
+            if self._is_closed:
+                raise Unavailable("this node is shutting down and takes nothing new")
+            free = self._free_bytes()
+            if size_hint > free:
+                raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node")
+        upload = LeasedUpload(name, self._store.create(name, size_hint), size_hint)
+        key = secrets.token_hex(16)
+        with self._changed:
+            if self._is_closed:
+                upload.writer.abort()
+                raise Unavailable("this node is shutting down and takes nothing new")
+            self._uploads[key] = upload
+        return key
+
+    def append(self, key: str, data: memoryview) -> int:
+        """Append to an object; the position of the data in it."""
+        upload = self._acquire(key)
+        try:
+            return upload.writer.append(data)
+        finally:
+            self._release(upload)
+
+    @contextmanager
+    def descriptors(self, key: str) -> Iterator[list[int]]:
+        """The open files of an object, for its client to write through, and for nobody else then."""
+        upload = self._acquire(key)
+        try:
+            yield upload.writer.descriptors()
+        finally:
+            self._release(upload)
+
+    def reserve(self, key: str, needed_bytes: int, wanted_bytes: int) -> int:
+        """Promise space for `wanted` bytes of an object in all, or for fewer, but for no less than `needed`; for how many.
+
+        Raises NoSpace.
+        """
+        upload = self._acquire(key)
+        try:
+            with upload.reserve_lock:
+                before = upload.reserved_bytes
+                if needed_bytes <= before:
+                    return before
+                with self._changed:
+                    free = self._free_bytes()
+                    upload.reserved_bytes = max(needed_bytes, min(wanted_bytes, before + free))
+                try:
+                    if needed_bytes > before + free:
+                        raise NoSpace(
+                            f"{needed_bytes - before} more bytes of {upload.name} do not fit: {free} are free on this node"
+                        )
+                    return self._reserve_file(upload, needed_bytes)
+                except BaseException:
+                    upload.reserved_bytes = before
+                    raise
+        finally:
+            self._release(upload)
+
+    def _reserve_file(self, upload: LeasedUpload, needed_bytes: int) -> int:
+        try:
+            upload.writer.reserve(upload.reserved_bytes)
+        except NoSpace:
+            upload.reserved_bytes = needed_bytes
+            upload.writer.reserve(needed_bytes)
+        return upload.reserved_bytes
+
+    def _free_bytes(self) -> int:
+        """Bytes that may still be promised. Under the lock."""
+        return max(0, self._unpromised_bytes(sum(u.reserved_bytes for u in self._uploads.values())))
+
+    def commit(self, key: str, length: int | None = None) -> int:
+        """Make the object durable and visible; its length, which its client says where it has written by itself."""
+        upload = self._remove_when_idle(key)
+        try:
+            return upload.writer.commit(length)
+        finally:
+            upload.writer.abort()
+
+    def abort(self, key: str) -> None:
+        """Throw an object away. Harmless where it is gone."""
+        try:
+            upload = self._remove_when_idle(key)
+        except NotFound:
+            return
+        upload.writer.abort()
+
+    def expire(self) -> list[str]:
+        """Throw away the objects whose clients have been silent for too long; their names."""
+        with self._changed:
+            oldest_allowed = time.monotonic() - self._lease_seconds
+            expired = {k: u for k, u in self._uploads.items() if u.touched_at < oldest_allowed and not u.active_calls}
+            for key in expired:
+                del self._uploads[key]
+        for upload in expired.values():
+            upload.writer.abort()
+        return [upload.name for upload in expired.values()]
+
+    def drain(self, seconds: float) -> int:
+        """Take nothing new and wait until all is done; the number of objects that did not make it, which are thrown away."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._uploads, seconds)
+            unfinished, self._uploads = list(self._uploads.values()), {}
+        for upload in unfinished:
+            upload.writer.abort()
+        return len(unfinished)
+
+    def __len__(self) -> int:
+        return len(self._uploads)
+
+    def _acquire(self, key: str) -> LeasedUpload:
+        with self._changed:
+            upload = self._uploads.get(key)
+            if upload is None:
+                raise NotFound(
+                    f"there is no upload {key[:8]}: it was committed, or thrown away because nothing came for "
+                    f"{self._lease_seconds:g} s; write the object anew"
+                )
+            upload.active_calls += 1
+            upload.touched_at = time.monotonic()
+            return upload
+
+    def _release(self, upload: LeasedUpload) -> None:
+        with self._changed:
+            upload.active_calls -= 1
+            upload.touched_at = time.monotonic()
+            self._changed.notify_all()
+
+    def _remove_when_idle(self, key: str) -> LeasedUpload:
+        """An upload whose last call this is, once no other uses it."""
+        upload = self._acquire(key)
+        with self._changed:
+            self._uploads.pop(key, None)
+            upload.active_calls -= 1
+            self._changed.wait_for(lambda: not upload.active_calls, self._lease_seconds)
+            self._changed.notify_all()
+        return upload

@@ -1,0 +1,379 @@
+"""Registers in one SQLite file: thousands of small changes a second with one fsync a batch, and listings by index.
+
+For a local file system: the write-ahead log is shared through memory by the processes of one host.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from ckpt.storage.base.errors import Outdated, StoreError
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.file_system_kind import require_local_file_system
+from ckpt.storage.registers.base import (
+    BODY_BYTES,
+    NO_BALLOT,
+    REGISTERS_INCOMPLETE,
+    Ballot,
+    DamagedRecord,
+    DirectChange,
+    Record,
+    RegisterAnswer,
+    Registers,
+    RegisterValue,
+    can_accept,
+    can_change_directly,
+    can_collect,
+    decode_ballot,
+    encode_ballot,
+    final_record,
+    is_final,
+    record_checksum,
+    require_same_value,
+    with_floor_promise,
+    with_promise,
+)
+from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outdated_message
+
+_MAX_BATCH_CALLS = 64
+"""Calls that share a transaction at most."""
+
+_BUSY_SECONDS = 30.0
+"""How long a call waits for another process's batch."""
+
+T = TypeVar("T")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS registers (
+    name TEXT PRIMARY KEY, promised BLOB NOT NULL, accepted BLOB NOT NULL, sum INTEGER NOT NULL, head_sum INTEGER NOT NULL,
+    head BLOB, body BLOB
+);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value)
+"""
+
+_READ_SQL = "SELECT promised, accepted, sum, head, body FROM registers WHERE name = ?"
+_WRITE_SQL = (
+    "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+class SqliteRegisters(Registers):
+    """The registers in the file at `path`, which is made when first written to."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._owner_pid = os.getpid()
+        self._queued_calls: deque[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = deque()
+
+    def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
+        if not self._exists():
+            return [REGISTERS_INCOMPLETE] * len(names)
+        with self._read_snapshot("reading") as db:
+            _require_current_fence(db, fence_number)
+            return [_read_record(db, name) for name in names]
+
+    def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
+        def promise(db: sqlite3.Connection) -> list[RegisterAnswer]:
+            answers: list[RegisterAnswer] = []
+            for name in names:
+                record = _read_record(db, name)
+                if (new := with_promise(record, ballot)) is not None:
+                    _write_record(db, name, new)
+                answers.append(new or record)
+            return answers
+
+        return self._write_in_batch(promise, fence_number)
+
+    def accept(
+        self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
+    ) -> list[bool]:
+        def take(db: sqlite3.Connection) -> list[bool]:
+            answers = []
+            for name, value in values:
+                is_accepted = can_accept(_read_record(db, name), ballot, repair_damaged)
+                if is_accepted:
+                    _write_record(db, name, Record(ballot, ballot, value))
+                answers.append(is_accepted)
+            return answers
+
+        return self._write_in_batch(take, fence_number)
+
+    def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
+        def take(db: sqlite3.Connection) -> list[bool]:
+            answers = []
+            for change in changes:
+                is_changed = can_change_directly(_read_record(db, change.name), change)
+                if is_changed:
+                    ballot = change.expected.next_step(writer)
+                    _write_record(db, change.name, Record(ballot, ballot, change.value))
+                answers.append(is_changed)
+            return answers
+
+        return self._write_in_batch(take, fence_number)
+
+    def reset(self) -> None:
+        with self._lock:
+            if self._connection is not None and self._owner_pid == os.getpid():
+                self._connection.close()
+            self._connection = None
+            old_path = f"{self._path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
+            for end in ("", "-wal", "-shm"):
+                if os.path.exists(self._path + end):
+                    os.replace(self._path + end, old_path + end)
+
+    def mark_complete(self) -> None:
+        self._write_in_batch(lambda db: _write_fact(db, "complete", 1))
+
+    def fence(self, fence_number: int) -> bool:
+        return self._write_in_batch(lambda db: _advance_fence(db, fence_number))
+
+    def learn(self, name: str, value: RegisterValue) -> None:
+        def note(db: sqlite3.Connection) -> None:
+            if is_final(current := _read_record(db, name)):
+                require_same_value(current, name, value)
+            else:
+                _write_record(db, name, final_record(value))
+
+        self._write_in_batch(note)
+
+    def join_ring(self, fence_number: int, kept_prefix: str) -> None:
+        def begin(db: sqlite3.Connection) -> None:
+            if _advance_fence(db, fence_number):
+                db.execute("DELETE FROM registers WHERE substr(name, 1, ?) <> ?", (len(kept_prefix), kept_prefix))
+                _write_fact(db, "complete", 1)
+
+        self._write_in_batch(begin)
+
+    def drop(self, names: Sequence[str], fence_number: int) -> None:
+        self._write_in_batch(
+            lambda db: db.executemany("DELETE FROM registers WHERE name = ?", [(n,) for n in names]), fence_number
+        )
+
+    def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
+        def forget(db: sqlite3.Connection) -> int:
+            number = _read_fact(db, "epoch")
+            removed_names = [
+                (name,) for name, ballot in expected_ballots if can_collect(_read_record(db, name), ballot, number)
+            ]
+            return db.executemany("DELETE FROM registers WHERE name = ?", removed_names).rowcount if removed_names else 0
+
+        return self._write_in_batch(forget, fence_number)
+
+    def scan(
+        self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
+    ) -> list[tuple[str, RegisterAnswer]]:
+        if not self._exists():
+            return []
+        with self._read_snapshot("listing") as db:
+            _require_current_fence(db, fence_number)
+            rows = db.execute(
+                "SELECT name, promised, accepted, head_sum, head FROM registers "
+                "WHERE name >= ? AND name < ? AND name > ? ORDER BY name LIMIT ?",
+                (prefix, _prefix_end(prefix), after, limit),
+            )
+            number = _read_fact(db, "epoch")
+            found = [(row[0], _decode_head(*row)) for row in rows]
+            return [(name, with_floor_promise(each, number) if isinstance(each, Record) else each) for name, each in found]
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None and self._owner_pid == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    # --- the file ----------------------------------------------------------------------------------------------
+
+    def _exists(self) -> bool:
+        return self._connection is not None or os.path.exists(self._path)
+
+    def _write_in_batch(self, work: Callable[[sqlite3.Connection], T], fence_number: int = 0) -> T:
+        """Do some work, durably. What other threads want meanwhile goes into one transaction, with one fsync: whoever gets
+        the lock does the work of all who wait."""
+
+        def checked(db: sqlite3.Connection) -> T:
+            _require_current_fence(db, fence_number)
+            _advance_fence(db, fence_number)
+            return work(db)
+
+        result: Future[T] = Future()
+        self._queued_calls.append((checked, result))
+        try:
+            with self._locked_connection("writing") as db:
+                while not result.done():
+                    self._commit_batch(db)
+        except BaseException:
+            with suppress(ValueError):
+                self._queued_calls.remove((checked, result))
+            raise
+        return result.result()
+
+    def _commit_batch(self, db: sqlite3.Connection) -> None:
+        batch: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = []
+        while self._queued_calls and len(batch) < _MAX_BATCH_CALLS:
+            batch.append(self._queued_calls.popleft())
+        outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for work, future in batch:
+                db.execute("SAVEPOINT one")
+                try:
+                    outcomes.append((future, work(db), None))
+                except sqlite3.Error:
+                    raise
+                except Exception as error:  # of this work alone
+                    db.execute("ROLLBACK TO one")
+                    outcomes.append((future, None, error))
+                db.execute("RELEASE one")
+            failpoint("registers.commit")
+            db.execute("COMMIT")
+        except BaseException as error:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            for _, future in batch:
+                future.set_exception(_as_store_error(self._path, "writing", error))
+            return
+        failpoint("registers.committed")
+        for future, found, failed in outcomes:
+            if failed is None:
+                future.set_result(found)
+            else:
+                future.set_exception(failed)
+
+    @contextmanager
+    def _read_snapshot(self, action: str) -> Iterator[sqlite3.Connection]:
+        """For several reads of one moment: another process may fence and drop between them."""
+        with self._locked_connection(action) as db:
+            db.execute("BEGIN")
+            try:
+                yield db
+            finally:
+                db.execute("COMMIT")
+
+    @contextmanager
+    def _locked_connection(self, action: str) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                yield self._connect()
+            except (sqlite3.Error, OSError) as error:
+                raise _as_store_error(self._path, action, error) from error
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._owner_pid != os.getpid():  # a forked child must not use its parent's connection, not even to close it
+            self._connection, self._owner_pid = None, os.getpid()
+        if self._connection is None:
+            require_local_file_system(
+                os.path.dirname(self._path), "registers",
+                "use a disk of this host, and reach it from others through a ckpt-node (ckpt://HOST:PORT/…)",
+            )  # fmt: skip
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            try:
+                (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+                if mode != "wal":
+                    raise sqlite3.OperationalError(f"no write-ahead log here (journal mode {mode})")
+                db.execute("PRAGMA synchronous = FULL")
+                db.execute("PRAGMA cache_size = -65536")
+                db.executescript(_SCHEMA)
+            except BaseException:
+                db.close()
+                raise
+            self._connection = db
+        return self._connection
+
+
+def _as_store_error(path: str, action: str, error: BaseException) -> BaseException:
+    """An error of SQLite or the system as ours; any other as it is."""
+    if not isinstance(error, sqlite3.Error | OSError):
+        return error
+    store_error = StoreError(f"{action} the registers in {path} failed: {error}; {_error_advice(error)}")
+    store_error.__cause__ = error
+    return store_error
+
+
+def _require_current_fence(db: sqlite3.Connection, fence_number: int) -> None:
+    if fence_number and order_key(fence_number) < order_key(fence := _read_fact(db, "epoch")):
+        raise Outdated(outdated_message(fence, fence_number))
+
+
+def _advance_fence(db: sqlite3.Connection, fence_number: int) -> bool:
+    """Fence by a number; whether it is higher than the one before."""
+    before = _read_fact(db, "epoch")
+    after = advance_fence(before, fence_number)
+    if after != before:
+        _write_fact(db, "epoch", after)
+    return order_key(after) > order_key(before)
+
+
+def _read_fact(db: sqlite3.Connection, name: str) -> int:
+    row = db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _write_fact(db: sqlite3.Connection, name: str, value: int) -> None:
+    db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+
+def _read_record(db: sqlite3.Connection, name: str) -> RegisterAnswer:
+    row = db.execute(_READ_SQL, (name,)).fetchone()
+    if row is None:
+        return with_floor_promise(Record(), _read_fact(db, "epoch")) if _read_fact(db, "complete") else REGISTERS_INCOMPLETE
+    promised, accepted, total, head, body = row
+    value = None if head is None else RegisterValue(head, body or b"")
+    try:
+        if record_checksum(name, promised, accepted, value) == total:
+            found = Record(decode_ballot(promised), decode_ballot(accepted), value)
+            return found if value is not None else with_floor_promise(found, _read_fact(db, "epoch"))
+    except (TypeError, ValueError, AttributeError):
+        pass  # SQLite stores any type in any column
+    return DamagedRecord("its checksum does not match")
+
+
+def _decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: bytes | None) -> RegisterAnswer:
+    value = None if head is None else RegisterValue(head)
+    try:
+        if record_checksum(name, promised, accepted, value) == total:
+            return Record(decode_ballot(promised), decode_ballot(accepted), value)
+    except (TypeError, ValueError, AttributeError):
+        pass
+    return DamagedRecord("the checksum of its head does not match")
+
+
+def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
+    value = record.value
+    if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
+        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes {BODY_BYTES}")
+    promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
+    total = record_checksum(name, promised, accepted, value)
+    of_head = record_checksum(name, promised, accepted, value and RegisterValue(value.head))
+    db.execute(_WRITE_SQL, (name, promised, accepted, total, of_head, value and value.head, value and value.body))
+
+
+def _prefix_end(prefix: str) -> str:
+    """The least string above all that begin with `prefix`."""
+    if not prefix:
+        return "\U0010ffff"
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
+def _error_advice(error: Exception) -> str:
+    text = str(error)
+    if "full" in text:
+        return "free space on this disk"
+    if "malformed" in text or "not a database" in text:
+        return "the file is damaged: run `ckpt-node admin repair`, which takes the records from the other members"
+    if "locked" in text or "locking" in text or "log" in text:
+        return "it must lie on a local file system; put a ckpt-node in front of a mounted one"
+    return "check the disk and the permissions of the folder"
+
+
+assert encode_ballot(NO_BALLOT) < encode_ballot(NO_BALLOT.next_step("a"))

@@ -1,0 +1,354 @@
+"""Any other fsspec URL as a store: memory://, hdfs://, sftp://, ftp://, … With the promises that fsspec can keep.
+
+- Visible at once or not at all: where the file system can rename, an object is written under a temporary name and
+  renamed; where it cannot, it is an object store or the like, where a file appears when it is complete.
+- Durable: as far as closing a file makes it so; fsspec has no fsync. For local disks use a path or file://.
+- `put_new`: exact between the threads of a process, and between processes where the file system's own exclusive
+  create is (object stores). Elsewhere it looks first and writes then, and two processes at once can both win.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from ckpt.storage.base.errors import AlreadyExists, Changed, NotFound, StoreError, UnknownScheme, first_line
+from ckpt.storage.base.store import (
+    ALIGNMENT,
+    Buffer,
+    Entry,
+    Reader,
+    Store,
+    Version,
+    Writer,
+    check_name,
+    is_name,
+    require_length,
+)
+
+_TEMPORARY_SUFFIX = ".ckpt-tmp"
+
+# File systems whose calls may overlap. The others may hold one connection (FTP, SFTP, SMB): one call at a time.
+_PARALLEL_PROTOCOLS = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
+
+_call_lock = threading.RLock()  # fsspec shares one connection between equal URLs, so the lock is for all of them
+_put_new_lock = threading.Lock()
+
+
+class FsspecStore(Store):
+    """A folder in any file system that fsspec knows. Options go into the environment or fsspec's own config files."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url if url.endswith("://") else url.rstrip("/")
+        self._fs, root = _open_file_system(url)
+        self._root = root.rstrip("/")
+        # A class without a rename of its own copies and deletes: then a direct write is as atomic, and cheaper.
+        find = type(self._fs)._find if isinstance(self._fs, AsyncFileSystem) else type(self._fs).find
+        self._has_native_find = find not in (
+            AsyncFileSystem._find,
+            AbstractFileSystem.find,
+        )  # else fsspec walks, and leaves out errors
+        self._has_native_rename = type(self._fs).mv is not AbstractFileSystem.mv
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        parallel = bool(self._fs.async_impl or protocols & _PARALLEL_PROTOCOLS)
+        self._call_guard: AbstractContextManager[Any] = nullcontext() if parallel else _call_lock
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: Buffer) -> None:
+        path = self._path(name)
+        with self._convert_errors("writing", path):
+            self._write_object(path, bytes(data))
+
+    def put_new(self, name: str, data: Buffer) -> None:
+        path = self._path(name)
+        with _put_new_lock, self._convert_errors("writing", path):
+            self._fs.invalidate_cache()
+            if self._fs.exists(path):
+                raise FileExistsError(path)
+            if self._has_native_rename:
+                self._write_object(path, bytes(data))
+                return
+            self._make_parent(path)
+            try:
+                self._fs.pipe_file(path, bytes(data), mode="create")
+            except (TypeError, NotImplementedError):  # written before fsspec had the mode
+                self._fs.pipe_file(path, bytes(data))
+
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
+        """As in `Store`. Where the file system renames, a successor's sweep removes what was prepared. It may still lose a
+        race: not every rename refuses a name that exists, and nothing is known of listings that come from a cache."""
+        if not self._has_native_rename:
+            super().publish(name, data, confirm, replaces)
+            return
+        path = self._path(name)
+        temporary = _temporary_path(path)
+        try:
+            with self._convert_errors("writing", path):
+                self._make_parent(path)
+                self._fs.pipe_file(temporary, bytes(data))
+            confirm()
+            with _put_new_lock:
+                current = self.get(name) if self.exists(name) else None
+                if replaces is None and current is not None:
+                    raise AlreadyExists(f"publishing {path} in {self.url}: it exists already")
+                if current != replaces:
+                    raise Changed(f"publishing {path} in {self.url}: another writer has changed it meanwhile")
+                try:
+                    with self._convert_errors("publishing", path):
+                        self._move(temporary, path)
+                except NotFound as error:
+                    raise Changed(f"publishing {path}: another writer has removed what was prepared for it") from error
+        except BaseException:
+            with suppress(Exception), self._call_guard:
+                self._fs.rm_file(temporary)
+            raise
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        return _FsspecWriter(self, self._path(name))
+
+    def _write_object(self, path: str, data: bytes) -> None:
+        self._make_parent(path)
+        if not self._has_native_rename:
+            self._fs.pipe_file(path, data)
+            return
+        temporary = _temporary_path(path)
+        try:
+            self._fs.pipe_file(temporary, data)
+            self._move(temporary, path)
+        except BaseException:
+            with suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
+
+    def _make_parent(self, path: str) -> None:
+        parent = path.rpartition("/")[0]
+        if parent:
+            self._fs.makedirs(parent, exist_ok=True)
+
+    def _move(self, source: str, target: str) -> None:
+        if not self._has_native_rename:
+            self._fs.cp_file(source, target)
+            self._fs.rm_file(source)
+            return
+        try:
+            self._fs.mv(source, target)
+        except Exception:
+            # Some servers rename only to a free name: then there is a moment without the object.
+            self._fs.invalidate_cache()
+            if not self._fs.exists(target) or not self._fs.exists(source):
+                raise
+            self._fs.rm_file(target)
+            self._fs.mv(source, target)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> bytes:
+        return self._get(name, None)
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._get(name, limit)
+
+    def _get(self, name: str, limit: int | None) -> bytes:
+        path = self._path(name)
+        require_length(f"{self.url}/{name}", self._object_bytes(path), limit)
+        with self._convert_errors("reading", path):
+            return bytes(self._fs.cat_file(path))
+
+    def open(self, name: str) -> Reader:
+        path = self._path(name)
+        return _FsspecReader(self, path, self._object_bytes(path))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        folder = self._folder(prefix)
+        with self._convert_errors("listing", folder):
+            found = self._find(folder)
+        for path, nbytes in found:
+            name = path.removeprefix(self._root).lstrip("/")
+            if is_name(name):
+                yield Entry(name, nbytes)
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        folder = self._folder(prefix)
+        with self._convert_errors("listing", folder):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(folder, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        for info in found:
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info["type"] == "directory" and is_name(name):
+                yield name
+
+    def _find(self, folder: str) -> Iterable[tuple[str, int]]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.find(folder, detail=True) if self._has_native_find else self._walk(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [(path, info["size"]) for path, info in found.items() if path.startswith(f"{folder}/")]
+
+    def _walk(self, folder: str) -> dict[str, Any]:
+        """All files below a folder. Unlike fsspec's own walk this raises where a folder can't be read: a listing that leaves
+        out what could not be read would make a sweep delete what that refers to."""
+        found = {}
+        for info in self._fs.ls(folder, detail=True):
+            path = info["name"].rstrip("/")
+            if info["type"] != "directory":
+                found[path] = info
+            elif path != folder:
+                with suppress(FileNotFoundError):  # deleted since the folder was read
+                    found |= self._walk(path)
+        return found
+
+    def _object_bytes(self, path: str) -> int:
+        with self._convert_errors("looking up", path):
+            self._fs.invalidate_cache()
+            try:
+                info = self._fs.info(path)
+            except NotADirectoryError as error:
+                raise FileNotFoundError(path) from error
+            if info["type"] == "directory":
+                raise FileNotFoundError(path)
+            return int(info["size"])
+
+    # --- deleting ----------------------------------------------------------------------------------------------
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._remove(self._path(name))
+
+    def sweep_temporaries(self, prefix: str) -> None:
+        folder = self._folder(prefix)
+        with self._convert_errors("listing", folder):
+            found = self._find(folder)
+        for path, _ in found:
+            last = path.rpartition("/")[2]
+            if last.startswith(".") and last.endswith(_TEMPORARY_SUFFIX):
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        with (
+            self._convert_errors("deleting", path),
+            suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+        ):
+            self._fs.rm_file(path)
+
+    # --- names and errors --------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _folder(self, prefix: str) -> str:
+        return self._path(prefix) if prefix else self._root
+
+    @contextmanager
+    def _convert_errors(self, action: str, path: str) -> Iterator[None]:
+        """Take a turn, and turn what the file system raises into a StoreError: each has errors of its own."""
+        where = f"{action} {path} in {self.url}"
+        try:
+            with self._call_guard:
+                yield
+        except StoreError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFound(f"{where}: no such object") from error
+        except FileExistsError as error:
+            raise AlreadyExists(f"{where}: it exists already") from error
+        except Exception as error:
+            raise StoreError(f"{where} failed: {error!r}; see the file system's own documentation") from error
+
+
+class _FsspecWriter(Writer):
+    """One sequential file handle, so appends take turns."""
+
+    def __init__(self, store: FsspecStore, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._temporary = _temporary_path(path)
+        self._lock = threading.Lock()
+        self._length = 0
+        with store._convert_errors("creating", path):
+            store._make_parent(path)
+            self._file: Any = store._fs.open(self._temporary, "wb")
+
+    def append(self, data: memoryview) -> int:
+        with self._lock, self._store._convert_errors("writing", self._path):
+            self._check_open()
+            position = -(-self._length // ALIGNMENT) * ALIGNMENT
+            for piece in (bytes(position - self._length), data):
+                while piece:
+                    piece = piece[self._file.write(piece) :]
+            self._length = position + len(data)
+            return position
+
+    def commit(self) -> int:
+        with self._lock, self._store._convert_errors("publishing", self._path):
+            self._check_open()
+            self._file.close()
+            self._store._move(self._temporary, self._path)
+            self._file = None
+            return self._length
+
+    def abort(self) -> None:
+        with self._lock:
+            file, self._file = self._file, None
+            if file is None:
+                return
+            with self._store._call_guard:
+                with suppress(Exception):
+                    file.close()
+                with suppress(Exception):
+                    self._store._fs.rm_file(self._temporary)
+
+    def _check_open(self) -> None:
+        if self._file is None:
+            raise StoreError(f"writing {self._path}: the writer was committed or aborted; create a new one")
+
+
+class _FsspecReader(Reader):
+    def __init__(self, store: FsspecStore, path: str, nbytes: int) -> None:
+        self._store = store
+        self._path = path
+        self._nbytes = nbytes
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        requested_bytes = min(len(buffer), self._nbytes - position)
+        if requested_bytes <= 0:
+            return 0
+        with self._store._convert_errors("reading", self._path):
+            data = self._store._fs.cat_file(self._path, start=position, end=position + requested_bytes)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _temporary_path(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/.{name[:150]}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}"
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    scheme = url.partition("://")[0]
+    try:
+        file_system, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise UnknownScheme(f"{url}: {error or 'a package is missing'} (for {scheme}:// URLs)") from error
+    except ValueError as error:
+        if scheme in fsspec.available_protocols():
+            raise StoreError(f"{url} cannot be opened: {error}; correct the URL") from error
+        raise UnknownScheme(
+            f"{url}: no store serves {scheme}:// URLs; use a path, file://, s3://, gs://, az:// "
+            '(pip install "ckpt-store[s3]"), or another scheme of fsspec'
+        ) from error
+    except Exception as error:  # some connect at once: each raises errors of its own
+        message = f"{url} cannot be opened ({first_line(error)}); check the host, the credentials and what it needs"
+        raise StoreError(message) from error
+    return file_system, root

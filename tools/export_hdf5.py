@@ -1,0 +1,43 @@
+"""A step as an HDF5 file: one dataset an array, ties as hard links, plain values in an attribute."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+from ckpt.tools.common import Advance, import_optional
+from ckpt.tools.step_contents import Array, Contents, as_raw, check_paths
+
+
+def write(contents: Contents, path: str, advance: Advance) -> list[str]:
+    """Write the file; return the names of arrays that are in it as plain integers."""
+    h5py = import_optional("h5py", "HDF5", "restore")
+    check_paths([*(a.name for a in contents.arrays), *contents.tied], "HDF5")
+    raw = {a.name: a.dtype for a in contents.arrays if not _is_supported(h5py, a)}
+    # From HDF5 1.8 (2008) on, attributes may be larger than 64 KiB: the plain values need that.
+    with h5py.File(path, "w", libver=("v108", "latest"), track_order=True) as file:
+        file.attrs["step"] = contents.checkpoint.step
+        if contents.values:
+            file.attrs["values"] = json.dumps(contents.values)
+        for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):
+            dtype, shape = array.raw if array.name in raw else (array.numpy, array.shape)
+            dataset = file.create_dataset(array.name, shape, dtype, fill_time="never")
+            if array.name in raw:
+                dataset.attrs["dtype"] = array.dtype
+            for _, box, data in pieces:
+                dataset[box.slices()] = as_raw(data) if array.name in raw else data
+                advance(data.nbytes)
+        for name, first in contents.tied.items():
+            file[name] = file[first]
+    return list(raw)
+
+
+def _is_supported(h5py: Any, array: Array) -> bool:
+    """Whether HDF5 keeps the array's type so that it comes back the same."""
+    if not array.is_numpy:
+        return False
+    try:
+        return bool(h5py.h5t.py_create(array.numpy, logical=True).dtype == array.numpy)
+    except (TypeError, ValueError):  # no such type: text, dates, elements without bytes
+        return False

@@ -1,0 +1,49 @@
+"""A step as a .npz file: a zip archive of .npy files, streamed one after the other, uncompressed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zipfile
+from typing import IO, Any
+
+import numpy as np
+
+from ckpt.storage.base.errors import CkptError
+from ckpt.tools.common import Advance
+from ckpt.tools.step_contents import Contents, as_raw
+
+_COMPANIONS = ("__values__", "__tied__", "__dtypes__")
+
+
+def write(contents: Contents, path: str, advance: Advance) -> list[str]:
+    """Write the file; return the names of arrays that are in it as plain integers."""
+    for array in contents.arrays:
+        if array.name in _COMPANIONS or "\0" in array.name:
+            raise CkptError(f"npz cannot hold a leaf of the name {array.name!r}; choose another format")
+    raw = {a.name: a.dtype for a in contents.arrays if not a.is_numpy}
+    with zipfile.ZipFile(path, "w") as archive:
+        for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):
+            dtype, shape = array.raw if array.name in raw else (array.numpy, array.shape)
+            with _open_entry(archive, array.name) as file:
+                _write_header(file, dtype, shape)
+                for _, _, data in pieces:
+                    file.write(np.ascontiguousarray(as_raw(data)).data)  # zipfile takes nothing but plain integers
+                    advance(data.nbytes)
+        for name, value in zip(_COMPANIONS, (contents.values, contents.tied, raw), strict=True):
+            if value:
+                with _open_entry(archive, name) as file:
+                    np.lib.format.write_array(file, np.array(json.dumps(value)), allow_pickle=False)
+    return list(raw)
+
+
+def _open_entry(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    return archive.open(zipfile.ZipInfo(name + ".npy"), "w", force_zip64=True)
+
+
+def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    try:
+        np.lib.format.write_array_header_1_0(file, described)
+    except ValueError:  # records of very many fields
+        np.lib.format.write_array_header_2_0(file, described)

@@ -1,0 +1,173 @@
+"""A file of a mount that is being written: in any order, each byte once, and made visible whenever that is asked for."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.file_io.writer import FileWriter
+from ckpt.aggregator.records.file_record import INLINE_BYTES, PathRecord, has_same_content
+
+_WINDOW_BYTES = 8 << 20
+_MAX_WINDOWS = 32
+"""Parts of a file that may be incomplete at a time; each takes 8 MiB."""
+
+
+class _WriteWindow:
+    """A part of a file in memory, until all of it was written."""
+
+    def __init__(self) -> None:
+        self.data = bytearray(_WINDOW_BYTES)
+        self.filled: list[tuple[int, int]] = []  # in order, apart from each other
+
+    def put(self, begin: int, data: bytes) -> bool:
+        """Take bytes; whether the window is full now."""
+        end = begin + len(data)
+        self.data[begin:end] = data
+        separate = [(b, e) for b, e in self.filled if e < begin or b > end]
+        touching = [(b, e) for b, e in self.filled if not (e < begin or b > end)]
+        merged = (min([begin, *(b for b, _ in touching)]), max([end, *(e for _, e in touching)]))
+        self.filled = sorted([*separate, merged])
+        return self.filled == [(0, _WINDOW_BYTES)]
+
+    def truncate(self, end: int) -> None:
+        """Forget what lies behind."""
+        self.data[end:] = bytes(_WINDOW_BYTES - end)
+        self.filled = [(b, min(e, end)) for b, e in self.filled if b < end]
+
+
+class MountFile:
+    """A file that is being written. What was made visible once can't be changed any more, only written on."""
+
+    def __init__(self, namespace: Namespace, path: str, base: PathRecord | None) -> None:
+        self.path = path
+        self.handles = 0
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._is_removed = False
+        self._reset(base)
+
+    def _reset(self, base: PathRecord | None) -> None:
+        self._base = base
+        self._writer: FileWriter | None = None
+        self._windows: dict[int, _WriteWindow] = {}
+        self._stored: set[int] = set()  # windows that are full and gone to the members
+        self._fixed_bytes = 0 if base is None else base.head.nbytes  # nothing below can be changed any more
+        self.length = self._fixed_bytes
+        self._is_dirty = False
+        self._has_failed = False
+
+    def write(self, data: bytes, offset: int) -> int:
+        """Take bytes of a place where there are none yet. Raises OSError EOPNOTSUPP where there are."""
+        with self._lock:
+            if offset < self._fixed_bytes:
+                raise OSError(errno.EOPNOTSUPP, "what a file has can't be changed")
+            self._is_dirty = True
+            done = 0
+            while done < len(data):
+                number, begin = divmod(offset + done, _WINDOW_BYTES)
+                part = data[done : done + _WINDOW_BYTES - begin]
+                if number in self._stored or (number not in self._windows and len(self._windows) >= _MAX_WINDOWS):
+                    raise OSError(errno.EOPNOTSUPP, "each byte is written once, and not in too many places at a time")
+                if self._windows.setdefault(number, _WriteWindow()).put(begin, part):
+                    self._store_window(number)
+                done += len(part)
+            self.length = max(self.length, offset + len(data))
+        return len(data)
+
+    def truncate(self, length: int, replace: bool = False) -> None:
+        """ftruncate: empty, longer, or shorter as far as nothing of it is visible yet. Raises Changed where another has changed
+        what is to be emptied.
+
+        anew: as O_TRUNC says: what is written from now on replaces whatever is there when it is made visible.
+        """
+        with self._lock:
+            if not length and self.length:
+                base = None if replace or self._is_removed else self._base
+                if base is not None and base.head.nbytes:
+                    base = self._namespace.truncate(self.path, base)
+                self._abort()
+                self._reset(base)
+                self._is_dirty = base is None
+                return
+            if length < self._fixed_bytes:
+                raise OSError(errno.EOPNOTSUPP, "a file can be emptied, not cut")
+            self._is_dirty = self._is_dirty or length != self.length
+            shorter, self.length = length < self.length, length
+            if shorter:
+                self._windows = {n: w for n, w in self._windows.items() if n * _WINDOW_BYTES < length}
+                number, end = divmod(length, _WINDOW_BYTES)
+                if number in self._windows:
+                    self._windows[number].truncate(end)
+                if any((n + 1) * _WINDOW_BYTES > length for n in self._stored):
+                    self._publish()  # which cuts it; else it would be there again when the file gets longer
+
+    def publish(self) -> None:
+        """Make visible, durably, what was written."""
+        with self._lock:
+            self._publish()
+
+    def rename(self, path: str) -> None:
+        """Give the file, with all that was written until now, another name."""
+        with self._lock:
+            self._publish()
+            self._namespace.rename(self.path, path)
+            self.path = path
+            base, current = self._base, self._namespace.stat(path)
+            # If it is another one by now, what is written from here on must not be added to it, and Changed says so.
+            if base is not None and current is not None and has_same_content(current, base):
+                self._base = current
+
+    def remove(self, path: str | None = None) -> None:
+        """The name is gone, or (`path`) kept only until the file is closed: what is written from now on is nobody's."""
+        with self._lock:
+            if path is not None:
+                self._namespace.rename(self.path, path)
+                self.path = path
+            self._is_removed = True
+
+    def discard(self) -> None:
+        """Throw away what could not be made visible."""
+        with self._lock:
+            self._abort()
+
+    def _abort(self) -> None:
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _publish(self) -> None:
+        if self._has_failed:
+            raise OSError(errno.EIO, f"{self.path}: a part could not be written before; write it anew")
+        if not self._is_dirty or self._is_removed:
+            return
+        self._has_failed = True  # unless all of this succeeds: where it stopped a second try would not know
+        writer = self._ensure_writer()
+        if self.length <= INLINE_BYTES and not self._stored and (self._base is None or self._base.layout is None):
+            window = self._windows.pop(0, None)
+            data = bytes(self.length) if window is None else bytes(window.data[: self.length])
+            writer.append(memoryview(data)[self._fixed_bytes :])
+        else:
+            for number in sorted(self._windows):
+                self._store_window(number)
+            writer.truncate(self.length)
+        self._reset(writer.publish())
+
+    def _store_window(self, number: int) -> None:
+        window = self._windows.pop(number)
+        if not window.filled:
+            return
+        begin = max(window.filled[0][0], self._fixed_bytes - number * _WINDOW_BYTES)
+        end = window.filled[-1][1]
+        self._ensure_writer().write_at(number * _WINDOW_BYTES + begin, memoryview(window.data)[begin:end])
+        if window.filled == [(0, _WINDOW_BYTES)]:
+            self._stored.add(number)
+
+    def _ensure_writer(self) -> FileWriter:
+        if self._writer is None:
+            base = self._base
+            current = self._namespace.stat(self.path) if base is not None and base.layout is not None else None
+            if base is not None and current is not None and current.head.version == base.head.version:
+                self._base = current  # a repair may have put its pieces elsewhere
+            self._writer = self._namespace.create(self.path, aligned=False, base=self._base)
+        return self._writer

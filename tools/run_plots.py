@@ -1,0 +1,311 @@
+"""Pictures: where the time of a run went, and what a simulation found."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, LedgerSpan, TimeCategory, goodput
+from ckpt.recovery.goodput.simulator import SweepPoint
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.run_state import is_failure
+from ckpt.storage.base.plural import format_count
+
+COLOURS: Mapping[TimeCategory, str] = {
+    "useful": "#0b7285", "redo": "#f08c00", "stall": "#ffd43b", "restore": "#4dabf7", "spawn": "#9775fa",
+    "detect": "#e03131", "stop": "#868e96", "decide": "#343a40", "wait": "#ced4da",
+}  # fmt: skip
+MEANINGS: Mapping[TimeCategory, str] = {
+    "useful": "steps done for the first time", "redo": "steps done again", "stall": "waiting for a save",
+    "restore": "reading a checkpoint", "spawn": "starting processes", "detect": "failed, not yet noticed",
+    "stop": "ending processes", "decide": "deciding", "wait": "waiting to start again",
+}  # fmt: skip
+TEXT_COLOUR, FAINT_COLOUR, FAILURE_COLOUR = "#343a40", "#868e96", "#c92a2a"
+
+_SHARES_LEFT = 0.26
+"""Where the bar of shares begins, right of the large figure."""
+
+_MAX_ROWS = 12
+"""So many attempts get a row each; more of them share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FailureMark:
+    """A failure, at its place on the axis of time that was accounted for."""
+
+    at: float
+    attempt: int
+    text: str
+
+
+def draw_run(spans: Sequence[LedgerSpan], entries: Sequence[LogEntry], file: Path) -> None:
+    """The picture of a run as PNG: its progress, its attempts as coloured bars, and the shares. Needs matplotlib.
+
+    lines: of the ledger. entries: of the record.
+    """
+    plt = _pyplot()
+    seconds: dict[str, float] = defaultdict(float)
+    for line in spans:
+        seconds[line.name] += line.seconds
+    starts = _span_starts(spans)
+    marks = _failure_marks(spans, starts, entries)
+    attempts = sorted({line.attempt for line in spans})
+    one_row = len(attempts) > _MAX_ROWS
+    steps = any(line.step >= 0 for line in spans)
+    heights = [1.3, *([2.6] if steps else []), 0.55 + (0.7 if one_row else 0.34 * len(attempts))]
+    fig, axes = plt.subplots(
+        len(heights), 1, figsize=(12, sum(heights) + 1.1), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    above, *middle, below = axes[:, 0]
+    _draw_shares(above, seconds, len(marks))
+    unit, scale = _time_unit(sum(seconds.values()))
+    if middle:
+        middle[0].sharex(below)
+        _draw_progress(middle[0], spans, starts, marks, scale)
+    _draw_attempts(below, spans, starts, marks, attempts, scale, one_row)
+    below.set_xlim(0, max(sum(seconds.values()) / scale, 1e-9))
+    below.set_xlabel(unit, fontsize=9, color=FAINT_COLOUR, loc="right")
+    fig.suptitle(_title(entries), fontsize=11, color=TEXT_COLOUR, x=0.01, ha="left", family="monospace")
+    fig.savefig(file, dpi=150, format="png")
+    plt.close(fig)
+
+
+def draw_sweep(points: Sequence[SweepPoint], title: str, file: Path) -> None:
+    """Goodput by the interval between saves as PNG, Daly's marked, with the spread over the seeds. Needs matplotlib."""
+    plt = _pyplot()
+    fig, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2], layout="constrained")
+    x = [point.interval_seconds for point in points]
+    mean = [100 * point.goodput for point in points]
+    least, most = ([100 * end(point.goodputs) for point in points] for end in (min, max))
+    above.fill_between(x, least, most, color=COLOURS["useful"], alpha=0.15, linewidth=0, label="all seeds")
+    above.plot(x, mean, "o-", color=COLOURS["useful"], markersize=4, label="mean")
+    for point in points:
+        if point.daly:
+            above.axvline(point.interval_seconds, color=FAILURE_COLOUR, linewidth=1.1, linestyle=(0, (4, 3)))
+            below.axvline(point.interval_seconds, color=FAILURE_COLOUR, linewidth=1.1, linestyle=(0, (4, 3)))
+            above.annotate(
+                f'Daly, every="auto": {_format_duration(point.interval_seconds)}',
+                (point.interval_seconds, 1),
+                (0, 3),
+                ha="center",
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                color=FAILURE_COLOUR,
+                fontsize=9,
+            )
+    names: list[TimeCategory] = [
+        name for name in TIME_CATEGORIES if name != "useful" and any(p.mean(name) > 5e-4 for p in points)
+    ]
+    below.stackplot(
+        x, [[100 * p.mean(name) for p in points] for name in names], colors=[COLOURS[name] for name in names],
+        labels=[f"{name}: {MEANINGS[name]}" for name in names],
+    )  # fmt: skip
+    above.set_xscale("log")
+    ticks = [point.interval_seconds for point in points][:: 1 if len(points) <= 8 else 2]
+    below.set_xticks(ticks, [_format_duration(tick) for tick in ticks])
+    below.set_xticks([], minor=True)
+    below.set_xlim(min(x), max(x))
+    above.set_ylabel("goodput, % of the time", color=TEXT_COLOUR, fontsize=9)
+    below.set_ylabel("the rest, % of the time", color=TEXT_COLOUR, fontsize=9)
+    below.set_xlabel("between two saves", color=FAINT_COLOUR, fontsize=9, loc="right")
+    above.legend(loc="lower left", frameon=False, fontsize=9)
+    handles, labels = below.get_legend_handles_labels()
+    below.legend(handles[::-1], labels[::-1], loc="upper center", frameon=False, fontsize=8)
+    for ax in (above, below):
+        _style_axes(ax)
+    fig.suptitle(title, fontsize=11, color=TEXT_COLOUR, x=0.01, ha="left")
+    fig.savefig(file, dpi=150, format="png")
+    plt.close(fig)
+
+
+# --- the parts of a run's picture ------------------------------------------------------------------------------
+
+
+def _draw_shares(ax: Any, seconds: Mapping[str, float], failures: int) -> None:
+    """One bar, the goodput in large."""
+    total = sum(seconds.values()) or 1.0
+    ax.set_axis_off()
+    ax.set_xlim(0, 1)
+    ax.set_ylim(-1.5, 1)
+    ax.text(0, 0.1, f"{100 * goodput(seconds):.1f} %", fontsize=30, weight="bold", color=COLOURS["useful"], va="center")
+    count = f"{failures} failure{'' if failures == 1 else 's'}"
+    ax.text(0, -1.0, f"useful, of {_format_duration(total)} · {count}", fontsize=10, color=TEXT_COLOUR, va="center")
+    at, bars = _SHARES_LEFT, []
+    for name in (name for name in TIME_CATEGORIES if seconds.get(name, 0.0) >= 0.005):
+        part = (1 - _SHARES_LEFT) * seconds[name] / total
+        label = f"{name} {_format_duration(seconds[name])}"
+        bars.append(ax.barh(0.1, part, left=at, height=1.1, color=COLOURS[name], label=label))
+        at += part
+    legend = ax.legend(
+        handles=bars,
+        loc="upper left",
+        bbox_to_anchor=(_SHARES_LEFT, 0.3),
+        ncols=5,
+        frameon=False,
+        borderaxespad=0,
+        borderpad=0,
+        fontsize=9,
+        labelcolor=TEXT_COLOUR,
+        handlelength=0.8,
+        handleheight=0.8,
+        columnspacing=2.5,
+    )
+    legend.set_in_layout(False)
+
+
+def _draw_progress(
+    ax: Any, spans: Sequence[LedgerSpan], starts: Sequence[float], marks: Sequence[_FailureMark], scale: float
+) -> None:
+    """The step over time, a line an attempt, and what was committed."""
+    done: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    saved: list[tuple[float, int]] = []
+    for start, line in zip(starts, spans, strict=True):
+        at = (start + line.seconds) / scale
+        if line.step >= 0 and line.name in ("useful", "redo", "stall"):
+            done[line.attempt].append((at, line.step))
+        if line.committed > (saved[-1][1] if saved else -1):
+            saved.append((at, line.committed))
+    for number, points in enumerate(done.values()):
+        ax.plot(*zip(*points, strict=True), color=COLOURS["useful"], linewidth=1.6, label=None if number else "step")
+    if saved:
+        end = (starts[-1] + spans[-1].seconds) / scale
+        ax.step(
+            *zip(*saved, (end, saved[-1][1]), strict=True),
+            where="post",
+            color=TEXT_COLOUR,
+            linewidth=0.9,
+            linestyle=(0, (1, 1.5)),
+            label="committed",
+        )
+    for mark in marks:
+        ax.axvline(mark.at / scale, color=FAILURE_COLOUR, linewidth=0.8, alpha=0.6)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel("step", color=TEXT_COLOUR, fontsize=9)
+    ax.legend(loc="upper left", frameon=False, fontsize=9)
+    ax.tick_params(labelbottom=False)
+    _style_axes(ax)
+
+
+def _draw_attempts(
+    ax: Any,
+    spans: Sequence[LedgerSpan],
+    starts: Sequence[float],
+    marks: Sequence[_FailureMark],
+    attempts: Sequence[int],
+    scale: float,
+    one_row: bool,
+) -> None:
+    """The attempts as bars, coloured by what the time was spent on, each failure with its cause."""
+    row = dict.fromkeys(attempts, 0) if one_row else {attempt: number for number, attempt in enumerate(attempts)}
+    bars: dict[tuple[int, TimeCategory], list[tuple[float, float]]] = defaultdict(list)
+    for start, line in zip(starts, spans, strict=True):
+        bars[row[line.attempt], line.name].append((start / scale, line.seconds / scale))
+    for (number, name), ranges in bars.items():
+        ax.broken_barh(ranges, (number - 0.38, 0.76), color=COLOURS[name], linewidth=0)
+    total = (starts[-1] + spans[-1].seconds) / scale if spans else 1.0
+    for mark in marks:
+        at, number = mark.at / scale, row[mark.attempt]
+        ax.plot([at, at], [number - 0.46, number + 0.46], color=FAILURE_COLOUR, linewidth=1.4, clip_on=False)
+        if one_row:
+            continue
+        ends = [start + line.seconds for start, line in zip(starts, spans, strict=True) if line.attempt == mark.attempt]
+        end = max(ends) / scale
+        fits_right = end < 0.62 * total  # else beside the left end of its bar
+        begin = min(start for start, line in zip(starts, spans, strict=True) if line.attempt == mark.attempt) / scale
+        ax.annotate(
+            mark.text,
+            (end if fits_right else begin, number),
+            (6 if fits_right else -6, 0),
+            textcoords="offset points",
+            va="center",
+            ha="left" if fits_right else "right",
+            fontsize=8.5,
+            color=FAILURE_COLOUR,
+        )
+    ax.set_ylim(max(row.values(), default=0) + 0.6, -0.6)
+    ax.set_yticks([] if one_row else list(row.values()), [] if one_row else [f"attempt {a}" for a in row])
+    _style_axes(ax)
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0, labelsize=9, colors=TEXT_COLOUR)
+    if one_row:
+        ax.set_ylabel(f"{len(attempts)}\nattempts", rotation=0, ha="right", va="center", fontsize=9, color=TEXT_COLOUR)
+
+
+# --- where and how ---------------------------------------------------------------------------------------------
+
+
+def _span_starts(spans: Sequence[LedgerSpan]) -> list[float]:
+    """Where each line begins, in seconds that are accounted for: the time between two runs in one folder is left out."""
+    found, at = [], 0.0
+    for line in spans:
+        found.append(at)
+        at += line.seconds
+    return found
+
+
+def _failure_marks(spans: Sequence[LedgerSpan], starts: Sequence[float], entries: Sequence[LogEntry]) -> list[_FailureMark]:
+    """The failures; one is written down while its attempt is stopped, so that it lies at the begin of that."""
+    begins = [line.began for line in spans]
+    found = []
+    for entry in entries:
+        if not is_failure(entry) or not spans:
+            continue
+        at = max(0, bisect_right(begins, entry.at) - 1)
+        while at > 0 and spans[at].name in ("stop", "decide", "detect") and spans[at - 1].attempt == entry.attempt:
+            at -= 1
+        exact = starts[at] + (spans[at].seconds if spans[at].name not in ("stop", "decide", "detect") else 0.0)
+        if spans[at].attempt == entry.attempt:
+            found.append(_FailureMark(exact, entry.attempt, _describe_cause(entry)))
+    return found
+
+
+def _describe_cause(entry: LogEntry) -> str:
+    ranks = [str(rank) for rank in entry.facts.get("ranks", ())]
+    who = (
+        f"rank {ranks[0]}" if len(ranks) == 1 else format_count(len(ranks), "rank") if ranks else f"host {entry.facts['host']}"
+    )
+    text = entry.text.partition(";")[0]
+    return f"{who} {text if len(text) <= 60 else text[:59] + '…'}"
+
+
+def _title(entries: Sequence[LogEntry]) -> str:
+    facts = next((entry.facts for entry in entries if entry.kind == "start"), {})
+    words = [PurePath(word).name if word.startswith("/") else word for word in facts.get("command", ())]
+    text = f"{format_count(facts.get('ranks', 0), 'rank')}: {' '.join(words)}"
+    return text if len(text) <= 120 else text[:119] + "…"
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds > 4 * size:
+            return unit, size
+    return "seconds", 1.0
+
+
+def _format_duration(seconds: float) -> str:
+    """1.2 s, 3.4 min, 5.6 h."""
+    unit, size = next(((u, s) for u, s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)) if seconds >= 2 * s), ("s", 1.0))
+    value = seconds / size
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 0.1 else f"{value:.2f} {unit}"
+
+
+def _style_axes(ax: Any) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color("#ced4da")
+    ax.tick_params(labelsize=8, colors=FAINT_COLOUR)
+    ax.grid(axis="y", color="#e9ecef", linewidth=0.7)
+    ax.set_axisbelow(True)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,229 @@
+"""What a step holds, for the commands: arrays, plain values and ties by name, and the arrays' bytes piece by piece.
+
+Every writer of `ckpt-restore` goes through `Contents.read`, so memory is bounded whatever the size of a leaf.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ckpt.block_io.read_plan import Target
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.state.boxes import Box
+from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.leaves.numpy import NumpyLeaf
+from ckpt.state.name_patterns import entries, matcher, require_match
+from ckpt.state.tree import Node
+from ckpt.storage.base.errors import CkptError, IntegrityError
+
+PIECE_BYTES = 32 << 20
+"""A few blocks: large enough to read at the speed of the disk, small enough to be held twice."""
+
+Data = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array of a step."""
+
+    name: str
+    """What it is called outside: its leaf's name, or that of a tie where only the tie was asked for."""
+    leaf: str
+    dtype: str
+    """As ckpt names it."""
+    shape: tuple[int, ...]
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """How numpy shows its elements."""
+        return numpy_dtype(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numpy.itemsize * math.prod(self.shape)
+
+    @property
+    def is_numpy(self) -> bool:
+        """Whether the type is numpy's own, rather than one of ml_dtypes or torch."""
+        return not hasattr(ml_dtypes, self.dtype) and dtype_name(self.numpy) == self.dtype
+
+    @property
+    def native(self) -> np.dtype[Any] | None:
+        """The type in this machine's byte order if it is one of numpy's numbers, else None."""
+        return self.numpy.newbyteorder("=") if self.is_numpy and self.numpy.kind in "biufc" else None
+
+    @property
+    def raw(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Type and shape of the array as plain integers: of the same size, or bytes along one more axis."""
+        nbytes = self.numpy.itemsize
+        if nbytes in (1, 2, 4, 8):
+            return np.dtype(f"u{nbytes}"), self.shape
+        return np.dtype("u1"), (*self.shape, nbytes)
+
+
+def as_raw(data: Data) -> Data:
+    """The elements as plain integers, as `Array.raw` describes them."""
+    nbytes = data.dtype.itemsize
+    if nbytes in (1, 2, 4, 8):
+        return data.view(f"u{nbytes}")
+    if not nbytes:
+        return np.empty((*data.shape, 0), np.uint8)
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).reshape(*data.shape, nbytes)
+
+
+class ArrayPiece(NamedTuple):
+    """A part of an array: `data` is what lies in `box`."""
+
+    array: Array
+    box: Box
+    data: Data
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The chosen entries of a step."""
+
+    checkpoint: Checkpoint
+    tree: Node
+    only: tuple[str, ...]
+    arrays: list[Array]
+    tied: dict[str, str]
+    """Further names of arrays: second name → `Array.name`."""
+    values: dict[str, Any]
+    """Plain values by path, as JSON; what JSON lacks is a node of docs/reference/format.md, such as {"bytes": …}."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes for a in self.arrays)
+
+    def read(self) -> Iterator[ArrayPiece]:
+        """All arrays in order, each in C order, verified; an array without elements is one empty piece.
+
+        Small arrays are read together: they share blocks, and a block is read once.
+        """
+        batch: list[Array] = []
+        pending = 0
+        for array in self.arrays:
+            if array.nbytes > PIECE_BYTES:
+                yield from self._read_batch(batch)
+                batch, pending = [], 0
+                yield from self._read_in_pieces(array)
+                continue
+            batch.append(array)
+            pending += array.nbytes
+            if pending >= PIECE_BYTES:
+                yield from self._read_batch(batch)
+                batch, pending = [], 0
+        yield from self._read_batch(batch)
+
+    def _read_batch(self, batch: list[Array]) -> Iterator[ArrayPiece]:
+        buffers = [np.empty(a.shape, a.numpy) for a in batch]
+        self.checkpoint.read([Target(a.leaf, NumpyLeaf(data), None) for a, data in zip(batch, buffers, strict=True)])
+        for array, data in zip(batch, buffers, strict=True):
+            yield ArrayPiece(array, Box((0,) * len(array.shape), array.shape), data)
+
+    def _read_in_pieces(self, array: Array) -> Iterator[ArrayPiece]:
+        lazy = self.checkpoint[array.leaf]
+        for box in tile_boxes(array.shape, piece_shape(array.shape, array.numpy.itemsize)):
+            yield ArrayPiece(array, box, lazy[box.slices()])
+
+
+def read_contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
+    """What a step holds, or the part of it that matches; raise LeafNotFound for a pattern that matches nothing."""
+    only = tuple(only)
+    tree = checkpoint.tree()
+    saved = checkpoint.saved()
+    found = list(entries(tree))
+    if only:
+        require_match((path for path, _ in found), only, checkpoint.where)
+    matches = matcher(only) if only else lambda _: True
+    arrays: dict[str, Array] = {}
+    tied: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    seen: set[str] = set()
+
+    def add(leaf: str, name: str) -> None:
+        if leaf not in saved:
+            raise IntegrityError(f"leaf {leaf} is in the tree of {checkpoint.where} but in none of its manifests")
+        if leaf in arrays:
+            tied[name] = arrays[leaf].name
+        else:
+            arrays[leaf] = Array(name, leaf, saved[leaf].dtype, saved[leaf].shape)
+
+    for path, node in found:
+        if not (isinstance(node, dict) and "array" in node):
+            if matches(path):
+                values[_unused_name(path, values)] = _node_to_json(node)
+            continue
+        leaf = node["array"]
+        first = leaf not in seen
+        seen.add(leaf)
+        if matches(path):
+            add(leaf, leaf if first else _unused_name(path, collections.ChainMap[str, Any](tied, saved)))
+    for leaf in saved:  # arrays where `entries` does not look, such as in a set
+        if leaf not in seen and matches(leaf):
+            add(leaf, leaf)
+    return Contents(checkpoint, tree, only, list(arrays.values()), tied, values)
+
+
+def _unused_name(path: str, taken: Container[str]) -> str:
+    while path in taken:  # {"a.b": x, "a": {"b": y}}: two entries of one name
+        path += "~"
+    return path
+
+
+def _node_to_json(node: Node) -> Any:
+    if isinstance(node, dict):
+        if node.get("dict") == []:
+            return {}
+        if node.get("tuple") == []:
+            return []
+    return node
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------
+
+
+def piece_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """A part of an array, contiguous in C order, of at most PIECE_BYTES, that tiles it with little left over."""
+    piece = list(shape)
+    for axis in range(len(shape)):
+        if itemsize * math.prod(piece) <= PIECE_BYTES:
+            break
+        most = max(1, PIECE_BYTES // (itemsize * math.prod(piece[axis + 1 :])))
+        piece[axis] = -(-piece[axis] // -(-piece[axis] // most))
+    return tuple(piece)
+
+
+def tile_boxes(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[Box]:
+    """The tiles of an array, in C order."""
+    starts = (range(0, length, extent) for length, extent in zip(shape, piece, strict=True))
+    for offset in itertools.product(*starts):
+        yield Box(offset, tuple(min(p, n - o) for p, n, o in zip(piece, shape, offset, strict=True)))
+
+
+def check_paths(names: Iterable[str], what: str) -> None:
+    """Refuse names that cannot lie side by side where `/` makes groups."""
+    unique_names = set(names)
+    for name in unique_names:
+        parts = name.split("/")
+        above = ("/".join(parts[:i]) for i in range(1, len(parts)))
+        if (group := next((a for a in above if a in unique_names), None)) is not None:
+            raise CkptError(
+                f"{what} cannot hold the leaves {group} and {name}: '/' makes groups there, and {group} would be a "
+                "group and an array at once; choose another format, or one of the two with --only"
+            )
+        if any(not part.strip(".") or "\0" in part for part in parts):
+            raise CkptError(
+                f"{what} cannot hold a leaf of the name {name!r}; choose another format, or other leaves with --only"
+            )

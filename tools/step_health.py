@@ -1,0 +1,171 @@
+"""The condition of a repository's steps, told from their records and one listing; damage is reported, not raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt.block_io.block_reader import verify_blocks
+from ckpt.format import json_records
+from ckpt.format.json_records import CommitRecord
+from ckpt.format.manifest import Manifest, Row
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import Repository, commit_name
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
+from ckpt.storage.base.plural import format_count
+from ckpt.storage.base.store import Entry
+from ckpt.tools.common import Advance, format_size
+
+StepState = Literal["ok", "incomplete", "damaged", "unreadable", "unfinished"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step: `incomplete` misses files, `damaged` has a bad record, `unreadable` can't be looked at now or by this version,
+    `unfinished` was never committed."""
+
+    step: int
+    state: StepState
+    commit: CommitRecord | None
+    problems: tuple[str, ...] = ()
+    bad_files: frozenset[str] = frozenset()
+    """Files of the step that are missing or have another length."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something that was committed is no longer whole. An unfinished step may be in the making."""
+        return self.state in ("incomplete", "damaged", "unreadable")
+
+
+@dataclass(frozen=True, slots=True)
+class LeafReport:
+    """One array of a step."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored_bytes: float
+    """Its share of the bytes in the packs."""
+    codecs: tuple[str, ...]
+    """Configurations of the codecs of its blocks; none for blocks that are stored as they are."""
+    written_in: tuple[int, ...]
+    """Steps whose packs hold its blocks."""
+    missing: bool
+    """Whether a pack with one of its blocks is missing or has another length."""
+
+
+def survey_steps(repo: Repository, steps: Iterable[int]) -> list[StepReport]:
+    """The condition of each step. Records are read before the listing, so that a save under way looks unfinished.
+
+    Left out is a step that was deleted, and of which only blocks are there that others of these steps need.
+    """
+    found = [_check_record(repo, step) for step in steps]
+    needed = {f.name for r in found if r.commit for f in _record_files(r.commit)}
+    folders = {_step_folder(name) for name in needed} | {f"steps/{r.step}" for r in found}
+    files = {e.name: e.nbytes for e in _list_files(repo, folders)}
+    left_over = {_step_folder(name) for name in files.keys() - needed}
+    reports = []
+    for report in found:
+        if report.state == "unfinished" and needed and f"steps/{report.step}" not in left_over:
+            continue
+        report = _check_files(report, files)
+        if report.state == "incomplete" and _check_record(repo, report.step).state == "unfinished":
+            continue  # deleted while we looked
+        reports.append(report)
+    return reports
+
+
+def _check_record(repo: Repository, step: int) -> StepReport:
+    name = commit_name(step)
+    where = f"{repo.url}/{name}"
+    try:
+        commit = repo.record(step)
+    except NotFound:
+        return StepReport(step, "unfinished", None)
+    except CkptError as error:
+        return StepReport(step, state_of_error(error), None, (str(error),))
+    if commit.step != step:
+        return StepReport(step, "damaged", None, (f"{where} is the record of step {commit.step}",))
+    return StepReport(step, "ok", commit)
+
+
+def state_of_error(error: CkptError) -> StepState:
+    """The state of a step that raises this."""
+    return "damaged" if isinstance(error, IntegrityError) else "unreadable"
+
+
+def _record_files(commit: CommitRecord) -> tuple[json_records.FileRecord, ...]:
+    return commit.manifests + commit.trees + commit.packs
+
+
+def _step_folder(name: str) -> str:
+    return "/".join(name.split("/")[:2])
+
+
+def _list_files(repo: Repository, folders: set[str]) -> Iterator[Entry]:
+    if len(folders) > 8:  # one walk; a handful of folders costs less than walking all steps
+        yield from repo.store.list("steps")
+        return
+    for folder in folders:
+        yield from repo.store.list(folder)
+
+
+def _check_files(report: StepReport, files: dict[str, int]) -> StepReport:
+    if report.state == "unfinished":
+        prefix = f"steps/{report.step}/"
+        sizes = [nbytes for name, nbytes in files.items() if name.startswith(prefix)]
+        holds = f"{format_count(len(sizes), 'file')}, {format_size(sum(sizes))}"
+        problem = f"no commit record: the save is under way or was cut off ({holds})"
+        return StepReport(report.step, "unfinished", None, (problem,))
+    if report.commit is None:
+        return report
+    problems, bad = [], set()
+    for file in _record_files(report.commit):
+        nbytes = files.get(file.name)
+        if nbytes != file.nbytes:
+            bad.add(file.name)
+            is_now = "is missing" if nbytes is None else f"has {nbytes:,} bytes instead of {file.nbytes:,}"
+            problems.append(f"{file.name} {is_now}")
+    return StepReport(report.step, "incomplete" if bad else "ok", report.commit, tuple(problems), frozenset(bad))
+
+
+def report_leaves(checkpoint: Checkpoint, bad_files: frozenset[str]) -> dict[str, LeafReport]:
+    """Every array of a step by its leaf's name."""
+    found = {}
+    for name, rows in checkpoint.manifest().by_leaf().items():
+        stored_rows = [r for r in rows if r.pack is not None]
+        found[name] = LeafReport(
+            name=name,
+            dtype=rows[0].dtype,
+            shape=rows[0].global_shape,
+            nbytes=sum(r.nbytes for r in rows),
+            stored_bytes=sum(r.stored * r.nbytes / r.raw for r in stored_rows if r.raw),
+            codecs=tuple(sorted({r.codec for r in stored_rows if r.codec is not None})),
+            written_in=tuple(sorted({_pack_step(r) for r in stored_rows})),
+            missing=any(r.pack in bad_files for r in stored_rows),
+        )
+    return found
+
+
+def _pack_step(row: Row) -> int:
+    return int((row.pack or "").split("/")[1])
+
+
+def select_manifest(checkpoint: Checkpoint, leaves: Iterable[str] | None = None) -> Manifest:
+    """The manifest, or the part of it that these leaves need."""
+    manifest = checkpoint.manifest()
+    if leaves is None:
+        return manifest
+    return manifest.select(leaves)
+
+
+def stored_bytes(manifest: Manifest) -> int:
+    """Bytes that `verify` reads."""
+    return manifest.stored_bytes()
+
+
+def verify_manifest(checkpoint: Checkpoint, manifest: Manifest, advance: Advance) -> int:
+    """Read and check every block of `manifest`; return their bytes, or raise IntegrityError with leaf and file."""
+    return verify_blocks(checkpoint.store, manifest, checkpoint.where, advance)
