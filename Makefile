@@ -3,7 +3,7 @@
 # make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length
 # make docs    the documentation site, into build/docs
-# make map     which folder imports which, and what has grown too large
+# make map     which folder imports which, and what has grown too large; make map-docs writes it into docs/design/architecture.md
 # make clean   remove all that these made
 #
 # Each installs what it needs into .venv, with the python3 on the path: PYTHON=/path/to/python3.12 takes another.
@@ -53,6 +53,9 @@ docs: $(VENV)/.docs
 
 map:
 	@$(PYTHON) .ci/map.py
+
+map-docs:
+	@$(PYTHON) .ci/map.py --docs
 
 clean:
 	rm -rf $(VENV) build dist demo-run comeback-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,4 +1,7 @@
-"""Prints the map of the code: which folder imports which, how deep, and what has grown too large. `make map` runs it.
+"""Prints the map of the code: which room imports which, how deep, and what has grown too large. `make map` runs it.
+
+    python .ci/map.py          prints the map
+    python .ci/map.py --docs   writes the rooms and their files into docs/design/architecture.md
 
 An edge is an import that runs, at the top of a file or inside of a function, without those for type checkers only.
 """
@@ -6,81 +9,18 @@ An edge is an import that runs, at the top of a file or inside of a function, wi
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {
-    "ckpt": "ckpt", "storage": "ckpt.storage", "aggregator": "ckpt.aggregator", "recovery": "ckpt.recovery",
-    "tools": "ckpt.tools",
-}  # fmt: skip
-"""Folders of the repository and the packages that they are installed as."""
+sys.path.insert(0, str(Path(__file__).parent))
+from rooms import ROOT, first_line, imports, layers, modules, room_of
 
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 400, 60, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """One file."""
-
-    name: str
-    path: Path
-    lines: int
-    imports: frozenset[str]
-    """Modules of the project."""
-    functions: tuple[tuple[str, int, int], ...] = field(default=())
-    """Name, lines and arguments of each."""
-
-    @property
-    def folder(self) -> str:
-        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
-
-
-def modules() -> dict[str, Module]:
-    """All files of the packages, by the name under which they are imported."""
-    names = {}
-    for folder, package in FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
-            names[".".join(part for part in parts if part != "__init__")] = path
-    return {name: _module(name, path, names) for name, path in names.items()}
-
-
-def _module(name: str, path: Path, names: Mapping[str, Path]) -> Module:
-    text = path.read_text()
-    tree = ast.parse(text)
-    found = {target for node in _running(tree) for target in _targets(node, names)} - {name}
-    functions = tuple(
-        (node.name, (node.end_lineno or node.lineno) - node.lineno + 1, _arguments(node))
-        for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    )  # fmt: skip
-    return Module(name, path, text.count("\n"), frozenset(found), functions)
-
-
-def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below, without what only type checkers see."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            continue
-        yield child
-        yield from _running(child)
-
-
-def _targets(node: ast.AST, names: Mapping[str, Path]) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names if alias.name in names)
-    if isinstance(node, ast.ImportFrom) and node.module is not None:
-        for alias in node.names:
-            inner = f"{node.module}.{alias.name}"
-            if inner in names or node.module in names:
-                yield inner if inner in names else node.module
-
-
-def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return len([argument for argument in named if argument.arg not in ("self", "cls")])
+PAGE = ROOT / "docs" / "design" / "architecture.md"
+BEGIN = "<!-- begin: rooms, written by make map-docs -->"
+END = "<!-- end: rooms -->"
 
 
 def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
@@ -93,7 +33,7 @@ def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in edges.get(name, ()):
+        for other in sorted(edges.get(name, ())):
             if other not in index:
                 visit(other)
             if other in stack:
@@ -123,34 +63,82 @@ def depth(edges: Mapping[str, set[str]]) -> int:
     return max(map(below, above), default=0)
 
 
-def main() -> None:
+def room_edges(layer: str | None = None) -> dict[str, set[str]]:
+    """Which room imports which: of one layer, or of all."""
+    edges: dict[str, set[str]] = {}
+    for module in modules():
+        room = room_of(module)
+        if layer is None or room.layer == layer:
+            others = {room_of(target) for target in imports(module)} - {room}
+            edges.setdefault(room.name, set()).update(r.name for r in others if layer is None or r.layer == layer)
+    return edges
+
+
+def functions() -> list[tuple[str, int, int]]:
+    """Name, lines and arguments of each function."""
+    found = []
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = len([argument for argument in named if argument.arg not in ("self", "cls")])
+                found.append((f"{name}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1, count))
+    return found
+
+
+def print_map() -> None:
     """Print the map."""
-    found = modules()
-    inside = {name: {t for t in m.imports if found[t].path.is_relative_to(ROOT / "ckpt")} for name, m in found.items()
-              if m.path.is_relative_to(ROOT / "ckpt")}  # fmt: skip
-    folders: dict[str, set[str]] = {}
-    for module in found.values():
-        folders.setdefault(module.folder, set()).update(found[target].folder for target in module.imports)
-    for folder, targets in folders.items():
-        targets.discard(folder)
-    print(f"files of ckpt/: {len(inside)}, edges {sum(map(len, inside.values()))}, depth {depth(inside)}")
-    print(f"folders: {len(folders)}, edges {sum(map(len, folders.values()))}, cycles {cycles(folders) or 'none'}")
-    for folder, targets in sorted(folders.items()):
-        print(f"  {folder:22} → {', '.join(sorted(targets)) or 'nothing'}")
-    long = sorted((m for m in found.values() if m.lines > FILE_LINES), key=lambda m: -m.lines)
+    files = {
+        name: {t for t in imports(name) if room_of(t).layer == "ckpt"} for name in modules() if room_of(name).layer == "ckpt"
+    }
+    inside, everywhere = room_edges("ckpt"), room_edges()
+    print(f"files of ckpt/: {len(files)}, edges {sum(map(len, files.values()))}, depth {depth(files)}")
+    print(f"rooms of ckpt/: {len(inside)}, edges {sum(map(len, inside.values()))}, depth {depth(inside)}")
+    print(f"all rooms: {len(everywhere)}, edges {sum(map(len, everywhere.values()))}, cycles {cycles(everywhere) or 'none'}")
+    for room, targets in everywhere.items():
+        print(f"  {room:28} → {', '.join(sorted(targets)) or 'nothing'}")
+    lines = {path: path.read_text().count("\n") for path in modules().values()}
+    long = sorted((path for path, count in lines.items() if count > FILE_LINES), key=lambda path: -lines[path])
     print(f"files over {FILE_LINES} lines: {len(long)}")
-    for module in long:
-        print(f"  {module.lines:5} {module.path.relative_to(ROOT)}")
-    functions = [(lines, count, f"{m.name}.{name}") for m in found.values() for name, lines, count in m.functions]
-    large = sorted((f for f in functions if f[0] > FUNCTION_LINES), reverse=True)
+    for path in long:
+        print(f"  {lines[path]:5} {path.relative_to(ROOT)}")
+    found = functions()
+    large = sorted(((count, name) for name, count, _ in found if count > FUNCTION_LINES), reverse=True)
     print(f"functions over {FUNCTION_LINES} lines: {len(large)}")
-    for lines, _, name in large:
-        print(f"  {lines:5} {name}")
-    wide = sorted(((count, name) for _, count, name in functions if count > ARGUMENTS), reverse=True)
+    for count, name in large:
+        print(f"  {count:5} {name}")
+    wide = sorted(((count, name) for name, _, count in found if count > ARGUMENTS), reverse=True)
     print(f"functions of more than {ARGUMENTS} arguments: {len(wide)}")
     for count, name in wide:
         print(f"  {count:5} {name}")
 
 
+def rooms_page() -> str:
+    """The rooms and their files in Markdown, the highest layer first."""
+    lines = []
+    for layer in reversed(layers()):
+        lines += [f"### {layer.name}/: {layer.what}", ""]
+        for room in layer.rooms:
+            direct = room.imports | room.files
+            allowed = ", ".join(f"`{name.removeprefix('ckpt.')}`" for name in sorted(direct)) or "nothing of this layer"
+            lines += [f"**`{room.name}`** may import: {allowed}.", ""]
+            lines += ["| file | what it is |", "|---|---|"]
+            for module, path in modules().items():
+                if room_of(module).name == room.name and (path.name != "__init__.py" or first_line(path)):
+                    lines.append(f"| `{path.relative_to(ROOT)}` | {first_line(path).replace('|', chr(92) + '|')} |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def page_with_rooms() -> str:
+    """docs/design/architecture.md as it should be."""
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{rooms_page()}{END}{rest.split(END)[1]}"
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--docs"]:
+        PAGE.write_text(page_with_rooms())
+    else:
+        print_map()

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / ".ci"))
+import map as code_map  # noqa: E402
+import rooms  # noqa: E402
+
 LAYERS = ("storage", "aggregator", "ckpt", "recovery", "tools")  # each may import itself and those before it
 HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
 FRAMEWORK_FILES = {
@@ -88,6 +92,59 @@ def test_imports_go_downwards_only(module: str):
     assert not wrong, f"{module} may import only from {', '.join(allowed)}"
     by_folder = [name for name in names if name.split(".")[0] in set(LAYERS) - {"ckpt"}]
     assert not by_folder, f"{module}: write ckpt.storage, not storage, which an installed package does not have"
+
+
+@pytest.mark.parametrize("module", sorted(rooms.modules()))
+def test_a_file_imports_only_the_rooms_that_its_own_may_import(module: str):
+    """The table is docs/design/rooms.toml. A file that no room contains fails here, too."""
+    assert rooms.forbidden(module) == []
+
+
+@pytest.mark.xfail(strict=True, reason="the namespace still imports its maintenance")
+def test_rooms_import_each_other_without_a_cycle():
+    assert code_map.cycles(code_map.room_edges()) == []
+
+
+def test_few_rooms_of_ckpt_import_each_other():
+    edges = code_map.room_edges("ckpt")
+    assert code_map.cycles(edges) == []
+    assert sum(map(len, edges.values())) <= 110
+    assert code_map.depth(edges) <= 12
+
+
+def test_the_map_in_the_documentation_names_every_file():
+    assert code_map.PAGE.read_text() == code_map.page_with_rooms(), "run make map-docs"
+
+
+def test_every_room_says_what_it_is_for():
+    """What it is for, what it promises, who may use it, where to start reading."""
+    for name in rooms.rooms():
+        path = rooms.modules()[name]
+        if path.name == "__init__.py":
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            assert 3 <= len(text.splitlines()) <= 10, path
+
+
+def test_public_names_stay_importable():
+    code = """
+import ckpt, ckpt.adapters.dcp, ckpt.adapters.jax, ckpt.adapters.torch
+from ckpt import data, pulse
+from ckpt.data import Loader, Stream
+from ckpt.dtypes import dtype_name, numpy_dtype
+from ckpt.groups import Group
+from ckpt.pulse import compute, phase
+from ckpt.storage.base import Entry, Reader, Store, Writer
+from ckpt.storage.testing import StoreContract
+from ckpt.tiers import drain
+assert callable(ckpt.save) and callable(ckpt.load) and callable(ckpt.open)
+assert all(hasattr(ckpt, name) for name in ckpt.__all__)
+print(*sorted(ckpt.__all__))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"AlreadyExists", "Checkpoint", "Checkpointer", "Keep", "PerRank", "Shard", "Tier", "load", "open", "save"} <= set(
+        done.stdout.split()
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)

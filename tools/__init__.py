@@ -1,1 +1,7 @@
-"""The commands: ckpt-inspect and ckpt-restore."""
+"""The commands: ckpt-inspect, ckpt-restore, ckpt-node, ckpt-mount and ckpt-run.
+
+A command parses its options, calls the layers below and prints. Exit codes and messages are in `common`. Nothing imports this
+layer.
+
+Start with the file that has the name of the command.
+"""

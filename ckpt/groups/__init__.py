@@ -1,4 +1,10 @@
-"""Which ranks work together: found out, or told by the user. Only libraries that are imported already are asked."""
+"""Who saves together: the ranks of a job, detected or named by the user, and how they exchange bytes.
+
+It promises never to import a framework: only libraries that are imported already are asked. It imports nothing else of ckpt.
+
+Start with `base.Group`. There is one file each for torch, jax, MPI and threads, and `env` for ranks that know each other only
+by environment variables and meet at the store (`store_rendezvous`).
+"""
 
 from __future__ import annotations
 

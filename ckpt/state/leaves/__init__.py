@@ -1,4 +1,10 @@
-"""Arrays of the frameworks as named bytes: one file a kind. Only kinds whose framework is imported already are asked."""
+"""Arrays of the frameworks as named bytes, one file for each framework.
+
+It promises that a load gives back the same dtype, shape and bytes, or that a save refuses the array by name. Only frameworks
+that are imported already are asked, and none is imported here. It uses `boxes` and `dtypes` of the state.
+
+Start with `base.ArrayLeaf`, then `numpy`.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,143 @@
+"""The rooms of the code: which folder may import which, read from docs/design/rooms.toml. For `make map` and the tests."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "docs" / "design" / "rooms.toml"
+FOLDERS = {
+    "storage": "ckpt.storage",
+    "aggregator": "ckpt.aggregator",
+    "ckpt": "ckpt",
+    "recovery": "ckpt.recovery",
+    "tools": "ckpt.tools",
+}
+"""Folders of the repository and the packages that they are installed as, the lowest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A folder, or a file at the top of ckpt/, and what it may import of its own layer."""
+
+    name: str
+    layer: str
+    imports: frozenset[str]
+    """Rooms of the same layer, with all that those may import."""
+    files: frozenset[str] = frozenset()
+    """Single modules of other rooms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A top folder of the repository."""
+
+    name: str
+    what: str
+    rooms: tuple[Room, ...]
+
+
+@cache
+def layers() -> tuple[Layer, ...]:
+    """The table, the lowest layer first."""
+    found = []
+    for layer in tomllib.loads(TABLE.read_text())["layer"]:
+        direct = {room["name"]: room["imports"] for room in layer["rooms"]}
+        rooms = tuple(
+            Room(room["name"], layer["name"], frozenset(_closure(room["name"], direct)), frozenset(room.get("files", ())))
+            for room in layer["rooms"]
+        )
+        found.append(Layer(layer["name"], layer["what"], rooms))
+    return tuple(found)
+
+
+def _closure(name: str, direct: Mapping[str, list[str]]) -> Iterator[str]:
+    for other in direct[name]:
+        yield other
+        yield from _closure(other, direct)
+
+
+@cache
+def rooms() -> dict[str, Room]:
+    """All rooms by name."""
+    return {room.name: room for layer in layers() for room in layer.rooms}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """All files of the packages, by the name under which they are imported."""
+    names = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            names[".".join(part for part in parts if part != "__init__")] = path
+    return names
+
+
+def room_of(module: str) -> Room:
+    """The room of a module. Raises KeyError for a module that no room of the table contains."""
+    known, name = rooms(), module
+    if module.count(".") == 1 and not modules()[module].name == "__init__.py" and module not in known:
+        raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add it as a room, or move it into one")
+    while name not in known:
+        above = name.rpartition(".")[0]
+        if above == "ckpt":
+            raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add its folder as a room")
+        name = above
+    return known[name]
+
+
+def imports(module: str, with_types: bool = False) -> set[str]:
+    """The modules of the project that a module imports, at its top or inside of a function.
+
+    with_types: also those that only type checkers import.
+    """
+    names = modules()
+    tree = ast.parse(names[module].read_text())
+    nodes = ast.walk(tree) if with_types else _running(tree)
+    return {target for node in nodes for target in _targets(node, names)} - {module}
+
+
+def forbidden(module: str, with_types: bool = True) -> list[str]:
+    """The imports of a module that the table does not allow."""
+    room, order = room_of(module), list(FOLDERS)
+    wrong = []
+    for target in imports(module, with_types):
+        other = room_of(target)
+        if other.layer != room.layer:
+            allowed = order.index(other.layer) < order.index(room.layer)
+        else:
+            allowed = other.name in {room.name, "ckpt.version", *room.imports} or target in room.files
+        if not allowed:
+            wrong.append(target)
+    return sorted(wrong)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below, without what only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _running(child)
+
+
+def _targets(node: ast.AST, names: Mapping[str, Path]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in names)
+    if isinstance(node, ast.ImportFrom) and node.module is not None:
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            if inner in names or node.module in names:
+                yield inner if inner in names else node.module
+
+
+def first_line(path: Path) -> str:
+    """The first sentence of a file's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
