@@ -61,9 +61,9 @@ clean:
 	rm -rf $(VENV) build dist demo-run comeback-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp for each set of extras of pyproject.toml; a changed pyproject.toml installs it again. pip compiles what it copies, and
+# One stamp for each set of extras of pyproject.toml; a changed pyproject.toml or setup.py installs it again. pip compiles what it copies, and
 # not what it leaves in place: where python may not either (PYTHONDONTWRITEBYTECODE), each rank would take 0.1 s longer to start.
-$(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.%: pyproject.toml setup.py | $(BIN)/python
 	@echo "installing what 'make $*' needs into $(VENV) …"
 	@$(PIP) install -q -e '.[$*]'
 	@$(BIN)/python -m compileall -q ckpt storage aggregator recovery tools
