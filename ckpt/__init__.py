@@ -13,6 +13,23 @@ from ckpt.support import interrupts as interrupts  # before all that takes time
 from ckpt import data, pulse
 from ckpt.api import load, open, save
 from ckpt.checkpointer import Checkpointer
+from ckpt.errors import (
+    Fenced,
+    FormatError,
+    GroupError,
+    LeafMismatch,
+    LeafNotFound,
+    NotFinite,
+    RanksMissing,
+    RepositoryBusy,
+    SaveFailed,
+    SignatureError,
+    StagingFailed,
+    StateChanged,
+    StepNotFound,
+    StepRefused,
+    UnsupportedLeaf,
+)
 from ckpt.repository.checkpoint import Checkpoint, LazyArray, LeafInfo
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
@@ -23,27 +40,12 @@ from ckpt.state.tree import PerRank
 from ckpt.storage.base.errors import (
     AlreadyExists,
     CkptError,
-    Fenced,
-    FormatError,
-    GroupError,
     IntegrityError,
     InvalidArgument,
     InvalidName,
-    LeafMismatch,
-    LeafNotFound,
-    NotFinite,
     NotFound,
-    RanksMissing,
-    RepositoryBusy,
-    SaveFailed,
-    SignatureError,
-    StagingFailed,
-    StateChanged,
-    StepNotFound,
-    StepRefused,
     StoreError,
     UnknownScheme,
-    UnsupportedLeaf,
 )
 from ckpt.tiers.tier_spec import Tier
 from ckpt.version import __version__

@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 
 from ckpt.block_io.block_reader import Progress
 from ckpt.block_io.read_plan import BlockRead, plan_reads
+from ckpt.errors import StepNotFound
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption
 from ckpt.groups import as_group
@@ -35,7 +36,7 @@ from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.rank_parts import TIMEOUT_SECONDS
 from ckpt.state.name_mapping import Rename, rename_tree
 from ckpt.state.name_patterns import Patterns, entries, matcher, require_match, select
-from ckpt.storage.base.errors import InvalidArgument, StepNotFound
+from ckpt.storage.base.errors import InvalidArgument
 from ckpt.support.runtime import collector_paused
 from ckpt.support.validation import check_switch
 

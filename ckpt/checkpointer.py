@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from ckpt.api import check_step, load_newest, load_step
 from ckpt.block_io import staging_arena as arenas
+from ckpt.errors import FormatError
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption, as_keys
 from ckpt.groups import as_group
@@ -33,15 +34,7 @@ from ckpt.saving.pipeline import skip_step, staging_bytes
 from ckpt.saving.rank_parts import TIMEOUT_SECONDS
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_mapping import Rename
-from ckpt.storage.base.errors import (
-    CkptError,
-    FormatError,
-    IntegrityError,
-    InvalidArgument,
-    InvalidName,
-    Refused,
-    UnknownScheme,
-)
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, InvalidName, Refused, UnknownScheme
 from ckpt.support.fork_check import CreatorProcess
 from ckpt.support.validation import check_switch, checked_bytes, checked_every, checked_positive
 from ckpt.tiers.manager import TierManager

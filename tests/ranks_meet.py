@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import GroupError
 from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect, store_rendezvous
-from ckpt.storage.base.errors import GroupError, InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.local.directory import LocalStore
 
 

@@ -20,13 +20,14 @@ import pytest
 import ranks_meet
 from support import FailingStore, Injected, fast_folder, files, finish, one_line
 
+from ckpt.errors import GroupError
 from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect
 from ckpt.groups import store_rendezvous as by_meeting
 from ckpt.groups.env import rank_from_env
 from ckpt.groups.hello import own_hello
 from ckpt.groups.process_identity import this_process
 from ckpt.groups.threads import ThreadGroup
-from ckpt.storage.base.errors import GroupError, InvalidArgument, NotFound
+from ckpt.storage.base.errors import InvalidArgument, NotFound
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.urls import open_store

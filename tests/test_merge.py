@@ -12,13 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ckpt.errors import StepRefused
 from ckpt.format import manifest
 from ckpt.format.manifest import PlannedColumns, StoredBlock
 from ckpt.saving.box_coverage import are_tiled, first_overlap, first_uncovered_box
 from ckpt.saving.manifest_merge import merge_rows
 from ckpt.saving.replica_check import LeafDescription
 from ckpt.state.boxes import Box, intersect, whole_box
-from ckpt.storage.base.errors import StepRefused
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 

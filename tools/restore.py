@@ -14,9 +14,10 @@ from pathlib import Path
 import click
 
 import ckpt
+from ckpt.errors import StepNotFound
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository
-from ckpt.storage.base.errors import CkptError, IntegrityError, StepNotFound
+from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.storage.base.plural import format_count

@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from ckpt.api import check_step
 from ckpt.block_io.read_plan import Target
+from ckpt.errors import GroupError, LeafNotFound, StepNotFound, UnsupportedLeaf
 from ckpt.format.codec import CodecOption
 from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.loading.alias_check import check_aliasing
@@ -52,7 +53,7 @@ from ckpt.state.leaves import as_leaf, sharded
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import BytesLeaf
 from ckpt.state.tree import INLINE_BYTES, FlatState, Node, decode_key, flatten
-from ckpt.storage.base.errors import CkptError, GroupError, InvalidArgument, LeafNotFound, StepNotFound, UnsupportedLeaf
+from ckpt.storage.base.errors import CkptError, InvalidArgument
 
 KeyPath = tuple[str | int, ...]
 """The keys and list positions that lead to an entry; its name is their text joined by dots."""

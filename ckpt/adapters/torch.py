@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt.errors import LeafMismatch
 from ckpt.format.manifest import Saved
 from ckpt.state.boxes import Replica
 from ckpt.state.leaves import empty_leaf
@@ -13,7 +14,7 @@ from ckpt.state.name_patterns import children
 from ckpt.state.optimizer_names import moment_like
 from ckpt.state.torch_keys import ModuleEntries
 from ckpt.state.tree import Node, join_path
-from ckpt.storage.base.errors import InvalidArgument, LeafMismatch
+from ckpt.storage.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch

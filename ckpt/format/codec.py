@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import FormatError
 from ckpt.format import bounded_decode
 from ckpt.state.leaves.base import Bytes
 from ckpt.state.name_patterns import matcher
-from ckpt.storage.base.errors import FormatError, InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument
 
 _SAFE_CODEC_IDS = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
 """Lossless, bytes to bytes, and none of them runs code from the data (as `pickle` would)."""

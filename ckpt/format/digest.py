@@ -6,8 +6,9 @@ from typing import Any
 
 import xxhash
 
+from ckpt.errors import FormatError
 from ckpt.storage.base import checksums
-from ckpt.storage.base.errors import FormatError, InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument
 
 CELL_BYTES = checksums.CELL_BYTES
 """An uncompressed block keeps a checksum of each such part, so that a part can be read alone and still be verified."""

@@ -10,12 +10,13 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from ckpt.errors import FormatError
 from ckpt.format.digest import algorithm_of_hex, digest
 from ckpt.format.signature import NO_KEYS, Keys, Signature
 from ckpt.format.training_lines import Ancestry, TrainingLine, parse_line
 from ckpt.storage.base.checked_decode import Malformed
 from ckpt.storage.base.checked_decode import decode as from_data
-from ckpt.storage.base.errors import FormatError, IntegrityError
+from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.store import Store
 
 T = TypeVar("T")

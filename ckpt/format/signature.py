@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt.storage.base.errors import InvalidArgument, SignatureError
+from ckpt.errors import SignatureError
+from ckpt.storage.base.errors import InvalidArgument
 
 KEY_FILE_VARIABLE = "CKPT_KEY_FILE"
 """The environment variable that names the key file where the program names none."""

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ckpt.errors import GroupError
 from ckpt.groups import host_notes
-from ckpt.storage.base.errors import GroupError, InvalidArgument, StoreError, first_line
+from ckpt.storage.base.errors import InvalidArgument, StoreError, first_line
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")

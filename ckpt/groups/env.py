@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ckpt.errors import GroupError
 from ckpt.groups.base import TIMEOUT_SECONDS, Group
 from ckpt.groups.rendezvous_failures import RendezvousNotes
 from ckpt.groups.store_rendezvous import JobId, StoreRendezvous
-from ckpt.storage.base.errors import CkptError, GroupError, StoreError
+from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")

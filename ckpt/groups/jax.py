@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import GroupError
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, timeout_error
-from ckpt.storage.base.errors import GroupError, first_line
+from ckpt.storage.base.errors import first_line
 
 _gather_numbers = itertools.count()  # of the gathers of this process, whatever objects make them: keys are never used twice
 

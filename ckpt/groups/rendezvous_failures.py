@@ -8,11 +8,12 @@ import os
 import secrets
 import time
 
+from ckpt import errors
+from ckpt.errors import GroupError
 from ckpt.groups import host_notes
 from ckpt.groups.base import Group
 from ckpt.groups.process_identity import process_start_ticks
-from ckpt.storage.base import errors
-from ckpt.storage.base.errors import GroupError, StoreError
+from ckpt.storage.base.errors import StoreError
 
 _raised_tokens: set[str] = set()
 """Tokens of the notes that this process has raised. Each counts once, for the ranks may meet again after that."""

@@ -25,12 +25,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.errors import GroupError
 from ckpt.groups.base import Group, ranks_text, timeout_error
 from ckpt.groups.hello import Hello, decode_hello, own_hello
 from ckpt.groups.process_identity import is_alive
 from ckpt.groups.rendezvous_failures import RendezvousNotes
 from ckpt.storage.base.checked_decode import Malformed, read_json
-from ckpt.storage.base.errors import CkptError, GroupError, IntegrityError, NotFound
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
 from ckpt.storage.base.store import Store
 from ckpt.storage.base.threads import DaemonThreadPool
 

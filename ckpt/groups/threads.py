@@ -6,8 +6,8 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
+from ckpt.errors import GroupError
 from ckpt.groups.base import Group, Message, timeout_error
-from ckpt.storage.base.errors import GroupError
 
 
 class _SharedState:

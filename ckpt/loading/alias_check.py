@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt.block_io.read_plan import Target
+from ckpt.errors import LeafMismatch
 from ckpt.format.manifest import Manifest
 from ckpt.state.alias_notes import AliasNote
 from ckpt.state.boxes import Box, whole_box
 from ckpt.state.memory_overlap import AddressRange, address_range_of, overlapping_groups, overlapping_pairs
-from ckpt.storage.base.errors import LeafMismatch
 
 
 class _TargetBox(NamedTuple):

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckpt import errors
 from ckpt.block_io.block_reader import Progress
+from ckpt.errors import GroupError, StepNotFound
 from ckpt.format.json_records import encode_commit
 from ckpt.groups.base import Group, SingleProcessGroup, step_mismatch_error
 from ckpt.loading.shared_read import ShareReads
@@ -22,8 +24,7 @@ from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import Repository, commit_name, steps_text
 from ckpt.state.name_mapping import Rename
 from ckpt.state.name_patterns import Patterns
-from ckpt.storage.base import errors
-from ckpt.storage.base.errors import CkptError, GroupError, IntegrityError, StepNotFound, StoreError
+from ckpt.storage.base.errors import CkptError, IntegrityError, StoreError
 from ckpt.support.validation import check_progress, check_rename, check_share_reads, checked_patterns
 
 log = logging.getLogger("ckpt")

@@ -23,11 +23,11 @@ from dataclasses import asdict
 import numpy as np
 
 from ckpt.block_io.staging_arena import round_up
+from ckpt.errors import GroupError
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.groups.process_identity import ProcessIdentity, is_dead, this_process
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.checked_decode import decode
-from ckpt.storage.base.errors import GroupError
 from ckpt.storage.base.failpoints import failpoint
 
 _POLL_SECONDS = 0.0003, 0.003

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.block_io.read_plan import Target
+from ckpt.errors import LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
 from ckpt.state.alias_notes import AliasNote, read_alias_note
 from ckpt.state.boxes import whole_box
@@ -27,7 +28,7 @@ from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_s
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, state_of
 from ckpt.state.torch_keys import is_module, mismatched_keys
 from ckpt.state.tree import Node, PerRank, decode_key, empty_dict, join_path, rebuild, scalar_bytes
-from ckpt.storage.base.errors import CkptError, IntegrityError, LeafMismatch, LeafNotFound
+from ckpt.storage.base.errors import CkptError, IntegrityError
 
 log = logging.getLogger("ckpt")
 

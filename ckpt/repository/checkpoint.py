@@ -14,6 +14,7 @@ import numpy as np
 from ckpt.block_io.block_reader import Progress, is_bad_sector, read_leaves, verify_blocks
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
+from ckpt.errors import LeafNotFound
 from ckpt.format import manifest as manifests
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
@@ -25,7 +26,7 @@ from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import suggest
 from ckpt.state.rank_tree import array_names, has_rank_nodes, resolve_for_rank
 from ckpt.state.tree import Node
-from ckpt.storage.base.errors import IntegrityError, LeafNotFound, NotFound, StoreError
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.support.runtime import collector_paused
 

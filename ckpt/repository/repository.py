@@ -19,20 +19,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ckpt.errors import FormatError, StepNotFound
 from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.signature import NO_KEYS, KeyOption, Keys, as_keys
 from ckpt.format.training_lines import StepOrder, TrainingLine, order_by_number, order_steps
 from ckpt.repository.checkpoint import Checkpoint
-from ckpt.storage.base.errors import (
-    AlreadyExists,
-    CkptError,
-    FormatError,
-    IntegrityError,
-    InvalidArgument,
-    NotFound,
-    StepNotFound,
-)
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, InvalidArgument, NotFound
 from ckpt.storage.base.store import Entry, Store
 from ckpt.storage.urls import open_store
 

@@ -13,13 +13,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt.errors import SignatureError
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit
 from ckpt.format.training_lines import order_steps
 from ckpt.repository.completeness import is_complete
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.writer_lease import WriterLease, obsolete_lease_records
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES
-from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, SignatureError
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.validation import as_integer
 

@@ -21,20 +21,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from ckpt.errors import Fenced, RanksMissing, RepositoryBusy
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_alive, is_dead, this_process
 from ckpt.repository.repository import Repository
 from ckpt.storage.base.checked_decode import decode
-from ckpt.storage.base.errors import (
-    AlreadyExists,
-    CkptError,
-    Fenced,
-    NotFound,
-    RanksMissing,
-    RepositoryBusy,
-    StoreError,
-    Unavailable,
-)
+from ckpt.storage.base.errors import AlreadyExists, CkptError, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fencing_probe import require_conditional_puts
 from ckpt.support.fork_check import CreatorProcess

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from ckpt.errors import Fenced, RanksMissing, SignatureError, StepNotFound, StepRefused
 from ckpt.format import manifest
 from ckpt.format.digest import digest
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, sign_commit
@@ -26,17 +27,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.replica_check import PublishedDigests
 from ckpt.saving.writer_session import Session
 from ckpt.state.tree import FlatState, encode_tree
-from ckpt.storage.base.errors import (
-    AlreadyExists,
-    CkptError,
-    Fenced,
-    IntegrityError,
-    NotFound,
-    RanksMissing,
-    SignatureError,
-    StepNotFound,
-    StepRefused,
-)
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, NotFound
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.runtime import collector_paused
 from ckpt.version import __version__

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ckpt.errors import SaveFailed
 from ckpt.storage.base.call_timeout import STORE_TIMEOUT_VARIABLE, StallTimer, store_timeout_seconds
-from ckpt.storage.base.errors import SaveFailed
 from ckpt.support.fork_check import CreatorProcess
 
 if TYPE_CHECKING:

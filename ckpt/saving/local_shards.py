@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from ckpt.errors import UnsupportedLeaf
 from ckpt.format.codec import CodecOption, parse_option
 from ckpt.groups.base import Group
 from ckpt.saving.write_plan import LeafKind, LeafSpec
 from ckpt.state.boxes import Replica
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.tree import FlatState
-from ckpt.storage.base.errors import UnsupportedLeaf
 
 
 class LocalShard(NamedTuple):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpt.errors import StepRefused
 from ckpt.format import manifest_parquet as tables
 from ckpt.format.row_index import RowIndex, index_rows
 from ckpt.groups.base import ranks_text
 from ckpt.saving.box_coverage import Flags, Ints, are_tiled, first_overlap, first_uncovered_box
 from ckpt.saving.replica_check import LeafDescription, require_same_description
 from ckpt.state.boxes import Box, intersect
-from ckpt.storage.base.errors import StepRefused
 from ckpt.support import arrow_columns
 
 if TYPE_CHECKING:

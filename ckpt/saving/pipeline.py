@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ckpt.block_io import staging_arena as arenas
 from ckpt.block_io.staging_arena import Arena, ArenaAbandoned, Region, round_up
+from ckpt.errors import MORE_MEMORY_ADVICE, NotFinite, SaveFailed, StagingFailed, StateChanged
 from ckpt.format import codec, manifest
 from ckpt.format.digest import checksum, choose_algorithm, digest_and_cells
 from ckpt.format.limits import BLOCK_BYTES
@@ -42,16 +43,7 @@ from ckpt.saving.write_plan import Block, plan_blocks, stage_block
 from ckpt.saving.writer_session import Session
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.tree import FlatState, flatten
-from ckpt.storage.base.errors import (
-    MORE_MEMORY_ADVICE,
-    CkptError,
-    NotFinite,
-    SaveFailed,
-    StagingFailed,
-    StateChanged,
-    StoreError,
-    first_line,
-)
+from ckpt.storage.base.errors import CkptError, StoreError, first_line
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.runtime import collector_paused, lower_thread_priority, processor_count
 

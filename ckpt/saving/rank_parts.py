@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ckpt.errors import RanksMissing, SignatureError, StepRefused, UnsupportedLeaf
 from ckpt.format import json_records
 from ckpt.format.digest import digest
 from ckpt.format.json_records import CommitRecord
@@ -40,16 +41,7 @@ from ckpt.saving.replica_check import (
 )
 from ckpt.state.rank_tree import keep_stored_arrays, merge_trees
 from ckpt.state.tree import FlatState, Node
-from ckpt.storage.base.errors import (
-    CkptError,
-    IntegrityError,
-    NotFound,
-    RanksMissing,
-    SignatureError,
-    StepRefused,
-    StoreError,
-    UnsupportedLeaf,
-)
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Store
 from ckpt.storage.base.threads import DaemonThreadPool

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.errors import StepRefused
 from ckpt.format.bounded_decode import inflate
 from ckpt.format.digest import checksum, digest
 from ckpt.groups.base import ranks_text
@@ -25,7 +26,6 @@ from ckpt.saving.write_plan import LeafSpec
 from ckpt.state.boxes import Box, whole_box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.tree import FlatState
-from ckpt.storage.base.errors import StepRefused
 
 _MAX_TEXT_BYTES = 256 << 20
 """The longest description of the copies of one rank, decoded."""

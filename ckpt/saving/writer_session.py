@@ -17,7 +17,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt import errors
 from ckpt.block_io.replicated_store import bad_files
+from ckpt.errors import SaveFailed, StepNotFound
 from ckpt.format.pack import file_lengths
 from ckpt.format.training_lines import TrainingLine
 from ckpt.groups.base import Group
@@ -32,9 +34,8 @@ from ckpt.saving.dedup import PreviousBlock, PreviousBlocks, StepBlocks, referab
 from ckpt.saving.exit_status import fail_cleanup, register_before_thread_shutdown
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.step_drift import DriftDetector
-from ckpt.storage.base import errors
 from ckpt.storage.base.checked_decode import decode
-from ckpt.storage.base.errors import CkptError, InvalidArgument, SaveFailed, StepNotFound
+from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.store import Store
 
 if TYPE_CHECKING:

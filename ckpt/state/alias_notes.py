@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.errors import UnsupportedLeaf
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import ArrayLeaf, MemoryLayout
 from ckpt.state.memory_overlap import AddressRange, address_range_of, overlapping_groups, overlapping_pairs
-from ckpt.storage.base.errors import UnsupportedLeaf
 
 
 class AliasNote(NamedTuple):

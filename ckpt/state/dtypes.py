@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckpt.storage.base.errors import FormatError
+from ckpt.errors import FormatError
 
 # Types that torch has and numpy lacks, an older ml_dtypes too, and how numpy shows their bytes.
 _FOREIGN = {

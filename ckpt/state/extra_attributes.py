@@ -7,8 +7,8 @@ import inspect
 import types
 from typing import Any
 
+from ckpt.errors import UnsupportedLeaf
 from ckpt.state.leaves.sharded import Shard
-from ckpt.storage.base.errors import UnsupportedLeaf
 
 _FRAMEWORK_MODULES = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes")
 """Their own classes of arrays are known: what a load needs of them is stored."""

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ckpt.errors import LeafMismatch, LeafNotFound
 from ckpt.state.leaves import as_leaf
 from ckpt.state.name_patterns import children, suggest
 from ckpt.state.optimizer_order import modules_in
 from ckpt.state.stateful import as_stateful, state_of
 from ckpt.state.torch_keys import bare_name, is_module
 from ckpt.state.tree import Node, PerRank, encode_key, join_path
-from ckpt.storage.base.errors import InvalidArgument, LeafMismatch, LeafNotFound
+from ckpt.storage.base.errors import InvalidArgument
 
 Rename = Callable[[str], str] | Mapping[str, str]
 """From names in `like` to saved names: a function, or regular expressions and their replacements."""

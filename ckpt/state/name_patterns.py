@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ckpt.errors import LeafNotFound
 from ckpt.state.tree import Node, decode_key, join_path
-from ckpt.storage.base.errors import LeafNotFound
 
 Patterns = str | Iterable[str]
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from ckpt.errors import StepRefused
 from ckpt.state.tree import Node
-from ckpt.storage.base.errors import StepRefused
 
 RankNodes = list[tuple[Sequence[int], Node]]
 """Each different node, with the ranks that told it."""

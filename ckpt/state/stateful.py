@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.storage.base.errors import CkptError, UnsupportedLeaf, first_line
+from ckpt.errors import UnsupportedLeaf
+from ckpt.storage.base.errors import CkptError, first_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import MORE_MEMORY_ADVICE, FormatError, StagingFailed, UnsupportedLeaf
 from ckpt.state.alias_notes import add_alias_notes, find_alias_notes
 from ckpt.state.dtypes import dtype_name, numpy_dtype
 from ckpt.state.extra_attributes import require_plain_array, require_plain_container
@@ -29,7 +30,7 @@ from ckpt.state.leaves.numpy import BytesLeaf, NumpyScalarLeaf
 from ckpt.state.optimizer_names import is_optimizer, names_by_path
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
 from ckpt.state.torch_keys import is_module, module_entries
-from ckpt.storage.base.errors import MORE_MEMORY_ADVICE, FormatError, StagingFailed, UnsupportedLeaf, first_line
+from ckpt.storage.base.errors import first_line
 
 Node = Any
 namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names from a file, so no static type fits

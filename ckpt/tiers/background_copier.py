@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from ckpt.errors import Fenced, SaveFailed, StepNotFound
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.call_timeout import STORE_TIMEOUT_VARIABLE, StallTimer, store_timeout_seconds
-from ckpt.storage.base.errors import Fenced, IntegrityError, SaveFailed, StepNotFound
+from ckpt.storage.base.errors import IntegrityError
 from ckpt.support.runtime import lower_thread_priority
 from ckpt.tiers.copy_step import promote
 

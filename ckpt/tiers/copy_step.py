@@ -15,6 +15,7 @@ from functools import partial
 from ckpt.block_io.block_check import is_good_block
 from ckpt.block_io.block_reader import is_bad_sector
 from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
+from ckpt.errors import Fenced
 from ckpt.format.json_records import CommitRecord, FileRecord
 from ckpt.format.manifest import Row
 from ckpt.format.pack import file_lengths
@@ -23,7 +24,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import Fenced, IntegrityError, NotFound, StoreError
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT, Reader, Store

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from ckpt.block_io.replicated_store import remove_bad_copies
+from ckpt.errors import RanksMissing, SaveFailed, StepRefused
 from ckpt.format.signature import NO_KEYS, Keys
 from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.repository.damage_registry import damaged_steps
@@ -36,17 +37,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.pipeline import planned_bytes, skip_step
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import (
-    CkptError,
-    IntegrityError,
-    InvalidArgument,
-    NoSpace,
-    NotFound,
-    RanksMissing,
-    SaveFailed,
-    StepRefused,
-    StoreError,
-)
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.tiers.background_copier import Promoter
 from ckpt.tiers.copy_check import is_intact_copy

@@ -15,19 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.block_io.staging_arena import available_memory
+from ckpt.errors import FormatError, StepNotFound
 from ckpt.format import json_records
 from ckpt.repository.repository import MARKER, Repository, Url, new_marker, open_repository
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.storage.base.errors import (
-    CkptError,
-    FormatError,
-    IntegrityError,
-    InvalidArgument,
-    NotFound,
-    StepNotFound,
-    StoreError,
-    Unavailable,
-)
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.shared_memory import MemoryStore

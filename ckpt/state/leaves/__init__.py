@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import FormatError, LeafMismatch
 from ckpt.state.leaves import numpy, sharded
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf, NumpyScalarLeaf
-from ckpt.storage.base.errors import CkptError, FormatError, LeafMismatch, first_line
+from ckpt.storage.base.errors import CkptError, first_line
 
 
 def as_leaf(value: Any) -> ArrayLeaf | None:
