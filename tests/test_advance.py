@@ -128,18 +128,19 @@ def test_a_failure_is_not_put_down_to_a_host_while_another_may_be_lost() -> None
     run = world()
     run.turn()
     wrong = {cause: replace(run.agents["a"], wrong=HostFailure(cause, (0,), "failed")) for cause in ("exit", "diverged")}
-    view = replace(run.view(), unheard=frozenset("b"))
-    exits = replace(view, perhaps={**view.maybe_living, "a": wrong["exit"]})
+    view = replace(run.view(), silent_since_failure=frozenset("b"))
+    exits = replace(view, maybe_living={**view.maybe_living, "a": wrong["exit"]})
     assert draft_next_entries(exits) == []
-    assert [d.kind for d in draft_next_entries(replace(exits, unheard=frozenset("d")))] == ["failure", "decision"], (
-        "no host of it"
-    )
+    assert [d.kind for d in draft_next_entries(replace(exits, silent_since_failure=frozenset("d")))] == [
+        "failure",
+        "decision",
+    ], "no host of it"
     for perhaps, unheard, cause in (
         (exits.maybe_living, "", "exit"),
         ({**view.maybe_living, "a": wrong["diverged"]}, "b", "diverged"),
         ({name: exits.maybe_living[name] for name in "ac"}, "", "lost"),
     ):
-        failure, decision = draft_next_entries(replace(view, perhaps=perhaps, unheard=frozenset(unheard)))
+        failure, decision = draft_next_entries(replace(view, maybe_living=perhaps, silent_since_failure=frozenset(unheard)))
         assert (failure.facts["cause"], decision.kind) == (cause, "decision")
 
 
@@ -264,7 +265,7 @@ def test_who_goes_on_from_an_older_step_than_was_saved_says_so() -> None:
     told = draft_next_entries(run.view())
     assert [(draft.kind, draft.facts) for draft in told] == [("note", {"restored": 20})]
     assert told[0].text.startswith("the ranks go on from step 20, as no later one is whole: 25 was saved")
-    before = replace(run.view(), course=replace(run.course, before=25))
+    before = replace(run.view(), run_state=replace(run.course, before=25))
     assert draft_next_entries(before) == []
     run.append(len(run.log), told)
     assert draft_next_entries(run.view()) == []

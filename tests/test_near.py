@@ -396,7 +396,7 @@ def test_the_lease_lives_while_a_client_writes(tmp_path: Path) -> None:
         store = NodeStore(node.address)
         with store.create("a", 10 * len(DATA)) as writer:
             (upload,) = node.server.uploads._uploads.values()
-            writer._heard -= 100.0  # as after a long time
+            writer._renewed_at -= 100.0  # as after a long time
             upload.touched_at -= 50.0
             before = upload.touched_at
             writer.append(memoryview(DATA))
@@ -597,7 +597,7 @@ def test_a_commit_waits_for_appends(here: Here) -> None:
     held, go = threading.Event(), threading.Event()
 
     def append() -> None:
-        with writer._file.place(len(DATA)) as position:
+        with writer._file.reserve_range(len(DATA)) as position:
             held.set()
             go.wait(60)
             writer._file.write(memoryview(DATA), position)
@@ -681,7 +681,7 @@ def test_somebody_takes_the_name(tmp_path: Path) -> None:
 
             thread = threading.Thread(target=answer)
             thread.start()
-            store._fd_client._address = replace(door, name=name)
+            store._fd_client._address = replace(door, socket_name=name)
             assert store.get("a") == DATA
             thread.join()
             assert door.secret not in asked[0]

@@ -192,7 +192,7 @@ def test_a_warm_start(start: Callable[..., Run]) -> None:
         assert time.monotonic() < until
     os.kill(run.pid(1), signal.SIGKILL)
     run.until_step(1, attempt=1)
-    assert b"forge.py" in Path(f"/proc/{run.pid(1)}/cmdline").read_bytes()
+    assert b"fork_server.py" in Path(f"/proc/{run.pid(1)}/cmdline").read_bytes()
     assert run.end() == 0, run.said
     is_right(run, 600)
     assert run.failures() == [("signal", [1])]

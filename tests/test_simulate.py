@@ -36,7 +36,7 @@ worlds = st.builds(
     restore_seconds=seconds,
     spares=st.integers(0, 3),
     repair_seconds=st.floats(0, 1e5),
-    broken_at=st.none() | st.integers(0, 1000),
+    broken_step=st.none() | st.integers(0, 1000),
 )
 
 

@@ -134,7 +134,7 @@ def test_ranks_that_see_no_memory_in_common_read_all_the_same(
     if lacking == "memfd_create":
         monkeypatch.delattr(os, "memfd_create")
     else:
-        opened, turns = SharedWindow.create.__globals__["_opened"], iter([False, True, False])
+        opened, turns = SharedWindow.create.__globals__["_map_memory_of_rank_0"], iter([False, True, False])
         monkeypatch.setattr("ckpt.loading.shared_window._map_memory_of_rank_0", lambda *a: None if next(turns) else opened(*a))
     windows: list[Any] = []
     meet = SharedWindow.create
@@ -292,10 +292,10 @@ def test_nothing_is_left_of_the_memory() -> None:
     gc.collect()  # what failed before is held by its traceback
     before = mappings()
     windows = all_well(on_ranks(3, lambda g: window_of(g, 2, 1), ThreadGroup.make(3)))
-    windows[0].to_fill(0)[:] = 7
+    windows[0].wait_for_free_slot(0)[:] = 7
     windows[0].mark_ready(0)
     for window in windows:
-        window.wait_for(0, reader=0)
+        window.wait_until_ready(0, reader=0)
         assert (window.slot(0) == 7).all()
     assert mappings() == before + 3
     del windows, window
