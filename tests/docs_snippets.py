@@ -165,9 +165,7 @@ class Runner:
         self._python: subprocess.Popen[bytes] | None = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._stack.close()
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
