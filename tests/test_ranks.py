@@ -818,7 +818,7 @@ def test_copies_that_all_take_themselves_for_the_same(tmp_path: Path, number: in
 
     for error in refused(tmp_path, state):
         assert "leaf w: no rank stored" in str(error)
-        assert "where a Shard says replica=(i, n), a rank must bring each i" in str(error)
+        assert "where a Shard has replica=(i, n), a rank must save each i" in str(error)
 
 
 def test_a_shard_that_a_rank_calls_otherwise_is_named(tmp_path: Path) -> None:

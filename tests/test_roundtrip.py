@@ -509,7 +509,7 @@ def test_any_tree(tmp_path_factory, state):
 
 def test_a_record_of_foreign_types_is_refused_rather_than_changed(tmp_path):
     array = np.zeros(3, [("a", ml_dtypes.bfloat16), ("b", "f4")])
-    with pytest.raises(ckpt.UnsupportedLeaf, match=r"leaf x: .* store the fields apart"):
+    with pytest.raises(ckpt.UnsupportedLeaf, match=r"leaf x: .* store each field as an array"):
         ckpt.save({"x": array}, tmp_path / "r")
 
 

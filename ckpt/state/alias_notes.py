@@ -1,7 +1,7 @@
-"""Which arrays of a saved state were views that shared memory, noted in the tree so that a load may fill such views in place.
+"""Notes in the tree about saved arrays that shared memory, so that a load may fill such views in place.
 
-A view and what it is a view of are stored as arrays of their own. Where they shared memory when they were saved, they agree
-in all that they shared, and so a load may write both to memory that they share in the same way.
+A view and its base array are stored as two arrays. If they shared memory when they were saved, their stored bytes agree in the
+shared part, so a load may write both to memory that they share in the same way.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ckpt.state.memory_overlap import AddressRange, address_range_of, overlappin
 
 
 class AliasNote(NamedTuple):
-    """Where an array lay in memory that it shared: the field `alias` of its node."""
+    """The layout of an array in memory that it shared when it was saved: the field `alias` of its node."""
 
     group: str
-    """Equal for arrays of one memory."""
+    """A name that all arrays of one shared memory have in common."""
     start: int
-    """Address of the first element, in bytes from a place that is the same for the group."""
+    """Address of the first element, in bytes from the lowest address of the group."""
     strides: tuple[int, ...]
-    """In bytes."""
+    """In bytes, one for each axis."""
     view: str
-    """That of `Memory`."""
+    """`MemoryLayout.view` of the saved array."""
 
     def has_same_layout(self, memory: MemoryLayout) -> bool:
-        """Whether an array, or a box of it, is laid out in `memory` as the saved one was."""
+        """Return whether `memory`, of a whole array or of a box, has the strides and the view of the saved array."""
         return (
             self.view == memory.view
             and len(self.strides) == len(memory.strides)
@@ -41,7 +41,7 @@ class AliasNote(NamedTuple):
 
 
 def read_alias_note(node: dict[str, Any]) -> AliasNote | None:
-    """The note of an array node; None where it has none that can be read."""
+    """Return the note of an array node; None where the node has none or its note is malformed."""
     try:
         group, start, strides, view = (node["alias"][field] for field in AliasNote._fields)
         return AliasNote(str(group), operator.index(start), tuple(operator.index(s) for s in strides), str(view))
@@ -50,7 +50,7 @@ def read_alias_note(node: dict[str, Any]) -> AliasNote | None:
 
 
 class _LeafBox(NamedTuple):
-    """Whose memory a span is: a whole leaf's, or that of a shard of one (`box`)."""
+    """The owner of an address range: a whole leaf (`box` is None), or the shard `box` of a leaf."""
 
     name: str
     box: Box | None
@@ -59,11 +59,12 @@ class _LeafBox(NamedTuple):
 def find_alias_notes(
     leaves: Mapping[str, ArrayLeaf], addresses: Sequence[int | None], rank: int | None
 ) -> dict[str, AliasNote]:
-    """The notes of those arrays that share memory with another one, or with themselves, by name.
+    """Return a note, by leaf name, for each array that shares memory with another array or with itself.
 
-    addresses: `ArrayLeaf.address` of each leaf.
-    rank: of this process in its group. What ranks say of one array need not be the same, so that each has its own groups.
-    Raises UnsupportedLeaf where a shard shares memory with what is not the same shard: on other ranks it may be otherwise.
+    addresses: `ArrayLeaf.address()` of each leaf.
+    rank: the rank of this process in its group, else None. Sharing may differ between ranks, so each rank names its own groups.
+
+    Raises UnsupportedLeaf where a shard shares memory with anything but the same shard: other ranks may not share it.
     """
     if None not in addresses and _are_disjoint(addresses, [leaf.nbytes for leaf in leaves.values()]):  # as in most states
         return {}
@@ -71,7 +72,7 @@ def find_alias_notes(
     self_overlapping: list[AddressRange[_LeafBox]] = []
     for name, leaf in leaves.items():
         memory = leaf.memory_layout()
-        if memory is not None and leaf.flat is not None and not memory.view:  # contiguous
+        if memory is not None and leaf.flat is not None and not memory.view:  # contiguous: cannot overlap itself
             if leaf.nbytes:
                 at = ranges.setdefault(memory.device, [])
                 at.append((memory.start, memory.start + leaf.nbytes, (_LeafBox(name, None), memory)))
@@ -99,8 +100,8 @@ def find_alias_notes(
 
 
 def _are_disjoint(addresses: Sequence[Any], lengths: Sequence[int]) -> bool:
-    """Whether no two of these ranges meet."""
-    if len(addresses) < 100:  # numpy would take longer
+    """Return whether no two of these address ranges overlap."""
+    if len(addresses) < 100:  # numpy is slower for so few
         ranges = sorted(zip(addresses, lengths, strict=True))
         return all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ranges))
     first = np.array(addresses, np.int64)
@@ -110,17 +111,17 @@ def _are_disjoint(addresses: Sequence[Any], lengths: Sequence[int]) -> bool:
 
 
 def _refuse_aliased_shards(pairs: Sequence[tuple[AddressRange[_LeafBox], AddressRange[_LeafBox]]]) -> None:
-    """Raise UnsupportedLeaf for two different views of one memory of which one is a shard."""
+    """Raise UnsupportedLeaf for two different views of one memory if at least one is a shard."""
     for a, b in pairs:
         if (a.key.box is not None or b.key.box is not None) and (a.key.box, a.memory) != (b.key.box, b.memory):
             raise UnsupportedLeaf(
                 f"leaf {a.key.name} and leaf {b.key.name} share memory and at least one is a shard of an array, so that a load "
-                "could not tell which of them to write there: save a clone of one, or leave it out of the state"
+                "could not decide which of them to write: save a clone of one, or leave one out of the state"
             )
 
 
 def _leaf_boxes(name: str, leaf: ArrayLeaf, memory: MemoryLayout | None) -> Iterator[tuple[_LeafBox, MemoryLayout]]:
-    """The memory of a leaf that has elements, or of each of its shards."""
+    """Yield the memory of a leaf that has elements, or of each of its shards."""
     if memory is not None:
         if leaf.nbytes:
             yield _LeafBox(name, None), memory
@@ -133,7 +134,7 @@ def _leaf_boxes(name: str, leaf: ArrayLeaf, memory: MemoryLayout | None) -> Iter
 def _connected_spans(
     self_overlapping: Sequence[AddressRange[_LeafBox]], pairs: Sequence[tuple[AddressRange[_LeafBox], AddressRange[_LeafBox]]]
 ) -> list[list[AddressRange[_LeafBox]]]:
-    """The spans that hang together by pairs, and each that overlaps itself."""
+    """Return the connected groups of spans that `pairs` link, and a group for each span that overlaps only itself."""
     group_of: dict[_LeafBox, list[AddressRange[_LeafBox]]] = {span.key: [span] for span in self_overlapping}
     for a, b in pairs:
         first, second = (group_of.setdefault(span.key, [span]) for span in (a, b))
@@ -144,7 +145,7 @@ def _connected_spans(
 
 
 def add_alias_notes(node: Any, notes: dict[str, AliasNote]) -> None:
-    """Put the notes into the array nodes of a tree."""
+    """Write the notes into the array nodes of a tree."""
     for found in _array_nodes(node):
         if note := notes.get(found["array"]):
             found["alias"] = note._asdict()

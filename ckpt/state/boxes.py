@@ -1,4 +1,4 @@
-"""Boxes of arrays: where one lies in another. Pure arithmetic on tuples."""
+"""Boxes, the rectangular parts of arrays: intersection, offsets and splits, as pure arithmetic on tuples."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements in the box."""
+        """The number of elements in the box."""
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index into its array."""
+        """Return the box as an index into its array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def moved(self, by: tuple[int, ...]) -> Box:
-        """The same box further along each axis."""
+        """Return the same box with its offset increased by `by` along each axis."""
         return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
 
     def relative_to(self, outer: Box) -> Box:
-        """The same box counted from the corner of `outer`."""
+        """Return the same box with its offset counted from that of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box that is all of an array of `shape`."""
+    """Return the box that covers all of an array of `shape`."""
     return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes of one array, or None."""
+    """Return the common part of two boxes of one array; None where they have no element in common."""
     low = tuple(max(p, q) for p, q in zip(a.offset, b.offset, strict=True))
     high = tuple(min(p + m, q + n) for p, m, q, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
     extent = tuple(h - a for a, h in zip(low, high, strict=True))
@@ -44,7 +44,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contiguous_start(box: Box, shape: tuple[int, ...]) -> int | None:
-    """First element of `box` in an array of `shape` in C order if its elements follow each other there, else None."""
+    """Return the index of the first element of `box` in the flattened array; None where the box is not contiguous in C order.
+
+    shape: that of the array.
+    """
     start, whole_below = 0, True
     for axis in range(len(shape) - 1, -1, -1):
         if not whole_below and box.shape[axis] != 1:
@@ -56,24 +59,26 @@ def contiguous_start(box: Box, shape: tuple[int, ...]) -> int | None:
 
 
 class Replica(NamedTuple):
-    """Which of several equal copies of a shard this rank holds."""
+    """Which of several equal copies of a shard this rank has."""
 
     number: int
+    """The number of this copy, from 0."""
     total: int
+    """The number of copies."""
     ranks: tuple[int, ...] | None = None
-    """The ranks that hold the copies, where known. All of them see the same shards with this value, so that they can
-    divide all of those among them as one; where it is unknown they divide each shard by itself."""
+    """The ranks that have the copies, None where unknown. Ranks with the same value have the same shards, so they divide all of
+    these among them at once; where it is unknown they divide each shard by itself."""
     is_stored_whole: bool = False
-    """Copy 0 is stored as a whole: the copies may differ, and a mixture of them would be a value that no rank had."""
+    """Only copy 0 is stored: the copies may differ, and a mixture of them would be a value that no rank had."""
 
 
 SINGLE_REPLICA = Replica(0, 1)
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of an array in C order as boxes, each contiguous, in that order.
+    """Return the elements [start, stop) of the flattened array as boxes, each contiguous, in C order.
 
-    At most two boxes an axis: the end of a row, whole rows, the beginning of a row.
+    Each axis adds at most two boxes: the end of a row before the whole rows, and the beginning of a row after them.
     """
     if start >= stop:
         return []
@@ -100,9 +105,11 @@ def _in_row(index: int, boxes: list[Box]) -> list[Box]:
 
 
 def split_into_boxes(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[Box]:
-    """Cut an array into boxes of at most `block_bytes`, about equal, each contiguous in C order.
+    """Return boxes of about equal size and at most `block_bytes` bytes that cover an array, each contiguous in C order.
 
-    One axis is cut; those before it are stepped through one index at a time, those after it stay whole.
+    One axis is split. The axes before it are iterated one index at a time; the axes after it stay whole.
+
+    itemsize: bytes of one element, at most `block_bytes`.
     """
     row = itemsize * math.prod(shape)
     if row <= block_bytes:

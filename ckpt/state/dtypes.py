@@ -1,7 +1,7 @@
 """Names of element types, the same for every framework: `float32`, `bfloat16`, `float8_e4m3fn`, `int4` …
 
-A type that has no such name (big-endian, text, dates, records) is written as `numpy:` and numpy's own descr in JSON.
-Elements are stored as they lie in memory: little-endian, and one byte each for the 4-bit and 2-bit types of ml_dtypes.
+A type that has no such name (big-endian, text, dates, records) is stored as `numpy:` and numpy's own descr in JSON.
+Elements are stored as in memory: little-endian, and one byte each for the 4-bit and 2-bit types of ml_dtypes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt.errors import FormatError
 
-# Types that torch has and numpy lacks, an older ml_dtypes too, and how numpy shows their bytes.
+# Types of torch that numpy and older releases of ml_dtypes lack, with a numpy dtype of the same size.
 _FOREIGN = {
     "complex32": np.dtype(getattr(ml_dtypes, "complex32", [("real", "<f2"), ("imag", "<f2")])),
     "float4_e2m1fn_x2": np.dtype("uint8"),
@@ -30,31 +30,34 @@ _FOREIGN = {
 
 
 LARGEST_ELEMENT = 8 << 20
-"""That of a block, which holds whole elements."""
+"""Bytes of a block: a block contains whole elements, so no element may be larger."""
 
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the stored name of a numpy dtype; raise TypeError where elements are Python objects, or larger than a block."""
+    """Return the stored name of a numpy dtype.
+
+    Raises TypeError where elements are Python objects or larger than a block, and for records with fields of ml_dtypes.
+    """
     if dtype.hasobject:
         raise TypeError("elements are Python objects, which only pickle could store: turn them into arrays and plain values")
     if dtype.itemsize > LARGEST_ELEMENT:
         raise TypeError(
-            f"an element has {dtype.itemsize} bytes, one of an array has at most {LARGEST_ELEMENT}: store text as str, and "
-            "fields as arrays of their own"
+            f"an element has {dtype.itemsize} bytes, more than the maximum of {LARGEST_ELEMENT}: store text as str, and "
+            "each field as an array"
         )
     if getattr(ml_dtypes, dtype.name, None) is not None:
         return dtype.name
     if dtype.isbuiltin == 1 and dtype.isnative and dtype.kind in "biufc":
         return dtype.name
     if dtype.names and any(hasattr(ml_dtypes, field[0].base.name) for field in (dtype.fields or {}).values()):
-        raise TypeError("a record with fields of ml_dtypes has no name that numpy reads back: store the fields apart")
+        raise TypeError("a record with fields of ml_dtypes has no name that numpy can read: store each field as an array")
     return "numpy:" + json.dumps(np.lib.format.dtype_to_descr(dtype))
 
 
 @lru_cache(maxsize=256)
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a stored name; raise FormatError for one that this version does not know."""
+    """Return the numpy dtype of a stored name; raise FormatError for an unknown name and for Python objects."""
     if name in _FOREIGN:
         return _FOREIGN[name]
     try:
@@ -65,12 +68,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     except Exception as error:
         raise FormatError(f"unknown element type {name!r}: a newer ckpt or ml_dtypes may know it") from error
     if dtype.hasobject:
-        raise FormatError(f"element type {name!r} holds Python objects and is not loaded")
+        raise FormatError(f"element type {name!r} consists of Python objects and is not loaded")
     return dtype
 
 
 def _descr_with_tuples(descr: Any) -> Any:
-    """JSON has no tuples; a descr is text, or a list of fields (name, descr[, shape]), a name being text or a pair."""
+    """Return a descr with tuples where JSON has lists.
+
+    A descr is text, or a list of fields (name, descr[, shape]); a name is text or a pair.
+    """
     if isinstance(descr, str):
         return descr
     return [

@@ -1,4 +1,4 @@
-"""What an object holds beside the data of its base type: a save that keeps only those data would lose it without a word."""
+"""Refuse an array or container with attributes of its own, which a save would otherwise lose silently."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckpt.errors import UnsupportedLeaf
 from ckpt.state.leaves.sharded import Shard
 
 _FRAMEWORK_MODULES = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes")
-"""Their own classes of arrays are known: what a load needs of them is stored."""
+"""Arrays of classes from these packages need no check: all that a load needs of them is stored."""
 
 _TORCH_ATTRIBUTES = ("_is_param", "_is_buffer")
-"""What torch notes on a tensor of a subclass that is a parameter or buffer."""
+"""Attributes that torch itself sets on a tensor of a subclass that is a parameter or buffer."""
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object by name, those in slots too; without those that a cached_property can compute again."""
+    """Return the attributes of an object by name, those in slots too, without those that a cached_property can recompute."""
     kind = type(value)
     found = _instance_dict(value)
     for base in kind.__mro__:
@@ -26,7 +26,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
             if isinstance(member, types.MemberDescriptorType):
                 try:
                     found[name] = member.__get__(value, kind)
-                except AttributeError:  # not set
+                except AttributeError:  # the slot is not set
                     continue
     return {k: v for k, v in found.items() if not isinstance(inspect.getattr_static(kind, k, None), functools.cached_property)}
 
@@ -36,14 +36,14 @@ def _instance_dict(value: Any) -> dict[str, Any]:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return {} if found is value else dict(found)  # a dict may be the home of its own attributes
+    return {} if found is value else dict(found)  # a dict may be its own __dict__
 
 
 _framework_class_cache: dict[type, bool] = {}
 
 
 def require_plain_array(value: Any, path: str) -> None:
-    """Raise UnsupportedLeaf for an array of a class of the user's own with attributes of its own."""
+    """Raise UnsupportedLeaf for an array of a user's class that has attributes of its own."""
     kind = type(value)
     known = _framework_class_cache.get(kind)
     if known is None:
@@ -54,9 +54,9 @@ def require_plain_array(value: Any, path: str) -> None:
 
 
 def require_plain_container(value: Any, path: str, stored: dict[str, Any]) -> None:
-    """Raise UnsupportedLeaf for a container or dataclass with attributes that are not among what is `stored` of it, by name.
+    """Raise UnsupportedLeaf for a container or dataclass with an attribute that is not stored.
 
-    None is no loss: it is what a field that is not used has.
+    stored: the values that are stored, by attribute name. An attribute that is None may be lost: it is an unused field.
     """
     attributes = own_attributes(value)
     if not attributes:

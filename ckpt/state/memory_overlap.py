@@ -1,4 +1,4 @@
-"""Which arrays share memory: geometry of addresses and strides, without a look at any element."""
+"""Find arrays that share memory, from their addresses and strides alone; no element is read."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 _MAX_WORK = 1 << 20
-"""Steps that numpy may search for a common byte; views that people make take a few."""
+"""Limit on numpy's search for a common byte; ordinary views need a few steps."""
 
 
 class AddressRange(NamedTuple, Generic[K]):
-    """The range of addresses of one array."""
+    """The addresses of one array."""
 
     begin: int
     axes: list[tuple[int, int]]
-    """Step in bytes and length of each axis that has more than one index, the widest step first."""
+    """Step in bytes and length of each axis that is longer than 1, the widest step first."""
     memory: MemoryLayout
     key: K
-    """What the caller calls the array."""
+    """The caller's name for the array."""
 
     def end(self) -> int:
-        """The address after the last byte."""
+        """Return the address after the last byte."""
         return self.begin + sum(step * (n - 1) for step, n in self.axes) + self.memory.itemsize
 
     def overlaps_itself(self) -> bool:
-        """Whether two elements may share memory, as in an expanded view: an axis does not step over all that lies below it."""
+        """Return whether two elements may share memory, as in an expanded view.
+
+        They may if the step of an axis is smaller than the extent of the axes with smaller steps.
+        """
         extent = self.memory.itemsize
         for step, n in reversed(self.axes):
             if step < extent:
@@ -42,19 +45,22 @@ class AddressRange(NamedTuple, Generic[K]):
 
 
 def address_range_of(memory: MemoryLayout, key: K) -> AddressRange[K]:
-    """The span of an array that has elements."""
+    """Return the address range of an array that has elements."""
     steps = [(s, n) for s, n in zip(memory.strides, memory.shape, strict=True) if n > 1]
     begin = memory.start + sum(s * (n - 1) for s, n in steps if s < 0)
     return AddressRange(begin, sorted(((abs(s), n) for s, n in steps), reverse=True), memory, key)
 
 
 def overlapping_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[AddressRange[K], AddressRange[K]]]:
-    """The pairs of spans on one device that have a byte in common."""
+    """Yield the pairs of spans that have a byte in common. spans: all of one device."""
     return ((a, b) for a, b in _candidate_pairs(spans) if _share_memory(a.memory, b.memory))
 
 
 def overlapping_groups(ranges: Sequence[tuple[int, int, T]]) -> list[list[T]]:
-    """The groups of two and more whose ranges meet, of (first byte, end, item)."""
+    """Return the groups of two or more items whose ranges overlap, directly or through other items.
+
+    ranges: (first byte, address after the last byte, item).
+    """
     begin = np.array([begin for begin, _, _ in ranges], np.int64)
     end = np.array([end for _, end, _ in ranges], np.int64)
     order = np.argsort(begin)
@@ -66,13 +72,13 @@ def overlapping_groups(ranges: Sequence[tuple[int, int, T]]) -> list[list[T]]:
 
 
 def _candidate_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[AddressRange[K], AddressRange[K]]]:
-    """The pairs that may share memory: those that do, and few others."""
+    """Yield the pairs that may share memory: all that do, and few others."""
     for run in overlapping_groups([(span.begin, span.end(), span) for span in spans]):
         low = min(span.begin for span in run)
         step = max(span.axes[0][0] if span.axes else 0 for span in run)
         within, across = [], []
         for span in run:
-            # Columns of one matrix: seen row by row, `step` bytes each, they lie beside each other.
+            # Columns of one matrix lie side by side within each row of `step` bytes, so compare them there.
             axes = span.axes[1:] if span.axes and span.axes[0][0] == step else span.axes
             in_row = span._replace(begin=(span.begin - low) % step if step else 0, axes=axes)
             if step and in_row.end() <= step:
@@ -85,7 +91,7 @@ def _candidate_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[Address
 
 
 class _ArrayInterface:
-    """An array for numpy to compare, never to look into: the memory may be a device's."""
+    """An array for numpy to compare by address; its elements are never read, since the memory may be on a device."""
 
     def __init__(self, memory: MemoryLayout) -> None:
         self.__array_interface__ = {

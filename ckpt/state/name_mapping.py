@@ -1,4 +1,4 @@
-"""Loading under other names: the saved tree with the names of `like`, so that the rest of a load sees no difference."""
+"""Rename a saved tree to the names of `like`, so that the rest of a load needs no renaming."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ from ckpt.state.tree import Node, PerRank, encode_key, join_path
 from ckpt.storage.base.errors import InvalidArgument
 
 Rename = Callable[[str], str] | Mapping[str, str]
-"""From names in `like` to saved names: a function, or regular expressions and their replacements."""
+"""Maps names in `like` to saved names: a function, or regular expressions with their replacements."""
 
 
 def rename_tree(tree: Node, like: Any, rename: Rename, selector: Callable[[str], bool] | None, where: str) -> Node:
-    """A tree of the structure of `like`, with what was saved under the other name of each of its entries.
+    """Return a tree with the structure of `like` whose nodes are those saved under the renamed names.
 
-    An object that has moved as a whole is taken whole, so that a fresh optimizer gets the moments it has no names for; a
-    module only what it has. Raises LeafNotFound where `tree` lacks an entry that is `wanted` (by its name in `like`).
+    If all entries of an object were saved under one other path, the whole saved object is returned for it, so that a new
+    optimizer also gets moments for which it has no entry yet. A module gets only the entries that it has.
+
+    selector: which entries to load, by name in `like`; None for all.
+    where: the repository and step, for messages.
+
+    Raises LeafNotFound where `tree` lacks an entry that `selector` selects.
     """
     return _Renamer(tree, like, as_rename_function(rename), selector, where).node(like, "")
 
 
 def as_rename_function(rename: Rename) -> Callable[[str], str]:
-    """A renaming as a function; patterns are applied one after the other."""
+    """Return a renaming as a function; patterns are applied one after the other."""
     if callable(rename):
         return functools.partial(_call_rename, rename)
     patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
@@ -47,7 +52,7 @@ def as_rename_function(rename: Rename) -> Callable[[str], str]:
 def _call_rename(rename: Callable[[str], str], name: str) -> str:
     found = rename(name)
     if not isinstance(found, str):
-        raise InvalidArgument(f"rename={rename!r} made {found!r} of the name {name}: a function must return a name for each")
+        raise InvalidArgument(f"rename={rename!r} returned {found!r} for {name}: a function must return a name for each")
     return found
 
 
@@ -104,7 +109,7 @@ class _Renamer:
         return {"object": state_node}
 
     def _rename_parameters(self, node: Node) -> Node:
-        """An object with the names that its parameters have in `like`, where it is an optimizer whose parameters have names."""
+        """Return the node with the parameter names of `like`, if it is an optimizer that was saved with parameter names."""
         if not isinstance(node, dict) or not isinstance(node.get("parameters"), list):
             return node
         found = {}
@@ -115,7 +120,7 @@ class _Renamer:
         return {**node, "parameters": [found.get(name) for name in node["parameters"]]}
 
     def _saved_path(self, state: Any, path: str) -> str | None:
-        """Where all entries of an object's state were saved together; None where they were not."""
+        """Return the path under which all entries of an object's state were saved; None where there is no such path."""
         saved_paths = set()
         for inner in _entry_names(state, ""):
             name = self._rename(join_path(path, inner))
@@ -131,14 +136,14 @@ class _Renamer:
 
 
 def _walk_nodes(node: Node, path: str) -> Iterator[tuple[str, Node]]:
-    """Every node of a tree, containers too, with its path."""
+    """Yield every node of a tree, containers too, with its path."""
     yield path or "(root)", node
     for name, child in children(node, path):
         yield from _walk_nodes(child, name)
 
 
 def _entry_names(like: Any, path: str) -> Iterator[str]:
-    """The entries of a state by name, none for one that is itself an array or plain value."""
+    """Yield the names of the entries of a state; nothing for a state that is itself an array or plain value."""
     below = None if _is_leaf(like, path) or _is_object(like, path) else _children_of(like)
     if below is None:
         if path:
@@ -149,7 +154,7 @@ def _entry_names(like: Any, path: str) -> Iterator[str]:
 
 
 def _children_of(like: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a container with their keys; None for what is none."""
+    """Return the items of a container with their keys; None for a value that is not a container."""
     if isinstance(like, dict):
         return list(like.items())
     if isinstance(like, list):

@@ -1,4 +1,4 @@
-"""Parts of a state by name: patterns, and what they leave of a tree."""
+"""Select leaves by name with shell patterns, reduce a tree to them, and suggest similar names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Patterns = str | Iterable[str]
 
 
 def matcher(patterns: Patterns) -> Callable[[str], bool]:
-    """A test of names against shell patterns (`*` also crosses dots); a name also matches with all that is below it."""
+    """Return a function that tests a name against shell patterns.
+
+    `*` also matches dots. A pattern that matches a container also matches everything below it.
+    """
     if isinstance(patterns, str):
         patterns = [patterns]
     joined = "|".join(f"{fnmatch.translate(p)}|{fnmatch.translate(p + '.*')}" for p in patterns)
@@ -24,7 +27,7 @@ def matcher(patterns: Patterns) -> Callable[[str], bool]:
 
 
 def children(node: Node, path: str) -> list[tuple[str, Node]]:
-    """The named parts of a container node, none for a leaf."""
+    """Return the items of a container node, each with its path; an empty list for a leaf."""
     if isinstance(node, list):
         return [(join_path(path, i), n) for i, n in enumerate(node)]
     if not isinstance(node, dict):
@@ -42,7 +45,7 @@ def children(node: Node, path: str) -> list[tuple[str, Node]]:
 
 
 def entries(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
-    """Every leaf of a tree, arrays and plain values alike, with its path."""
+    """Yield every array and plain value of a tree, with its path."""
     below = children(node, path)
     for name, child in below:
         yield from entries(child, name)
@@ -51,7 +54,10 @@ def entries(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def select(node: Node, selector: Callable[[str], bool]) -> Node:
-    """The tree with only what is wanted: dicts lose other entries, sequences keep their length with None in the gaps."""
+    """Return the tree with only the selected leaves.
+
+    Dicts lose the other entries; sequences keep their length and have None for the others.
+    """
     kept = _select(node, "", selector)
     return None if kept is _NOTHING else kept
 
@@ -86,7 +92,7 @@ def require_match(names: Iterable[str], patterns: Patterns, where: str) -> None:
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """A hint at names that look like `name`, else at some that there are, for the end of a message."""
+    """Return a hint for the end of a message: names similar to `name`, else the first of all names."""
     known = list(names)[:100_000]
     if close := difflib.get_close_matches(name, known, 3, 0.5):
         return f"; close to it: {', '.join(close)}"

@@ -1,4 +1,4 @@
-"""torch optimizers, whose state is numbered: which parameter a number means, and where new state of a parameter goes."""
+"""Names for the numbered parameters of a torch optimizer, and new tensors for state that it lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.state.torch_keys import bare_name
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether `value` is a torch optimizer, or an object around one that has its interface."""
+    """Return whether `value` is a torch optimizer, or wraps one and has its interface."""
     torch = sys.modules.get("torch")
     return torch is not None and (
         isinstance(value, torch.optim.Optimizer) or isinstance(getattr(type(value), "param_groups", None), property)
@@ -20,29 +20,29 @@ def is_optimizer(value: Any) -> bool:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """The parameters, in the order in which `state_dict()` numbers them."""
+    """Return the parameters, in the order in which `state_dict()` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 # --- names -----------------------------------------------------------------------------------------------------
 
 NamedModules = Sequence[tuple[str, Any]]
-"""The modules of a state, each with its path there."""
+"""The modules of a state, each with its path in the state."""
 
 
 class ParameterNames(NamedTuple):
-    """What the parameters of an optimizer are called, in the order of their numbers. None where that is not known."""
+    """The names of an optimizer's parameters, in the order of their numbers. None where they are unknown."""
 
     by_path: list[str] | None
-    """By the module beside the optimizer: the names of the leaves."""
+    """The names of the leaves, from the modules in the same state as the optimizer."""
     by_group: list[str] | None
-    """By the optimizer itself, where torch was given names (`param_names`)."""
+    """The names in the parameter groups, where torch got names (`param_names`)."""
 
 
 def names_by_path(optimizer: Any, modules: NamedModules) -> list[str] | None:
-    """The name of each parameter by the first module that has it; None where one is of none of them.
+    """Return the name of each parameter in the first module that has it; None where a parameter is in no module.
 
-    The names of an optimizer are remembered: each save asks for them, and they change only with its parameters.
+    The names are cached, because each save needs them and they change only with the parameters and the modules.
     """
     ids = [id(parameter) for parameter in parameters_of(optimizer)]
     key = (ids, [(path, id(module)) for path, module in modules])
@@ -65,12 +65,12 @@ def _names_by_path(ids: list[int], modules: NamedModules) -> list[str] | None:
 
 
 def parameter_names(optimizer: Any, modules: NamedModules) -> ParameterNames:
-    """What the parameters of an optimizer are called now."""
+    """Return the current names of an optimizer's parameters."""
     return ParameterNames(names_by_path(optimizer, modules), names_by_group(optimizer.param_groups))
 
 
 def names_by_group(groups: Any) -> list[str] | None:
-    """The names that each parameter group of torch has, one after the other."""
+    """Return the `param_names` of all parameter groups, one after the other; None where a group has none."""
     found: list[str] = []
     for group in groups if isinstance(groups, list) else []:
         names = group.get("param_names") if isinstance(group, dict) else None
@@ -84,10 +84,12 @@ def names_by_group(groups: Any) -> list[str] | None:
 
 
 def moment_like(key: str, dtype: str, shape: tuple[int, ...], parameter: Any) -> Any:
-    """A new tensor for an entry of the state of a parameter, placed as that is: on its device, or a DTensor over its mesh.
+    """Return a new tensor of zeros for an entry of a parameter's state, on its device or as a DTensor over its mesh.
 
-    None for an entry that does not follow the parameter: of another shape, or the count of steps, which torch wants on the host
-    whatever the parameter's shape.
+    None for an entry that does not have the layout of the parameter: one of another shape, or the step count, which torch
+    keeps on the host.
+
+    key: the name of the entry, such as exp_avg; dtype, shape: those that were saved.
     """
     if parameter.is_meta or shape != tuple(parameter.shape) or key == "step":
         return None
@@ -96,9 +98,10 @@ def moment_like(key: str, dtype: str, shape: tuple[int, ...], parameter: Any) ->
 
 
 def add_missing_moments(optimizer: Any, current: Any, saved: Any) -> Any:
-    """The state of an optimizer with a tensor for each saved one that it lacks, for a load to fill.
+    """Return the state of an optimizer with a new tensor for each saved one that it lacks, for a load to fill.
 
-    current: its `state_dict()`; saved: the saved one, with something that has `dtype` and `shape` for each array.
+    current: the optimizer's `state_dict()`.
+    saved: the saved `state_dict()`; each array is an object with `dtype` and `shape`.
     """
     current_states, saved_states = (state.get("state") if isinstance(state, dict) else None for state in (current, saved))
     if not isinstance(current_states, dict) or not isinstance(saved_states, dict):

@@ -1,4 +1,4 @@
-"""The saved state of an optimizer for one whose parameters stand in another order: by names, where these are known."""
+"""Renumber the saved state of an optimizer whose parameters now have another order, by parameter name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ckpt.state.tree import Node, PerRank, decode_key, encode_key, join_path
 
 
 def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The torch modules in the containers of a state, each with its path. above: the containers around this one."""
+    """Yield the torch modules in the containers of a state, each with its path.
+
+    above: the ids of the containers around this one.
+    """
     if is_module(state):
         yield path, state
         return
-    if id(state) in above:  # it contains itself: whoever goes through it refuses it
+    if id(state) in above:  # the state contains itself, which flatten() refuses
         return
     below: Any = ()
     if isinstance(state, PerRank):
@@ -34,13 +37,13 @@ def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Itera
 
 
 class ParametersMismatch(Exception):
-    """The state of an optimizer was saved for other parameters than it has now. The message says which."""
+    """The state of an optimizer was saved for other parameters than it has now. The message names them."""
 
 
 def new_numbers(saved: ParameterNames, current: ParameterNames) -> list[int] | None:
-    """For each saved number of a parameter the number that it has now; None where none changes, or names are not known.
+    """Return the current number of the parameter with each saved number; None where none changes or names are unknown.
 
-    Raises OtherParameters where some parameters are the same and others are not.
+    Raises ParametersMismatch where only some parameters are the same.
     """
     for old, new in zip(saved, current, strict=True):
         if not old or not new or len(old) != len(new) or len(set(old)) < len(old) or len(set(new)) < len(new):
@@ -51,7 +54,7 @@ def new_numbers(saved: ParameterNames, current: ParameterNames) -> list[int] | N
             if len(common) < len(old):
                 raise ParametersMismatch(
                     f"it was saved for {_first_few(set(old) - common)}, for which `like` has "
-                    f"{_first_few(set(new) - common)}; make it of "
+                    f"{_first_few(set(new) - common)}; construct it with "
                     "the saved parameters"
                 )
             numbers = {name: number for number, name in enumerate(new)}
@@ -60,17 +63,19 @@ def new_numbers(saved: ParameterNames, current: ParameterNames) -> list[int] | N
 
 
 def new_groups(saved: Sequence[Collection[int]], current: Sequence[Collection[int]]) -> list[int]:
-    """For each parameter group of now the saved one with the same parameters; both by numbers of now.
+    """Return, for each current parameter group, the index of the saved group with the same parameters.
 
-    Raises OtherParameters where there is none.
+    saved, current: for each group its parameters, by their current numbers.
+
+    Raises ParametersMismatch where a current group has no equal saved one.
     """
     found = []
     known = {frozenset(members): number for number, members in enumerate(saved)}
     for number, members in enumerate(current):
         if frozenset(members) not in known:
             raise ParametersMismatch(
-                f"the parameters of its group {number} were saved in other groups, whose options differ; divide them as they "
-                "were saved, or save and load it in a ckpt.adapters.torch.ModelState, which goes by names"
+                f"the parameters of its group {number} were saved in other groups, whose options differ; group them as they "
+                "were saved, or save and load it in a ckpt.adapters.torch.ModelState, which uses names"
             )
         found.append(known[frozenset(members)])
     return found
@@ -85,10 +90,12 @@ def _first_few(names: Collection[str]) -> str:
 
 
 def reorder_state(optimizer: Any, modules: NamedModules, node: Node, state: Node) -> Node | None:
-    """The saved state under the numbers that the parameters of an optimizer have now; None where that changes nothing.
+    """Return the saved state with the current numbers of an optimizer's parameters; None where no number changes.
 
-    node: what was saved of the optimizer, with the names of its parameters; state: its `state_dict()` in there.
-    Raises OtherParameters.
+    node: the saved node of the optimizer, with the names of its parameters.
+    state: the node of its `state_dict()`, a part of `node`.
+
+    Raises ParametersMismatch where the parameters or their groups are others than those saved.
     """
     groups = _parameter_groups(state)
     if not groups:
@@ -104,7 +111,7 @@ def reorder_state(optimizer: Any, modules: NamedModules, node: Node, state: Node
 
 
 def _parameter_groups(state: Node) -> list[Node]:
-    """The parameter groups of a saved state, none where they are not as torch has them: all numbers, each once."""
+    """Return the parameter groups of a saved state; none unless their parameters are 0, 1, 2 …, as torch numbers them."""
     groups = _dict_value(state, "param_groups") if isinstance(state, dict) and "dict" in state else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "dict" in group for group in groups):
         return []
@@ -120,7 +127,7 @@ def _dict_value(node: Node, key: str) -> Node:
 
 
 def _replace_values(node: Node, changed: dict[str, Node]) -> Node:
-    """A dict node with other values for some of its keys."""
+    """Return a dict node with the values of some keys replaced."""
     return {**node, "dict": [[k, changed[k] if isinstance(k, str) and k in changed else v] for k, v in node["dict"]]}
 
 

@@ -1,7 +1,7 @@
-"""One tree of many: what the ranks of a group say of the state, merged by the committer and told apart again by a load.
+"""Merge the trees of all ranks of a group into one, and resolve the merged tree for one rank.
 
-Where all ranks say the same it stands once. Dicts are united, so that stages of a pipeline may hold different leaves.
-Values that differ are kept for each rank, as the node {"ranks": {"0": …, "1": …}}.
+The committer merges, a load resolves. A node that is equal on all ranks is stored once. Dicts are united, so that stages of a
+pipeline may have different leaves. Where values differ, each rank's is stored: the node {"ranks": {"0": …, "1": …}}.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ckpt.errors import StepRefused
 from ckpt.state.tree import Node
 
 RankNodes = list[tuple[Sequence[int], Node]]
-"""Each different node, with the ranks that told it."""
+"""Each different node, with the ranks that reported it."""
 
 
 def merge_trees(rank_nodes: RankNodes) -> Node:
-    """One node for all ranks. Depends only on what each rank told, in the order of the ranks."""
+    """Return one node for all ranks. It depends only on what each rank reported, in the order of the ranks."""
     first = rank_nodes[0][1]
     if all(node == first and _has_same_types(node, first) for _, node in rank_nodes[1:]):
         return first
@@ -29,7 +29,7 @@ def merge_trees(rank_nodes: RankNodes) -> Node:
         if all("ranks" in node for _, node in rank_nodes):
             return {"ranks": {rank: node for _, told_node in rank_nodes for rank, node in told_node["ranks"].items()}}
         if len({node.get("array") for _, node in rank_nodes}) == 1 and "array" in first:
-            return first  # one array; that one rank needs its gradient and another does not is no difference of the state
+            return first  # one array: ranks may differ in requires_grad, which does not make the state differ
         if all("dict" in node for _, node in rank_nodes):
             return {**first, "dict": _merge_dicts(rank_nodes)}
         if "object" in first and all(node.get("class") == first.get("class") for _, node in rank_nodes):
@@ -47,7 +47,7 @@ def _merge_items(rank_nodes: RankNodes, items: Any) -> list[Node]:
 
 
 def _structure_key(node: Node, tag: str) -> str:
-    """Equal for two nodes of this tag whose items stand for the same things."""
+    """Return a key that is equal for two nodes of this tag whose items correspond to each other."""
     if tag not in node:
         return ""
     return json.dumps([len(node[tag]), node.get("class"), node.get("fields")])
@@ -62,14 +62,14 @@ def _merge_dicts(rank_nodes: RankNodes) -> list[list[Node]]:
 
 
 def _has_same_types(a: Node, b: Node) -> bool:
-    """Python takes 1, 1.0 and True for equal; a state does not."""
+    """Return whether two equal nodes have the same types too: in Python 1, 1.0 and True are equal, in a state they differ."""
     return json.dumps(a) == json.dumps(b)
 
 
 def keep_stored_arrays(node: Node, stored: Collection[str]) -> Node:
-    """The tree with arrays that were stored; raise StepRefused for one that nobody stored any of.
+    """Return the tree with names of stored arrays only; raise StepRefused for an array of which no rank stored anything.
 
-    Of leaves that are tied, a rank may know one by another name than the others, where its own shards are empty.
+    A rank with empty shards may use another name for one of several tied leaves than the other ranks; the stored name wins.
     """
     if isinstance(node, list):
         return [keep_stored_arrays(n, stored) for n in node]
@@ -83,8 +83,8 @@ def keep_stored_arrays(node: Node, stored: Collection[str]) -> Node:
         return {"ranks": {rank: keep_stored_arrays(n, stored) for rank, n in node["ranks"].items()}}
     if "array" in node and node["array"] not in stored:
         raise StepRefused(
-            f"leaf {node['array']}: no rank stored any of it; one must hold each of its elements, and where a "
-            "Shard says replica=(i, n), a rank must bring each i"
+            f"leaf {node['array']}: no rank stored any of it; some rank must have each of its elements, and where a "
+            "Shard has replica=(i, n), a rank must save each i"
         )
     return {tag: _keep_stored_in(tag, value, stored) for tag, value in node.items()}
 
@@ -99,7 +99,10 @@ _TAGS_WITH_NODES = ("tuple", "namedtuple", "dataclass", "object", "set", "frozen
 
 
 def resolve_for_rank(node: Node, rank: int, world_size: int) -> Node:
-    """The tree as this rank sees it. A rank beyond those that saved takes the values of rank modulo their number."""
+    """Return the tree with the values of one rank where ranks differ.
+
+    A rank beyond those that saved gets the values of the rank `rank` modulo `world_size`, the number of ranks that saved.
+    """
     if isinstance(node, list):
         return [resolve_for_rank(n, rank, world_size) for n in node]
     if not isinstance(node, dict):
@@ -121,7 +124,10 @@ def resolve_for_rank(node: Node, rank: int, world_size: int) -> Node:
 
 
 def array_names(tree: Node) -> Iterator[str]:
-    """The name of each array of a tree, of all ranks. A loop and no recursion: a file may be nested to any depth."""
+    """Yield the name of each array of a tree, for all ranks.
+
+    A loop rather than recursion, since a damaged file may be nested to any depth.
+    """
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -134,5 +140,5 @@ def array_names(tree: Node) -> Iterator[str]:
 
 
 def has_rank_nodes(data: bytes) -> bool:
-    """Whether a tree file may hold such a node: a look at its bytes, so that most trees are taken as they are."""
+    """Return whether a tree file may contain a node {"ranks": …}, from its bytes alone; most trees need no resolving."""
     return b'"ranks":' in data

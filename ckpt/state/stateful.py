@@ -1,4 +1,4 @@
-"""Objects that carry state: with `state_dict()` and `load_state_dict()`, and the random generators of the libraries."""
+"""Read and set the state of objects with `state_dict()` and `load_state_dict()`, and of random generators."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ckpt.storage.base.errors import CkptError, first_line
 
 @dataclass(frozen=True, slots=True)
 class Stateful:
-    """How to take an object's state out and put one in."""
+    """Functions that return the state of an object and set it."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
 
 def get_attribute(value: Any, name: str) -> Any:
-    """An attribute of an object of any class, None where it has none.
+    """Return an attribute of an object of any class, None where the object has none of that name.
 
-    A dict whose entries are its attributes may raise KeyError for one that is missing. Raises UnsupportedLeaf where the class
-    defines the attribute and reading it fails.
+    Any error counts as a missing attribute unless the class defines it: a dict whose entries are its attributes may raise
+    KeyError. Raises UnsupportedLeaf where the class defines the attribute and reading it fails.
     """
     try:
         return getattr(value, name, None)
@@ -40,7 +40,10 @@ def get_attribute(value: Any, name: str) -> Any:
 
 
 def as_stateful(value: Any, path: str) -> Stateful | None:
-    """Return how to reach the state of `value`, None where it has none; raise UnsupportedLeaf where its code fails."""
+    """Return the functions that read and set the state of `value`, None where it has no state.
+
+    Raises UnsupportedLeaf where reading its `state_dict` attribute fails.
+    """
     if isinstance(value, type):
         return None
     try:
@@ -49,7 +52,7 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
         raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error.__cause__
     if callable(get) and callable(put):
         return Stateful(get, put)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # SystemRandom has no state
         return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))
     if isinstance(value, np.random.Generator):
         return _bit_generator_state(value.bit_generator)
@@ -63,7 +66,7 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
 
 
 def state_of(stateful: Stateful, value: Any, path: str) -> Any:
-    """The state of an object; raise UnsupportedLeaf with its path where the object's own code fails."""
+    """Return the state of an object; raise UnsupportedLeaf with its path where the object's own code fails."""
     try:
         return stateful.get()
     except (CkptError, MemoryError):
@@ -75,7 +78,7 @@ def state_of(stateful: Stateful, value: Any, path: str) -> Any:
         ) from error
 
 
-_LEAVE_OUT_HINT = "mend that, store what it holds under entries of the state, or leave it out"
+_LEAVE_OUT_HINT = "fix that, store its values as entries of the state, or leave it out"
 
 
 def _type_name(value: Any) -> str:
@@ -87,7 +90,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def is_random_generator(value: Any) -> bool:
-    """Whether `value` is a random generator, or all of them: what each rank of a group has of its own."""
+    """Return whether `value` is a random generator or a RandomState: each rank of a group stores its own."""
     of_numpy = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
     return isinstance(value, (RandomState, random.Random, *of_numpy)) or _is_torch_generator(value)
 
@@ -106,14 +109,16 @@ def _nested_tuple(state: Any) -> Any:
 
 
 class RandomState:
-    """The global random generators of python, numpy and torch (host and every CUDA device), as one entry of a state.
+    """The global random generators of Python, numpy and torch (host and every CUDA device), as one entry of a state.
 
-    Put one into the state: `state = {"model": model, "random": ckpt.RandomState()}`. Saving reads the generators,
-    restoring sets them.
+    A save reads the generators; a load with the entry in `like` sets them. In a group, each rank stores its own.
+
+    Example:
+        state = {"model": model, "random": ckpt.RandomState()}
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every generator that this process has."""
+        """Return the state of every generator that this process has."""
         found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
         torch = sys.modules.get("torch")
         if torch is not None:
@@ -123,7 +128,7 @@ class RandomState:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators; those of a library that is not imported are left alone."""
+        """Set the generators; those of a library that is not imported stay unchanged."""
         random.setstate(_nested_tuple(state["python"]))
         np.random.set_state(state["numpy"])
         torch = sys.modules.get("torch")

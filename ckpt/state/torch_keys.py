@@ -1,4 +1,4 @@
-"""torch modules: which entries of their state are buffers, and which saved entries a module would refuse."""
+"""Keys in the state of a torch module: its buffers and frozen parameters, and keys that it would refuse."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Set
 from typing import Any, NamedTuple
 
 _WRAPPER_PREFIX = "_checkpoint_wrapped_module."
-"""Where activation checkpointing puts a module. The names in its state are those of the bare one."""
+"""The prefix of names in a module wrapped for activation checkpointing; `state_dict()` has the names without it."""
 
 _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def is_module(value: Any) -> bool:
-    """Whether `value` is a torch module."""
+    """Return whether `value` is a torch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def bare_name(name: str) -> str:
-    """The name that a parameter or buffer has in the state of a module, from that of `named_parameters()`."""
+    """Return the name in `state_dict()` of a parameter or buffer, from its name in `named_parameters()`."""
     return name.replace(_WRAPPER_PREFIX, "")
 
 
 class ModuleEntries(NamedTuple):
-    """Entries in the state of a module that are treated differently from its other ones, by name."""
+    """The names of entries in the state of a module that need other treatment than the rest."""
 
     buffers: list[str]
     frozen: list[str]
@@ -35,7 +35,7 @@ _NO_ENTRIES = ModuleEntries([], [])
 
 
 def module_entries(value: Any) -> ModuleEntries:
-    """Those of `value`: a torch module, or an object that has such a method, as ModelState."""
+    """Return the buffers and frozen parameters of a torch module, or of an object with a `members` method, as ModelState."""
     if not is_module(value):
         named = getattr(type(value), "members", None) if hasattr(type(value), "state_dict_like") else None
         return named(value) if callable(named) else _NO_ENTRIES
@@ -48,10 +48,12 @@ def module_entries(value: Any) -> ModuleEntries:
 
 
 def mismatched_keys(module: Any, own_keys: Set[str], given_keys: Set[str]) -> tuple[list[str], list[str]]:
-    """The entries that a module has and is not given, and those it is given and has not; sorted.
+    """Return the keys that a module has and a load would not give it, and the keys that a load would give and it lacks; sorted.
 
-    has: the keys of its state. Those below a submodule that loads in its own way are left to it, and all of them where
-    the whole does, or where a hook may change what is given or what is missed.
+    own_keys: the keys of the module's state; given_keys: the keys that a load would give it.
+
+    Keys below a submodule with its own way to load are not compared. No keys are compared where the module itself has one, or
+    where a load hook may change the given or missing keys.
     """
     base = sys.modules["torch"].nn.Module
     parts = list(module.named_modules(remove_duplicate=False))

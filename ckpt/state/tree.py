@@ -1,9 +1,9 @@
-"""A state and its description: containers and plain values as JSON, arrays as named leaves.
+"""Flatten a state into a JSON tree and named leaves, and rebuild the state from them.
 
-The description is a *node*: JSON null, booleans, strings, small integers and finite floats stand for themselves, a JSON
-list is a list, and an object has one tag that says what it is (docs/reference/format.md lists them). Nothing is unpickled and
-no code named by a file is run: a class is used only if this process has imported it and its fields are those that were
-saved; otherwise a plain one of the same name takes its place.
+The tree consists of *nodes*. JSON null, booleans, strings, small integers and finite floats stand for themselves; a JSON list
+is a list; a JSON object has one tag that names its type (docs/reference/format.md lists the tags). Nothing is unpickled, and
+no code that a file names is run. A class is used only if this process has imported it and it has the fields that were saved;
+otherwise a new plain class of the same name replaces it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from ckpt.state.torch_keys import is_module, module_entries
 from ckpt.storage.base.errors import first_line
 
 Node = Any
-namedtuple_type: Callable[..., Any] = collections.namedtuple  # made of names from a file, so no static type fits
+namedtuple_type: Callable[..., Any] = collections.namedtuple  # the field names come from a file, so no static type fits
 INLINE_BYTES = 64 << 10
-"""Longer bytes objects become leaves: JSON would hold them in base64, in memory, whole. Of a group, leaves of each rank."""
+"""A longer bytes object becomes a leaf, since JSON would need all of it in memory as base64. In a group each rank stores its
+own."""
 
-_RANK_SUFFIX = re.compile(r"@\d+$")  # a path that could be taken for the name of something of one rank
-_SAFE_INTEGER = 1 << 53  # beyond it, other JSON readers would round
-_DECIMAL_BITS = 2048  # Python refuses to convert longer ones than a limit, which is 640 digits at least, from and to decimal
+_RANK_SUFFIX = re.compile(r"@\d+$")  # the suffix of a leaf that one rank alone has; a path that ends like it needs another name
+_SAFE_INTEGER = 1 << 53  # other JSON readers round larger integers
+_DECIMAL_BITS = 2048  # fits in 640 digits, the lowest limit that Python can have for conversions between int and decimal text
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple,
     "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
@@ -48,23 +49,29 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 
 @dataclasses.dataclass(slots=True)
 class FlatState:
-    """A state taken apart: its node and its array leaves by name, in the order of the tree."""
+    """A flattened state: its tree, and its leaves by name in the order of the tree."""
 
     node: Node
     leaves: dict[str, ArrayLeaf]
     per_rank: set[str] = dataclasses.field(default_factory=set)
-    """Leaves that belong to this rank alone, whatever other ranks have under the same path."""
+    """Names of leaves that belong to this rank alone; other ranks may have other values under the same path."""
     buffers: set[str] = dataclasses.field(default_factory=set)
-    """Leaves that are buffers of a torch module, which may differ between ranks."""
+    """Names of leaves that are buffers of a torch module. Buffers may differ between ranks."""
     frozen: set[str] = dataclasses.field(default_factory=set)
-    """Leaves that are parameters without requires_grad, which training leaves as they are."""
+    """Names of leaves that are parameters without requires_grad. Training does not change them."""
 
 
 class PerRank:
-    """Something in a state of which every rank has its own: `{"reader": ckpt.PerRank(reader)}`.
+    """Mark a value of a state that each rank has for itself: `{"reader": ckpt.PerRank(reader)}`.
 
-    Each rank loads what the rank of its number saved (modulo the number of ranks that saved). Plain values that differ
-    between ranks need no PerRank, nor do random generators; arrays do, since those are taken to be equal everywhere.
+    Each rank stores its own value, and loads the value of the rank with its number, modulo the number of ranks that saved.
+    Arrays that differ between ranks need PerRank, because arrays of one name count as copies of one array. Plain values and
+    random generators need no PerRank: each rank's own is stored anyway.
+
+    value: anything that a state may contain: arrays, containers, plain values, objects with state_dict().
+
+    Example:
+        state = {"model": model, "reader": ckpt.PerRank(reader)}
     """
 
     def __init__(self, value: Any) -> None:
@@ -75,9 +82,11 @@ class PerRank:
 
 
 def flatten(state: Any, rank: int | None = None) -> FlatState:
-    """Take a state apart; raise UnsupportedLeaf with the path of a value that cannot be stored.
+    """Return the tree and the leaves of a state.
 
-    rank: of this process, where it is one of several.
+    rank: the rank of this process in its group; None where the process saves alone.
+
+    Raises UnsupportedLeaf with the path of a value that cannot be stored, and StagingFailed where memory for a copy is missing.
     """
     try:
         return _Flattener(rank).run(state)
@@ -86,12 +95,12 @@ def flatten(state: Any, rank: int | None = None) -> FlatState:
 
 
 def encode_tree(node: Node) -> bytes:
-    """The tree file."""
+    """Return the content of the tree file."""
     return json.dumps({"format": 1, "tree": node}, separators=(",", ":")).encode()
 
 
 def join_path(path: str, key: Any) -> str:
-    """The name of an entry: keys joined by dots."""
+    """Return the path of the entry `key` below `path`: the keys joined by dots."""
     return f"{path}.{key}" if path else str(key)
 
 
@@ -99,17 +108,17 @@ class _Flattener:
     def __init__(self, rank: int | None = None) -> None:
         self.leaves: dict[str, ArrayLeaf] = {}
         self._rank = rank
-        self._current_per_rank: set[str] | None = None  # while something of this rank alone is taken apart
+        self._current_per_rank: set[str] | None = None  # `_per_rank` while a value of this rank alone is flattened, else None
         self._per_rank: set[str] = set()
-        self._name_sets: dict[str, set[str]] = {}  # by path, the set that the name of the leaf there belongs to
+        self._name_sets: dict[str, set[str]] = {}  # by path: the set (buffers or frozen) to which the leaf's name is added
         self._buffers: set[str] = set()
         self._frozen: set[str] = set()
         self._modules: list[tuple[str, Any]] = []
         self._optimizers: list[tuple[Any, Node]] = []
         self._name_of_identity: dict[Hashable, str] = {}
         self._name_at_address: dict[int, str] = {}  # the first leaf at each address
-        self._addresses: list[int | None] = []  # of each of the leaves
-        self._open_containers: set[int] = set()  # containers on the way down, to find a state that contains itself
+        self._addresses: list[int | None] = []  # one for each leaf, in the order of `leaves`
+        self._open_containers: set[int] = set()  # ids of the containers around the current value: finds a state in itself
 
     def run(self, state: Any) -> FlatState:
         node = self.node(state, "")
@@ -180,11 +189,11 @@ class _Flattener:
         )
 
     def _can_differ_by_rank(self) -> bool:
-        """Whether other ranks may have something else under this path."""
+        """Return whether other ranks may have another value under this path."""
         return self._rank is not None and self._current_per_rank is None
 
     def _per_rank_node(self, value: Any, path: str) -> Node:
-        """What only this rank has: its arrays get names of their own."""
+        """Return the node of a value that this rank alone has; names of its arrays end with the rank."""
         if self._current_per_rank is not None:
             return self.node(value, path)
         self._current_per_rank = self._per_rank
@@ -192,7 +201,7 @@ class _Flattener:
             (self._name_of_identity, self._name_at_address),
             {},
             {},
-        )  # an array of these may have another name on other ranks
+        )  # no ties to the arrays outside: on other ranks the value may contain other arrays
         try:
             return {"ranks": {str(self._rank or 0): self.node(value, path)}}
         finally:
@@ -276,7 +285,7 @@ class _Flattener:
         return node
 
     def _scalar(self, leaf: NumpyScalarLeaf, path: str) -> Node:
-        """A numpy scalar of a rank of a group: a plain value, and not an array, which would be taken for a copy of theirs."""
+        """Return the node of a numpy scalar in a group: a plain value, since an array would count as a copy of other ranks'."""
         if leaf.nbytes <= INLINE_BYTES:
             return {"scalar": base64.b64encode(leaf.array.tobytes()).decode(), "dtype": leaf.dtype}
         return self._per_rank_node(leaf.value, path) if self._can_differ_by_rank() else self._array(leaf, path)
@@ -294,7 +303,7 @@ class _Flattener:
                 name += "~"
             if not name.isascii():
                 _require_utf8(name)
-            while name in self.leaves:  # {"a.b": x, "a": {"b": y}}: two entries of one name
+            while name in self.leaves:  # two entries have the same path, as in {"a.b": x, "a": {"b": y}}
                 name += "~"
             self.leaves[name] = leaf
             self._addresses.append(address)
@@ -314,7 +323,10 @@ class _Flattener:
         return node
 
     def _identity(self, leaf: ArrayLeaf, address: int | None) -> Hashable | None:
-        """That of a leaf which may be the same array as an earlier one. The first leaf at an address has needed none so far."""
+        """Return the identity of a leaf that may be the same array as an earlier leaf.
+
+        The identity of the first leaf at an address is computed only now, when a second leaf has the same address.
+        """
         if address is not None:
             first = self._name_at_address[address]
             self._name_of_identity.setdefault(self.leaves[first].identity(), first)
@@ -329,36 +341,36 @@ def _require_utf8(name: str) -> None:
 
 
 def encode_key(key: Any, path: str) -> Node:
-    """A dict key as JSON: text stands for itself, other plain values in a list of one."""
+    """Return a dict key as JSON: a string as it is, another plain value in a list of one item."""
     if type(key) is str:
         return key
     if type(key) is np.str_:
         return [{"scalar": base64.b64encode(np.asarray(key).tobytes()).decode(), "dtype": dtype_name(key.dtype)}]
     if key is None or type(key) in (bool, int, float, bytes, tuple):
-        _require_repr(key, path)  # it becomes part of names
+        _require_repr(key, path)  # the key becomes part of leaf names
         flat = _Flattener()
         node = flat.node(key, path)
         if not flat.leaves:
             return [node]
     raise UnsupportedLeaf(
-        f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use str, int or tuple, "
-        "of an enum its value or name"
+        f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use a str, int or tuple, "
+        "or the value or name of an enum"
     )
 
 
 def _torch_metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
-    """The versions that a torch module keeps with its state."""
+    """Return the versions that a torch module adds to its state_dict, None where there are none."""
     found = get_attribute(value, "_metadata")
     return found if isinstance(found, dict) else None
 
 
 def _factory_name(factory: Callable[[], Any], path: str) -> str:
-    """The name of what a defaultdict makes its values with."""
+    """Return the stored name of the factory of a defaultdict; raise UnsupportedLeaf for one that has none."""
     for name, known in _FACTORIES.items():
         if factory is known:
             return name
     raise UnsupportedLeaf(
-        f"leaf {path or '(root)'}: what this defaultdict makes its values with is code, which is not stored; use one of "
+        f"leaf {path or '(root)'}: the factory of this defaultdict is code, which is not stored; use one of "
         f"{', '.join(_FACTORIES)}, or store a plain dict"
     )
 
@@ -366,9 +378,9 @@ def _factory_name(factory: Callable[[], Any], path: str) -> str:
 def _require_repr(value: Any, path: str) -> str:
     try:
         return repr(value)
-    except ValueError as error:  # beyond Python's limit for decimal digits
+    except ValueError as error:  # an integer beyond Python's limit for decimal digits
         where = f"leaf {path or '(root)'}"
-        raise UnsupportedLeaf(f"{where}: so long an integer can be a value, but no dict key and not in a set") from error
+        raise UnsupportedLeaf(f"{where}: an integer this long cannot be a dict key or in a set: store it as text") from error
 
 
 def _integer_text(value: int) -> str:
@@ -379,22 +391,25 @@ def _type_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-# --- back again ------------------------------------------------------------------------------------------------
+# --- rebuilding a state ----------------------------------------------------------------------------------------
 
 MakeArray = Callable[[Node], Callable[[], Any]]
-"""From an array node to a function that gives its value once the data is there."""
+"""From an array node to a function that returns the array; the function is called after the data was read."""
 
 
 def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
-    """Return a function that makes the state of `node`; call it when every array has been filled."""
-    if type(node) is dict and "array" in node:  # the most by far
+    """Return a function that builds the state of `node`; call it after every array was filled.
+
+    Raises FormatError for a node of an unknown kind.
+    """
+    if type(node) is dict and "array" in node:  # most nodes by far
         return make_array(node)
     if node is None or isinstance(node, (bool, str, int, float)):
         return lambda: node
     if isinstance(node, list):
         return _sequence(node, make_array, list)
     if not isinstance(node, dict):
-        raise FormatError(f"the tree file has an entry that is no node: {str(node)[:80]}")
+        raise FormatError(f"the tree file has an entry that is not a node: {str(node)[:80]}")
     for tag, build in _BUILDERS.items():
         if tag in node:
             return build(node, make_array)
@@ -422,7 +437,7 @@ def _rebuild_dict(node: Node, make_array: MakeArray) -> Callable[[], Any]:
 
 
 def empty_dict(node: Node) -> Any:
-    """An empty dict of the type that a dict node names."""
+    """Return an empty dict of the type that a dict node names."""
     kind = node.get("type")
     if kind == "OrderedDict":
         return collections.OrderedDict()
@@ -434,7 +449,7 @@ def empty_dict(node: Node) -> Any:
 
 
 def decode_key(key: Node) -> Any:
-    """The dict key that `encode_key` wrote."""
+    """Return the dict key from the JSON that `encode_key` made."""
     if isinstance(key, str):
         return key
     return rebuild(key[0], _no_array)()
@@ -461,7 +476,7 @@ def _rebuild_dataclass(node: Node, make_array: MakeArray) -> Callable[[], Any]:
         found = dataclasses.make_dataclass(_short_class_name(node["class"]), fields)
 
     def build(values: list[Any]) -> Any:
-        made = object.__new__(found)  # not the constructor: a file must not choose what code runs
+        made = object.__new__(found)  # not the constructor: a file must not decide which code runs
         for name, value in zip(fields, values, strict=True):
             object.__setattr__(made, name, value)
         return made
@@ -475,7 +490,7 @@ def _short_class_name(name: str) -> str:
 
 
 def _find_imported(name: str) -> Any:
-    """The class of this name if its module is imported already; nothing is imported for a file's sake."""
+    """Return the class of this name if its module is already imported, else None. Never import a module that a file names."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -497,7 +512,7 @@ def _rebuild_bytes(node: Node, _: MakeArray) -> Callable[[], Any]:
 
 
 def scalar_bytes(node: Node) -> bytes:
-    """The bytes of a numpy scalar; raise FormatError where there are not as many as its dtype has."""
+    """Return the bytes of a numpy scalar; raise FormatError where their number does not match the dtype."""
     data = base64.b64decode(node["scalar"])
     if len(data) != numpy_dtype(node["dtype"]).itemsize:
         raise FormatError(f"the tree file has a {node['dtype']} of {len(data)} bytes")

@@ -1,7 +1,7 @@
 """Arrays of the frameworks as named bytes, one file for each framework.
 
-It promises that a load gives back the same dtype, shape and bytes, or that a save refuses the array by name. Only frameworks
-that are imported already are asked, and none is imported here. It uses `boxes` and `dtypes` of the state.
+A load returns the same dtype, shape and bytes; an array that cannot be stored is refused by name. A save uses only frameworks
+that the process has imported and imports none itself. The package uses `boxes` and `dtypes` of `ckpt.state`.
 
 Start with `base.ArrayLeaf`, then `numpy`.
 """
@@ -24,7 +24,7 @@ from ckpt.storage.base.errors import CkptError, first_line
 
 
 def as_leaf(value: Any) -> ArrayLeaf | None:
-    """Return the leaf that `value` is, or None where it is no array. Raise TypeError for an array that has no bytes."""
+    """Return the leaf of an array, or None for a value that is not an array; raise TypeError for an array without bytes."""
     kind = type(value)
     try:
         maker = _leaf_makers[kind]
@@ -36,7 +36,7 @@ def as_leaf(value: Any) -> ArrayLeaf | None:
         return maker(value)
     except (TypeError, CkptError, MemoryError):
         raise
-    except Exception as error:  # frameworks raise what they like for an array that has no memory of its own
+    except Exception as error:  # frameworks raise errors of any type for an array without memory of its own
         message = f"the bytes of a {kind.__name__} cannot be reached ({first_line(error)}): store the plain arrays behind it"
         raise TypeError(message) from error
 
@@ -45,14 +45,14 @@ _leaf_makers: dict[type, Callable[[Any], ArrayLeaf | None] | None] = {}
 
 
 def _leaf_maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
-    """What makes leaves of values of this type, None for a type of no arrays."""
+    """Return the function that makes leaves of values of this type, None if they are not arrays."""
     if issubclass(kind, np.ndarray):
         return NumpyLeaf
     if issubclass(kind, np.generic):
         return NumpyScalarLeaf
     if issubclass(kind, sharded.Shard):
         return sharded.as_leaf
-    # An array of a framework that nobody imported cannot exist, so `import ckpt` need not import any.
+    # An array of a framework that was not imported cannot exist, so `import ckpt` does not import any.
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
         from ckpt.state.leaves import torch as torch_leaves
@@ -67,7 +67,12 @@ def _leaf_maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
 
 
 def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
-    """Return a new leaf of unset bytes, to be filled by a load and then taken by `.value`."""
+    """Return a new leaf with uninitialised bytes for a load to fill; its `finish` returns the array.
+
+    kind: of the saved leaf (numpy, scalar, bytes, torch, jax); attributes: the saved `ArrayLeaf.attributes()`.
+
+    Raises FormatError for an unknown kind, and LeafMismatch where its framework is not installed.
+    """
     if kind in ("numpy", "scalar", "bytes"):
         return numpy.empty_leaf(kind, dtype, shape, attributes)
     return _empty_maker(kind)(dtype, shape, attributes)
@@ -76,12 +81,12 @@ def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[s
 @lru_cache(maxsize=8)
 def _empty_maker(kind: str) -> Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf]:
     if kind not in ("torch", "jax"):
-        raise FormatError(f"a {kind!r} array: a newer ckpt may know it, or give `like` with arrays of another kind")
+        raise FormatError(f"unknown array kind {kind!r}: update ckpt, or give `like` with arrays of another kind")
     try:
         made = importlib.import_module(f"ckpt.state.leaves.{kind}")
     except ImportError as error:
         raise LeafMismatch(
-            f"a {kind} array, and {kind} is not installed: install it, or give `like` with numpy arrays ({error})"
+            f"the array was saved by {kind}, which is not installed: install it, or give `like` with numpy arrays ({error})"
         ) from error
     maker: Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf] = made.empty_leaf
     return maker

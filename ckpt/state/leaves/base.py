@@ -1,4 +1,4 @@
-"""What the pipelines need of an array, whatever framework it belongs to."""
+"""`ArrayLeaf`, the interface that every framework's arrays have for saves and loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class LeafShard(NamedTuple):
-    """A shard: a box of a leaf's global array, in memory of exactly its shape."""
+    """A shard of a leaf: a box of its global array. `leaf` is the local memory, with exactly the shape of the box."""
 
     leaf: ArrayLeaf
     box: Box
@@ -23,48 +23,51 @@ class LeafShard(NamedTuple):
 
 
 class MemoryLayout(NamedTuple):
-    """Where the elements of an array lie and how its bytes are read. Two arrays are the same array where all of it is equal."""
+    """Where the elements of an array lie and how to read them. Two arrays with equal layouts are the same array."""
 
     device: str
     start: int
     """Address of the first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes."""
+    """In bytes, one for each axis."""
     itemsize: int
+    """Bytes of one element."""
     dtype: str
-    """Its stored name, with the byte order."""
+    """The stored name, which includes the byte order."""
     view: str = ""
-    """What turns the bytes into the elements: "conj" and "neg" of a lazy view of torch."""
+    """What turns the bytes into the elements: "conj" and "neg" for lazy views of torch."""
 
 
 class StridedElements(NamedTuple):
-    """Some elements of an array in C order: runs of equal length at equal distances."""
+    """A selection of elements of a flattened array: runs of equal length at equal distances."""
 
     runs: int
+    """The number of runs."""
     run_length: int
-    """Elements of each run."""
+    """Elements in each run."""
     stride: int
-    """Elements from the beginning of one run to that of the next."""
+    """Elements from the start of one run to the start of the next."""
     stride_bytes: int
+    """The stride in bytes."""
     run_type: np.dtype[Any]
-    """A run as one numpy element."""
+    """A numpy dtype of which one element is a run."""
 
     def take_from(self, data: Bytes) -> bytes:
-        """Those elements of the bytes of an array."""
+        """Return the selected elements of `data`, the bytes of a whole array in C order."""
         return np.ndarray((self.runs,), self.run_type, data, 0, (self.stride_bytes,)).tobytes()
 
     def indices(self) -> npt.NDArray[np.int64]:
-        """The numbers of the elements."""
+        """Return the indices of the selected elements in the flattened array."""
         starts = np.arange(self.runs, dtype=np.int64)[:, np.newaxis] * self.stride
         return np.asarray(starts + np.arange(self.run_length, dtype=np.int64)).reshape(-1)
 
 
 class ArrayLeaf(ABC):
-    """An array as bytes in C order: read by a save, written by a load.
+    """An array as bytes in C order: a save reads them, a load writes them.
 
-    `flat` is its memory where that is on the host and contiguous (uint8, one axis): the pipelines then copy without
-    asking. Otherwise they call `read` and `write` with boxes.
+    `flat` is the memory of the array (uint8, one axis) if it is contiguous and on the host: saves and loads then copy
+    directly. Otherwise it is None, and they call `read` and `write` with boxes.
     """
 
     kind: ClassVar[str]
@@ -76,61 +79,60 @@ class ArrayLeaf(ABC):
     shape: tuple[int, ...]
     itemsize: int
     nbytes: int
-    """Of all elements."""
+    """Bytes of all elements; of a sharded leaf, of the local shards."""
     flat: Bytes | None
 
     @abstractmethod
     def read(self, box: Box, out: Bytes) -> None:
-        """Copy the elements of `box`, in C order, to `out` (as many bytes)."""
+        """Copy the elements of `box`, in C order, to `out`, which has the same number of bytes."""
 
     @abstractmethod
     def write(self, box: Box, data: Bytes) -> None:
         """Set the elements of `box` from `data`, in C order."""
 
     def identity(self) -> Hashable | None:
-        """Equal for two leaves that are the same array: tied weights. None where no other leaf can be the same."""
+        """Return a key that is equal for two leaves of one array (tied leaves); None where no other leaf can be the same."""
         memory = self.memory_layout()
         return None if memory is None else (self.kind, memory)
 
     def address(self) -> int | None:
-        """That of the user's array where `flat` is its memory and something may change it, else None.
+        """Return the address of the user's array if `flat` is its memory and other code may change it, else None.
 
-        It spares `memory` in most states, where no two of these ranges meet.
+        It makes calls of `memory_layout` unnecessary in most states, where no two of these address ranges overlap.
         """
         return None
 
     def memory_layout(self) -> MemoryLayout | None:
-        """Where the elements of the user's array lie, to which `write` of a target puts them; None where no other array can
-        share them."""
+        """Return the layout of the user's array, to which a target's `write` copies; None where no other array can share it."""
         return None
 
     def attributes(self) -> dict[str, Any]:
-        """What else must be kept to make the same object again, as JSON."""
+        """Return what else a load needs to make the same object, as JSON."""
         return {}
 
     def version(self) -> int | None:
-        """A number that grows with each in-place change, where the framework counts them."""
+        """Return a number that grows with each in-place change; None where the framework does not count changes."""
         return None
 
     def is_frozen(self) -> bool:
-        """Whether nothing can ever change these bytes, so that a save may read them later."""
+        """Return whether nothing can ever change these bytes, so that a save may read them later."""
         return False
 
     def is_on_cuda(self) -> bool:
-        """Whether the bytes come from a CUDA device, to which page-locked memory is much nearer."""
+        """Return whether the bytes are on a CUDA device, from which copies to page-locked memory are much faster."""
         return False
 
     def shards(self) -> list[LeafShard] | None:
-        """The shards of a global array that this leaf stands for; None where it is all there, in this memory."""
+        """Return the local shards of a global array; None where this leaf has the whole array in its memory."""
         return None
 
     def full_copy(self) -> ArrayLeaf | None:
-        """The leaf with all elements of the array, where other ranks with this name should have an equal copy; else None."""
+        """Return the leaf with all elements of the array if other ranks should have an equal copy of it, else None."""
         return self if self.shards() is None else None
 
     @classmethod
     def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
-        """The bytes of some elements of leaves of this class, for each leaf."""
+        """Return the bytes of the selected elements of each leaf; all leaves are of this class."""
         found = []
         for leaf, elements in leaves:
             data = np.empty(leaf.nbytes, np.uint8)
@@ -139,12 +141,12 @@ class ArrayLeaf(ABC):
         return found
 
     def finish(self) -> Any:
-        """The user's object, after a load has written all of it."""
+        """Return the user's object, after a load has written all of its bytes."""
         return self.value
 
     def target(self) -> ArrayLeaf:
-        """The leaf that a load should write to when this one stands in `like`; raise TypeError where there is none.
+        """Return the leaf to which a load writes for this leaf of `like`; raise TypeError where it cannot be filled.
 
-        Its `finish` gives the very `value` of this leaf where it is filled in place, else a new object.
+        The target's `finish` returns this leaf's `value` if it is filled in place, else a new object.
         """
         return self

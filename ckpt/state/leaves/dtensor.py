@@ -1,8 +1,8 @@
-"""torch tensors that are spread over ranks: DTensor (FSDP2, tensor parallelism, hybrids) and the older ShardedTensor.
+"""Leaves of torch tensors sharded over ranks: DTensor (FSDP2, tensor parallelism, both) and ShardedTensor.
 
-Where a shard lies is computed here from mesh and placements, by the rule of `torch.chunk` that torch itself follows, along
-each axis from the leftmost mesh dimension to the rightmost. A strided placement (FSDP2 over tensor parallelism) may give a
-rank several runs of one axis, and so several boxes.
+The boxes of a DTensor follow from its mesh and placements by the rule of `torch.chunk`, which torch itself uses, along each
+axis from the leftmost mesh dimension to the rightmost. A strided placement (FSDP2 over tensor parallelism) may give a rank
+several runs of indices of one axis, and so several boxes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IndexRun = tuple[int, int]
 
 
 def as_leaf(value: Any) -> ArrayLeaf:
-    """The leaf of a DTensor or ShardedTensor; raise TypeError for one whose value is not there yet."""
+    """Return the leaf of a DTensor or ShardedTensor; raise TypeError for one that is not plain memory."""
     return _of_dtensor(value) if hasattr(value, "device_mesh") else _of_sharded_tensor(value)
 
 
@@ -64,11 +64,13 @@ def _of_sharded_tensor(value: Any) -> ArrayLeaf:
 
 
 def replica_ranks(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:
-    """The ranks that hold copies of this rank's shard of a DTensor, where its mesh is not all there is to know.
+    """Return the ranks that have copies of this rank's shard of a DTensor if some are outside of its mesh, else None.
 
-    holders: the ranks that have the tensor. Beyond those of its mesh they have it on meshes beside that one, made by the
-    same cut of one larger mesh: under FSDP2 with tensor parallelism, of a parameter that the latter leaves alone. None where
-    its mesh has all the holders, or where no larger mesh is known that does.
+    holders: the ranks that have the tensor.
+
+    Ranks outside of the mesh have the tensor on sibling meshes, made by slicing the same root mesh along the same axes. That
+    happens under FSDP2 with tensor parallelism, to a parameter that tensor parallelism does not shard. None also where no root
+    mesh is known that contains all holders.
     """
     mesh = value.device_mesh
     mesh_ranks = set(mesh.mesh.reshape(-1).tolist())
@@ -80,14 +82,14 @@ def replica_ranks(value: Any, holders: Collection[int]) -> tuple[int, ...] | Non
         return None
     varied = [axis for axis in range(root.mesh.ndim) if len({coordinates[rank][axis] for rank in mesh_ranks}) > 1]
     if len(mesh_ranks) != math.prod(root.mesh.shape[axis] for axis in varied):
-        return None  # no cut along axes
+        return None  # the mesh is not a slice of the root mesh along whole axes
     replica_ranks_here = _replica(mesh, tuple(mesh.get_coordinate()), tuple(value.placements)).ranks or ()
     replica_coordinates = {tuple(coordinates[rank][axis] for axis in varied) for rank in replica_ranks_here}
     return tuple(sorted(r for r in holders if tuple(coordinates[r][axis] for axis in varied) in replica_coordinates))
 
 
 def _root_mesh(mesh: Any) -> Any:
-    """The mesh that this one was cut from, by the names that releases of torch have for it."""
+    """Return the mesh of which this one is a slice; torch releases have different private functions for it."""
     if callable(find := getattr(mesh, "_get_root_mesh", None)):
         return find()
     resources = getattr(sys.modules["torch.distributed.device_mesh"], "_mesh_resources", None)
@@ -95,11 +97,11 @@ def _root_mesh(mesh: Any) -> Any:
 
 
 MeshSplit = tuple[int, int] | None
-"""How a mesh dimension cuts: (axis, split factor), None where it holds copies."""
+"""How a mesh dimension shards a tensor: (axis, split factor); None where it replicates."""
 
 
 class _MeshPosition(NamedTuple):
-    """Where this rank stands in a mesh, for tensors of the same placements."""
+    """The position of this rank in a mesh, for tensors of the same placements."""
 
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
@@ -109,9 +111,9 @@ class _MeshPosition(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _mesh_position(mesh: Any, placements: tuple[Any, ...], at: tuple[int, ...]) -> _MeshPosition:
-    """Of the rank that stands there. Remembered: what the mesh answers takes longer than to plan a tensor."""
+    """Return the position of the rank at coordinate `at`; cached because mesh lookups take longer than planning a tensor."""
     if any(p.is_partial() for p in placements):
-        raise TypeError("a DTensor with a Partial placement is a sum that is not made yet: redistribute it first")
+        raise TypeError("a DTensor with a Partial placement is a sum that is still to be reduced: redistribute it first")
     return _MeshPosition(tuple(mesh.shape), at, tuple(map(_mesh_split, placements)), _replica(mesh, at, placements))
 
 
@@ -120,12 +122,12 @@ def _mesh_split(placement: Any) -> MeshSplit:
         return None
     dim = getattr(placement, "dim", None)
     if dim is None:
-        raise TypeError(f"a DTensor with the placement {placement} is not known here")
+        raise TypeError(f"a DTensor with the placement {placement} is not supported: redistribute it to Shard or Replicate")
     return int(dim), int(getattr(placement, "split_factor", 1))
 
 
 def _replica(mesh: Any, coordinate: tuple[int, ...], placements: Sequence[Any]) -> Replica:
-    """Which copy this rank holds: the ranks along the mesh dimensions that replicate."""
+    """Return which copy this rank has; the ranks along the replicating mesh dimensions have copies of one shard."""
     index = tuple(slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True))
     ranks = tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
     return Replica(ranks.index(int(mesh.mesh[coordinate])), len(ranks), ranks)
@@ -135,7 +137,7 @@ def _replica(mesh: Any, coordinate: tuple[int, ...], placements: Sequence[Any]) 
 def shard_boxes(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], splits: tuple[MeshSplit, ...]
 ) -> list[tuple[Box, Box]]:
-    """The boxes of a global array at one place of a mesh, and where each lies in the local tensor."""
+    """Return the boxes of a global array at one coordinate of a mesh, each with its box in the local tensor."""
     runs: list[list[IndexRun]] = [[(0, n)] for n in shape]
     for cut, size, at in zip(splits, mesh_shape, coordinate, strict=True):
         if cut is not None:
@@ -161,7 +163,7 @@ def _split_runs(runs: list[IndexRun], count: int) -> list[list[IndexRun]]:
 
 
 def _chunk_runs(runs: list[IndexRun], count: int, index: int) -> list[IndexRun]:
-    """Chunk `index` of `count`, as torch.chunk makes them: all of the rounded-up size but the last ones."""
+    """Return chunk `index` of `count` by the rule of torch.chunk: all have the rounded-up size except the last ones."""
     total = sum(n for _, n in runs)
     step = -(-total // count)
     low, high = min(index * step, total), min((index + 1) * step, total)
@@ -176,7 +178,7 @@ def _chunk_runs(runs: list[IndexRun], count: int, index: int) -> list[IndexRun]:
 
 
 def _merge_runs(runs: list[IndexRun]) -> list[IndexRun]:
-    """Join runs that follow each other."""
+    """Return the runs with adjacent ones joined."""
     found: list[IndexRun] = []
     for start, length in runs:
         if found and sum(found[-1]) == start:

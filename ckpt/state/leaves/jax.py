@@ -1,6 +1,6 @@
-"""jax arrays: immutable, so that on the host they are referenced by a save and made anew by a load.
+"""Leaves of jax arrays. They are immutable: a save references host arrays, and a load makes new ones.
 
-An array over several devices is taken by its shards: each process has those on its own devices, nothing is gathered.
+An array over several devices is stored by its shards: each process has those on its own devices, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def as_leaf(value: jax.Array) -> ArrayLeaf:
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
-    """A new array on the default device; attributes: key (the random generator of a key array)."""
+    """Return the target of a new array on the default device; attributes: key (the random generator of a key array)."""
     return _JaxTarget(dtype, shape, None, attributes.get("key"))
 
 
 class JaxLeaf(HostLeaf):
-    """A jax array to be saved. The bytes of a key array are its key data."""
+    """A jax array that a save reads. The bytes of a key array are its key data."""
 
     kind = "jax"
     can_alias = False
@@ -58,8 +58,8 @@ class JaxLeaf(HostLeaf):
         return {"key": self._key} if self._key else {}
 
     def is_frozen(self) -> bool:
-        # The host array keeps the buffer alive, also when jit donates it; a device array would be deleted instead,
-        # but np.asarray has already copied that one.
+        # The numpy array keeps a host buffer alive even if jit donates it. Donation would delete a device buffer, but
+        # np.asarray has already copied that one.
         return True
 
     def target(self) -> ArrayLeaf:
@@ -67,7 +67,7 @@ class JaxLeaf(HostLeaf):
 
 
 class _JaxTarget(NumpyLeaf):
-    """Bytes on the host that become a jax array once they are all there."""
+    """Bytes on the host from which `finish` makes a jax array after a load has filled them."""
 
     kind = "jax"
 
@@ -89,7 +89,7 @@ class _JaxTarget(NumpyLeaf):
 
 
 class JaxShards(ShardedLeaf):
-    """A jax array over several devices, by the shards of this process."""
+    """A jax array over several devices, as the shards of this process."""
 
     __slots__ = ("_data", "_key")
 
@@ -118,7 +118,7 @@ class JaxShards(ShardedLeaf):
 
 
 class _HostShard(NumpyLeaf):
-    """One shard, seen on the host. Nothing changes it, and the host array keeps its buffer alive."""
+    """One shard as a host array. It never changes, and the host array keeps its buffer alive."""
 
     kind = "jax"
     can_alias = False
@@ -130,7 +130,7 @@ class _HostShard(NumpyLeaf):
 
 
 class _JaxShardsTarget(ShardedLeaf):
-    """Bytes on the host, a box for each shard of this process, that become a jax array once they are all there."""
+    """Bytes on the host for each shard of this process, from which `finish` makes a jax array after a load has filled them."""
 
     __slots__ = ("_key", "_sharding")
 
@@ -150,7 +150,7 @@ class _JaxShardsTarget(ShardedLeaf):
 
 
 def _plain_data(value: jax.Array) -> tuple[jax.Array, str | None]:
-    """The array of plain numbers, and the random generator if it is one of keys."""
+    """Return the array of plain numbers, and the name of the random generator if it is a key array, else None."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value), str(jax.random.key_impl(value))
     return value, None
@@ -158,13 +158,13 @@ def _plain_data(value: jax.Array) -> tuple[jax.Array, str | None]:
 
 def _require_same_dtype(made: jax.Array, leaf: ArrayLeaf) -> jax.Array:
     if dtype_name(np.dtype(made.dtype)) != leaf.dtype:
-        raise TypeError(f"jax made {made.dtype} of {leaf.dtype}: set jax_enable_x64 to load it")
+        raise TypeError(f"jax converted {leaf.dtype} to {made.dtype}: set jax_enable_x64 to load it")
     return made
 
 
 @lru_cache(maxsize=4096)
 def _processes_by_box(sharding: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    """The processes that hold each shard."""
+    """Return the processes that have each shard."""
     found: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(_box_of_index(index, shape), set()).add(device.process_index)

@@ -1,4 +1,4 @@
-"""numpy arrays and numpy scalars."""
+"""Leaves of numpy arrays, numpy scalars and long bytes objects."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ckpt.state.leaves.base import ArrayLeaf, Bytes, MemoryLayout, StridedElemen
 
 
 class HostLeaf(ArrayLeaf):
-    """Bytes that numpy can see; other kinds on the host build on it. `array` may have any strides."""
+    """Memory on the host as a numpy array, which may have any strides. Host leaves of other frameworks derive from it."""
 
     __slots__ = ("array",)
 
     array: np.ndarray[Any, Any]
     can_alias: ClassVar[bool] = True
-    """Whether another array can lie in the same memory and change it."""
+    """Whether another array can share the memory and change it."""
 
     def read(self, box: Box, out: Bytes) -> None:
         np.copyto(out.view(self.array.dtype).reshape(box.shape), self.array[_view_index(box)])
@@ -44,12 +44,12 @@ class HostLeaf(ArrayLeaf):
 
 
 def _view_index(box: Box) -> Any:
-    """The box as an index that gives a view; without the ellipsis an array without axes would give a scalar."""
+    """Return the box as an index that gives a view; without the ellipsis, an array without axes would give a scalar."""
     return (*box.slices(), ...)
 
 
 def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes | None:
-    """The memory of a C-contiguous array as bytes, None for another."""
+    """Return the memory of a C-contiguous array as bytes, None for an array that is not contiguous."""
     if not array.flags.c_contiguous:
         return None
     return (array if array.ndim == 1 else array.reshape(-1)).view(np.uint8)
@@ -67,7 +67,7 @@ class NumpyLeaf(HostLeaf):
         if type(value) is np.ndarray:
             array = value
         else:
-            # A module that another thread imports just now is there, and lacks the class; nor are there objects of it then.
+            # While another thread imports numpy.ma, the module may lack the class; then no object of the class exists yet.
             if isinstance(value, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
                 raise TypeError("a masked array is two arrays: store .data and .mask")
             array = np.asarray(value)
@@ -75,7 +75,7 @@ class NumpyLeaf(HostLeaf):
         self.shape = array.shape
         self.itemsize = array.dtype.itemsize
         self.nbytes = array.nbytes
-        # Seen as raw elements: numpy then never converts, and copies of exotic types are plain memory copies.
+        # Exotic types are viewed as raw elements, so that numpy never converts them and copies plain memory.
         self.array = array if array.dtype.kind in "biufc" else _as_opaque(array)
         self.flat = flat_bytes(self.array) if self.itemsize else np.empty(0, np.uint8)
 
@@ -88,7 +88,7 @@ class NumpyLeaf(HostLeaf):
 
 
 class _ReadOnlyLeaf(NumpyLeaf):
-    """A new array in place of a read-only one, which a load hands out read-only as well."""
+    """The target of a read-only array: a new array, which `finish` makes read-only too."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class _ReadOnlyLeaf(NumpyLeaf):
 
 
 class NumpyScalarLeaf(NumpyLeaf):
-    """One numpy scalar: immutable, so that a load hands out a new one."""
+    """One numpy scalar. It is immutable, so a load returns a new one."""
 
     kind = "scalar"
     can_alias = False
@@ -119,7 +119,7 @@ class NumpyScalarLeaf(NumpyLeaf):
 
 
 class BytesLeaf(NumpyLeaf):
-    """A long Python bytes or bytearray, kept in the packs rather than in the tree file."""
+    """A long Python bytes or bytearray object, stored in the packs rather than in the tree file."""
 
     kind = "bytes"
     can_alias = False
@@ -138,7 +138,11 @@ class BytesLeaf(NumpyLeaf):
 
 
 def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
-    """A new array of unset bytes; `kind` is numpy, scalar or bytes, of which `type` in the attributes may say bytearray."""
+    """Return a leaf with uninitialised bytes.
+
+    kind: numpy, scalar or bytes.
+    attributes: `class` of a numpy array; `type` of bytes, which may be bytearray.
+    """
     value = np.empty(shape, numpy_dtype(dtype))
     if kind == "bytes":
         return BytesLeaf(value, bytearray if attributes.get("type") == "bytearray" else bytes)
@@ -146,11 +150,11 @@ def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[s
 
 
 _CLASSES = ("matrix", "recarray", "chararray")
-"""Classes of numpy that add methods to an array and no data."""
+"""Classes of numpy that add methods to an array but no data."""
 
 
 def _class_attribute(value: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The attribute `class`: that of an array where it is one of numpy's, `record` where only the elements are of a class."""
+    """Return the attribute `class` of an array of one of numpy's classes, `record` where only its elements are records."""
     kind = type(value)
     if kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in _CLASSES:
         return {"class": kind.__name__}
@@ -158,7 +162,7 @@ def _class_attribute(value: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _view_as_class(value: np.ndarray[Any, Any], name: str | None) -> np.ndarray[Any, Any]:
-    """An array as the class that `_class_of` gave a name to."""
+    """Return an array as the class that `_class_attribute` named."""
     if name == "record":
         return value.view(np.dtype((np.record, value.dtype)))
     if name in _CLASSES:
@@ -167,7 +171,7 @@ def _view_as_class(value: np.ndarray[Any, Any], name: str | None) -> np.ndarray[
 
 
 def _as_opaque(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same memory with elements that numpy moves but never looks into."""
+    """Return the same memory with elements that numpy copies but never interprets."""
     size = array.dtype.itemsize
     if not size:
         return array

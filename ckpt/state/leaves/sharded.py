@@ -1,4 +1,4 @@
-"""Leaves of which this process holds only some boxes; and `Shard`, with which a user says which."""
+"""Leaves of which this process has only some boxes, and `Shard`, with which a user declares them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from ckpt.storage.base.errors import InvalidArgument
 
 
 class Shard:
-    """The part of a global array that this rank holds, for a state whose arrays do not say so themselves.
+    """The part of a global array that this rank has, for arrays that do not describe it themselves (as DTensor does).
 
         Shard(local, global_shape, offset)                          one box
-        Shard([a, b], global_shape, [offset_a, offset_b])           several
+        Shard([a, b], global_shape, [offset_a, offset_b])           several boxes
         Shard(local, global_shape, flat=start)                      elements [start, start + size) of the flattened array
-        Shard(local, global_shape, offset, replica=(i, n))          copy i of n equal ones; the copies share the writing
+        Shard(local, global_shape, offset, replica=(i, n))          copy i of n equal copies, which share the writing
 
-    local: an array of any kind that can be saved, of the box's shape (for `flat`: contiguous, of any shape). A load
-        with the Shard in `like` fills it in place.
+    local: an array of any kind that can be saved, with the shape of the box; for `flat`, contiguous and of any shape; a list of
+        arrays for several boxes. A load with the Shard in `like` fills the local arrays in place.
+    global_shape: the shape of the whole array.
+    offset: the index of the first element of the box, one number for each axis; for several boxes a list of them.
+    flat: the index of the first element in the flattened global array (C order).
+    replica: (i, n) for copy i of n.
+
+    Raises InvalidArgument where the arguments contradict each other.
+
+    Example:
+        rows = Shard(local, (1024, 64), (rank * 256, 0))  # 256 of 1024 rows on each of four ranks
+        ckpt.save({"weights": rows}, url)
     """
 
     def __init__(
@@ -54,7 +64,7 @@ class Shard:
                 raise InvalidArgument(f"Shard: {len(local)} local arrays and {len(self.offset)} offsets")
 
     def locals(self) -> list[Any]:
-        """The local arrays."""
+        """Return the local arrays."""
         return list(self.local) if self._several else [self.local]
 
     def __repr__(self) -> str:
@@ -63,7 +73,10 @@ class Shard:
 
 
 class ShardedLeaf(ArrayLeaf):
-    """A leaf by its shards, each within it (see `checked`). `shape` is that of the global array, `nbytes` what is held here."""
+    """A leaf as its local shards, which lie within it (see `require_in_bounds`).
+
+    `shape` is the global shape; `nbytes` counts the bytes of the local shards.
+    """
 
     __slots__ = ("_attributes", "_shards", "kind")
 
@@ -87,16 +100,16 @@ class ShardedLeaf(ArrayLeaf):
         return self._shards
 
     def full_copy(self) -> ArrayLeaf | None:
-        if len(self._shards) != 1 or not isinstance(self.value, Shard):  # else a framework describes its copies
+        if len(self._shards) != 1 or not isinstance(self.value, Shard):  # an array of a framework describes its own copies
             return None
         leaf, box, replica = self._shards[0]
         return leaf if replica.total > 1 and not replica.is_stored_whole and box == whole_box(self.shape) else None
 
     def read(self, box: Box, out: Bytes) -> None:
-        raise AssertionError("a sharded leaf is read through its parts")
+        raise AssertionError("a sharded leaf is read through its shards")
 
     def write(self, box: Box, data: Bytes) -> None:
-        raise AssertionError("a sharded leaf is written through its parts")
+        raise AssertionError("a sharded leaf is written through its shards")
 
     def identity(self) -> Hashable | None:
         found: list[Hashable] = [self.shape]
@@ -127,17 +140,17 @@ class ShardedLeaf(ArrayLeaf):
 
 
 def as_leaf(value: Shard) -> ArrayLeaf:
-    """The leaf of a `Shard`; raise TypeError where its arrays and boxes do not fit."""
+    """Return the leaf of a `Shard`; raise TypeError where its arrays and boxes do not match."""
     from ckpt.state.leaves import as_leaf as leaf_of
 
     leaves = []
     for local in value.locals():
         leaf = leaf_of(local)
         if leaf is None or leaf.shards() is not None:
-            raise TypeError(f"a Shard holds plain arrays, not a {type(local).__name__}")
+            raise TypeError(f"the local array of a Shard must be a plain array, not a {type(local).__name__}")
         leaves.append(leaf)
     if not leaves:
-        raise TypeError("a Shard without a local array does not say its dtype: give one of size 0")
+        raise TypeError("a Shard without a local array has no dtype: give it an array of size 0")
     first = leaves[0]
     if any(leaf.dtype != first.dtype for leaf in leaves):
         raise TypeError(f"the local arrays of a Shard differ in dtype: {', '.join(leaf.dtype for leaf in leaves)}")
@@ -152,7 +165,7 @@ def as_leaf(value: Shard) -> ArrayLeaf:
 
 
 def _flat_shards(leaf: ArrayLeaf, value: Shard) -> list[LeafShard]:
-    """The boxes of a range of the flattened array, each a view of the local memory."""
+    """Return the boxes of a range of the flattened array, each a view of the local memory."""
     from ckpt.state.leaves import as_leaf as leaf_of
 
     assert value.flat is not None
@@ -176,7 +189,7 @@ def _flat_shards(leaf: ArrayLeaf, value: Shard) -> list[LeafShard]:
 
 
 def require_in_bounds(part: LeafShard, shape: tuple[int, ...]) -> LeafShard:
-    """A shard of an array of `shape` that somebody has named; raise TypeError where it does not lie in there."""
+    """Return `part`; raise TypeError where its box is not within an array of `shape` or its memory has another shape."""
     leaf, box, _ = part
     if len(box.offset) != len(shape) or len(leaf.shape) != len(shape):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""torch tensors: on the host seen through numpy, on CUDA copied on a stream of their own."""
+"""Leaves of torch tensors: viewed by numpy on the host, copied on a separate stream from CUDA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.state.boxes import Box, contiguous_start
 from ckpt.state.leaves.base import ArrayLeaf, Bytes, MemoryLayout, StridedElements
 from ckpt.state.leaves.numpy import HostLeaf, flat_bytes
 
-# numpy knows these itself; every other type is shown to it as plain integers of the same size.
+# Types that numpy has too; tensors of other types are viewed as integers of the same size.
 _NUMPY_DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.complex64, torch.complex128, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
@@ -32,7 +32,7 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
         if is_sharded(value):
             return sharded_leaf(value)
     if value.is_nested:
-        raise TypeError("a nested tensor is several: store what its unbind() gives")
+        raise TypeError("a nested tensor consists of several tensors: store what its unbind() returns")
     if value.layout is not torch.strided:
         raise TypeError(f"a {value.layout} tensor has no single block of memory: store its indices and values")
     if value.is_cpu:
@@ -43,7 +43,7 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
 
 
 def attributes_of(value: torch.Tensor) -> dict[str, Any]:
-    """What makes a tensor a parameter, or one that wants a gradient."""
+    """Return the attributes that mark a parameter (`parameter`) and a tensor with a gradient (`requires_grad`)."""
     found = {}
     if isinstance(value, torch.nn.Parameter):
         found["parameter"] = True
@@ -53,19 +53,19 @@ def attributes_of(value: torch.Tensor) -> dict[str, Any]:
 
 
 def is_sharded(value: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor or a ShardedTensor."""
+    """Return whether a tensor is a DTensor or a ShardedTensor."""
     return hasattr(value, "device_mesh") or hasattr(value, "local_shards")
 
 
 def sharded_leaf(value: torch.Tensor) -> ArrayLeaf:
-    """The leaf of a tensor that is spread over ranks."""
+    """Return the leaf of a DTensor or a ShardedTensor."""
     from ckpt.state.leaves import dtensor
 
     return dtensor.as_leaf(value)
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
-    """A new tensor on the host; attributes: parameter, requires_grad."""
+    """Return the leaf of a new, uninitialised tensor on the host; attributes: parameter, requires_grad."""
     value = torch.empty(shape, dtype=_torch_dtype(dtype))
     if attributes.get("parameter"):
         value = torch.nn.Parameter(value, requires_grad=bool(attributes.get("requires_grad")))
@@ -77,7 +77,9 @@ def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"this torch ({torch.__version__}) has no type {name}")
+        raise TypeError(
+            f"the installed torch {torch.__version__} has no dtype {name}: update torch, or give `like` with numpy arrays"
+        )
     return dtype
 
 
@@ -85,7 +87,7 @@ class _TensorType(NamedTuple):
     name: str
     itemsize: int
     view_dtype: torch.dtype | None
-    """As what numpy is shown it, None for what it knows itself."""
+    """The dtype under which numpy views the tensor, None where numpy has the type itself."""
 
 
 @lru_cache(maxsize=64)
@@ -97,28 +99,28 @@ def _tensor_type(dtype: torch.dtype) -> _TensorType:
 
 
 def _require_storage(value: torch.Tensor) -> None:
-    """Raise TypeError for a tensor with elements that no memory is behind: reading it would give bytes of something else."""
+    """Raise TypeError for a tensor whose elements have no memory: reading them would return unrelated bytes."""
     if torch._is_functional_tensor(value):
-        raise TypeError("a tensor inside of torch.func.functionalize has no memory of its own: save outside of the transform")
+        raise TypeError("a tensor inside torch.func.functionalize has no memory of its own: save outside of the transform")
     if value.data_ptr():
         end = value.storage_offset() + 1 + sum([(n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)])
         if end * value.dtype.itemsize <= value.untyped_storage().nbytes():
             return
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
-        raise RuntimeError("no memory is behind its elements")
+        raise RuntimeError("its elements have no memory")
     raise TypeError(
-        "its storage is smaller than the tensor, as after untyped_storage().resize_(0): give it its memory back before the "
-        "save (FSDP: gather or reshard its parameters), or leave it out"
+        "its storage is smaller than the tensor, as after untyped_storage().resize_(0): restore the storage before the save "
+        "(FSDP: gather or reshard its parameters), or leave it out"
     )
 
 
 def _lazy_view_of(value: torch.Tensor) -> str:
-    """`Memory.view` of a tensor."""
+    """Return `MemoryLayout.view` of a tensor."""
     return " ".join(["conj"] * value.is_conj() + ["neg"] * value.is_neg())
 
 
 def _resolve_lazy_view(value: torch.Tensor) -> torch.Tensor:
-    """A copy of a lazy view, with its elements as the user sees them."""
+    """Return a copy of a lazy view with the elements that the user sees."""
     return value.resolve_conj().resolve_neg()
 
 
@@ -130,10 +132,10 @@ class _TensorLeaf(ArrayLeaf):
     _start: int
     """Address of the first element."""
     _lazy_view: str
-    """`Memory.view`: what a lazy view has not applied to its bytes yet."""
+    """`MemoryLayout.view`: what a lazy view still has to apply to its bytes."""
 
     def _describe(self, value: torch.Tensor) -> tuple[torch.dtype | None, int]:
-        """Set what describes the tensor. Return the type under which numpy knows it, None for its own, and `_start`."""
+        """Set the common attributes; return the dtype under which numpy views the tensor (None for its own), and `_start`."""
         self.value = value
         self.dtype, self.itemsize, shown = _tensor_type(value.dtype)
         self.nbytes = value.nbytes
@@ -159,7 +161,7 @@ class _TensorLeaf(ArrayLeaf):
 
 
 class _LazyTarget(_TensorLeaf):
-    """A conjugate or negative view to be filled: torch writes through it what makes it show the given elements."""
+    """The target of a conjugate or negative view: torch writes through the view, so that it then has the given elements."""
 
     __slots__ = ("_lazy_view", "_start")
 
@@ -189,7 +191,7 @@ class TorchLeaf(_TensorLeaf, HostLeaf):
         self._lazy_view = ""
         try:
             self.array = (plain if shown is None else plain.view(shown)).numpy()
-        except RuntimeError:  # both refuse a lazy view; to ask each tensor first would take as long as all else here
+        except RuntimeError:  # `view` and `numpy` refuse a lazy view; testing each tensor first would double the time here
             self._lazy_view = _lazy_view_of(plain)
             if not self._lazy_view:
                 raise
@@ -199,18 +201,18 @@ class TorchLeaf(_TensorLeaf, HostLeaf):
         self.flat = flat_bytes(self.array)
 
     def address(self) -> int | None:
-        return None if self.flat is None or self._lazy_view else self._start  # `array` is a copy of a lazy view
+        return None if self.flat is None or self._lazy_view else self._start  # for a lazy view, `array` is a copy
 
 
 class DeviceLeaf(_TensorLeaf):
-    """A tensor on an accelerator. What made it is waited for by an event, never by stopping the device."""
+    """A tensor on an accelerator. An event waits for the kernels that compute it; the device is never synchronised."""
 
     __slots__ = ("_lazy_view", "_plain", "_ready", "_start")
 
     def __init__(self, value: torch.Tensor) -> None:
         self.shape = tuple(value.shape)
         shown, self._start = self._describe(value)
-        plain = value.detach()  # it is read later, when it may want a gradient
+        plain = value.detach()  # the tensor is read later, when it may require a gradient
         if lazy := _lazy_view_of(plain):
             plain = _resolve_lazy_view(plain)
         self._lazy_view = lazy
@@ -236,7 +238,10 @@ class DeviceLeaf(_TensorLeaf):
 
     @classmethod
     def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
-        """With one transfer for each device and type: one for each leaf would take longer than to copy the state."""
+        """Return the selected elements, with one transfer for each device and type.
+
+        One transfer for each leaf would take longer than copying the whole state.
+        """
         found = [b""] * len(leaves)
         indices_by_type: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, (leaf, _) in enumerate(leaves):
@@ -269,7 +274,7 @@ class DeviceLeaf(_TensorLeaf):
 
 
 def _strided_elements(plain: torch.Tensor, elements: StridedElements) -> torch.Tensor:
-    """Some elements of a tensor, one after the other."""
+    """Return the selected elements of a tensor, one after the other."""
     runs, run, stride, _, _ = elements
     if plain.is_contiguous():
         return plain.as_strided((runs, run), (stride, 1)).reshape(-1)
@@ -278,7 +283,7 @@ def _strided_elements(plain: torch.Tensor, elements: StridedElements) -> torch.T
 
 @contextmanager
 def _on_side_stream(device: torch.device, ready: Sequence[torch.cuda.Event | None]) -> Iterator[None]:
-    """In it, what is read of tensors on a device is read beside the training step's kernels, after these events."""
+    """Run reads of a device's tensors on a separate stream, after these events, while the training step's kernels run."""
     events = [event for event in ready if event is not None]
     if not events:
         yield
@@ -294,7 +299,7 @@ _thread_local = threading.local()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for each thread and device, so that copies run beside the training step's kernels."""
+    """Return the stream of this thread for a device, so that copies run while the training step's kernels run."""
     streams = _thread_local.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
@@ -303,11 +308,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def pin(memory: np.ndarray[Any, Any]) -> bool:
-    """Page-lock host memory so that copies from CUDA are asynchronous; whether that worked."""
+    """Page-lock host memory so that copies from CUDA are asynchronous; return whether it succeeded."""
     status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
     return int(status) == 0
 
 
 def unpin(memory: np.ndarray[Any, Any]) -> None:
-    """Undo `pin`, before the memory is given back."""
+    """Undo `pin`; call it before the memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
