@@ -1,8 +1,7 @@
-"""Decoding of a block into memory of the length that the manifest states, and of nothing beyond it.
+"""Decode a block with a limit on memory: no codec allocates more than the length that the manifest states.
 
 A few stored bytes can claim, or decode to, any length. So each codec stops at the stated length, or its header is compared
-with that length before the codec allocates. The stored bytes are not trusted: their checksum only proves that nothing
-changed by accident.
+with that length before the codec allocates. The stored bytes are not trusted: their checksum only detects accidental changes.
 """
 
 from __future__ import annotations
@@ -19,18 +18,20 @@ from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import IntegrityError
 
 MAX_LZMA_BYTES = 256 << 20
-"""The most memory that an LZMA decoder may claim. The strongest preset of the format takes 65 MiB."""
+"""The most memory that an LZMA decoder may use. The strongest preset of the format needs 65 MiB."""
 
 _GZIP_WINDOW_BITS = 31
-"""Window bits of zlib that stand for a gzip header and the largest window."""
+"""The window bits by which zlib expects a gzip header and the largest window."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def decode(codec: Any, config: dict[str, Any], stored: memoryview, out: Bytes) -> None:
-    """Decode `stored` by `codec`, whose configuration is `config`, so that it fills `out`.
+    """Decode `stored` with `codec` into `out`, which has the length that the manifest states.
 
-    Raises IntegrityError where the result has another length than `out`, and what the codec raises where the bytes are damaged.
+    config: the configuration of `codec`.
+
+    Raises IntegrityError where the result has another length than `out`, and any error of the codec where bytes are damaged.
     """
     decoder = _DECODERS.get(config["id"])
     if decoder is not None:
@@ -45,7 +46,7 @@ def decode(codec: Any, config: dict[str, Any], stored: memoryview, out: Bytes) -
 
 
 def inflate(data: bytes, limit: int) -> bytes:
-    """What zlib data decode to; raise ValueError where that is not zlib data or is longer than `limit` bytes."""
+    """Return the decoded bytes of zlib data; raise ValueError if they are malformed or decode to more than `limit` bytes."""
     stream = zlib.decompressobj()
     try:
         decoded = stream.decompress(data, limit)
@@ -54,7 +55,7 @@ def inflate(data: bytes, limit: int) -> bytes:
     if not stream.eof and (stream.unconsumed_tail or len(decoded) >= limit):
         raise ValueError(f"decodes to more than {limit} bytes")
     if not stream.eof:
-        raise ValueError("zlib data that end early")
+        raise ValueError("the zlib data end early")
     return decoded
 
 
@@ -71,7 +72,7 @@ def _length_error(found: int | None, stated: int) -> IntegrityError:
     return IntegrityError(f"the block decodes to {what} bytes, or to more, and the manifest states {stated}")
 
 
-# --- codecs that stop at a length: one byte more than stated shows that the result is too long -------------------------
+# --- codecs that stop at a length. They get one byte more than stated, to detect a result that is too long -------------
 
 
 def _decode_zlib(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
@@ -100,14 +101,14 @@ _DECODERS: dict[str, Callable[[dict[str, Any], memoryview, int], bytes]] = {
 }  # fmt: skip
 
 
-# --- codecs that decode into `out`: what their header claims --------------------------------------------------------------
+# --- codecs that decode into `out`: the length that their header claims -------------------------------------------------
 
 
 def _blosc_claim(stored: memoryview) -> int | None:
     if len(stored) < 16:
         return None
     nbytes, block = int.from_bytes(stored[4:8], "little"), int.from_bytes(stored[8:12], "little")
-    return nbytes if block <= max(nbytes, 1) else None  # it allocates three times its inner block
+    return nbytes if block <= max(nbytes, 1) else None  # blosc allocates three times its inner block size
 
 
 def _lz4_claim(stored: memoryview) -> int | None:
@@ -115,7 +116,7 @@ def _lz4_claim(stored: memoryview) -> int | None:
 
 
 def _zstd_claim(stored: memoryview) -> int | None:
-    """The content size of the first frame; None where the header does not state it. RFC 8878, section 3.1.1.1."""
+    """Return the content size of the first frame; None where the header does not state it. RFC 8878, section 3.1.1.1."""
     if len(stored) < 6 or stored[:4] != _ZSTD_MAGIC:
         return None
     descriptor = stored[4]

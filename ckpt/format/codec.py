@@ -1,7 +1,7 @@
-"""Which codec a block gets. Codecs are numcodecs configurations; only lossless byte codecs are ever run.
+"""Choose a codec for each block, encode and decode. Codecs are numcodecs configurations, lossless ones only.
 
-`auto` compresses where that is nearly free: where one core encodes at least four times as fast as the store takes
-bytes, so that training does not feel it. Both speeds are measured while saving.
+`auto` compresses where that costs almost nothing: where one core encodes at least four times as fast as the store accepts
+bytes, so that training is not slowed down. Both speeds are measured during saves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt.state.name_patterns import matcher
 from ckpt.storage.base.errors import InvalidArgument
 
 _SAFE_CODEC_IDS = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
-"""Lossless, bytes to bytes, and none of them runs code from the data (as `pickle` would)."""
+"""Lossless codecs from bytes to bytes that do not run code from the data (as `pickle` would)."""
 
 Codec = Any
 CodecOption = Codec | str | Mapping[str, Codec | str | None] | None
@@ -33,17 +33,17 @@ _CANDIDATES: tuple[dict[str, Any], ...] = (
     {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1, "blocksize": 0},
 )
 _SAMPLE_BYTES = 1 << 20
-_MIN_SPEED_RATIO = 4.0  # a codec this many times as fast as the store costs the training next to nothing
+_MIN_SPEED_RATIO = 4.0  # a codec this many times as fast as the store costs the training almost nothing
 _MIN_MEASURED_SECONDS = 2.0
-"""So long has been written before a codec is thought of. A fast store is done by then, without an import of numcodecs, which
-would cost each rank a tenth of a second."""
+"""Seconds of writing before a codec is considered. A save to a fast store ends before that and never imports numcodecs, which
+would cost each rank 0.1 s."""
 
-_MAX_STORED_FRACTION = 0.95  # stored fraction above which decoding on every load is not worth it
+_MAX_STORED_FRACTION = 0.95  # above this fraction of the raw bytes, the saving does not justify decoding on every load
 
 
 @lru_cache(maxsize=64)
 def codec_of(config: str) -> Codec:
-    """Return the codec of a configuration in JSON; raise FormatError for one that may not be run."""
+    """Return the codec of a configuration in JSON; raise FormatError for one that is not allowed or not valid."""
     import numcodecs
 
     try:
@@ -60,17 +60,19 @@ def codec_of(config: str) -> Codec:
 
 
 def parse_option(option: CodecOption) -> Callable[[str], str | None]:
-    """From what a user asked for to a function: leaf name → `auto`, None, or a configuration in JSON.
+    """Return a function from a leaf name to its codec: `auto`, None, or a configuration in JSON.
 
-    A wish is "auto", "none", None, a numcodecs codec or its configuration, or a mapping of name patterns to those (the
-    first that matches counts; leaves that match none get "auto").
+    option: "auto", "none", None, a numcodecs codec or its configuration, or a mapping from name patterns to those. The first
+        pattern that matches a leaf counts; a leaf that no pattern matches gets "auto".
+
+    Raises InvalidArgument or FormatError for an option that cannot be used.
     """
     if isinstance(option, Mapping) and "id" not in option:
         if not option:
             raise InvalidArgument("codec={}: use 'auto', 'none', a numcodecs configuration, or {pattern: one of these}")
         for pattern in option:
             if not isinstance(pattern, str):
-                raise InvalidArgument(f"codec: {pattern!r} is no pattern of leaf names: write it as text, such as 'model.*'")
+                raise InvalidArgument(f"codec: {pattern!r} is not a pattern of leaf names: use a str, such as 'model.*'")
         rules = [(matcher(pattern), _parse_one(w)) for pattern, w in option.items()]
         return lambda name: next((w for match, w in rules if match(name)), "auto")
     only = _parse_one(option)
@@ -100,13 +102,16 @@ def _parse_one(option: Any) -> str | None:
         decode(config, encoded, np.empty_like(sample))  # a codec that a load would refuse must not be written
     except MemoryError:
         raise
-    except Exception as error:  # codecs raise what they like
-        raise FormatError(f"codec configuration {config[:200]} cannot be decoded again: {error}") from error
+    except Exception as error:  # codecs raise errors of any type
+        raise FormatError(f"codec configuration {config[:200]} encodes data that it cannot decode: {error}") from error
     return config
 
 
 def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
-    """The encoded bytes. `itemsize` tells shuffling codecs where elements begin."""
+    """Return the encoded bytes; raise FormatError where the codec fails.
+
+    config: the codec, in JSON. itemsize: bytes of one element, for codecs that shuffle bytes.
+    """
     made = codec_of(config)
     data: Any = raw
     if itemsize in (2, 4, 8) and len(raw) % itemsize == 0:
@@ -115,13 +120,13 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
         encoded = made.encode(data)
     except MemoryError:
         raise
-    except Exception as error:  # codecs raise what they like
+    except Exception as error:  # codecs raise errors of any type
         raise FormatError(f"codec configuration {config[:200]} is not understood: {error}") from error
     return encoded.view(np.uint8).data if isinstance(encoded, np.ndarray) else memoryview(encoded).cast("B")
 
 
 def decode(config: str, stored: memoryview, out: Bytes) -> None:
-    """Decode into `out`; raise IntegrityError where the result has another length. No memory is taken for more than `out`."""
+    """Decode into `out`; raise IntegrityError if the result has another length. Memory is allocated for that length only."""
     bounded_decode.decode(codec_of(config), json.loads(config), stored, out)
 
 
@@ -138,7 +143,7 @@ class CodecMeasurement:
 
 
 def choose_codec(store_bytes_per_second: float, measured: list[CodecMeasurement]) -> str | None:
-    """The best codec for a store of that speed, None for none. Pure."""
+    """Return the codec with the best ratio that is fast enough for the store, None if no codec is. Pure."""
     fit = [
         m
         for m in measured
@@ -148,7 +153,7 @@ def choose_codec(store_bytes_per_second: float, measured: list[CodecMeasurement]
 
 
 class CodecTuner:
-    """What was measured of one store and of the data sent there, shared by all threads of all saves to it."""
+    """Measurements of one store and of the data saved to it, shared by all threads of all saves to that store."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -159,34 +164,34 @@ class CodecTuner:
         self._measured: dict[str, list[CodecMeasurement]] = {}
 
     def write_began(self) -> None:
-        """Note that a thread started to write to the store."""
+        """Record that a thread started to write to the store."""
         with self._lock:
             if not self._writer_count:
                 self._busy_since = time.monotonic()
             self._writer_count += 1
 
     def write_ended(self, nbytes: int) -> None:
-        """Note that a thread has written `nbytes`."""
+        """Record that a thread has written `nbytes` bytes."""
         with self._lock:
             self._writer_count -= 1
             now = time.monotonic()
             self._busy_seconds += now - self._busy_since
             self._busy_since = now
             self._written_bytes += nbytes
-            if self._busy_seconds > 20:  # forget slowly: a store's speed changes with the hour
+            if self._busy_seconds > 20:  # older measurements lose weight, since the speed of a store changes over hours
                 self._busy_seconds, self._written_bytes = self._busy_seconds / 2, self._written_bytes // 2
 
     def store_bytes_per_second(self) -> float | None:
-        """Bytes a second that the store takes, None before enough was written to tell."""
+        """Return the speed of the store in bytes per second, None until enough was written to measure it."""
         with self._lock:
             if self._busy_seconds < _MIN_MEASURED_SECONDS:
                 return None
             return self._written_bytes / max(self._busy_seconds, 1e-9)
 
     def pick(self, dtype: str, raw: Bytes, itemsize: int) -> str | None:
-        """The codec for a block of `kind` (the name of its element type)."""
+        """Return the codec for a block of elements of type `dtype`, None for no codec."""
         speed = self.store_bytes_per_second()
-        if speed is None or speed > 2e9:  # no codec here is four times as fast as that
+        if speed is None or speed > 2e9:  # no candidate is four times as fast as that
             return None
         measured = self._measured.get(dtype)
         if measured is None:
@@ -196,7 +201,7 @@ class CodecTuner:
 
 def _measure(config: dict[str, Any], sample: Bytes, itemsize: int) -> CodecMeasurement:
     text = json.dumps(config, sort_keys=True)
-    encode(text, sample[:4096], itemsize)  # the first call sets the library up
+    encode(text, sample[:4096], itemsize)  # the first call initialises the library, and is not measured
     began = time.perf_counter()
     encoded = encode(text, sample, itemsize)
     seconds = time.perf_counter() - began
@@ -207,7 +212,7 @@ _tuners: dict[str, CodecTuner] = {}
 
 
 def codec_tuner(store_url: str) -> CodecTuner:
-    """The tuner of a store; a store's speed is that of what its URL begins with."""
+    """Return the tuner of a store. Stores with the same scheme and host share one, since they have the same speed."""
     scheme, _, rest = store_url.partition("://")
     key = scheme if scheme == "file" else f"{scheme}://{rest.partition('/')[0]}"
     return _tuners.setdefault(key, CodecTuner())

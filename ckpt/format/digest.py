@@ -1,4 +1,4 @@
-"""Checksums. xxh3 runs at memory speed (33 GB/s a core), so everything is summed; blake3 for whole blocks on request."""
+"""Digests of blocks and checksums of their cells: xxh3, which runs at memory speed (33 GB/s a core), or blake3."""
 
 from __future__ import annotations
 
@@ -11,38 +11,42 @@ from ckpt.storage.base import checksums
 from ckpt.storage.base.errors import InvalidArgument
 
 CELL_BYTES = checksums.CELL_BYTES
-"""An uncompressed block keeps a checksum of each such part, so that a part can be read alone and still be verified."""
+"""Bytes of a cell. The manifest has a checksum of each cell of an uncompressed block, so that one cell can be read and verified
+alone."""
 
 checksum = checksums.checksum
 
 
 def digest(algorithm: str, data: Any) -> bytes:
-    """Digest of `data`: 16 bytes for xxh3-128, 32 for blake3."""
+    """Return the digest of `data`: 16 bytes for xxh3-128, 32 for blake3."""
     if algorithm == "xxh3-128":
         return xxhash.xxh3_128_digest(data)
     return _blake3()(data).digest()  # type: ignore[no-any-return]
 
 
 def hasher(algorithm: str) -> Any:
-    """An object with update() and digest()."""
+    """Return a hash object with update() and digest()."""
     return xxhash.xxh3_128() if algorithm == "xxh3-128" else _blake3()()
 
 
 def is_cryptographic(algorithm: str) -> bool:
-    """Whether nobody can find other bytes with the same digest. xxh3 only finds what changed by accident."""
+    """Return whether nobody can compute other bytes with the same digest. xxh3 detects accidental changes only."""
     return algorithm == "blake3"
 
 
 def algorithm_of_hex(text: str | None) -> str:
-    """The algorithm of a digest in a record, by its length."""
+    """Return the algorithm of a digest in a record, from its length: 64 digits are blake3."""
     return "blake3" if text is not None and len(text) == 64 else "xxh3-128"
 
 
 def choose_algorithm(option: str, signed: bool) -> str:
-    """The algorithm that a user wishes; "auto" is the fast one, and the cryptographic one where steps are signed."""
+    """Return the algorithm of a `digest=` option; "auto" is the fast one, or the cryptographic one if steps are signed.
+
+    Raises InvalidArgument for xxh3-128 with signed steps, and FormatError for an unknown or missing algorithm.
+    """
     if signed and option == "xxh3-128":
         raise InvalidArgument(
-            "digest='xxh3-128' with a key: a signature only protects what it names by digests that nobody can forge; use "
+            "digest='xxh3-128' with a key: a signature protects blocks only by digests that nobody can forge; use "
             "digest='auto' or 'blake3'"
         )
     if option == "auto":
@@ -51,7 +55,7 @@ def choose_algorithm(option: str, signed: bool) -> str:
 
 
 def require_algorithm(algorithm: str) -> str:
-    """Return `algorithm` if it can be computed here."""
+    """Return `algorithm`; raise FormatError if it is unknown or its package is not installed."""
     if algorithm == "blake3":
         _blake3()
     elif algorithm != "xxh3-128":
@@ -68,10 +72,10 @@ def _blake3() -> Any:
 
 
 def digest_and_cells(algorithm: str, data: memoryview) -> tuple[bytes, bytes]:
-    """Digest of `data`, and the checksums of its cells, 8 bytes each, little-endian; one pass through memory."""
+    """Return the digest of `data` and the checksums of its cells, 8 bytes each, little-endian, in one pass through memory."""
     whole = hasher(algorithm)
     cells = []
-    for start in range(0, len(data), CELL_BYTES):  # both, while the cell is in the second-level cache
+    for start in range(0, len(data), CELL_BYTES):  # compute both while the cell is in the second-level cache
         cell = data[start : start + CELL_BYTES]
         whole.update(cell)
         cells.append(checksum(cell))

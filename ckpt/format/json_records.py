@@ -1,7 +1,7 @@
-"""The small JSON records of a repository, and proof that each is whole.
+"""The JSON records of a repository, such as the commit record; each has a digest of itself.
 
-A record is canonical JSON (sorted keys, no spaces, ASCII) with a `digest` over itself without that key. What is read
-must be exactly what would be written, so that any changed byte is found.
+A record is canonical JSON (sorted keys, no spaces, ASCII). Its key `digest` is the digest of the record without that key. The
+bytes that are read must equal the bytes that would be written, so that any changed byte is found.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ T = TypeVar("T")
 FORMAT_VERSION = 1
 
 MAX_RECORD_BYTES = 64 << 20
-"""The longest record. A step of a million packs has one of this size."""
+"""The most bytes of a record. The commit record of a step with a million packs has this size."""
 
 MAX_MANIFEST_BYTES = 2 << 30
 MAX_TREE_BYTES = 1 << 30
 MAX_PART_BYTES = MAX_MANIFEST_BYTES + MAX_TREE_BYTES
-"""The longest files of other kinds. A step of ten million arrays stays below. Parsing takes some ten times as much memory."""
+"""The most bytes of files of other kinds. A step of ten million arrays stays below. Parsing needs about ten times as much
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file that belongs to a step: its name below the root, length and digest (packs: None, their blocks have them)."""
+    """A file of a step: its name below the root of the repository, its length and its digest."""
 
     name: str
     nbytes: int
     digest: str | None = None
-    """Its length tells the algorithm: 32 hexadecimal digits of xxh3-128, or 64 of blake3."""
+    """32 hexadecimal digits are xxh3-128, 64 are blake3. None for packs, whose blocks have digests in the manifest."""
 
     def matches(self, data: bytes) -> bool:
-        """Whether these are the bytes of the file."""
+        """Return whether `data` has the length and the digest of the file."""
         return len(data) == self.nbytes and digest(algorithm_of_hex(self.digest), data).hex() == self.digest
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """What makes a step exist."""
+    """The content of commit.json, the record that makes a step exist."""
 
     step: int
     generation: int
@@ -58,50 +59,57 @@ class CommitRecord:
     manifests: tuple[FileRecord, ...]
     trees: tuple[FileRecord, ...]
     packs: tuple[FileRecord, ...]
-    """Every pack that the manifests refer to, also those of earlier steps."""
+    """Every pack that the manifests refer to, including packs of earlier steps."""
     leaves: int
+    """The number of leaves."""
     raw_bytes: int
-    """Of all leaves."""
+    """The bytes of all leaves."""
     written_bytes: int
-    """Of the packs that this step added."""
+    """The bytes of the packs that this step added."""
     attempt: int
-    """How many times this step had been tried before in this generation."""
+    """The number of earlier attempts to save this step in this generation."""
     next_save: int | None
-    """The step that the ranks of the group save next, where that is counted in seconds."""
+    """The step that the ranks of the group save next, if the interval between saves is a time; else None."""
     version: str
-    """Of the software that wrote it."""
+    """The version of ckpt that wrote the record."""
     line: int = 0
-    """The line of training that the step is on."""
+    """The line of training of the step."""
     left: Ancestry = ()
-    """Of older lines: the last step that belongs to the history of this one. See lines.py."""
+    """The last step of each older line that belongs to the history of this one. See training_lines.py."""
     signature: Signature | None = None
-    """Of all the rest of the record; None where it was saved without a key."""
+    """The signature of the rest of the record; None if the step was saved without a key."""
 
     @property
     def training_line(self) -> TrainingLine:
-        """The line that the step is on."""
+        """The line of training of the step."""
         return TrainingLine(self.line, self.left)
 
     def files(self) -> list[str]:
-        """The names of all files that make up the step, but for the record itself."""
+        """Return the names of all files of the step except the commit record."""
         return [f.name for f in (*self.manifests, *self.trees, *self.packs)]
 
     @property
     def save_order(self) -> tuple[int, int]:
-        """Grows with each save of a step: generation and serial number, which its files are named by."""
+        """The generation and serial number in the names of the step's files; a later save of the step has a larger pair."""
         attempt = self.manifests[0].name.rpartition("/")[2].partition(".")[0] if self.manifests else ""
         serial = attempt.rpartition("-")[2]
         return self.generation, int(serial) if serial.isdecimal() else 0
 
 
 def encode(kind: str, body: dict[str, Any]) -> bytes:
-    """The bytes of a record."""
+    """Return the bytes of a record of this kind."""
     body = {**body, "kind": kind, "format": FORMAT_VERSION}
     return _canonical_json({**body, "digest": _body_digest(body)})
 
 
 def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
-    """The content of a record; IntegrityError where a byte was changed, FormatError where a newer version wrote it."""
+    """Return the content of a record.
+
+    where: the file, for messages.
+
+    Raises IntegrityError where a byte was changed or the record is of another kind, and FormatError where a newer version of
+    the format wrote it.
+    """
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(
             f"{where} has {len(data)} bytes, and a record has at most {MAX_RECORD_BYTES}: {_damage_text(where)}"
@@ -121,12 +129,12 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
 
 
 def load(store: Store, kind: str, name: str) -> dict[str, Any]:
-    """The content of a record that lies in a store; raises NotFound, and what `decode` raises."""
+    """Return the content of a record in a store; raise NotFound, StoreError and the errors of `decode`."""
     return decode(kind, store.get_up_to(name, MAX_RECORD_BYTES), f"{store.url}/{name}")
 
 
 def require_known_format(version: Any, where: str) -> None:
-    """Raise FormatError where a file is of a newer format."""
+    """Raise FormatError if a file has a newer format version than this ckpt reads."""
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise FormatError(
             f"{where} has format version {version}, this ckpt reads up to {FORMAT_VERSION}: install a newer ckpt-store"
@@ -138,18 +146,18 @@ def _damage_text(where: str) -> str:
 
 
 def encode_commit(commit: CommitRecord) -> bytes:
-    """The bytes of commit.json."""
+    """Return the bytes of commit.json."""
     return encode("commit", _commit_body(commit))
 
 
 def sign_commit(commit: CommitRecord, keys: Keys) -> CommitRecord:
-    """The record with the signature of the first key; without keys the record itself."""
+    """Return the record with the signature of the first key; without keys the record itself."""
     body = {**_commit_body(replace(commit, signature=None)), "kind": "commit", "format": FORMAT_VERSION}
     return replace(commit, signature=keys.sign("commit", _canonical_json(body)))
 
 
 def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord:
-    """The commit record in `data`. Raises SignatureError where keys are given and none of them signed it."""
+    """Return the commit record in `data`; raise the errors of `decode`, and SignatureError if none of `keys` signed it."""
     body = decode("commit", data, where)
     commit = parse_body(CommitRecord, body, where)
     try:
@@ -164,7 +172,7 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
 
 def _commit_body(commit: CommitRecord) -> dict[str, Any]:
     body = asdict(commit)
-    if not commit.line:  # so that a repository without roll-backs has the same records as before there were lines
+    if not commit.line:  # records without roll-backs keep the bytes that they had before lines of training were added
         del body["line"], body["left"]
     if commit.signature is None:
         del body["signature"]
@@ -172,7 +180,7 @@ def _commit_body(commit: CommitRecord) -> dict[str, Any]:
 
 
 def parse_body(kind: type[T], body: dict[str, Any], where: str) -> T:
-    """The dataclass `kind` of the content of a record. Raises IntegrityError where a field is missing, or of another type."""
+    """Return the content of a record as the dataclass `kind`; raise IntegrityError for a field that is missing or ill-typed."""
     try:
         return from_data(kind, body)
     except Malformed as error:

@@ -1,12 +1,12 @@
-"""Sizes of what is stored: of a block, and of the leaves that share one."""
+"""Size limits of blocks, and of the small leaves that share a block."""
 
 from __future__ import annotations
 
 from ckpt.state.dtypes import LARGEST_ELEMENT
 
 BLOCK_BYTES = LARGEST_ELEMENT
-"""Bytes of a block that ckpt writes, at most. A block holds whole elements, so it must hold the largest one."""
+"""The most bytes of a block that ckpt writes. A block contains whole elements, so the largest element must fit."""
 MAX_BLOCK_BYTES = 8 * BLOCK_BYTES
-"""Bytes of a block, raw or stored, that a load accepts, at most."""
+"""The most bytes, raw or stored, of a block that a load accepts."""
 SMALL_LEAF_BYTES = 4 << 20
 """Leaves below this size share blocks."""

@@ -1,7 +1,7 @@
-"""The manifest: one row for each piece of each leaf, an Arrow table in Parquet. docs/reference/format.md specifies the columns.
+"""The manifest of a step: a table with one row for each piece (stored box) of each leaf.
 
-A step of ten thousand ranks has a million rows, of which a rank needs some hundred: Python objects are made of those
-that were found, and of nothing else.
+docs/reference/format.md specifies the columns. A step of ten thousand ranks has a million rows, of which a rank needs about a
+hundred: Python objects are made for those rows only.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ __all__ = [
 
 
 class Row(NamedTuple):
-    """A piece: a box of a leaf, and where its bytes are. `pack` is None for a leaf without bytes."""
+    """One row: a piece of a leaf and the location of its bytes."""
 
     leaf: str
     dtype: str
     global_shape: tuple[int, ...]
     box: Box
+    """The piece, as a box of the global array."""
     pack: str | None
-    """Name of the pack below the repository's root; it may belong to an earlier step."""
+    """Name of the pack below the root of the repository, None for a leaf without bytes. It may belong to an earlier step."""
     position: int
-    """Of the block in the pack."""
+    """First byte of the block in the pack."""
     stored: int
     """Bytes of the block in the pack."""
     raw: int
@@ -57,16 +58,17 @@ class Row(NamedTuple):
     nbytes: int
     """Bytes of the piece."""
     codec: str | None
+    """The codec as JSON, None for a block that is stored raw."""
     digest: bytes
-    """Of the raw block."""
+    """Digest of the raw block."""
     checksum: int | None
-    """xxh3-64 of the stored bytes, None where those are the raw bytes."""
+    """xxh3-64 of the stored bytes, None without a codec."""
     cells: bytes
-    """xxh3-64 of each 256 KiB cell of the raw block that the piece touches; empty where there is a codec."""
+    """xxh3-64 of each 256 KiB cell of the raw block that the piece touches; empty with a codec."""
 
 
 class StoredBlock(NamedTuple):
-    """Where a block lies and what proves it; the columns of `Row` that its pieces share."""
+    """The location, encoding and digests of a block: the columns of `Row` that all pieces of the block share."""
 
     pack: str
     position: int
@@ -76,14 +78,14 @@ class StoredBlock(NamedTuple):
     digest: bytes
     checksum: int | None
     cells: bytes
-    """Of all cells of the raw block."""
+    """xxh3-64 of each cell of the raw block; empty with a codec."""
 
 
 @dataclass(slots=True)
 class PlannedColumns:
-    """The columns of `Row` that are known before anything is written, and the block of each piece (None: no bytes).
+    """The columns of `Row` that a write plan determines, and the index of the block of each piece (None: no bytes).
 
-    What Arrow makes of them is kept, since a training loop writes the same columns every time.
+    Their Arrow arrays are cached, since a training loop writes the same columns in each save.
     """
 
     leaf: list[str]
@@ -97,7 +99,7 @@ class PlannedColumns:
     _cell_ranges: list[tuple[int, int, int]] = field(default_factory=list)
 
     def arrow_columns(self) -> dict[str, Any]:
-        """As Arrow arrays; `block` is the index of each piece's block, counted from 1."""
+        """Return the columns as Arrow arrays; `block` is the index of each piece's block counted from 1, 0 for none."""
         if not self._arrow_columns:
             self._arrow_columns = {
                 "leaf": arrow_columns.text_array(self.leaf),
@@ -112,31 +114,34 @@ class PlannedColumns:
         return self._arrow_columns
 
     def cells_of_pieces(self, of_blocks: Sequence[bytes]) -> list[bytes]:
-        """The checksums of the cells that each piece touches, out of those of all cells of each block."""
+        """Return the checksums of the cells that each piece touches.
+
+        of_blocks: for each block the checksums of all its cells, 8 bytes each.
+        """
         if not self._cell_ranges:
             self._cell_ranges = [
                 (-1, 0, 0) if i is None else (i, s // CELL_BYTES * 8, -(-(s + n) // CELL_BYTES) * 8)
                 for i, s, n in zip(self.block, self.start, self.nbytes, strict=True)
             ]
-        with_none = [*of_blocks, b""]  # the last one for -1
+        with_none = [*of_blocks, b""]  # index -1 is a piece without a block
         return [with_none[i][a:b] for i, a, b in self._cell_ranges]
 
 
 def import_parquet() -> None:
-    """Import what writing a manifest takes."""
-    import pyarrow._compute  # see arrow.call
+    """Import the modules that writing a manifest needs."""
+    import pyarrow._compute  # not pyarrow.compute: see arrow_columns.compute_function
     import pyarrow.parquet  # noqa: F401
 
 
 def encode(columns: PlannedColumns, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
-    """The manifest as a Parquet file with `metadata` in its schema."""
+    """Return the manifest as a Parquet file with `metadata` in its schema."""
     return write_table(build_table(columns, blocks), metadata)
 
 
 def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
-    """The rows as an Arrow table.
+    """Return the rows as an Arrow table.
 
-    Made column by column: a Python object for each cell of the table would hold up the training step.
+    The table is built by columns: making a Python object for each of its values would delay the training step.
     """
     import pyarrow as pa
 
@@ -145,7 +150,7 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
     shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
 
     def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
-        """A column of the blocks as one of the pieces; missing: for those that have no block."""
+        """Return a column of `blocks` with one value for each piece; missing: the value for pieces without a block."""
         return arrow_columns.compute_function("take", kind([missing, *shared[column]]), of_block)
 
     def numbers(column: int) -> Any:
@@ -166,39 +171,41 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
 
 
 class Saved(NamedTuple):
-    """What a manifest says of one array."""
+    """The dtype and global shape of one saved array."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class LeafTotal(NamedTuple):
-    """The rows of one leaf, summed up."""
+    """The sums over the rows of one leaf."""
 
     name: str
     first: Row
+    """The first row of the leaf."""
     nbytes: int
+    """Raw bytes of the leaf."""
     stored_bytes: float
-    """Its share of the bytes in the packs."""
+    """The share of the leaf in the bytes of the packs."""
 
 
 BlockLocation = tuple[str, int, int, str | None, int | None]
-"""Where a block lies: the columns pack, position, stored, codec and checksum."""
+"""The location of a block: the columns pack, position, stored, codec and checksum."""
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Open a Parquet manifest; raise IntegrityError where it is not one. `where` is for messages."""
+    """Open a Parquet manifest; raise IntegrityError where it is not one. where: the file, for messages."""
     groups, metadata = tables.read_row_groups(data, where)
     for name in ("format", "digest"):
         if name not in metadata:
-            raise IntegrityError(f"{where} is not a manifest: it does not name its {name}")
+            raise IntegrityError(f"{where} is not a manifest: its metadata lack {name}")
     version = metadata["format"]
     require_known_format(int(version) if version.isdecimal() else version, where)
     return Manifest(groups, metadata["digest"], where)
 
 
 def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
-    """Several as one."""
+    """Return several manifests as one."""
     if len(manifests) == 1:
         return manifests[0]
     groups = [group for m in manifests for group in m.groups]
@@ -206,10 +213,10 @@ def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
 
 
 class Manifest:
-    """The rows of a step: which leaves there are, and where a box of one lies.
+    """The rows of a step. It answers which leaves a step has, and where a box of a leaf is stored.
 
-    Only the names of the leaves are read of all rows; the rest from the row groups that hold what is asked for.
-    May be used by several threads.
+    Only the column of leaf names is read for all rows; other columns are read from the row groups that a query needs.
+    Several threads may use one manifest.
     """
 
     def __init__(self, groups: Sequence[RowGroup], digest_algorithm: str, where: str) -> None:
@@ -226,7 +233,7 @@ class Manifest:
     # --- leaves ------------------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, Saved]:
-        """Type and shape of each leaf, in the order in which they were saved."""
+        """Return dtype and shape of each leaf, in the order in which they were saved."""
         if self._leaves is None:
             index = self._index()
             first = self._take(index.first_rows(), ("dtype", "global_shape"))
@@ -237,7 +244,7 @@ class Manifest:
     _leaves: dict[str, Saved] | None = None
 
     def totals(self) -> list[LeafTotal]:
-        """Of each leaf, in the order in which they were saved."""
+        """Return the totals of each leaf, in the order in which they were saved."""
         index = self._index()
         table = self._take(index.row_order, ("stored", "raw", "nbytes"))
         stored, raw, nbytes = (arrow_columns.numpy_array(table.column(n)) for n in ("stored", "raw", "nbytes"))
@@ -247,9 +254,9 @@ class Manifest:
         return list(map(LeafTotal._make, zip(index.leaf_numbers, first, *sums, strict=True)))
 
     def bytes_of_leaves(self) -> dict[str, float]:
-        """By leaf the bytes of all of its pieces. As floats: numbers that were made up must not wrap around.
+        """Return the bytes of all pieces of each leaf, as floats, since sums of forged numbers must not overflow.
 
-        Raises IntegrityError where a piece states more bytes than its block has, or a block more than blocks can have.
+        Raises IntegrityError where a piece states more bytes than its block has, or a block more than the maximum.
         """
         if self._leaf_bytes is None:
             index = self._index()
@@ -265,9 +272,11 @@ class Manifest:
     # --- rows --------------------------------------------------------------------------------------------------
 
     def find(self, queries: Sequence[tuple[str, Box | None]]) -> list[list[Row]]:
-        """Of each leaf the rows that have elements in the box (None: all rows), in stored order.
+        """Return for each query the rows with elements in its box, in stored order.
 
-        No rows for a leaf that is not there. Raises IntegrityError where a row found is no box of its array.
+        queries: a leaf, and a box of it or None for all rows. A leaf that the manifest does not have gets no rows.
+
+        Raises IntegrityError where a found row is not a box of its array.
         """
         index = self._index()
         names, boxes = [name for name, _ in queries], [box for _, box in queries]
@@ -281,18 +290,18 @@ class Manifest:
         return [rows[a:b] for a, b in itertools.pairwise(cuts)]
 
     def select(self, leaves: Iterable[str]) -> Manifest:
-        """The rows of these leaves, in memory; those that are not there are left out."""
+        """Return the rows of these leaves as a manifest in memory; leaves that the step does not have are ignored."""
         _, rows = self._index().rows_of(list(set(leaves)))
         table = self._take(np.sort(rows), tables.COLUMNS)
         return Manifest([tables.row_group_of(table, self.where)], self.digest_algorithm, self.where)
 
     @property
     def rows(self) -> list[Row]:
-        """All rows as Python objects, for small uses."""
+        """All rows as Python objects; slow and large for a step of many ranks."""
         return [row for number in range(len(self.groups)) for row in _rows(self._read(number, tables.COLUMNS))]
 
     def by_leaf(self) -> dict[str, list[Row]]:
-        """All rows by leaf, in the order in which leaves were saved."""
+        """Return all rows by leaf, in the order in which leaves were saved."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
             found.setdefault(row.leaf, []).append(row)
@@ -301,7 +310,7 @@ class Manifest:
     # --- blocks ------------------------------------------------------------------------------------------------
 
     def blocks(self, rank: int | None = None) -> dict[tuple[bytes, int], BlockLocation]:
-        """Where each block lies, by digest and raw length. `rank`: only those in packs that this rank wrote."""
+        """Return the location of each block, by digest and raw length. rank: only blocks in packs that this rank wrote."""
         names = ("digest", "raw", "pack", "position", "stored", "codec", "checksum")
         found: dict[tuple[bytes, int], BlockLocation] = {}
         for number in range(len(self.groups)):
@@ -313,24 +322,27 @@ class Manifest:
         return found
 
     def in_pack_order(self, at_once: int = 1 << 16) -> Iterator[list[Row]]:
-        """All rows that have bytes in the order in which these lie, about so many at once; a block is never divided."""
+        """Yield all rows that have bytes in the order of their packs, in lists of about `at_once` rows.
+
+        All rows of a block are in the same list.
+        """
         order, blocks = self._block_order()
         cuts = np.unique(blocks[np.searchsorted(blocks, np.arange(0, len(order), at_once), "right") - 1])
         for a, b in itertools.pairwise([*cuts.tolist(), len(order)]):
             yield _rows(self._take(order[a:b], tables.COLUMNS))
 
     def by_block(self) -> list[Row]:
-        """One row of each block, in the order in which they lie."""
+        """Return one row of each block, in the order of the packs."""
         order, blocks = self._block_order()
         return _rows(self._take(order[blocks], tables.COLUMNS))
 
     def stored_bytes(self) -> int:
-        """Bytes of all blocks, each counted once."""
+        """Return the stored bytes of all blocks, each block counted once."""
         order, blocks = self._block_order()
         return int(np.sum(arrow_columns.numpy_array(self._take(order[blocks], ("stored",)).column("stored"))))
 
     def _block_order(self) -> tuple[Any, Any]:
-        """The rows that have bytes in the order in which these lie, and where in it each block begins."""
+        """Return the numbers of the rows that have bytes, in pack order, and the index there of each block's first row."""
         table = self._take(None, ("pack", "position"))
         pack = arrow_columns.one_chunk(table.column("pack"))
         rows = arrow_columns.valid_rows(pack)
@@ -352,10 +364,10 @@ class Manifest:
     _row_index: RowIndex | None = None
 
     def _read(self, group: int, names: Sequence[str]) -> Any:
-        """Columns of a row group. The last few are kept: a reader asks for its arrays one after the other."""
+        """Return columns of a row group. The last few are cached, since a reader queries its arrays one after the other."""
         with self._lock:
             if len(self.groups) == 1:
-                names = tables.COLUMNS  # one read of all is faster than two of some
+                names = tables.COLUMNS  # one read of all columns is faster than two reads of some
             table = self._recent_reads.pop((group, names), None)
             if table is None:
                 table = self.groups[group].read(names)
@@ -365,7 +377,7 @@ class Manifest:
             return table
 
     def _take(self, rows: Any, names: Sequence[str]) -> Any:
-        """Columns of these rows, in this order; None: of all rows."""
+        """Return columns of these rows, in this order. rows: None for all rows."""
         import pyarrow as pa
 
         if rows is None or (len(rows) == len(self) and _is_range(rows)):
@@ -389,7 +401,10 @@ class Manifest:
         return table
 
     def _rows_touching(self, which: Any, rows: Any, boxes: list[Box | None]) -> tuple[Any, Any]:
-        """Those of the rows that have elements in the box wanted of them; `which` says which box that is."""
+        """Return the rows that have elements in their box, with their entries of `which`.
+
+        which: for each row the index of its box in `boxes`. A row whose box is None is kept.
+        """
         axes = np.array([-1 if box is None else len(box.shape) for box in boxes])[which]
         keep = axes < 0
         table = self._take(rows, ("offset", "shape"))
@@ -397,7 +412,7 @@ class Manifest:
         for count in arrow_columns.distinct(axes[~keep]):
             at = np.flatnonzero(axes == count)
             if np.any(np.diff(begins)[at] != count) or np.any(np.diff(begins_shape)[at] != count):
-                raise IntegrityError(f"{self.where}: a leaf has pieces of another number of axes than {count}")
+                raise IntegrityError(f"{self.where}: a leaf of {count} axes has pieces with another number of axes")
             fitting = [Box((0,) * count, (0,) * count) if b is None or len(b.shape) != count else b for b in boxes]
             low, extent = (np.array([b[i] for b in fitting], np.int64).reshape(len(boxes), count)[which[at]] for i in (0, 1))
             axis = np.arange(count)
@@ -406,7 +421,7 @@ class Manifest:
         return which[keep], rows[keep]
 
     def _check_lengths(self, table: Any) -> None:
-        """Raise IntegrityError where a row states lengths that no block has."""
+        """Raise IntegrityError where a row states impossible lengths."""
         names = ("position", "stored", "raw", "start", "nbytes")
         position, stored, raw, start, nbytes = (arrow_columns.numpy_array(table.column(name)) for name in names)
         plain = np.ones(len(raw), bool)
@@ -414,14 +429,14 @@ class Manifest:
         longest = np.maximum(stored, raw)
         if np.any(longest > MAX_BLOCK_BYTES):
             raise IntegrityError(
-                f"{self.where}: a block of {longest.max()} bytes is stated, and blocks have at most {MAX_BLOCK_BYTES}; "
+                f"{self.where} states a block of {longest.max()} bytes, and blocks have at most {MAX_BLOCK_BYTES}; "
                 "restore the manifest or load another step"
             )
         if np.any(np.minimum.reduce([position, stored, raw, start, nbytes]) < 0) or np.any(nbytes > raw - start):
             raise IntegrityError(f"{self.where}: a piece lies outside of its block; restore the manifest or load another step")
         if np.any(plain & (stored != raw)):
             raise IntegrityError(
-                f"{self.where}: a block without a codec has other lengths stored and raw; restore the manifest or load "
+                f"{self.where}: a block without a codec has different stored and raw lengths; restore the manifest or load "
                 "another step"
             )
 
@@ -437,16 +452,16 @@ class Manifest:
 
 
 _MAX_RECENT_READS = 16
-"""Reads of row groups that are kept: at most some hundred MB."""
+"""The number of cached reads of row groups, which take a few hundred MB at most."""
 
 
 def _is_range(rows: Any) -> bool:
-    """Whether these are 0, 1, 2 …"""
+    """Return whether the numbers are 0, 1, 2 …"""
     return not len(rows) or bool(rows[0] == 0 and np.all(np.diff(rows) == 1))
 
 
 def _rows(table: Any) -> list[Row]:
-    """The rows of a table with all columns, as Python objects."""
+    """Return the rows of a table with all columns, as Python objects."""
     columns = {name: arrow_columns.python_values(table.column(name)) for name in tables.COLUMNS}
     boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
     ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
@@ -454,7 +469,7 @@ def _rows(table: Any) -> list[Row]:
 
 
 def _rows_of_rank(pack: Any, rank: int | None) -> Any:
-    """Which rows lie in packs that `rank` wrote (None: in any)."""
+    """Return the numbers of the rows in packs that `rank` wrote (None: in any pack)."""
     pack = arrow_columns.one_chunk(pack)
     rows = arrow_columns.valid_rows(pack)
     if rank is None or not len(rows):

@@ -1,6 +1,6 @@
-"""The manifest as a file: an Arrow table in Parquet, written whole and read by row groups.
+"""Write the manifest as a Parquet file, and read it by row groups, with checks against damaged files.
 
-docs/reference/format.md has its columns.
+docs/reference/format.md specifies the columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
 
 ROWS_PER_GROUP = 32_768
-"""Rows of a row group, of which a reader takes those that hold its leaves. Smaller ones cost more than they save."""
+"""Rows of a row group. A reader decodes only the row groups that have its leaves; smaller ones cost more than they save."""
 
 TEXT_COLUMNS = ("leaf", "dtype", "pack", "codec")
 LIST_COLUMNS = ("global_shape", "offset", "shape")
@@ -30,32 +30,33 @@ COLUMNS = (
 
 _MAX_EXPANSION = 256
 _EXTRA_BYTES = 16 << 20
-"""A manifest may take so many times its length in memory, and so much more. Real ones take some 20 times their length."""
+"""The memory of a manifest is limited to _MAX_EXPANSION times its length plus _EXTRA_BYTES. Real manifests need about 20 times
+their length."""
 
 _MAX_COLUMN_BYTES = 1 << 30
-"""Of a binary column of a row group, at most, where it is decoded from a dictionary."""
+"""The most bytes of a binary column of a row group that is decoded from a dictionary."""
 
 _NULLABLE_COLUMNS = {"pack", "codec", "checksum"}
 _ARROW_ERRORS = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
-"""ArrowInvalid and ArrowTypeError are among them; a file that is none raises what it likes."""
+"""Errors that pyarrow raises for a malformed file; ArrowInvalid and ArrowTypeError are subclasses of some of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Some rows of a manifest; `read` gives a table of the columns that are asked for."""
+    """Some rows of a manifest, whose columns are read on demand."""
 
     where: str
     row_count: int
     _read: Callable[[list[str]], Any]
 
     def read(self, names: Sequence[str] = COLUMNS) -> Any:
-        """These columns as an Arrow table of the specified types; raise IntegrityError where they are of others."""
+        """Return columns as an Arrow table of the specified types; raise IntegrityError where a type cannot be converted."""
         with _raising_integrity_error(self.where):
             return _cast_to_specified(self._read(list(names)))
 
 
 def write_table(table: Any, metadata: dict[str, str]) -> bytes:
-    """The table as a Parquet file with `metadata` in its schema."""
+    """Return the table as a Parquet file with `metadata` in its schema."""
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
@@ -66,21 +67,21 @@ def write_table(table: Any, metadata: dict[str, str]) -> bytes:
         compression="zstd",
         compression_level=1,
         use_dictionary=list(TEXT_COLUMNS),
-        write_statistics=False,  # no reader of ours asks for them, and each load parses them
+        write_statistics=False,  # no reader of ckpt uses them, and each load would parse them
     )
     return sink.getvalue()
 
 
 def read_table(data: bytes, where: str) -> Any:
-    """All of a Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError where it is none."""
+    """Return a whole Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError if it is not one."""
     with _raising_integrity_error(where):
         return _cast_to_specified(_open_parquet(data).read(columns=list(COLUMNS), use_threads=False))
 
 
 def require_plausible(data: bytes) -> Footer:
-    """The footer of a Parquet file; raise ValueError where the file claims rows or bytes out of proportion to its length.
+    """Return the footer of a Parquet file; raise ValueError where it claims too many rows or bytes for its length.
 
-    Its footer and the header of each page claim lengths, and Arrow allocates what the pages claim.
+    The footer and the header of each page claim lengths, and Arrow allocates what the pages claim.
     """
     found = read_footer(data)
     most = _MAX_EXPANSION * len(data) + _EXTRA_BYTES
@@ -92,14 +93,16 @@ def require_plausible(data: bytes) -> Footer:
             values += page.value_count
     if max(stated, in_pages, values, found.row_count) > most:
         raise ValueError(
-            f"it claims {found.row_count} rows, {values} values and {max(stated, in_pages)} bytes, out of {len(data)} bytes"
+            f"it claims {found.row_count} rows, {values} values and {max(stated, in_pages)} bytes, but has {len(data)} bytes"
         )
     return found
 
 
 def write_part(table: Any, metadata: dict[str, str]) -> bytes:
-    """The table as an Arrow IPC stream with `metadata` in its schema: what is read once, by the committer, of ten thousand
-    ranks, and a Parquet file takes 15 times as long to open."""
+    """Return the table of a rank part as an Arrow IPC stream with `metadata` in its schema.
+
+    The committer reads each part once, for up to ten thousand ranks, and a Parquet file takes 15 times as long to open.
+    """
     import pyarrow as pa
 
     described = as_plain_table(table).replace_schema_metadata(metadata)
@@ -110,7 +113,7 @@ def write_part(table: Any, metadata: dict[str, str]) -> bytes:
 
 
 def read_part(data: bytes, where: str) -> Any:
-    """The counterpart of `write_part`; raise IntegrityError where it is none."""
+    """Return the table that `write_part` wrote; raise IntegrityError where `data` is not one."""
     import pyarrow as pa
 
     with _raising_integrity_error(where):
@@ -119,7 +122,7 @@ def read_part(data: bytes, where: str) -> Any:
 
 
 def require_uncompressed(data: bytes) -> None:
-    """Raise ValueError where an Arrow IPC stream has compressed bodies: they claim any length, and parts have none."""
+    """Raise ValueError if an Arrow IPC stream has compressed bodies: they may claim any length, and `write_part` makes none."""
     import pyarrow as pa
 
     for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(data)):
@@ -128,7 +131,10 @@ def require_uncompressed(data: bytes) -> None:
 
 
 def _is_compressed(message: memoryview) -> bool:
-    """Whether the FlatBuffer of a message names a compression: field 3 of RecordBatch, which is field 1 of DictionaryBatch."""
+    """Return whether a message, a FlatBuffer, names a compression.
+
+    That is field 3 of a RecordBatch. A DictionaryBatch has its RecordBatch in field 1.
+    """
 
     def field(table: int, number: int) -> int | None:
         entries = table - int.from_bytes(message[table : table + 4], "little", signed=True)
@@ -154,7 +160,7 @@ def _is_compressed(message: memoryview) -> bool:
 
 
 def read_row_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, str]]:
-    """The row groups of a Parquet manifest, not yet read, and its metadata; raise IntegrityError where it is none."""
+    """Return the row groups of a Parquet manifest, not yet read, and its metadata; raise IntegrityError if it is not one."""
     import pyarrow as pa
 
     with _raising_integrity_error(where):
@@ -169,19 +175,19 @@ def read_row_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, 
 
 
 def row_group_of(table: Any, where: str) -> RowGroup:
-    """A table in memory as a row group."""
+    """Return a table in memory as a row group."""
     return RowGroup(where, table.num_rows, table.select)
 
 
 def empty_table(names: Sequence[str]) -> Any:
-    """An empty table of these columns."""
+    """Return an empty table of these columns."""
     import pyarrow as pa
 
     return pa.table({name: pa.nulls(0, _specified_type(name)) for name in names})
 
 
 def as_plain_table(table: Any) -> Any:
-    """The table with all columns of the specified types, text as text."""
+    """Return the table with all columns of the specified types, text without dictionaries."""
     import pyarrow as pa
 
     return pa.table({name: arrow_columns.cast(table[name], _specified_type(name)) for name in COLUMNS})
@@ -195,10 +201,10 @@ def _open_parquet(data: bytes) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # No threads: one of Arrow's rarely aborts the process at exit (apache/arrow#34314).
+    # No threads: a thread of Arrow rarely aborts the process at exit (apache/arrow#34314).
     found = require_plausible(data)
-    # Text stays in its dictionary. So does a binary column that has one until its length is known (`_decoded`): a long
-    # value may be referred to by each row. Columns of bytes that ckpt writes have none.
+    # Text stays in its dictionary. A binary column with a dictionary stays in it until `_without_dictionary` has checked the
+    # decoded length, since every row may refer to one long value. Binary columns that ckpt writes have no dictionary.
     with_dictionary = {column.name for column in found.columns if column.has_dictionary}
     return pq.ParquetFile(
         pa.BufferReader(data),
@@ -210,7 +216,7 @@ def _open_parquet(data: bytes) -> Any:
 
 
 def _without_dictionary(column: Any, name: str) -> Any:
-    """A binary column without its dictionaries; raise ValueError where that takes too much memory."""
+    """Return a binary column without its dictionaries; raise ValueError where that needs too much memory."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -234,7 +240,7 @@ def _raising_integrity_error(where: str) -> Iterator[None]:
 
 
 def _cast_to_specified(table: Any) -> Any:
-    """The table with columns of the specified types; other writers may have used wider or narrower ones."""
+    """Return the table with columns of the specified types; other writers may have used wider or narrower types."""
     import pyarrow as pa
 
     for i, name in enumerate(table.column_names):
@@ -251,7 +257,7 @@ def _cast_to_specified(table: Any) -> Any:
 
 
 def _target_type(found: Any, name: str) -> Any:
-    """The type that a column should have, given the one it has; raise TypeError where one can't be made the other."""
+    """Return the type to which a column of type `found` is cast; raise TypeError where it cannot be cast."""
     import pyarrow as pa
 
     types = pa.types

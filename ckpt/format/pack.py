@@ -1,4 +1,4 @@
-"""Packs: files of blocks, written by several threads in the order in which they come."""
+"""Packs, the files of blocks: several threads append blocks to one pack."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Store, Writer
 
 PACK_BYTES = 1 << 30
-"""A pack is closed beyond this size: deletion frees whole packs only, so that one block still referred to keeps at
-most this much."""
+"""A pack that reaches this size is closed. Retention deletes whole packs only, so one block that is still needed keeps at
+most this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackFile:
-    """A pack that is durable."""
+    """A durable pack: its name below the root of the repository, and its length."""
 
     name: str
     nbytes: int
 
 
 def file_lengths(store: Store, names: Iterable[str]) -> dict[str, int]:
-    """The length of each object in the folders of these."""
+    """Return the length of each file in the folders of these files, by name."""
     folders = {name.rpartition("/")[0] for name in names}
     return {entry.name: entry.nbytes for folder in folders for entry in store.list(folder)}
 
@@ -41,9 +41,12 @@ class _OpenPack:
 
 
 class PackWriter:
-    """Appends blocks to packs named by `name_of(n)`, n = 0, 1, …; `expected_bytes` sizes the reservation.
+    """Appends blocks to packs; a context manager, and safe to use from several threads.
 
-    A context manager: leaving it without `close` throws away what is not durable.
+    Leaving the context without `close` discards packs that are not durable.
+
+    name_of: returns the name of pack n, for n = 0, 1, …
+    expected_bytes: of all blocks, from which the store reserves space.
     """
 
     def __init__(self, store: Store, name_of: Callable[[int], str], expected_bytes: int) -> None:
@@ -57,7 +60,7 @@ class PackWriter:
         self._writers = ExitStack()
 
     def append(self, data: memoryview) -> tuple[str, int]:
-        """Write one block; return the pack's name and the block's position in it."""
+        """Write one block; return the name of its pack and its position there in bytes."""
         with self._lock:
             pack = self._open_pack
             if pack is None or (pack.room < len(data) and pack.room < PACK_BYTES):
@@ -84,7 +87,7 @@ class PackWriter:
         return pack.name, position
 
     def close(self) -> list[PackFile]:
-        """Make every pack durable and return them, when no append is under way any more."""
+        """Make every pack durable and return them all. Call it after every `append` has returned."""
         if self._open_pack is not None:
             self._finish(self._open_pack)
             self._open_pack = None

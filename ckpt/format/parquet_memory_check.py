@@ -1,7 +1,7 @@
-"""What a Parquet file claims to take in memory: its footer and the headers of its pages, read before Arrow allocates.
+"""Parse footer and page headers of a Parquet file, to check the memory they claim before Arrow allocates it.
 
 Both are Thrift structs in the compact protocol (parquet.thrift: FileMetaData, PageHeader). They are parsed here because
-pyarrow ends the process where it is asked for the columns of a malformed footer.
+pyarrow aborts the process when it reads the columns of a malformed footer.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ _BOOL_TRUE, _BOOL_FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1
 _INTEGERS = (4, 5, 6)
 
 Value = Any
-"""An integer, bytes, a list, or the fields of a struct."""
+"""An integer, bytes, a list, or the fields of a struct; None for a value that is skipped."""
 Fields = dict[int, Value]
 _MAGIC = b"PAR1"
 
 
 class ColumnChunk(NamedTuple):
-    """What the footer says of one column of one row group."""
+    """One column of one row group, as the footer describes it."""
 
     name: str
     uncompressed_bytes: int
     begin: int
+    """Position in the file of the first page."""
     end: int
+    """Position in the file after the last page."""
     has_dictionary: bool
 
 
 class Footer(NamedTuple):
-    """What a file claims as a whole."""
+    """The number of rows and the columns that a footer claims."""
 
     row_count: int
     columns: list[ColumnChunk]
 
 
 def read_footer(data: bytes) -> Footer:
-    """The footer of a Parquet file; raise ValueError where it is none."""
+    """Return the footer of a Parquet file; raise ValueError if `data` is not one."""
     if len(data) < 12 or data[-4:] != _MAGIC:
         raise ValueError("not a Parquet file")
     end = len(data) - 8
@@ -55,12 +57,12 @@ def read_footer(data: bytes) -> Footer:
 def _column_chunk(meta: Fields) -> ColumnChunk:
     data_page, dictionary = meta[9], meta.get(11)
     begin = data_page if not dictionary else min(data_page, dictionary)
-    length = meta[7] if meta[5] > 0 else 0  # no page is read of a column without values, and its offsets may be wrong
+    length = meta[7] if meta[5] > 0 else 0  # Arrow reads no page of a column without values, whose offsets may be wrong
     return ColumnChunk(b".".join(meta[3]).decode(errors="replace"), meta[6], begin, begin + length, bool(dictionary))
 
 
 class PageHeader(NamedTuple):
-    """What a page claims."""
+    """The sizes that a page header claims."""
 
     uncompressed_bytes: int
     """Bytes after decompression."""
@@ -69,7 +71,7 @@ class PageHeader(NamedTuple):
 
 
 def page_headers(data: bytes, begin: int, end: int) -> Iterator[PageHeader]:
-    """The headers of the pages that lie in bytes [begin, end) of a file; raise ValueError where they are none."""
+    """Yield the headers of the pages in bytes [begin, end) of a file; raise ValueError where they are malformed."""
     if not 0 <= begin <= end <= len(data):
         raise ValueError("a column lies beyond the end of the file")
     while begin < end:
@@ -92,10 +94,10 @@ def page_headers(data: bytes, begin: int, end: int) -> Iterator[PageHeader]:
 
 
 def _struct(data: bytes, at: int, end: int, depth: int = 0) -> tuple[Fields, int]:
-    """The fields of a struct by number, and where it ends.
+    """Return the fields of a struct by number, and the position after it.
 
-    Each load parses hundreds of small values, so that the frequent cases stand here in full. A read beyond `data` raises
-    IndexError; one beyond `end` only is found at the end of the struct.
+    Each load parses hundreds of small values, so the frequent types are handled inline. A read beyond `data` raises IndexError;
+    a read beyond `end` is detected at the end of the struct.
     """
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
@@ -126,7 +128,7 @@ def _struct(data: bytes, at: int, end: int, depth: int = 0) -> tuple[Fields, int
 
 
 def _value(data: bytes, at: int, end: int, kind: int, depth: int) -> tuple[Value, int]:
-    """A value of a type that is not handled above, or an element of a list, and where it ends."""
+    """Return a value of a type that `_struct` does not handle inline, or an element of a list, and the position after it."""
     if kind == _BINARY:
         length, at = _unsigned(data, at)
         if length > end - at:
@@ -136,7 +138,7 @@ def _value(data: bytes, at: int, end: int, kind: int, depth: int) -> tuple[Value
         head = data[at]
         count, at = _unsigned(data, at + 1) if head >> 4 == 15 else (head >> 4, at + 1)
         if count > end - at:
-            raise ValueError("a list claims more than there is")
+            raise ValueError("a list claims more elements than the file has bytes")
         values = []
         for _ in range(count):
             value, at = _value(data, at, end, head & 15, depth + 1)
@@ -146,11 +148,11 @@ def _value(data: bytes, at: int, end: int, kind: int, depth: int) -> tuple[Value
         return _struct(data, at, end, depth + 1)
     if kind in _INTEGERS:
         return _signed(data, at)
-    if kind in (_BOOL_TRUE, _BOOL_FALSE, _BYTE):  # as elements of a list, a byte each
+    if kind in (_BOOL_TRUE, _BOOL_FALSE, _BYTE):  # an element of a list takes one byte
         return data[at], at + 1
     if kind == _DOUBLE:
         return None, at + 8
-    raise ValueError(f"unexpected type {kind}")  # a map too: no part of these structs is one
+    raise ValueError(f"unexpected type {kind}")  # maps included: these structs contain none
 
 
 def _unsigned(data: bytes, at: int) -> tuple[int, int]:

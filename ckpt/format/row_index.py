@@ -1,4 +1,4 @@
-"""Which rows of a table are of which leaf, without an object for each row."""
+"""An index from leaves to rows of a manifest, which needs no Python object for each row."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from ckpt.support import arrow_columns
 
 
 class RowIndex(NamedTuple):
-    """Which rows are of which leaf."""
+    """The rows of each leaf of a table."""
 
     leaf_numbers: dict[str, int]
-    """Leaves, in the order in which they were saved."""
+    """The number of each leaf, in the order in which leaves were saved."""
     leaf_starts: Any
-    """Where in `order` the rows of each leaf begin, and the number of rows."""
+    """The index in `row_order` of the first row of each leaf, followed by the number of rows."""
     row_order: Any
-    """All rows, those of one leaf together; None where they lie so already."""
+    """The numbers of all rows, grouped by leaf; None if the rows of the table have that order."""
 
     def first_rows(self) -> Any:
-        """The first row of each leaf."""
+        """Return the number of the first row of each leaf."""
         return self.leaf_starts[:-1] if self.row_order is None else self.row_order[self.leaf_starts[:-1]]
 
     def rows_of(self, leaves: Sequence[str]) -> tuple[Any, Any]:
-        """The rows of all these leaves, one leaf after the other: which leaf each is of, and its number."""
+        """Return the rows of these leaves, one leaf after the other, as two arrays.
+
+        Returns the index in `leaves` of each row's leaf, and the number of each row.
+        """
         number = np.array(list(map(self.leaf_numbers.get, leaves, itertools.repeat(-1))), np.int64)
         begin = np.where(number < 0, 0, self.leaf_starts[number])
         count = np.where(number < 0, 0, self.leaf_starts[number + 1] - begin)
@@ -36,7 +39,7 @@ class RowIndex(NamedTuple):
 
 
 def index_rows(leaf_columns: Iterable[Any]) -> RowIndex:
-    """The index of rows whose leaves are these."""
+    """Return the index of a table. leaf_columns: its column of leaf names, one Arrow array for each row group."""
     leaf_codes: dict[str, int] = {}
     parts = []
     for column in leaf_columns:
@@ -50,7 +53,7 @@ def index_rows(leaf_columns: Iterable[Any]) -> RowIndex:
     starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(codes)), bool), codes[1:] != codes[:-1]]))
     order = None
     leaves = codes[starts]
-    if len(leaves) and np.bincount(leaves).max() > 1:  # a leaf's rows lie apart
+    if len(leaves) and np.bincount(leaves).max() > 1:  # the rows of a leaf are not adjacent
         leaves, first = np.unique(codes, return_index=True)
         leaves = leaves[np.argsort(first)]
         rank_of_code = np.zeros(len(leaf_codes), np.int64)

@@ -1,12 +1,12 @@
-"""Lines of training: which steps are the history of the newest one, and which were left behind by a roll-back. Pure.
+"""Lines of training: which steps are the history of the newest step, and which a roll-back abandoned. Pure.
 
-A *line* is a row of saves of which each goes on from the one before. It has a number, from 0 on. A run that goes back to an
-older step, and then saves, opens a new line. The order of steps is (line, number of the step): whatever was saved after the
-roll-back is newer than whatever was saved before it.
+A *line* is a sequence of saves in which each continues from the one before. Lines are numbered from 0. A run that goes back to
+an older step and then saves opens a new line. Steps are ordered by (line, step number): all steps saved after the roll-back are
+newer than all steps saved before it.
 
-A line states for older lines the last step that belongs to its history, -1 where none does. What an older line has beyond
-that is *abandoned*. A line that the newest one does not mention at all is *set aside*: a run that began anew beside the steps
-of another one knows nothing of it, and retention never deletes it.
+A line states for each older line the last step that belongs to its history, -1 for none. Later steps of the older line are
+*abandoned*. Steps of a line that the newest line does not mention are *set aside*: they belong to another run, and retention
+never deletes them.
 """
 
 from __future__ import annotations
@@ -16,37 +16,43 @@ from dataclasses import dataclass
 from typing import Any
 
 Ancestry = tuple[tuple[int, int], ...]
-"""Older lines, ascending, each with the last of its steps that belongs to the history of this line, -1 for none."""
+"""Older lines in ascending order, each with its last step in the history of this line, -1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLine:
-    """A line of training."""
+    """A line of training: its number, and how much of each older line is its history."""
 
     number: int = 0
     ancestry: Ancestry = ()
 
     def has_in_history(self, other: TrainingLine, step: int) -> bool:
-        """Whether a step of another line, or of this one, is part of the history of this line."""
+        """Return whether `step` of the line `other`, which may be this one, is part of the history of this line."""
         return other.number == self.number or step <= dict(self.ancestry).get(other.number, -1)
 
     def has_abandoned(self, other: TrainingLine, step: int) -> bool:
-        """Whether this line was opened by going back from a step, or from an ancestor of it."""
+        """Return whether a roll-back abandoned `step` of `other` when it opened this line or an ancestor of it."""
         return other.number in dict(self.ancestry) and not self.has_in_history(other, step)
 
     def after_rollback(self, number: int, to: TrainingLine, step: int) -> TrainingLine:
-        """The line of this number that is opened where this one is the newest and `step` of the line `to` is restored."""
+        """Return the new line that a roll-back to `step` of the line `to` opens; this line is the newest so far.
+
+        number: that of the new line.
+        """
         left = dict.fromkeys((*dict(self.ancestry), self.number), -1)
         return TrainingLine(number, tuple(sorted({**left, **dict(to.ancestry), to.number: step}.items())))
 
     def after_lower_step(self, number: int, below: int) -> TrainingLine:
-        """The line of this number that is opened where this one goes on with a step whose number is not above its last."""
+        """Return the new line that opens where this one continues with a step number that is not above its last.
+
+        number: that of the new line. below: the new step; steps of this line from this number on are abandoned.
+        """
         left = {**dict(self.ancestry), self.number: below - 1}
         return TrainingLine(number, tuple(sorted((older, min(last, below - 1)) for older, last in left.items())))
 
 
 def parse_line(number: Any, left: Any) -> TrainingLine:
-    """The line that a record states; raise ValueError where it is none."""
+    """Return the line from the fields `line` and `left` of a record; raise ValueError where they are invalid."""
     found = TrainingLine(number, tuple((older, last) for older, last in left))
     for older, last in ((number, -1), *found.ancestry):
         if type(older) is not int or type(last) is not int or not 0 <= older <= number or last < -1:
@@ -56,23 +62,26 @@ def parse_line(number: Any, left: Any) -> TrainingLine:
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """The steps of a repository, by when they were saved."""
+    """The steps of a repository in the order in which they were saved."""
 
     steps: tuple[int, ...]
-    """All of them. The last one is the newest, and its history comes after all other steps."""
+    """All steps: first those outside of the newest step's history, then the history. The last one is the newest step."""
     newest_line: TrainingLine
     """The line of the newest step."""
     abandoned: frozenset[int] = frozenset()
-    """Steps that a roll-back has left behind."""
+    """Steps that a roll-back has abandoned."""
     set_aside: frozenset[int] = frozenset()
-    """Steps of other runs: the newest line does not mention theirs."""
+    """Steps of other runs, whose lines the newest line does not mention."""
 
     def history(self) -> tuple[int, ...]:
-        """The history of the newest step, oldest first, and the newest step."""
+        """Return the history of the newest step, oldest first, with the newest step as the last."""
         return tuple(step for step in self.steps if step not in self.abandoned and step not in self.set_aside)
 
     def newest_first(self, before: int | None = None) -> list[int]:
-        """In which order to try to load the steps. before: steps of the history that are below it come first."""
+        """Return all steps in the order in which a load tries them.
+
+        before: if given, steps of the history below this number precede all others.
+        """
         live = self.history()
         others = self.steps[: len(self.steps) - len(live)]
         below = [step for step in live if before is None or step < before]
@@ -81,10 +90,11 @@ class StepOrder:
 
 
 def order_steps(lines: Mapping[int, TrainingLine], unknown: Collection[int] = ()) -> StepOrder:
-    """The order of steps of which each is on one of these lines.
+    """Return the order of the steps of a repository.
 
-    unknown: steps whose records could not be read. They take the place that their number has on the newest line, so that
-    none is passed over unseen.
+    lines: the line of each step.
+    unknown: steps whose records could not be read. They are ordered by number on the newest line, so that a load still tries
+        them and reports their damage.
     """
     newest = max(((line.number, step, line) for step, line in lines.items()), key=lambda found: found[:2], default=None)
     line = TrainingLine() if newest is None else newest[2]
@@ -98,5 +108,5 @@ def order_steps(lines: Mapping[int, TrainingLine], unknown: Collection[int] = ()
 
 
 def order_by_number(steps: Iterable[int]) -> StepOrder:
-    """The order of steps that are all on the first line."""
+    """Return the order of steps that are all on the first line."""
     return StepOrder(tuple(sorted(steps)), TrainingLine())
