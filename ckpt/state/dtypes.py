@@ -35,9 +35,10 @@ LARGEST_ELEMENT = 8 << 20
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the stored name of a numpy dtype.
+    """Return the stored name of a numpy dtype, such as "float32" or "bfloat16".
 
-    Raises TypeError where elements are Python objects or larger than a block, and for records with fields of ml_dtypes.
+    Raises:
+        TypeError: Elements are Python objects or larger than a block, or records with fields of ml_dtypes.
     """
     if dtype.hasobject:
         raise TypeError("elements are Python objects, which only pickle could store: turn them into arrays and plain values")
@@ -57,7 +58,11 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a stored name; raise FormatError for an unknown name and for Python objects."""
+    """Return the numpy dtype of a stored name.
+
+    Raises:
+        FormatError: The name is unknown, or its elements are Python objects.
+    """
     if name in _FOREIGN:
         return _FOREIGN[name]
     try:

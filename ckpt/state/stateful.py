@@ -113,7 +113,6 @@ class RandomState:
 
     A save reads the generators; a load with the entry in `like` sets them. In a group, each rank stores its own.
 
-    Example:
         state = {"model": model, "random": ckpt.RandomState()}
     """
 

@@ -69,9 +69,6 @@ class PerRank:
     random generators need no PerRank: each rank's own is stored anyway.
 
     value: anything that a state may contain: arrays, containers, plain values, objects with state_dict().
-
-    Example:
-        state = {"model": model, "reader": ckpt.PerRank(reader)}
     """
 
     def __init__(self, value: Any) -> None:

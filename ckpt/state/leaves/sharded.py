@@ -27,11 +27,12 @@ class Shard:
     flat: the index of the first element in the flattened global array (C order).
     replica: (i, n) for copy i of n.
 
-    Raises InvalidArgument where the arguments contradict each other.
+    For example, four ranks with 256 of 1024 rows each:
 
-    Example:
-        rows = Shard(local, (1024, 64), (rank * 256, 0))  # 256 of 1024 rows on each of four ranks
-        ckpt.save({"weights": rows}, url)
+        ckpt.save({"weights": ckpt.Shard(local, (1024, 64), (rank * 256, 0))}, url)
+
+    Raises:
+        InvalidArgument: An argument has a wrong value, or both or neither of `offset` and `flat` are given.
     """
 
     def __init__(
