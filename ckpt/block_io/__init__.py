@@ -1,5 +1,5 @@
-"""Bytes in and out: which byte ranges a load reads, how blocks are read and verified, and the memory they pass through.
+"""Plan, read and verify blocks of a load, and the staging memory through which a save passes.
 
-It promises that no byte reaches a destination before its block was verified. It imports `format` and what is below. Start with
-`read_plan`, then `block_reader`.
+An error is raised for each block that does not match its digest, before the load returns. The package imports `format`, `state`
+and `support`. Start with `read_plan`, then `block_reader`.
 """

@@ -1,4 +1,4 @@
-"""Whether stored bytes are those of a block, as it was written."""
+"""Check the stored bytes of a block against its digest and checksum, in memory or in a store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Store
 
 _CHUNK_BYTES = 4 * CELL_BYTES
-"""Read and hashed at a time."""
+"""Bytes that are read and hashed at once."""
 
 
 class StatedBlock(Protocol):
-    """What a manifest states of a block: `Row` and `StoredBlock` have it."""
+    """A block as a manifest states it; `Row` and `StoredBlock` are such."""
 
     @property
     def position(self) -> int: ...
@@ -40,9 +40,12 @@ class StatedBlock(Protocol):
 
 
 def is_good_block(algorithm: str, block: StatedBlock, stored: memoryview) -> bool:
-    """Whether these are the stored bytes of a block.
+    """Return whether `stored` are the stored bytes of a block.
 
-    The checksum of the stored bytes finds accidents. Where the digest is a cryptographic one, that is compared too.
+    With a codec, the checksum of the stored bytes detects accidental changes; a cryptographic digest is also compared with the
+    decoded bytes.
+
+    algorithm: that of `block.digest`.
     """
     if block.codec is None:
         return digest(algorithm, stored) == block.digest
@@ -60,7 +63,7 @@ def _decodes_to_digest(algorithm: str, block: StatedBlock, stored: memoryview) -
         codec.decode(block.codec, stored, raw)
     except (MemoryError, ImportError):
         raise
-    except Exception:  # codecs raise what they like
+    except Exception:  # codecs raise errors of any type
         return False
     return digest(algorithm, raw) == block.digest
 
@@ -68,15 +71,17 @@ def _decodes_to_digest(algorithm: str, block: StatedBlock, stored: memoryview) -
 def verify_stored_block(
     store: Store, name: str, algorithm: str, block: StatedBlock, compute_slot: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Read a block past the page cache; raise IntegrityError where it is not as it was written, StoreError as `store` does.
+    """Read a block past the page cache and check it.
 
-    computing: entered while this works and does not wait for the store.
+    name: the pack. compute_slot: a context that is entered while this computes and does not wait for the store.
+
+    Raises IntegrityError where the block is not as it was written, and StoreError where the store fails.
     """
     where = f"{store.url}/{name}, block at byte {block.position},"
-    at_once = block.codec is not None and is_cryptographic(algorithm)  # its digest is that of the decoded bytes
+    at_once = block.codec is not None and is_cryptographic(algorithm)  # the digest is that of the decoded bytes
     if at_once and block.stored > MAX_BLOCK_BYTES:
         raise IntegrityError(f"{where} has {block.stored} bytes, and blocks have at most {MAX_BLOCK_BYTES}")
-    # Far away each call takes its time: all in one call.
+    # Each call to a remote store costs a round trip, so read the whole block in one call.
     chunk_bytes = _CHUNK_BYTES if store.past_cache and not at_once else max(1, min(block.stored, MAX_BLOCK_BYTES))
     memory = np.frombuffer(map_huge_pages(min(round_up(chunk_bytes), round_up(block.stored))), np.uint8)
     sums: Any = xxhash.xxh3_64() if block.codec is not None else hasher(algorithm)
@@ -84,7 +89,7 @@ def verify_stored_block(
     with store.open_once(name) as reader:
         while done < block.stored:
             expected = min(chunk_bytes, block.stored - done)
-            # Whole pages, as packs have them: such can pass the page cache.
+            # Only whole pages can bypass the page cache; packs consist of whole pages.
             count = reader.read_into(block.position + done, memory[: round_up(expected)].data)
             if count < expected:
                 raise IntegrityError(f"{where} ends {block.stored - done - count} bytes early")

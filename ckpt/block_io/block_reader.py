@@ -1,10 +1,11 @@
-"""From rows to arrays: ranges, parallel reads, verification, decoding, into the destination.
+"""Read blocks in parallel threads, verify and decode them, and copy their pieces to the targets of a load.
 
-Blocks are read in the order in which they lie. Each thread takes a contiguous part of them, and tells the store what comes
-next: told so, Linux fills its cache at the rate of the disk, and often not by its own read-ahead (benchmarks/limits.py has
-both). An uncompressed block that goes to one contiguous place is read straight into it, and summed chunk by chunk while the
-chunk is still in the processor's cache. Reads go through the page cache: a second load is a memory copy. What is read once, by
-one process (`Wanted.once`), is read past it into memory on huge pages, and summed and copied from there chunk by chunk.
+Blocks are read in the order of packs and positions. Each thread reads a contiguous part of them and announces its next reads to
+the store: with this advice Linux fills its cache at the rate of the disk, which its own read-ahead often does not reach
+(benchmarks/limits.py measures both). An uncompressed block with one contiguous destination is read directly into it, and hashed
+in chunks while each chunk is in the processor's cache. Reads go through the page cache, so that a second load is a memory copy.
+A block that one process reads once (`BlockRead.bypass_cache`) is read past the page cache into memory on huge pages, and hashed
+and copied from there in chunks.
 """
 
 from __future__ import annotations
@@ -34,38 +35,42 @@ from ckpt.storage.base.store import Reader, Store
 from ckpt.support.runtime import collector_paused, processor_count
 
 READ_THREADS = 3
-"""At most. Through the page cache no more than there are cores, since that copies; past it a thread mostly waits."""
+"""The most threads that read blocks. Reads through the page cache copy, so they use no more threads than there are cores; past
+it, threads mostly wait."""
 
 STREAM_THREADS = 16
-"""Threads that read past the page cache chunk by chunk, at most, of all ranks of a host together where they read for each
-other: each waits for one small read, and holds little memory."""
+"""The most threads that read past the page cache in chunks, counted over all ranks of a host if they share reads. Each waits
+for one small read and needs little memory."""
 
 _CHUNK_BYTES = 1 << 20
 
 _STREAM_CHUNK_BYTES = 2 * CELL_BYTES
-"""A chunk past the page cache: small, so that what is summed and copied is still in the processor's cache."""
+"""Bytes of a chunk read past the page cache: small enough to be in the processor's cache when it is hashed and copied."""
 
 _PREFETCH_BYTES = 16 << 20
-"""How far before each thread the store is told what comes."""
+"""How many bytes ahead of its reads each thread prefetches."""
 
 T = TypeVar("T")
 
 Progress = Callable[[int], None]
-"""Called with the number of stored bytes just done, from several threads."""
+"""A function that is called with the number of stored bytes just read, from several threads."""
 
 BlockSource = Callable[[int, int], Bytes]
-"""Bytes of a raw block, from and to, until it is asked again."""
+"""Returns the bytes [begin, end) of a raw block, which are valid until the next call."""
 
 
 def read_leaves(
     store: Store, manifest: Manifest, targets: Sequence[Target], where: str, progress: Progress | None = None
 ) -> None:
-    """Fill each target with its leaf or box. Raises IntegrityError with file and leaf."""
+    """Fill each target with its leaf or box; raise IntegrityError with file and leaf. where: the step, for messages."""
     read_blocks(store, manifest.digest_algorithm, plan_reads(manifest, targets, where), where, progress)
 
 
 def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where: str, progress: Progress | None = None) -> None:
-    """Read blocks that lie in this order, each into its place."""
+    """Read and verify blocks and copy their pieces to the targets; raise IntegrityError or StoreError for the first failure.
+
+    read_plan: in the order of packs and positions. where: the step, for messages.
+    """
 
     def work(job: Iterable[BlockRead]) -> None:
         BlockReader(store, algorithm, where, progress).run(job)
@@ -81,7 +86,7 @@ def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where:
 
 
 def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progress | None = None) -> int:
-    """Read every block, check it as stored and as decoded; return the bytes read."""
+    """Read every block of a manifest and check it as stored and as decoded; return the number of bytes read."""
     done = 0
     for rows in manifest.in_pack_order():
         with collector_paused():
@@ -99,7 +104,7 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
 def find_bad_blocks(
     store: Store, algorithm: str, rows: Iterable[Row], where: str, progress: Progress | None = None
 ) -> list[tuple[Row, IntegrityError]]:
-    """Read the block of each row and check it as stored and as decoded; return those that are bad, and why."""
+    """Read the block of each row and check it as stored and as decoded; return the bad ones with their errors."""
     bad: list[tuple[Row, IntegrityError]] = []
 
     def work(job: Iterable[BlockRead]) -> None:
@@ -117,7 +122,7 @@ def find_bad_blocks(
 def _run_in_threads(
     reads: list[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int | None = None
 ) -> None:
-    """Run `work` on contiguous parts of about equal bytes, one a thread; the first error ends all."""
+    """Run `work` in threads on contiguous parts of about equal bytes; the first error stops all threads and is raised."""
     total = sum(w.row.stored for w in reads)
     if max_threads is None:
         max_threads = READ_THREADS if any(w.bypass_cache for w in reads) else min(READ_THREADS, processor_count())
@@ -158,7 +163,7 @@ def _until_stopped(part: list[BlockRead], stop: threading.Event) -> Iterator[Blo
 
 
 class BlockReader:
-    """One thread's reading: its open file and its buffers. Where there are several copies of a block, the nearest good one."""
+    """The reader of one thread, with its open file and buffers. It reads the nearest good copy of each block."""
 
     def __init__(self, store: Store, algorithm: str, where: str, progress: Progress | None) -> None:
         self._all_copies = store
@@ -173,7 +178,7 @@ class BlockReader:
         self._reader: Reader | None = None
 
     def run(self, reads: Iterable[BlockRead]) -> None:
-        """Read each block and put its pieces where they belong."""
+        """Read and verify each block and copy its pieces to their targets."""
         try:
             for block in self._prefetched(reads):
                 self._with_nearest_copy(block, self._read_block)
@@ -181,7 +186,7 @@ class BlockReader:
             self._close()
 
     def _prefetched(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
-        """The blocks, each while the store brings the next ones into the page cache."""
+        """Yield the blocks, each after the next ones were announced to the store for its page cache."""
         waiting: deque[tuple[BlockRead, int]] = deque()
         nbytes = 0
         for block in reads:
@@ -197,7 +202,7 @@ class BlockReader:
         yield from (block for block, _ in waiting)
 
     def verify(self, reads: Iterable[BlockRead]) -> None:
-        """Read each block and check it, cells included."""
+        """Read each block and check it and its cells; raise IntegrityError for the first bad one."""
         try:
             for block in reads:
                 self._with_nearest_copy(block, self._verify_block)
@@ -247,7 +252,10 @@ class BlockReader:
             self._copy_pieces(pieces, self._read_cells(block, run.begin, run.end), run.begin)
 
     def fetch(self, block: BlockRead, begin: int, end: int, out: Bytes) -> None:
-        """Read a stretch of a block, verified and decoded, into `out`: all of it, or some of the wanted cells."""
+        """Read bytes [begin, end) of the raw block, verified and decoded, into `out`.
+
+        The range is the whole block or cells of one of its cell runs.
+        """
         row = block.row
         is_all = end - begin == row.raw
 
@@ -266,7 +274,10 @@ class BlockReader:
             self._close()
 
     def accept(self, block: BlockRead, begin: int, data: Bytes) -> None:
-        """Check a stretch of a block that is wanted, of which other ranks have read some, and put it where it belongs."""
+        """Verify bytes of the raw block, some of which other ranks have read, and copy its pieces to their targets.
+
+        begin: the position of `data` in the raw block. `data` is the whole block or cells of one of its cell runs.
+        """
         row = block.row
         end = begin + len(data)
 
@@ -290,7 +301,7 @@ class BlockReader:
             self._copy_pieces(pieces, data, begin)
 
     def _copy_pieces(self, pieces: Iterable[RowPiece], data: Bytes, begin: int = 0) -> None:
-        """Put pieces of a block where they belong, out of its bytes from `begin` on."""
+        """Copy pieces to their targets. data: bytes of the raw block from `begin` on."""
         for piece in pieces:
             if (destination := piece.destination()) is not None:
                 first, last, memory = destination
@@ -304,14 +315,14 @@ class BlockReader:
                 leaf.write(at, _elements_of_box(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
 
     def _stream_block(self, row: Row, destinations: list[Destination], source: BlockSource) -> None:
-        """Fill memory with all of a raw block, verified."""
+        """Copy a whole raw block from `source` to its destinations and verify it by its digest."""
         block_hash = hasher(self._algorithm)
         _copy_in_chunks(0, row.raw, destinations, source, lambda data, begin: block_hash.update(data))
         if block_hash.digest() != row.digest:
             raise self._damage_error(row, "digest")
 
     def _stream_cells(self, run: CellRun, begin: int, end: int, destinations: list[Destination], source: BlockSource) -> None:
-        """Fill memory with cells of a raw block, verified, that lie in a run."""
+        """Copy the cells [begin, end) of a run from `source` to the destinations and verify each by its checksum."""
         sweep = RangeSweep(run.pieces)
         _copy_in_chunks(
             begin, end, destinations, source,
@@ -319,7 +330,7 @@ class BlockReader:
         )  # fmt: skip
 
     def _uncached_source(self, row: Row) -> BlockSource:
-        """Bytes of an uncompressed block, read past the page cache into this worker's buffer."""
+        """Return a source of an uncompressed block's bytes, which reads past the page cache into this reader's buffer."""
         return lambda begin, end: self._read(row, row.position + begin, end - begin, True)
 
     def _read_into_destination(self, row: Row, destination: Bytes) -> None:
@@ -333,7 +344,7 @@ class BlockReader:
             raise self._damage_error(row, "digest")
 
     def _read_decoded_block(self, block: BlockRead) -> Bytes:
-        """All of a block, verified and decoded, in this worker's buffer."""
+        """Return the whole raw block, verified and decoded, in this reader's buffer."""
         row = block.row
         if max(row.raw, row.stored) > MAX_BLOCK_BYTES:
             raise IntegrityError(
@@ -352,29 +363,29 @@ class BlockReader:
                 raise self._damage_error(row, f"codec ({error})") from error
             except (CkptError, MemoryError, ImportError):
                 raise
-            except Exception as error:  # codecs raise what they like
+            except Exception as error:  # codecs raise errors of any type
                 raise self._damage_error(row, f"codec ({error})") from error
         if len(raw) != row.raw or digest(self._algorithm, raw) != row.digest:
             raise self._damage_error(row, "digest")
         return raw
 
     def _read_cells(self, block: BlockRead, begin: int, end: int) -> Bytes:
-        """Some cells of an uncompressed block, verified, in this worker's buffer. A wanted piece must lie in each."""
+        """Return cells of an uncompressed block, verified, in this reader's buffer; each must contain a part of a piece."""
         cells = self._read(block.row, block.row.position + begin, end - begin, self._bypasses_cache(block))
         self._check_run(block.run_at(begin).pieces, cells, begin)
         return cells
 
     def _check_run(self, pieces: Iterable[PieceCells], cells: Bytes, begin: int) -> None:
-        """Check cells of a raw block, from byte `begin` of it on, by the pieces of the run in which they lie."""
+        """Verify the cells of a raw block from byte `begin` on, by the checksums in the rows of their pieces."""
         end, checked = begin + len(cells), begin
         for first, last, piece in pieces:
             if (upto := min(last, end)) > checked >= first:
                 self._check_cells(piece.row, cells[checked - begin : upto - begin], checked)
                 checked = upto
-        assert checked == end  # else bytes would be handed out that nobody has verified
+        assert checked == end  # otherwise unverified bytes would be returned
 
     def _check_cells(self, row: Row, data: Bytes, begin: int) -> None:
-        """Check cells of a raw block, from byte `begin` of it on, in each of which the row has bytes."""
+        """Verify the cells of a raw block from byte `begin` on; the row has bytes in each of them."""
         first_cell = (begin - _cells_begin(row)) // CELL_BYTES
         for i, start in enumerate(range(0, len(data), CELL_BYTES), first_cell):
             if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
@@ -386,7 +397,7 @@ class BlockReader:
     # --- bytes -------------------------------------------------------------------------------------------------
 
     def _read(self, row: Row, position: int, nbytes: int, bypass_cache: bool) -> Bytes:
-        """So many bytes from a position on, in this worker's buffer."""
+        """Return `nbytes` bytes from `position` on, in this reader's buffer."""
         self._stored_buffer = _grown(self._stored_buffer, round_up(nbytes))
         self._read_at(
             row, position, self._stored_buffer[: round_up(nbytes) if bypass_cache else nbytes].data, nbytes, bypass_cache
@@ -394,7 +405,7 @@ class BlockReader:
         return self._stored_buffer[:nbytes]
 
     def _read_at(self, row: Row, position: int, buffer: memoryview, min_bytes: int, bypass_cache: bool = False) -> None:
-        """Read what lies at a position; raise IntegrityError where that is less than `least` bytes."""
+        """Fill `buffer` from `position` on; raise IntegrityError if the file is missing or has less than `min_bytes` there."""
         name = row.pack or ""
         try:
             if self._reader is None or self._opened != (name, bypass_cache):
@@ -439,14 +450,14 @@ S = TypeVar("S", Destination, PieceCells)
 
 
 class RangeSweep(Generic[S]):
-    """Stretches of a block, as one goes along it: each begins with its first byte and the one past its last."""
+    """Iterates over ranges of a block from its begin to its end. The first two fields of a range are first byte and end."""
 
     def __init__(self, stretches: Iterable[S]) -> None:
         self._waiting: deque[S] = deque(sorted(stretches, key=operator.itemgetter(0)))
         self._reached: list[S] = []
 
     def advance_to(self, end: int) -> list[S]:
-        """Those that begin before `end`, without those that had ended when it was asked before."""
+        """Return the ranges that begin before `end` and did not end before the `end` of the previous call."""
         while self._waiting and self._waiting[0][0] < end:
             self._reached.append(self._waiting.popleft())
         found = self._reached
@@ -457,17 +468,16 @@ class RangeSweep(Generic[S]):
 def _copy_in_chunks(
     begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object]
 ) -> None:
-    """Fill memory with bytes [begin, end) of a raw block, a chunk at a time, which is still in the processor's cache when it is
-    copied.
+    """Copy bytes [begin, end) of a raw block to destinations, in chunks that stay in the processor's cache.
 
-    check: called with each chunk, in order, and where it begins.
+    check: called with each chunk, in order, and its first byte.
     """
     sweep = RangeSweep(destinations)
     while begin < end:
         rest = end - begin
         upto = (
             end if rest < _STREAM_CHUNK_BYTES * 3 // 2 else begin + _STREAM_CHUNK_BYTES
-        )  # a short read would come through the page cache
+        )  # a short last chunk is merged into this one, since a short read would go through the page cache
         data = source(begin, upto)
         check(data, begin)
         for first, last, memory in sweep.advance_to(upto):
@@ -477,7 +487,7 @@ def _copy_in_chunks(
 
 
 def is_bad_sector(error: StoreError) -> bool:
-    """Whether the device itself could not give the bytes back: damage, and not a store out of reach."""
+    """Return whether the device could not read the bytes (EIO). That is damage, unlike a store that cannot be reached."""
     return getattr(error.__cause__, "errno", None) == errno.EIO
 
 
@@ -504,7 +514,10 @@ def _cells_end(row: Row) -> int:
 
 
 def _elements_of_box(inner: Bytes, box: Box, row: Row, itemsize: int) -> Bytes:
-    """The elements of `box`, in C order, out of the bytes from its first to its last in the row's piece."""
+    """Return the elements of `box` in C order.
+
+    inner: the bytes of the row from the first to the last element of `box`.
+    """
     relative = box.relative_to(row.box)
     if contiguous_start(relative, row.box.shape) is not None:
         return inner

@@ -1,6 +1,6 @@
-"""What a load wants: of each block the pieces that go somewhere, and the bytes that are read for them. Pure.
+"""Plan the reads of a load: for each block, the byte ranges to read and where its pieces go. Pure.
 
-Where only parts of an uncompressed block are wanted, only their cells are read.
+If a load needs only parts of an uncompressed block, only the cells of those parts are read.
 """
 
 from __future__ import annotations
@@ -17,54 +17,56 @@ from ckpt.storage.base.errors import IntegrityError
 from ckpt.support.runtime import collector_paused
 
 _MAX_PARTIAL_SHARE = 0.8
-"""Cells of several pieces are read instead of all the block where they are less of it than that."""
+"""The cells of several pieces are read if they are at most this fraction of the block; else the whole block is read."""
 
 
 _XXH3_DIGEST_BYTES = 16
-"""A longer digest is blake3. The sums of cells are xxh3, which anybody can forge: such a block is read whole and compared with
-its digest, whatever is wanted of it."""
+"""A longer digest is blake3. Such a block is always read whole and compared with its digest: the checksums of cells are xxh3,
+which an attacker can forge."""
 
 
 class Target(NamedTuple):
-    """Where a leaf, or a box of it, is to go."""
+    """An array that a load fills with a leaf or with a box of it."""
 
     name: str
+    """The name of the saved leaf."""
     leaf: ArrayLeaf
-    """Memory of exactly the shape of the box."""
+    """Memory with exactly the shape of the box."""
     box: Box | None
-    """The part of the global array that it holds; None: all of it."""
+    """The part of the global array to load; None for all of it."""
 
 
 Destination = tuple[int, int, Bytes]
-"""Bytes of a raw block, from and to, and the memory that they fill."""
+"""First byte and end of a range of a raw block, and the memory that it fills."""
 
 
 class RowPiece(NamedTuple):
-    """A part of a row that goes somewhere."""
+    """The part of a row that a load copies into one target."""
 
     row: Row
     leaf: ArrayLeaf
+    """The memory of the target."""
     box: Box
-    """In the global array; the very `row.box` where that is wanted whole."""
+    """The part, as a box of the global array; the object `row.box` itself if it is the whole row."""
     leaf_box: Box
-    """In `leaf`."""
+    """The part, as a box of `leaf`."""
 
     def raw_range(self) -> tuple[int, int]:
-        """The bytes of the raw block from the first to the last that is wanted."""
+        """Return the range of the raw block from the first to the last element of the part, as first byte and end."""
         row = self.row
         itemsize = row.nbytes // max(1, row.box.size)
         first, last = _element_range(self.box.relative_to(row.box), row.box.shape)
         return row.start + first * itemsize, row.start + last * itemsize
 
     def destination(self) -> Destination | None:
-        """Where its bytes lie and go to; None where they are not contiguous on both sides."""
+        """Return the byte range and the memory of the part; None unless it is contiguous both in the block and in `leaf`."""
         row, leaf, box, at = self
         flat = leaf.flat
         if flat is None:
             return None
         if box is row.box:
             begin, end = row.start, row.start + row.nbytes
-            if len(flat) == row.nbytes:  # a whole small leaf
+            if len(flat) == row.nbytes:  # the row is the whole leaf
                 return begin, end, flat
         else:
             if contiguous_start(box.relative_to(row.box), row.box.shape) is None:
@@ -77,14 +79,14 @@ class RowPiece(NamedTuple):
         return begin, end, flat[start : start + end - begin]
 
     def cell_range(self) -> tuple[int, int]:
-        """What of an uncompressed block must be read for this piece, from and to: whole cells."""
+        """Return the range of whole cells of an uncompressed block that must be read for this piece, as first byte and end."""
         row = self.row
         first, last = (row.start, row.start + row.nbytes) if self.box is row.box else self.raw_range()
         return first // CELL_BYTES * CELL_BYTES, min(row.raw, -(-last // CELL_BYTES) * CELL_BYTES)
 
 
 def destinations_of(pieces: Iterable[RowPiece]) -> list[Destination] | None:
-    """Where pieces go; None where one of them has no place."""
+    """Return the destinations of pieces; None if one of them has none."""
     found: list[Destination] = []
     for piece in pieces:
         place = piece.destination()
@@ -95,31 +97,31 @@ def destinations_of(pieces: Iterable[RowPiece]) -> list[Destination] | None:
 
 
 PieceCells = tuple[int, int, RowPiece]
-"""A piece and the cells that it touches, from and to."""
+"""First byte and end of the cells that a piece touches, and the piece."""
 
 
 class CellRun(NamedTuple):
-    """Cells of a block that lie beside each other, of which all are wanted."""
+    """Adjacent cells of a block, all of which are read."""
 
     begin: int
     end: int
     pieces: list[PieceCells]
-    """Those that lie in them, in the order in which their cells begin."""
+    """The pieces in these cells, in the order in which their cells begin."""
 
 
 @dataclass(slots=True)
 class BlockRead:
-    """A block and the pieces of it that go somewhere. `row` is one of those that lie in it."""
+    """A block to read, and the pieces of it that go to targets. `row` is any of the block's rows."""
 
     row: Row
     pieces: list[RowPiece] = field(default_factory=list)
     bypass_cache: bool = False
-    """To be read past the page cache: no other process of this host is known to read it, nor this one again."""
+    """Read the block past the page cache: neither another process of this host nor this one is expected to read it again."""
     _cell_runs: list[CellRun] | None = None
     _destinations: list[Destination] | None = None
 
     def cell_runs(self) -> list[CellRun]:
-        """The cells that are read instead of all of the block; none where that is not worth it."""
+        """Return the runs of cells to read instead of the whole block; an empty list to read the whole block."""
         if self._cell_runs is None:
             self._cell_runs = self._find_cell_runs()
         return self._cell_runs
@@ -150,40 +152,44 @@ class BlockRead:
         return runs if total <= max_partial_bytes else []
 
     def run_at(self, begin: int) -> CellRun:
-        """The one in which a byte of the block lies."""
+        """Return the run that contains byte `begin` of the raw block."""
         return next(run for run in self.cell_runs() if run.begin <= begin < run.end)
 
     def destinations(self) -> list[Destination] | None:
-        """Where its pieces go; None where one of them has no place."""
+        """Return the destinations of the pieces; None if one of them has none."""
         if self._destinations is None:
             self._destinations = destinations_of(self.pieces)
         return self._destinations
 
     def can_stream(self) -> bool:
-        """Whether it can go to its places chunk by chunk: where nothing needs all of it at once."""
+        """Return whether the block can be copied to its destinations in chunks, because nothing needs all of it at once."""
         return self.bypass_cache and self.row.codec is None and self.destinations() is not None
 
     def raw_ranges(self) -> list[tuple[int, int]]:
-        """What of the raw block is read, each from and to."""
+        """Return the ranges of the raw block to read, each as first byte and end."""
         return [run[:2] for run in self.cell_runs()] or [(0, self.row.raw)]
 
     def stored_ranges(self) -> list[tuple[int, int]]:
-        """What is read of it as it is stored, each from and to."""
+        """Return the ranges of the stored block to read, each as first byte and end."""
         return [run[:2] for run in self.cell_runs()] or [(0, self.row.stored)]
 
     def read_bytes(self) -> int:
-        """The bytes that are read of it, as stored."""
+        """Return the number of stored bytes to read."""
         return sum(end - begin for begin, end in self.stored_ranges())
 
 
 def plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> list[BlockRead]:
-    """The blocks to read, in the order in which they lie."""
+    """Return the blocks to read, in the order of packs and positions.
+
+    where: the step, for messages.
+
+    Raises IntegrityError where the rows of a leaf do not cover its target.
+    """
     with collector_paused():
         return _plan_reads(manifest, targets, where)
 
 
 def _plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> list[BlockRead]:
-    """The blocks to read, in the order in which they lie."""
     blocks: dict[tuple[str, int], BlockRead] = {}
     found = manifest.find([(name, box) for name, _, box in targets])
     for (name, leaf, target), rows in zip(targets, found, strict=True):
@@ -205,14 +211,14 @@ def _plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> li
 
 
 def _clip(box: Box, target: Box) -> tuple[Box, Box]:
-    """The part of `box` that lies in `target`, `box` itself where that is all of it; and where it lies in there."""
+    """Return the common part of `box` and `target` (the object `box` itself if it is all of it), and its box in `target`."""
     common = intersect(box, target)
-    assert common is not None  # the manifest found it
+    assert common is not None  # the manifest returns only rows that have elements in the target
     return box if common == box else common, common.relative_to(target)
 
 
 def _element_range(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-    """First and one past the last element of `box` in an array of `shape`, C order."""
+    """Return the indices of the first element of `box` and after its last, in a flattened array of `shape`."""
     first = last = 0
     for offset, extent, length in zip(box.offset, box.shape, shape, strict=True):
         first = first * length + offset

@@ -1,7 +1,7 @@
-"""Several stores that hold the same files, as one for reading: what is asked for comes from the nearest good copy.
+"""Several stores with copies of the same files, as one store that reads from the nearest good copy.
 
-Files are named once and never changed, so that a name means the same bytes everywhere. A store cannot tell whether bytes are
-good: who reads verifies, and asks `from_nearest` for the next copy.
+A file never changes after it was written, so its name refers to the same bytes in every store. A store cannot verify bytes. The
+reader verifies them, and `from_nearest` calls it with the next copy if one is bad.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ReplicatedStore(Store):
-    """Stores, the nearest first. The last is the one of record: its URL is that of all, and it takes what is written."""
+    """Several stores as one, the nearest first. The last is the store of record: it provides the URL and takes all writes."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         self.stores = tuple(stores)
@@ -66,18 +66,18 @@ class ReplicatedStore(Store):
             except NotFound:
                 continue
             except StoreError as error:
-                log.warning("%s; the next tier is asked", error)
+                log.warning("%s; trying the next tier", error)
         return ask(self.stores[-1])
 
     def _ask_all(self, ask: Callable[[Store], T]) -> Iterator[T]:
-        """What each store answers; one that is near and does not answer is left out."""
+        """Yield the result of each store; skip a store that fails, unless it is the last."""
         for store in self.stores:
             try:
                 yield ask(store)
             except StoreError as error:
                 if store is self.stores[-1]:
                     raise
-                log.warning("%s; the next tier is asked", error)
+                log.warning("%s; trying the next tier", error)
 
     # --- writing -----------------------------------------------------------------------------------------------
 
@@ -95,18 +95,20 @@ class ReplicatedStore(Store):
 
 
 def copies_of(store: Store) -> tuple[Store, ...]:
-    """The stores that may have a copy of a file, the nearest first."""
+    """Return the stores that may have a copy of a file, the nearest first."""
     return store.stores if isinstance(store, ReplicatedStore) else (store,)
 
 
 def from_nearest(
     store: Store, read: Callable[[Store], T], name: str, position: int = 0, missing: set[tuple[str, str]] | None = None
 ) -> T:
-    """What `read` makes of the nearest copy that is there, can be read, and passes its check.
+    """Return the result of `read` for the nearest copy that exists, can be read, and passes its check.
 
-    read: raises IntegrityError where the copy is bad (chained to NotFound where it is missing).
-    name, position: what is read. A copy that was bad there is not used again, but where it is the last.
-    absent: the caller's memory of the copies that are not there, by URL and name.
+    read: raises IntegrityError where the copy is bad, chained to NotFound where it is missing.
+    name, position: the file and the block to read. A copy that was bad before is not read again, unless it is the last.
+    missing: (URL, name) of copies that do not exist; the caller keeps it between calls.
+
+    Raises IntegrityError if no copy is good, and StoreError if the last store fails.
     """
     copies = copies_of(store)
     missing = set() if missing is None else missing
@@ -116,7 +118,7 @@ def from_nearest(
         if not last and (copy.url, name) in missing:
             continue
         if not last and (name, position) in _bad_blocks.get(copy.url, ()):
-            damage = IntegrityError(f"{copy.url}/{name} was found damaged at byte {position} before")
+            damage = IntegrityError(f"{copy.url}/{name} is damaged at byte {position}, as an earlier read found")
             continue
         try:
             return read(copy)
@@ -128,12 +130,12 @@ def from_nearest(
                 _mark_bad(copy.url, name, position)
                 damage = error
                 if not last:
-                    log.error("bad copy in the tier %s: %s; the next tier is asked", copy.url, error)
+                    log.error("bad copy in the tier %s: %s; trying the next tier", copy.url, error)
         except StoreError as error:
             if last:
                 raise
-            log.warning("%s; the next tier is asked", error)
-    assert damage is not None  # the last copy is always asked
+            log.warning("%s; trying the next tier", error)
+    assert damage is not None  # the last copy is always read
     raise damage
 
 
@@ -149,25 +151,25 @@ def _mark_bad(url: str, name: str, position: int) -> None:
 
 
 def bad_files(url: str) -> set[str]:
-    """The files of a store that this process found damaged."""
+    """Return the files of a store that this process found damaged."""
     with _bad_blocks_lock:
         return {name for name, _ in _bad_blocks.get(url, ())}
 
 
 def clear_bad(url: str, name: str) -> None:
-    """A file was written anew, or is gone."""
+    """Forget the damage of a file that was written again or deleted."""
     with _bad_blocks_lock:
         _bad_blocks[url] = {(other, position) for other, position in _bad_blocks.get(url, ()) if other != name}
 
 
 def remove_bad_copies(store: Store, is_intact: Callable[[Store, str], bool]) -> list[str]:
-    """Remove the bad copies that are not the last, and return which.
+    """Delete bad copies, except in the last store, and return their URLs.
 
-    Everything that counts on them in their place is seen to be damaged from then on: nothing refers to it, and no step that
-    needs it counts as a good one.
+    Steps of that tier that need a deleted file count as damaged from then on: no later step refers to their blocks, and a load
+    does not choose them.
 
-    is_whole: reads a copy and compares it with the digests of all that refer to it. A bad copy is removed only where this
-        says that a further place has a good one: the other blocks of the bad copy may be the only good ones.
+    is_intact: reads a copy and compares it with the digests of all rows that refer to it. A bad copy is deleted only if a store
+        after it has an intact one, because the other blocks of the bad copy may be the only good ones.
     """
     removed = []
     copies = copies_of(store)

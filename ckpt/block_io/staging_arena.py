@@ -1,7 +1,7 @@
-"""Staging memory: mapped once, reused for ever. A new mapping of pages costs more than the disk it feeds.
+"""Staging memory for saves, mapped once and reused: mapping new pages takes longer than writing them to a disk.
 
-An arena is a ring. Regions are taken in order and given back in any order; where the ring is full, taking waits, and
-that is the back-pressure on a state larger than the memory budget.
+An arena is a ring. Regions are taken in order and given back in any order. If the ring is full, `take` waits: this is the
+back-pressure on a state that is larger than the memory budget.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ckpt.storage.base.store import ALIGNMENT
 
 
 class ArenaAbandoned(Exception):
-    """Taking was given up because the save failed elsewhere."""
+    """`take` was interrupted because another thread of the save failed."""
 
 
 class Region:
-    """A part of an arena, a multiple of ALIGNMENT bytes, starting on a page."""
+    """A part of an arena: a multiple of ALIGNMENT bytes that starts on a page."""
 
     __slots__ = ("data", "end", "free")
 
     def __init__(self, data: Bytes, end: int) -> None:
         self.data = data
-        self.end = end  # of the region in the ring, counted without wrapping
+        self.end = end  # end position of the region in the ring, counted without wrapping
         self.free = False
 
 
@@ -47,7 +47,10 @@ class Arena:
         self._abandoned = False
 
     def take(self, nbytes: int, wait: bool = True) -> Region | None:
-        """Return a region of at least `nbytes`; where there is no room, wait for it, or return None if not `wait`."""
+        """Return a region of at least `nbytes` bytes. Without room, wait for it, or return None if `wait` is false.
+
+        Raises ArenaAbandoned after `abandon`.
+        """
         length = round_up(nbytes)
         if length > self.capacity_bytes:
             raise ValueError(f"a region of {length} bytes does not fit an arena of {self.capacity_bytes}")
@@ -56,11 +59,11 @@ class Arena:
                 if self._abandoned:
                     raise ArenaAbandoned
                 start = self._head
-                if start % self.capacity_bytes + length > self.capacity_bytes:  # would wrap: leave out the rest of the ring
+                if start % self.capacity_bytes + length > self.capacity_bytes:  # would wrap: skip the rest of the ring
                     start += self.capacity_bytes - start % self.capacity_bytes
                 if start + length - self._tail <= self.capacity_bytes:
                     break
-                if not self._regions:  # empty, but the head stands badly: begin anew
+                if not self._regions:  # the ring is empty, but the head is too close to its end: restart from its begin
                     self._head = self._tail = 0
                     continue
                 if not wait:
@@ -81,27 +84,27 @@ class Arena:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Wake every thread that waits in `take` with ArenaClosed, until `reset`."""
+        """Raise ArenaAbandoned in every thread that waits in `take` or calls it, until `reset`."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """Make all of it free. Only when no region is in use."""
+        """Make the whole arena free. Call it only when no region is in use."""
         with self._changed:
             self._regions.clear()
             self._head = self._tail = 0
             self._abandoned = False
 
     def pin(self) -> None:
-        """Page-lock the memory for CUDA, once."""
+        """Page-lock the memory for CUDA, if it is not locked yet."""
         if not self.pinned:
             from ckpt.state.leaves import torch as torch_leaves
 
             self.pinned = torch_leaves.pin(self.memory)
 
     def close(self) -> None:
-        """Unmap. Views of the memory that are still about keep it alive until they go."""
+        """Unmap the memory. Views of it that still exist keep it mapped until they are deleted."""
         if self.pinned:
             from ckpt.state.leaves import torch as torch_leaves
 
@@ -114,7 +117,7 @@ class Arena:
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT, at least one."""
+    """Return `nbytes` rounded up to a multiple of ALIGNMENT, at least ALIGNMENT."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
@@ -122,7 +125,7 @@ _TOUCH_BYTES = 64 << 20
 
 
 class ArenaPool:
-    """Arenas at rest, kept for the next save. One of each size class that is in use, no more."""
+    """Idle arenas for the next saves; an arena that comes back replaces all idle ones that are not larger."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -132,10 +135,10 @@ class ArenaPool:
             os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
 
     def borrow(self, capacity_bytes: int) -> Arena:
-        """Return an idle arena of at least `capacity` bytes, or a new one."""
+        """Return an idle arena of at least `capacity_bytes` bytes, or a new one."""
         preparing = self._preparing
         if preparing is not None and preparing is not threading.current_thread():
-            preparing.join()  # rather than map the same memory twice
+            preparing.join()  # otherwise the same memory would be mapped twice
         with self._lock:
             fitting = [a for a in self._idle if round_up(capacity_bytes) <= a.capacity_bytes]
             arena = min(fitting, key=lambda a: a.capacity_bytes, default=None)
@@ -145,7 +148,7 @@ class ArenaPool:
         return Arena(capacity_bytes)
 
     def give_back(self, arena: Arena) -> None:
-        """Keep the arena for the next save; a smaller idle one goes, since this one serves its purpose."""
+        """Keep the arena for the next save, and close smaller idle ones, which it can replace."""
         arena.reset()
         with self._lock:
             smaller = [a for a in self._idle if a.capacity_bytes <= arena.capacity_bytes]
@@ -154,20 +157,20 @@ class ArenaPool:
             old.close()
 
     def prepare(self, capacity_bytes: int) -> None:
-        """Have an arena of `capacity` bytes mapped and touched in the background, so that the next save need not.
+        """Map and touch an arena of `capacity_bytes` bytes in a background thread, so that the next save need not do it.
 
         The first touch of a page costs ten times as much as the copy into it (measured: 1.5 s for 2 GiB, then 0.13 s).
         """
         if self._preparing is None or not self._preparing.is_alive():
             thread = threading.Thread(target=self._prepare, args=(capacity_bytes,), name="ckpt-prepare")
             thread.start()
-            self._preparing = thread  # begun, so that another thread can wait for it
+            self._preparing = thread  # set after the start, since another thread may join it
 
     def _prepare(self, capacity_bytes: int) -> None:
         try:
             arena = self.borrow(capacity_bytes)
         except (OSError, ValueError):
-            return  # not so much memory: the save will say so, if it wants as much
+            return  # not enough memory: the save itself raises the error if it needs that much
         for start in range(0, arena.capacity_bytes, _TOUCH_BYTES):
             if not threading.main_thread().is_alive():
                 break
@@ -175,7 +178,7 @@ class ArenaPool:
         self.give_back(arena)
 
     def clear(self) -> None:
-        """Give all idle memory back to the system."""
+        """Return all idle memory to the system."""
         with self._lock:
             idle, self._idle = self._idle, []
         for arena in idle:
@@ -186,7 +189,7 @@ pool = ArenaPool()
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping; where the system does not say, 8 GiB."""
+    """Return the bytes that can be allocated without swapping; 8 GiB where the system does not report it."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -1,7 +1,7 @@
-"""Between columns of Arrow and values of numpy and Python.
+"""Convert between Arrow columns and values of numpy and Python, without the calls that import pandas.
 
-`pyarrow.array`, `pyarrow.scalar`, `empty_table` and `to_numpy` are not used, nor is numpy given to Arrow's functions: each
-makes Arrow import pandas wherever it is installed, which takes longer than the first save of a small state.
+`pyarrow.array`, `pyarrow.scalar`, `empty_table` and `to_numpy` are not used, and no numpy array is passed to Arrow's functions:
+each makes Arrow import pandas if it is installed, which takes longer than the first save of a small state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from ckpt.storage.base.errors import StoreError
 
 
 def number_array(values: Any, kind: str = "int64") -> Any:
-    """Numbers (an array, or a sequence in which None is null) as an Arrow array; kind: the name of a numpy type."""
+    """Return numbers as an Arrow array.
+
+    values: a numpy array, or a sequence in which None is null. kind: the name of a numpy type.
+    """
     import pyarrow as pa
 
     valid = None
@@ -32,14 +35,14 @@ def number_array(values: Any, kind: str = "int64") -> Any:
 
 
 def text_array(values: Sequence[str | None]) -> Any:
-    """Strings as an Arrow array; None is null."""
+    """Return strings as an Arrow array; None is null."""
     import pyarrow as pa
 
     return _variable_length_array(pa.string(), [None if value is None else value.encode() for value in values])
 
 
 def binary_array(values: Sequence[bytes]) -> Any:
-    """Bytes as an Arrow array."""
+    """Return bytes as an Arrow array."""
     import pyarrow as pa
 
     return _variable_length_array(pa.binary(), values)
@@ -55,7 +58,7 @@ def _variable_length_array(kind: Any, values: Sequence[bytes | None]) -> Any:
     ends = np.zeros(len(known) + 1, np.int64)
     np.cumsum(list(map(len, known)), out=ends[1:])
     if ends[-1] > _MAX_BYTES:
-        raise StoreError(f"a column of the manifest would take {ends[-1]} bytes; {_MAX_BYTES} are the most: use more ranks")
+        raise StoreError(f"a column of the manifest needs {ends[-1]} bytes, more than {_MAX_BYTES}: save with more ranks")
     buffers = [valid, pa.py_buffer(ends.astype(np.int32)), pa.py_buffer(b"".join(known))]
     return pa.Array.from_buffers(kind, len(known), buffers)
 
@@ -70,10 +73,10 @@ def _bitmap(flags: Sequence[bool]) -> Any:
 
 
 def compute_function(function: str, *columns: Any, options: Any = None) -> Any:
-    """One of Arrow's compute functions, by name.
+    """Return the result of one of Arrow's compute functions, given by name.
 
-    Not by pyarrow.compute: to import that makes a documented Python function of each of them, a quarter of all that a first
-    load imports. Methods of columns and tables such as `take` and `cast` import it, too.
+    `pyarrow.compute` is not used: importing it generates a documented Python function for each compute function, a quarter of
+    the import time of a first load. Methods of columns and tables such as `take` and `cast` import it too.
     """
     from pyarrow._compute import call_function
 
@@ -81,24 +84,24 @@ def compute_function(function: str, *columns: Any, options: Any = None) -> Any:
 
 
 def cast(column: Any, kind: Any) -> Any:
-    """The column as one of this type; raise ArrowInvalid where a value does not fit."""
+    """Return the column as one of type `kind`; raise ArrowInvalid where a value does not fit."""
     from pyarrow._compute import CastOptions
 
     return column if column.type == kind else compute_function("cast", column, options=CastOptions.safe(kind))
 
 
 def take_rows(column: Any, rows: Any) -> Any:
-    """The rows of an Arrow array or table with these numbers, an array."""
+    """Return the rows of an Arrow array or table with these numbers, in this order. rows: a numpy array."""
     return compute_function("take", column, number_array(rows))
 
 
 def dictionary_encoded(column: Any) -> Any:
-    """A text column as a dictionary and numbers."""
+    """Return a text column in dictionary encoding."""
     return compute_function("dictionary_encode", column)
 
 
 def valid_rows(column: Any) -> Any:
-    """The numbers of the rows of an Arrow array that are not null."""
+    """Return the numbers of the rows of an Arrow array that are not null."""
     if not column.null_count:
         return np.arange(len(column))
     bits = np.unpackbits(np.frombuffer(column.buffers()[0], np.uint8), bitorder="little")
@@ -106,7 +109,7 @@ def valid_rows(column: Any) -> Any:
 
 
 def one_chunk(column: Any) -> Any:
-    """A column of a table as one Arrow array."""
+    """Return a column of a table as one Arrow array."""
     import pyarrow as pa
 
     if not isinstance(column, pa.ChunkedArray):
@@ -117,13 +120,13 @@ def one_chunk(column: Any) -> Any:
 
 
 def list_array(values: Sequence[Sequence[int]]) -> Any:
-    """A list column. Built from flat numbers: pyarrow takes nested Python lists one by one, ten times as slowly."""
+    """Return a list column, built from flat numbers: pyarrow converts nested Python lists ten times as slowly."""
     lengths = [len(v) for v in values]
     return list_array_of_flat(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
 
 
 def list_array_of_flat(flat: Any, lengths: Any) -> Any:
-    """A list column of these numbers, so many to each row."""
+    """Return a list column of these numbers. lengths: how many numbers each row has."""
     import pyarrow as pa
 
     ends = np.zeros(len(lengths) + 1, np.int32)
@@ -135,7 +138,7 @@ def list_array_of_flat(flat: Any, lengths: Any) -> Any:
 
 
 def numpy_array(column: Any) -> Any:
-    """A column of whole numbers without nulls as a numpy array, not copied."""
+    """Return a column of integers without nulls as a numpy array, without a copy."""
     column = one_chunk(column)
     kind = np.dtype(str(column.type))
     data = column.buffers()[1]
@@ -143,21 +146,21 @@ def numpy_array(column: Any) -> Any:
 
 
 def bool_array(column: Any) -> Any:
-    """A column of true and false without nulls as a numpy array."""
+    """Return a Boolean column without nulls as a numpy array."""
     import pyarrow as pa
 
     return numpy_array(cast(column, pa.uint8())).astype(bool)
 
 
 def flat_lists(column: Any) -> tuple[Any, Any]:
-    """A list column as flat numbers, and where each row's begin: one more than there are rows."""
+    """Return a list column as flat numbers, and the index of the first number of each row followed by their total."""
     column = one_chunk(column)
     ends = numpy_array(column.offsets)
     return numpy_array(column.values)[ends[0] : ends[-1]], ends - ends[0]
 
 
 def dictionary_codes(column: Any) -> tuple[Any, list[str]]:
-    """A text column without nulls as numbers, and the texts that they mean; some of them may mean nothing here."""
+    """Return a text column without nulls as codes, and the list of texts that they index; some texts may be unused."""
     import pyarrow as pa
 
     column = _decoded_if_short(one_chunk(column))
@@ -167,7 +170,7 @@ def dictionary_codes(column: Any) -> tuple[Any, list[str]]:
 
 
 def _decoded_if_short(column: Any) -> Any:
-    """The column itself, as text where it has fewer rows than its dictionary has entries."""
+    """Return the column, decoded to text if it has fewer rows than its dictionary has entries."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type) and len(column) < len(column.dictionary):
@@ -176,7 +179,7 @@ def _decoded_if_short(column: Any) -> Any:
 
 
 def python_values(column: Any) -> Iterable[Any]:
-    """A column as Python objects. numpy makes them ten times as fast as pyarrow does, where there are no nulls."""
+    """Return a column as Python objects, through numpy where it has no nulls, which is ten times as fast as pyarrow."""
     import pyarrow as pa
 
     column = _decoded_if_short(one_chunk(column))
@@ -197,12 +200,12 @@ def python_values(column: Any) -> Iterable[Any]:
 
 
 def distinct(numbers: Any) -> list[int]:
-    """The different ones of small numbers that are not negative, in order. np.unique imports all of numpy.ma: 10 ms."""
+    """Return the distinct values of small non-negative integers, in order. np.unique would import numpy.ma in 10 ms."""
     return np.flatnonzero(np.bincount(numbers)).tolist()
 
 
 def _tuples(flat: Any, begins: Any) -> list[tuple[int, ...]]:
-    """Rows of numbers as tuples. Those of one length are made together, four times as fast as one by one."""
+    """Return rows of numbers as tuples. Rows of one length are converted together, four times as fast as one by one."""
     lengths = np.diff(begins)
     made = np.empty(len(lengths), object)
     for length in distinct(lengths):

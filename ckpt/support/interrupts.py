@@ -1,6 +1,7 @@
-"""A command that is interrupted while it still imports ends at once, with one line and no traceback.
+"""End a command that is interrupted during its imports at once, with one line and no traceback.
 
-The package is imported before a command has its first word, so this is what it imports first. Other programs are left alone.
+The package is imported before the code of a command runs, so it imports this module first. In a program that is not a command
+of ckpt, the module changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _COMMANDS = ("ckpt-inspect", "ckpt-restore", "ckpt-node", "ckpt-mount", "ckpt-ru
 
 
 def _command() -> str:
-    """The command that this process is: `ckpt-run`, or `python -m ckpt.tools.run`; "" for a program that imports ckpt."""
+    """Return the command that this process runs, as `ckpt-run` or `python -m ckpt.tools.run`; "" for another program."""
     name = os.path.basename(next(iter(getattr(sys, "argv", [])), "")).removesuffix(".exe")
     if name == "-m":
         module = next((word for word in sys.orig_argv if word.startswith("ckpt.tools.")), "")
@@ -28,14 +29,14 @@ def _command() -> str:
 
 _pending = False
 _COMMAND_NAME = _command()
-"""As long as it imports; later sys.argv says something else."""
+"""Determined during the imports, since a command may change sys.argv later."""
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:
     try:
         os.write(2, f"\n{_COMMAND_NAME}: interrupted\n".encode())
     finally:
-        os._exit(STATUS)  # not by an exception: an import in the middle of native code may swallow it
+        os._exit(STATUS)  # not an exception, which an import of native code may swallow
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
@@ -45,16 +46,16 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def as_exceptions() -> None:
-    """From now on an interrupt is a KeyboardInterrupt again: there is something to be cleared away."""
+    """Make interrupts raise KeyboardInterrupt again; a command calls it before it does anything that it must clean up."""
     if signal.getsignal(signal.SIGINT) is _exit_at_once:
         signal.signal(signal.SIGINT, _raise_interrupt)
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt where one came to nothing: what is raised while an object goes, Python only prints."""
+    """Raise KeyboardInterrupt if an earlier one was lost: Python only prints an exception that is raised in a finalizer."""
     if _pending:
         raise KeyboardInterrupt
 
 
-if _COMMAND_NAME and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as by nohup
+if _COMMAND_NAME and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored, as by nohup
     signal.signal(signal.SIGINT, _exit_at_once)

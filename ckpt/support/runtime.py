@@ -1,8 +1,7 @@
-"""Keeping a save from being felt.
+"""Control of the Python runtime that keeps saves from slowing down training: collector, processors, priority.
 
-The garbage collector pauses while many small objects are made that all stay: it would look at them over and over. Measured
-with 20,000 leaves: a third of the time of a load. Background threads let those of training go first, and compute on all
-processors but one.
+The garbage collector is paused while many small objects are created that all stay alive, since it would visit them repeatedly:
+with 20,000 leaves that took a third of the time of a load. Background threads give precedence to the training threads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collection while the context is open, in any thread; contexts may overlap."""
+    """Prevent garbage collection in all threads while the context is open; contexts may overlap."""
     global _pause_count, _was_enabled
     with _lock:
         if not _pause_count:
@@ -38,13 +37,15 @@ def collector_paused() -> Iterator[None]:
 
 
 def processor_count() -> int:
-    """How many this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def lower_thread_priority() -> None:
-    """Let the training step have the processor first: on Linux a thread has a priority of its own, inherited by its
-    children."""
+    """Lower the priority of the current thread, so that the training step gets the processor first.
+
+    On Linux each thread has its own priority, which threads that it starts inherit; elsewhere this does nothing.
+    """
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

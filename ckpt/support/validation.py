@@ -1,6 +1,6 @@
-"""What a user gives as an option, checked at once: a wrong one is refused in one line, before anything is read or written.
+"""Validate the options that a user gives, before anything is read or written, with an error of one line.
 
-A wrong type would otherwise be told by whatever meets it first, perhaps in a thread of the background, hours later.
+A wrong type would otherwise raise an error where it is first used, perhaps hours later in a background thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt.storage.base.errors import InvalidArgument
 
 
 def checked_positive(name: str, value: Any, what: str) -> int:
-    """A whole number of at least 1, numpy's too. `what` says what is taken, for the message."""
+    """Return a whole number of at least 1 as int, also one of numpy. what: the values that are allowed, for the message."""
     number = as_integer(value)
     if number is None or number < 1:
         raise InvalidArgument(f"{name}={value!r}: use {what}")
@@ -25,7 +25,7 @@ def checked_positive(name: str, value: Any, what: str) -> int:
 
 
 def checked_every(value: Any) -> Any:
-    """How often to save."""
+    """Return the option `every`, the interval between saves, if it is valid."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
     if isinstance(value, timedelta) and value >= timedelta(0):
@@ -34,12 +34,12 @@ def checked_every(value: Any) -> Any:
 
 
 def checked_bytes(name: str, value: Any) -> int | None:
-    """A limit in bytes, or None."""
+    """Return a limit in bytes, or None, if it is valid."""
     return None if value is None else checked_positive(name, value, "a positive number of bytes, as in 4 << 30, or None")
 
 
 def checked_seconds(name: str, value: Any) -> float:
-    """A time to wait; it may be infinite."""
+    """Return a time to wait in seconds, which may be infinite."""
     try:
         seconds = 0.0 if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError):
@@ -50,7 +50,7 @@ def checked_seconds(name: str, value: Any) -> float:
 
 
 def checked_patterns(value: Any) -> tuple[str, ...] | None:
-    """Names and patterns of leaves; an iterator is used up here."""
+    """Return the option `only`, names and patterns of leaves, as a tuple; None for no selection."""
     if value is None:
         return None
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
@@ -60,7 +60,7 @@ def checked_patterns(value: Any) -> tuple[str, ...] | None:
 
 
 def check_rename(value: Any) -> None:
-    """A function, or regular expressions and their replacements."""
+    """Raise InvalidArgument unless `rename` is None, a function, or a mapping from regular expressions to replacements."""
     if value is None or callable(value):
         return
     if not isinstance(value, Mapping):
@@ -72,30 +72,30 @@ def check_rename(value: Any) -> None:
                 compiled.sub(replacement, "")
         except (re.error, TypeError, IndexError) as error:
             raise InvalidArgument(
-                f"rename={{{pattern!r}: {replacement!r}}}: no regular expression and its replacement: {error}"
+                f"rename={{{pattern!r}: {replacement!r}}}: not a regular expression and its replacement: {error}"
             ) from error
 
 
 def check_progress(value: Any) -> None:
-    """What is told the number of bytes just read."""
+    """Raise InvalidArgument unless `progress` is None or a function."""
     if value is not None and not callable(value):
         raise InvalidArgument(f"progress={value!r}: use a function of one number, the bytes just read, or None")
 
 
 def check_switch(name: str, value: Any) -> None:
-    """True or False, numpy's too. Nothing else: "false" from a configuration would count as True."""
+    """Raise InvalidArgument unless the value is True or False, also of numpy; the text "false" would count as True."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(f"{name}={value!r}: use True or False")
 
 
 def check_share_reads(value: Any) -> None:
-    """Whether ranks read for each other."""
+    """Raise InvalidArgument unless `share_reads` is "auto", True or False."""
     if not (isinstance(value, bool) or (isinstance(value, str) and value == "auto")):
         raise InvalidArgument(f"share_reads={value!r}: use 'auto', True or False")
 
 
 def as_integer(value: Any) -> int | None:
-    """A whole number as int, None for anything else; True and False are none."""
+    """Return a whole number as int, None for anything else, including True and False."""
     if isinstance(value, bool):
         return None
     try:
