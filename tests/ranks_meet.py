@@ -208,7 +208,7 @@ def in_jax(folder: Path, port: str) -> list[Group]:
 
     impatient = ours.JaxGroup(timeout=0.5)
     if rank == 0:
-        fails(lambda: impatient.all_gather(b""), "jax.distributed, rank 0 of 2", "rank 1 did not come within 0.5 s")
+        fails(lambda: impatient.all_gather(b""), "jax.distributed, rank 0 of 2", "rank 1 did not join a gather within 0.5 s")
         (folder / "over").touch()
     else:
         wait_for(folder / "over")

@@ -283,8 +283,8 @@ def test_a_rank_needs_little_beside_its_shard(tmp_path: Path, ranks: int, by: st
 def test_ranks_of_two_names_do_not_meet_and_say_so(tmp_path: Path) -> None:
     program = (
         "import sys, numpy as np, ckpt\n"
-        "from ckpt.groups import EnvGroup, meeting\n"
-        "meeting._WARN_SECONDS = 0.5\n"
+        "from ckpt.groups import EnvGroup, store_rendezvous\n"
+        "store_rendezvous._WARN_SECONDS = 0.5\n"
         "ckpt.save({'w': np.ones(3)}, sys.argv[1], 0, group=EnvGroup(timeout=4))\n"
     )
     ranks = [
@@ -298,5 +298,5 @@ def test_ranks_of_two_names_do_not_meet_and_say_so(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "waiting for rank 1 at " in said[0]
     assert "waiting for rank 0 at " in said[1]
-    assert "ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too" in said[1]
+    assert "ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT use or used this store" in said[1]
     assert not list(tmp_path.glob("steps/*"))

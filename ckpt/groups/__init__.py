@@ -1,9 +1,9 @@
-"""Who saves together: the ranks of a job, detected or named by the user, and how they exchange bytes.
+"""Groups: the ranks of a job that save and load together, and the exchange of bytes between them.
 
-It promises never to import a framework: only libraries that are imported already are asked. It imports nothing else of ckpt.
+A group uses a framework only if the process has imported it. This package imports nothing else of ckpt.
 
-Start with `base.Group`. There is one file each for torch, jax, MPI and threads, and `env` for ranks that know each other only
-by environment variables and meet at the store (`store_rendezvous`).
+Start with `base.Group`. There is one file each for torch, jax, MPI and threads. `env` is for ranks that have only environment
+variables and no network; they exchange bytes through the store (`store_rendezvous`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from ckpt.storage.base.errors import InvalidArgument
 __all__ = ["EnvGroup", "Group", "SingleProcessGroup", "as_group", "detect"]
 
 _group_cache: dict[int, tuple[Callable[[], Any], Group]] = {}
-"""By the identity of what was wrapped, with what still gives that: once it is gone its number may be another's."""
+"""By the id of the wrapped object, with a reference to it, because another object may get the same id later."""
 
 _env_groups: dict[EnvRank, EnvGroup] = {}
 
 
 def as_group(group: Any = "auto") -> Group:
-    """The group that the user means. Nobody is waited for.
+    """Return the group of a `group=` option, without communication.
 
     group: "auto" (see `detect`), None for this process alone, a Group, an mpi4py communicator, a torch process group or
-    a torch device mesh of one dimension. The same object gives the same Group again.
+        a torch device mesh of one dimension. The same object always gives the same Group.
+
+    Raises InvalidArgument for any other object.
     """
     if isinstance(group, str) and group == "auto":
         return detect()
@@ -45,7 +47,7 @@ def as_group(group: Any = "auto") -> Group:
 
 
 def _weak_reference(group: Any) -> Callable[[], Any]:
-    """Not held where that can be: a process group that the user destroys must go, with its threads."""
+    """Return a weak reference if possible: a process group that the user destroys must be freed, with its threads."""
     try:
         return weakref.ref(group)
     except TypeError:
@@ -53,9 +55,9 @@ def _weak_reference(group: Any) -> Callable[[], Any]:
 
 
 def detect() -> Group:
-    """The ranks of the library in use, else those that the launcher names in the environment, else this process alone.
+    """Return the ranks of an initialised library, else those that the launcher set in the environment, else this process.
 
-    A library that is initialised knows better than the environment, which a process may have inherited from a rank.
+    An initialised library takes precedence, since a process may have inherited the environment of a rank.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -81,7 +83,7 @@ def _wrap(group: Any) -> Group:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(group, mpi.Comm):
         if not isinstance(group, mpi.Intracomm) or group == mpi.COMM_NULL:
-            raise InvalidArgument(f"{group!r} is no MPI communicator of ranks that work together; give MPI.COMM_WORLD")
+            raise InvalidArgument(f"{group!r} is not an MPI intracommunicator of this process; give MPI.COMM_WORLD")
         from ckpt.groups.mpi import MpiGroup
 
         return MpiGroup(group)
@@ -92,12 +94,12 @@ def _wrap(group: Any) -> Group:
         mesh = sys.modules.get("torch.distributed.device_mesh")
         if mesh is not None and isinstance(group, mesh.DeviceMesh):
             if group.ndim != 1:
-                raise InvalidArgument(f"a mesh of {group.ndim} dimensions is no group; give one of them, as in mesh['dp']")
+                raise InvalidArgument(f"a mesh of {group.ndim} dimensions is not a group; give one dimension, as in mesh['dp']")
             return TorchGroup(group.get_group())
         if isinstance(group, dist.ProcessGroup):
             return TorchGroup(group)
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise InvalidArgument("this process is not in the process group that was given; save from those that are")
+            raise InvalidArgument("this process is not in the process group that was given; call only on ranks of the group")
     raise InvalidArgument(
         f"group={group!r}: give 'auto', None, a ckpt.groups.Group, an mpi4py communicator, a torch process group or a "
         "torch device mesh of one dimension"

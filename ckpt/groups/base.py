@@ -1,7 +1,7 @@
-"""What the pipelines need of ranks that work together: who is there, and two ways to hand bytes over.
+"""`Group`, the interface to the ranks of a job: rank and size, gather, broadcast, exchange and notes.
 
-The calls that say "collective" are made by every rank, in the same order, or none returns. A save makes none of them: a
-dead or slow rank can't hold the others up.
+A call marked "collective" must be made by every rank, in the same order, or it does not return. A save makes no collective call
+after the ranks have met, so that a dead or slow rank cannot block the others.
 """
 
 from __future__ import annotations
@@ -23,48 +23,76 @@ Message = tuple[int, memoryview]
 """The other rank, and the bytes to send or the memory to fill."""
 
 TIMEOUT_SECONDS = 600.0
-"""How long a rank waits for the others where the group's own library has no limit. The first save of a large job comes
-after every rank has compiled and loaded its model, which takes minutes and not the same for all."""
+"""Seconds that a rank waits for the others if the library of the group has no timeout. Before the first save of a large job,
+each rank compiles and loads its model, which takes minutes and differs between ranks."""
 
 _NOTE_SECONDS = 2.0
-"""How long a call waits for the network of a note: the process that serves it may stand still."""
+"""Seconds that a call waits for a note from the network, since the process that serves notes may be stopped."""
 
 
 class Group(ABC):
-    """The ranks of a job, as one of them sees it."""
+    """The ranks of a job that save and load together, as one of them sees it.
+
+    A class for another network sets `name`, `rank` and `size` and implements `all_gather`:
+
+        class MyGroup(ckpt.groups.Group):
+            name = "my network"
+
+            def __init__(self, network):
+                self.rank, self.size, self._network = network.rank, network.size, network
+
+            def all_gather(self, data):
+                return self._network.gather_bytes(data)
+    """
 
     name: str
-    """For messages: "torch.distributed", "MPI" …"""
+    """The name in messages: "torch.distributed", "MPI" …"""
     rank: int
-    """Of this process (or thread), 0 … size - 1."""
+    """The rank of this process or thread, 0 … size - 1."""
     size: int
+    """The number of ranks."""
     can_exchange: bool = False
-    """Whether `exchange` is there."""
+    """Whether the group implements `exchange`."""
     can_gather: bool = True
-    """Whether `all_gather` is there, and not only `broadcast`."""
+    """Whether the group implements `all_gather`; if not, only `broadcast`."""
 
     has_network_notes: bool = False
-    """Whether notes go through a network, too."""
+    """Whether notes also go through a network."""
 
     _is_one_host: bool | None = None
     _note_thread: threading.Thread | None = None
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank. Collective; when a repository is opened, and by loads."""
+        """Return the bytes of every rank, in the order of ranks. Collective; used to open a repository and to load.
+
+        Raises:
+            GroupError: A rank is missing, or the network fails.
+        """
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """The bytes of rank 0; the others' are not looked at. Collective."""
+        """Return the bytes of rank 0; the data of the other ranks are ignored. Collective.
+
+        Raises:
+            GroupError: A rank is missing, or the network fails.
+            InvalidArgument: Rank 0 gives None.
+        """
         return self.all_gather(self._broadcast_input(data))[0]
 
     def exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
-        """Send and receive, all at once. Collective, for a rank with nothing to hand over too.
+        """Send and receive messages between ranks at the same time. Collective, also for a rank without messages.
 
-        Between two ranks messages keep their order, and what is received is as long as what was sent. A rank may send
-        to itself. The memory is free for reuse when this returns.
+        Messages between two ranks keep their order, and each received message has the length of the sent one. A rank may send
+        to itself. The memory may be reused when this returns.
+
+        send: (receiver, bytes). receive: (sender, memory to fill).
+
+        Raises:
+            GroupError: A rank is missing, or the network fails.
+            InvalidArgument: The group has no exchange, or no rank of this number.
         """
         if not self.can_exchange:
-            raise InvalidArgument(f"{self.name} has no messages from rank to rank; gather, or let each rank read")
+            raise InvalidArgument(f"{self.name} cannot send messages between ranks; use all_gather, or let each rank read")
         send, receive = self._flat_messages(send), self._flat_messages(receive)
         mine = [data for peer, data in send if peer == self.rank]
         for source, target in zip(mine, (data for peer, data in receive if peer == self.rank), strict=True):
@@ -72,21 +100,21 @@ class Group(ABC):
         self._exchange([m for m in send if m[0] != self.rank], [m for m in receive if m[0] != self.rank])
 
     def _flat_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as flat bytes. One of no bytes is left out on both sides: not every library takes such."""
+        """Return messages as flat bytes, without empty ones on either side, which some libraries do not accept."""
         for peer, _ in messages:
             if not 0 <= peer < self.size:
                 raise InvalidArgument(f"there is no rank {peer} in {self!r}")
         return [(peer, data.cast("B")) for peer, data in messages if data.nbytes]
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
-        """`exchange` with other ranks, of flat messages that hold something."""
+        """`exchange` for non-empty flat messages to and from other ranks."""
         raise NotImplementedError
 
     def meet_at(self, store: Store) -> None:  # noqa: B027  most groups have a network
-        """Name the place where a group without a network meets from now on. Collective."""
+        """Set the store through which a group without a network exchanges bytes from now on. Collective."""
 
     def one_host(self) -> bool:
-        """Whether all ranks run on one host, so that they share its memory. Collective when first asked."""
+        """Return whether all ranks run on one host, so that they share its memory. The first call is collective."""
         if self._is_one_host is None:
             self._is_one_host = len(set(self.all_gather(_host_identity()))) == 1
         return self._is_one_host
@@ -94,17 +122,17 @@ class Group(ABC):
     # --- notes -------------------------------------------------------------------------------------------------
 
     def leave_note(self, key: str, note: bytes) -> None:
-        """Let the other ranks read a few bytes under a key: through the group's network, where it has one, and the memory of
-        this host. Not collective. It needs no store, waits for no rank and raises nothing; it may not arrive.
+        """Publish a few bytes under a key, through the memory of this host and the network of the group if it has one.
 
-        One key has one note: a later one may replace it.
+        Not collective: it needs no store, waits for no rank and raises no error. The note may not arrive. A key has one note: a
+        later one may replace it.
         """
         self._call_or_none(lambda: host_notes.write(key, note))
         if self.has_network_notes:
             self._call_or_none(lambda: self._call_with_timeout(lambda: self._leave_network_note(key, note)))
 
     def note(self, key: str) -> bytes | None:
-        """The note that a rank left under a key, None where none has arrived. Not collective; raises nothing."""
+        """Return the note that a rank left under a key, None if none has arrived. Not collective; raises no error."""
         found = host_notes.read(key)
         if found is None and self.has_network_notes:
             found = self._call_or_none(lambda: self._call_with_timeout(lambda: self._network_note(key)))
@@ -119,7 +147,7 @@ class Group(ABC):
         raise NotImplementedError
 
     def _call_with_timeout(self, call: Callable[[], bytes | None]) -> bytes | None:
-        """What a call returns, None where it takes too long. While a call hangs, no other one is made."""
+        """Return the result of a call, None if it takes too long. While one call hangs, no other call is made."""
         if self._note_thread is not None and self._note_thread.is_alive():
             return None
         found: list[bytes | None] = []
@@ -133,62 +161,62 @@ class Group(ABC):
     def _call_or_none(self, call: Callable[[], bytes | None]) -> bytes | None:
         try:
             return call()
-        except Exception as error:  # of whatever library the group uses: who waits goes on waiting, as without notes
+        except Exception as error:  # of any library: without the note, a waiting rank waits until its timeout
             log.debug("%r: a note could not be passed on: %s", self, error)
             return None
 
-    def close(self) -> None:  # noqa: B027  most groups hold nothing
-        """Give back what the group holds. Waits for nobody for long."""
+    def close(self) -> None:  # noqa: B027  most groups have no resources
+        """Release the resources of the group, after waiting a few seconds for other ranks at most."""
 
     def __repr__(self) -> str:
         return f"{self.name}, rank {self.rank} of {self.size}"
 
     def _broadcast_input(self, data: bytes | None) -> bytes:
-        """What this rank brings to a broadcast."""
+        """Return the bytes that this rank contributes to a broadcast: none unless it is rank 0."""
         if self.rank:
             return b""
         if data is None:
-            raise InvalidArgument("rank 0 broadcasts, and was given nothing")
+            raise InvalidArgument("broadcast: rank 0 must give the data, and it gave None")
         return data
 
     @contextmanager
     def _as_group_error(self, doing: str) -> Iterator[None]:
-        """Turn an error of the group's library, or of its meeting place, into a GroupError that says where.
+        """Turn an error of the group's library, or of its rendezvous store, into a GroupError that names group and rank.
 
-        MPI, torch and jax all raise kinds of RuntimeError; torch a ValueError once the process group is destroyed.
+        MPI, torch and jax raise subclasses of RuntimeError; torch raises ValueError after the process group was destroyed.
         """
         try:
             yield
-        except StoreError as error:  # it says itself what to do
+        except StoreError as error:  # its message has the advice
             raise GroupError(f"{self!r}: {doing} failed: {first_line(error)}") from error
         except (RuntimeError, ValueError) as error:
             raise GroupError(
-                f"{self!r}: {doing} failed: {first_line(error)}; see whether a rank has died, and restart the job"
+                f"{self!r}: {doing} failed: {first_line(error)}; check whether a rank has died, and restart the job"
             ) from error
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in a message, not all of a thousand."""
+    """Return ranks for a message: the first 16, and how many there are."""
     listed = ", ".join(map(str, ranks[:16])) + (f" … ({len(ranks)} in all)" if len(ranks) > 16 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 def timeout_error(group: Group, missing: Sequence[int], doing: str, seconds: float) -> GroupError:
-    """The error of a rank that has waited long enough."""
+    """Return the error of a rank that has waited `seconds` for the missing ranks. doing: such as "a gather"."""
     return GroupError(
-        f"{group!r}: {ranks_text(missing)} did not come within {seconds:g} s to {doing}; every rank must make the same "
-        "call: see whether one has died, or give group=None where a process works alone"
+        f"{group!r}: {ranks_text(missing)} did not join {doing} within {seconds:g} s; every rank must make the same "
+        "call: check whether one has died, or give group=None where a process works alone"
     )
 
 
 def step_mismatch_error(doing: str, rank: int, size: int, step: int | None, step_of_rank_0: int | None) -> InvalidArgument:
-    """The error of a rank that was given another step than rank 0."""
+    """Return the error of a rank whose step differs from that of rank 0. doing: "save" or "load"; step: None for none."""
 
     def named(number: int | None) -> str:
         return f"the {'newest' if doing == 'load' else 'next'} one (step=None)" if number is None else f"step {number}"
 
     return InvalidArgument(
-        f"rank {rank} of {size} was to {doing} {named(step)}, rank 0 {named(step_of_rank_0)}; every rank must name the same "
+        f"rank {rank} of {size} was to {doing} {named(step)}, rank 0 {named(step_of_rank_0)}; every rank must give the same "
         "step"
     )
 
@@ -197,12 +225,12 @@ def _host_identity() -> bytes:
     from ckpt.groups.process_identity import this_process
 
     me = this_process()
-    # Containers of one host share the boot, not the name, and most often not the memory either.
+    # Containers of one host have the same boot id but different names, and mostly do not share memory.
     return f"{me.host} {me.boot}".encode()
 
 
 class SingleProcessGroup(Group):
-    """One process that works for itself."""
+    """A group of one process."""
 
     name = "one process"
     rank = 0
@@ -213,4 +241,4 @@ class SingleProcessGroup(Group):
         return [bytes(data)]
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
-        """There are no others."""
+        """Do nothing: there are no other ranks."""

@@ -1,4 +1,4 @@
-"""Ranks that know each other only by what their launcher put into the environment. They meet at the store."""
+"""Ranks from the variables of a launcher (RANK and WORLD_SIZE …), which exchange bytes through the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables of one launcher: rank, size, and those that together name the job, on all ranks the same."""
+    """The environment variables of one launcher: rank, size, and those that together identify the job on all ranks."""
 
     rank: str
     size: str
@@ -30,18 +30,18 @@ class _Launcher:
 
 _LAUNCHERS = (
     # Not TORCHELASTIC_RESTART_COUNT: each agent counts its own restarts, so it differs between the nodes of one job.
-    # The address tells two jobs without a name apart.
+    # The address distinguishes two jobs without a name.
     _Launcher("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
     _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
     _Launcher("PMI_RANK", "PMI_SIZE", ()),  # MPICH, Intel MPI, Cray. PMIx alone has a rank and no size.
-    # Not SLURM_NTASKS: the batch script has it too, and is one process that starts the ranks.
+    # Not SLURM_NTASKS: the batch script has it too, and it is one process that starts the ranks.
     _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class EnvRank:
-    """What the environment says of this process."""
+    """Rank, size and job of this process, from the environment. `name` is that of the group in messages."""
 
     name: str
     rank: int
@@ -50,14 +50,17 @@ class EnvRank:
 
 
 def rank_from_env(environ: Mapping[str, str] = os.environ) -> EnvRank | None:
-    """Rank, size and job as the first launcher has set them, None where none has."""
+    """Return rank, size and job as set by the first launcher found, None where no launcher has set them.
+
+    Raises GroupError where rank and size do not match.
+    """
     for launcher in _LAUNCHERS:
         rank, size = environ.get(launcher.rank), environ.get(launcher.size)
         if rank is None or size is None:
             continue
         if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
             raise GroupError(
-                f"the environment says {launcher.rank}={rank} and {launcher.size}={size}, which is no rank of a group; "
+                f"the environment has {launcher.rank}={rank} and {launcher.size}={size}, which is not a rank of a group; "
                 "correct or unset them, or give group=None"
             )
         return EnvRank(f"environment ({launcher.rank}, {launcher.size})", int(rank), int(size), _job_id(launcher, environ))
@@ -65,22 +68,22 @@ def rank_from_env(environ: Mapping[str, str] = os.environ) -> EnvRank | None:
 
 
 def _job_id(launcher: _Launcher, environ: Mapping[str, str]) -> JobId:
-    """The name of the job, its restart included where the launcher counts it: CKPT_RUN_ID, or the launcher's own."""
+    """Return the id of the job from CKPT_RUN_ID, or else from the launcher, with its restart count where it has one."""
     words = [environ.get(name, "") for name in (("CKPT_RUN_ID",) if "CKPT_RUN_ID" in environ else launcher.job)]
-    named = bool(words) and words[0] not in ("", "none")  # torchrun's name of a job that was given none
+    named = bool(words) and words[0] not in ("", "none")  # torchrun sets "none" for a job without a name
     return JobId(hashlib.sha256("\n".join(words).encode()).hexdigest()[:12], named)
 
 
 class EnvGroup(Group):
-    """The ranks that the environment tells of. They need no network: each store given to `meet_at` is a meeting place.
+    """The ranks that the environment describes. They need no network: they exchange bytes through the store of `meet_at`.
 
-    timeout: seconds to wait for the others, each time.
+    timeout: seconds of each wait for the other ranks.
     """
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
         found = rank_from_env()
         if found is None:
-            raise GroupError("no launcher has told this process its rank: set RANK and WORLD_SIZE, or give group=None")
+            raise GroupError("no launcher has set the rank of this process: set RANK and WORLD_SIZE, or give group=None")
         self.name, self.rank, self.size = found.name, found.rank, found.size
         self._job_id = found.job_id
         self._timeout = timeout
@@ -102,14 +105,14 @@ class EnvGroup(Group):
             with self._leave_note_on_failure(meeting.url), self._as_group_error(f"a gather at {self._url}"):
                 return meeting.gather(data)
         except GroupError:
-            # The ranks no longer agree on which gather is the next.
+            # The ranks no longer agree on the number of the next gather, so they need a new rendezvous.
             self._rendezvous.pop(self._url or "", None)
-            self._is_one_host = None  # which some may have heard, and others not
+            self._is_one_host = None  # some ranks may have received the answer, and others not
             raise
 
     @contextmanager
     def _leave_note_on_failure(self, url: str) -> Iterator[None]:
-        """Where this rank can't reach the meeting place, the others of this host must not wait for it."""
+        """Leave a note if this rank cannot reach the store, so that the other ranks of this host do not wait for it."""
         notes = RendezvousNotes(self, self._job_id.digest, url)
         notes.withdraw()
         try:
@@ -121,10 +124,10 @@ class EnvGroup(Group):
 
     def close(self) -> None:
         meetings, self._rendezvous = self._rendezvous, {}
-        if os.getpid() != self._creator_pid:  # a forked child is no rank
+        if os.getpid() != self._creator_pid:  # a forked child is not a rank
             return
         for url, meeting in meetings.items():
             try:
                 meeting.leave()
             except CkptError as error:
-                log.debug("the meeting at %s is left: %s", url, error)
+                log.debug("the rendezvous at %s was not closed: %s", url, error)

@@ -1,7 +1,7 @@
-"""What a rank says of itself when it comes to a meeting: which process it is, and what has started it.
+"""The hello of a rank in a rendezvous: the identity of its process and of the process that started it.
 
-Where nothing names a job, two of them at one store look alike: one just started, and what is left of the one before; or two at
-the same time. On one host their launchers tell them apart: torchrun's agent, the proxy of mpiexec, a shell.
+Two jobs without a name at one store look alike: a new job and the remains of an earlier one, or two jobs at the same time. On
+one host their launchers distinguish them: torchrun's agent, the proxy of mpiexec, a shell.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from ckpt.storage.base.checked_decode import decode, read_json
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Of one rank."""
+    """The hello of one rank."""
 
     owner: ProcessIdentity
+    """The process of the rank."""
     parent: int
-    """The process that has started it, 1 or 0 where that is not known any more."""
+    """The process that started it (the launcher); 1 or 0 if that has ended."""
     parent_started: str
+    """Start time of the parent, as `ProcessIdentity.started`."""
 
     def can_be_alive(self, me: Hello) -> bool:
-        """Whether its process may live."""
+        """Return whether the process of the rank may be alive. me: the hello of this process, here and below."""
         return not is_dead(self.owner, me.owner)
 
     def has_same_launcher(self, me: Hello) -> bool | None:
-        """Whether one process has started both; None where that can't be told."""
+        """Return whether one process started both ranks; None where that is unknown."""
         if not is_alive(self.owner, me.owner) or me.parent <= 1 or not me.parent_started:
             return None
         return (self.parent, self.parent_started) == (me.parent, me.parent_started)
 
     def is_orphaned(self, me: Hello) -> bool:
-        """Whether what has started it is gone, while that of this process lives: of a job that was killed, and begun again."""
+        """Return whether the launcher of the rank has ended while that of this process lives: a rank left from a killed job."""
         return (
             self.has_same_launcher(me) is False
             and self.parent > 1
@@ -42,18 +44,18 @@ class Hello:
         )
 
     def encode(self) -> bytes:
-        """As an object of a meeting."""
+        """Return the hello as the content of an object in the store."""
         return json.dumps({**asdict(self.owner), "parent": self.parent, "parent_started": self.parent_started}).encode()
 
 
 def own_hello() -> Hello:
-    """Of this process, before it waits: its parent may end meanwhile."""
+    """Return the hello of this process; call it before waiting, since the parent may end meanwhile."""
     parent = os.getppid()
     return Hello(this_process(), parent, process_start_ticks(parent))
 
 
 def decode_hello(data: bytes | None) -> Hello | None:
-    """What was said; None where that is gone, or says nothing."""
+    """Return the hello in `data`; None where it is missing or malformed."""
     try:
         fields = read_json(data or b"")
         parent, since = fields.pop("parent"), fields.pop("parent_started")

@@ -1,7 +1,7 @@
 """Small notes from one process to others of the same user on this host, in shared memory.
 
-A note says why a rank failed. It must arrive where the store does not answer, through which ranks pass on everything else. Each
-note is a file `/dev/shm/ckpt-notes-<uid>/<hash of the key>`. Without shared memory nothing is left and nothing read.
+A note contains the reason why a rank failed. It must arrive even if the store does not answer, through which ranks exchange
+everything else. Each note is a file `/dev/shm/ckpt-notes-<uid>/<hash of the key>`. Without shared memory there are no notes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 _BASE = Path("/dev/shm")
 _MAX_BYTES = 64 * 1024
 _EXPIRY_SECONDS = 86400.0
-"""Nobody waits for a rank for so long."""
+"""Older notes are deleted; no rank waits this long."""
 
 
 def write(key: str, data: bytes) -> None:
-    """Write a note. Raises OSError."""
+    """Write a note, cut to 64 KiB; raise OSError where that fails."""
     if not os.access(_BASE, os.W_OK):
         return
     folder = _folder()
@@ -35,13 +35,13 @@ def write(key: str, data: bytes) -> None:
 
 
 def remove(key: str) -> None:
-    """Take a note back."""
+    """Delete the note under a key."""
     if _is_mine(folder := _folder()):
         (folder / _name(key)).unlink(missing_ok=True)
 
 
 def read(key: str) -> bytes | None:
-    """The note under a key; None where there is none, or the folder is another user's."""
+    """Return the note under a key; None where there is none, or the folder belongs to another user."""
     folder = _folder()
     if not _is_mine(folder):
         return None

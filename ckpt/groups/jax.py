@@ -1,8 +1,8 @@
-"""The processes of jax.distributed as a group.
+"""The processes of jax.distributed as a group, which exchanges bytes through the coordinator's key-value store.
 
-Bytes go through the key-value store of its coordinator: jax's own collectives would compile a program, run on the
-devices, and must not meet the training's in another order on another process. The client of that store has no public
-name (orbax takes it from the same place); where a release of jax has none, the collectives do it after all.
+The collectives of jax are avoided: they compile a program, run on the devices, and would need the same order relative to the
+training's collectives on every process. The client of the key-value store has no public name (orbax uses the same private one).
+Where a release of jax does not have it, the group uses the collectives.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckpt.errors import GroupError
 from ckpt.groups.base import TIMEOUT_SECONDS, Group, timeout_error
 from ckpt.storage.base.errors import first_line
 
-_gather_numbers = itertools.count()  # of the gathers of this process, whatever objects make them: keys are never used twice
+_gather_numbers = itertools.count()  # shared by all JaxGroup objects of the process, so that no key is used twice
 
 
 class JaxGroup(Group):
-    """The processes of jax.distributed. `timeout`: seconds to wait for the others."""
+    """The processes of jax.distributed. timeout: seconds to wait for the other processes."""
 
     name = "jax.distributed"
 
@@ -29,7 +29,7 @@ class JaxGroup(Group):
         self._timeout = timeout
         state = _distributed_state()
         self._client: Any = getattr(state, "client", None)
-        if self._client is not None:  # and do not start the backend only to ask who is there
+        if self._client is not None:  # without starting the backend
             self.rank, self.size = state.process_id, state.num_processes
         else:
             import jax
@@ -45,7 +45,7 @@ class JaxGroup(Group):
             self._client.key_value_set_bytes(_gather_key(number, self.rank), data)
             until = time.monotonic() + self._timeout
             got = [self._wait_for_part(number, rank, until) for rank in range(self.size)]
-            # All have come to this gather, so all have left the one before and nobody needs it any more.
+            # All ranks have joined this gather, so all have finished the previous one and its key is not needed any more.
             self._client.key_value_delete(_gather_key(number - 1, self.rank))
             return got
 
@@ -57,8 +57,8 @@ class JaxGroup(Group):
             missing = [r for r in range(self.size) if not self._has_key(_gather_key(number, r))]
             if not missing or "DEADLINE_EXCEEDED" not in str(error):
                 raise GroupError(
-                    f"{self!r}: what rank {rank} gave to a gather could not be read: {first_line(error)}; "
-                    "see whether the coordinator (process 0) has died, and restart the job"
+                    f"{self!r}: the data of rank {rank} in a gather could not be read: {first_line(error)}; "
+                    "check whether the coordinator (process 0) has died, and restart the job"
                 ) from error
             raise timeout_error(self, missing, "a gather", self._timeout) from error
         return data
@@ -69,7 +69,7 @@ class JaxGroup(Group):
     def _network_note(self, key: str) -> bytes | None:
         try:
             return bytes(self._client.blocking_key_value_get_bytes(f"ckpt/note/{key}", 10))
-        except RuntimeError:  # not there within 10 ms
+        except RuntimeError:  # no such key after 10 ms
             return None
 
     def _has_key(self, key: str) -> bool:
@@ -82,16 +82,16 @@ class JaxGroup(Group):
     def _gather_on_devices(self, data: bytes) -> list[bytes]:
         from jax.experimental.multihost_utils import process_allgather
 
-        # int32: without jax_enable_x64 there is nothing wider.
+        # int32, since jax has no wider integers without jax_enable_x64.
         lengths = process_allgather(np.array([len(data)], np.int32)).reshape(self.size).tolist()
-        mine = np.zeros(max(1, *lengths), np.uint8)  # padded: the same shape on all
+        mine = np.zeros(max(1, *lengths), np.uint8)  # padded to the same shape on all processes
         mine[: len(data)] = np.frombuffer(data, np.uint8)
         rows = process_allgather(mine).reshape(self.size, -1)
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 def process_count() -> int:
-    """How many processes jax.distributed was initialised with, 0 where it was not. Starts no backend."""
+    """Return the number of processes of jax.distributed, 0 if it is not initialised. Starts no backend."""
     state = _distributed_state()
     if state is not None:
         return int(state.num_processes) if state.client is not None else 0
@@ -101,7 +101,7 @@ def process_count() -> int:
 
 
 def _distributed_state() -> Any:
-    """What jax.distributed knows, None where this release keeps it elsewhere."""
+    """Return the private state of jax.distributed, None where this release of jax does not have it."""
     try:
         from jax._src.distributed import global_state
     except ImportError:

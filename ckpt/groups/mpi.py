@@ -1,6 +1,6 @@
-"""An MPI communicator as a group: buffers only, nothing is pickled.
+"""An mpi4py communicator as a group. It sends buffers and no pickled objects.
 
-MPI knows no timeouts: where a rank has died, its launcher ends the others.
+MPI has no timeouts: if a rank dies, the launcher ends the others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 from ckpt.groups.base import Group, Message
 
 PIECE_BYTES = 1 << 30
-"""Messages are cut to this length, and gathers to rounds of it: counts in MPI were 32 bits wide until MPI 4."""
+"""Longer messages are split, and larger gathers take several rounds: counts in MPI had 32 bits until MPI 4."""
 
 _MESSAGE_TAG, _NOTE_TAG = 0, 1
-"""Tags."""
+"""MPI tags of messages and of notes."""
 
 
 class MpiGroup(Group):
@@ -35,15 +35,15 @@ class MpiGroup(Group):
         self.has_network_notes = _is_thread_multiple()
 
     def _communicator(self) -> Any:
-        """A duplicate of the one given: a receive of the user's from any source can't take our messages there.
+        """Return a duplicate of the user's communicator, in which the user's receives cannot take messages of ckpt.
 
-        Made at the first collective call, for making it is one too: a rank alone can still ask who it is.
+        It is created by the first collective call, since creating it is collective: rank and size are available before.
         """
         if self._duplicate is None:
             from mpi4py import MPI
 
             self._duplicate = self._user_communicator.Dup()
-            self._duplicate.Set_errhandler(MPI.ERRORS_RETURN)  # as exceptions, whatever the user has set
+            self._duplicate.Set_errhandler(MPI.ERRORS_RETURN)  # errors become exceptions, whatever the user has set
         return self._duplicate
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -52,7 +52,7 @@ class MpiGroup(Group):
             lengths = np.empty(self.size, np.int64)
             communicator.Allgather(np.array([len(data)], np.int64), lengths)
             parts: list[list[bytes]] = [[] for _ in range(self.size)]
-            piece = max(1, PIECE_BYTES // self.size)  # of each rank in one round
+            piece = max(1, PIECE_BYTES // self.size)  # bytes of each rank in one round
             for start in range(0, int(lengths.max()), piece):
                 counts = np.clip(lengths - start, 0, piece)
                 ends = np.cumsum(counts)
@@ -97,7 +97,7 @@ class MpiGroup(Group):
     def _leave_network_note(self, key: str, note: bytes) -> None:
         from mpi4py import MPI
 
-        if self._duplicate is None or MPI.Is_finalized():  # not met yet: making the communicator is collective
+        if self._duplicate is None or MPI.Is_finalized():  # without a duplicate yet: creating it is collective
             return
         data = len(key.encode()).to_bytes(4, "little") + key.encode() + note
         self._pending_sends = [request for request in self._pending_sends if not request.Test()]
@@ -127,7 +127,7 @@ class MpiGroup(Group):
 
 
 def _is_thread_multiple() -> bool:
-    """Whether MPI may be called from several threads at once: a save waits in the background."""
+    """Return whether several threads may call MPI at once. Notes need it, because a background thread of a save reads them."""
     from mpi4py import MPI
 
     return MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -1,4 +1,4 @@
-"""Which process this is among all that ever were, and whether another one still lives."""
+"""The identity of a process, unique over hosts and time, and whether another process is still alive."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ from ckpt.storage.base.fd_io import describe_os_error
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process, told apart from every other one that ever was."""
+    """A process, distinguished from every other process of any time."""
 
     host: str
+    """Host name."""
     boot: str
+    """Boot id of the kernel."""
     namespace: str
+    """PID namespace."""
     pid: int
     started: str
+    """Start time in clock ticks since boot; "" where unknown."""
     since: str
+    """When this identity was created: UTC, ISO 8601."""
     token: str
+    """16 random hexadecimal digits."""
 
 
 def _read_proc_file(path: str, raise_unreadable: bool = False) -> str:
-    """The text of a file of /proc; "" where there is none to see.
+    """Return the text of a file of /proc; "" where it does not exist or cannot be read.
 
-    must_look: raise StoreError where this process can't look now, which says nothing about the one that was asked for.
+    raise_unreadable: raise StoreError where this process lacks file descriptors or memory, since that does not mean that the
+        file is missing.
     """
     try:
         with open(path) as file:
@@ -41,9 +48,10 @@ def _read_proc_file(path: str, raise_unreadable: bool = False) -> str:
 
 
 def process_start_ticks(pid: int, raise_unreadable: bool = False) -> str:
-    """Start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" where it is gone.
+    """Return the start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" if it has ended.
 
-    must_look: raise StoreError where this process can't look now. For a verdict about another; a note about itself says less.
+    raise_unreadable: raise StoreError where this process cannot read /proc now. Needed to decide whether another process is
+        dead, not to describe this one.
     """
     fields = _read_proc_file(f"/proc/{pid}/stat", raise_unreadable).rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
@@ -57,7 +65,7 @@ def _pid_namespace() -> str:
 
 
 def this_process() -> ProcessIdentity:
-    """This process as an owner."""
+    """Return the identity of this process."""
     boot = _read_proc_file("/proc/sys/kernel/random/boot_id").strip()
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     pid = os.getpid()
@@ -67,7 +75,7 @@ def this_process() -> ProcessIdentity:
 
 
 def is_dead(process: ProcessIdentity, observer: ProcessIdentity) -> bool:
-    """Whether the owner's process is seen to be gone; False as well where this process can't look now."""
+    """Return whether a process is known to be dead; False also where this process cannot read /proc now."""
     try:
         return is_alive(process, observer) is False
     except StoreError:
@@ -75,17 +83,19 @@ def is_dead(process: ProcessIdentity, observer: ProcessIdentity) -> bool:
 
 
 def is_alive(process: ProcessIdentity, observer: ProcessIdentity) -> bool | None:
-    """Whether the owner's process lives; None where this host cannot tell. Raises StoreError where it can't look now.
+    """Return whether a process is alive; None where `observer`, this process, cannot determine it.
 
-    Only the boot id proves that both are on one host: several may have one name ("localhost", clones of an image), so that
-    another boot may be another host that runs now, and not an earlier time of this one.
+    Only the boot id proves that both are on one host. Several hosts may have one name ("localhost", clones of an image), so a
+    different boot id may mean another running host rather than an earlier boot of this one.
+
+    Raises StoreError where this process cannot read /proc now.
     """
     if (process.host, process.boot, process.namespace) != (observer.host, observer.boot, observer.namespace):
         return None
     if process.started or observer.started:
         return process_start_ticks(process.pid, raise_unreadable=True) == process.started
     try:
-        os.kill(process.pid, 0)  # no /proc here: a process of this number is taken to be the owner
+        os.kill(process.pid, 0)  # without /proc, any process with this number counts as the same one
     except ProcessLookupError:
         return False if observer.boot else None
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Notes of ranks that meet at a store and can't reach it: the other ranks of the host must not wait until the timeout."""
+"""Notes of a rank that cannot reach the rendezvous store, so that other ranks fail before their timeout."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ckpt.groups.process_identity import process_start_ticks
 from ckpt.storage.base.errors import StoreError
 
 _raised_tokens: set[str] = set()
-"""Tokens of the notes that this process has raised. Each counts once, for the ranks may meet again after that."""
+"""Tokens of the notes that this process has raised. Each is raised once, since the ranks may try another rendezvous later."""
 
 
 class RendezvousNotes:
-    """The note of a job's ranks about one meeting place. One rank that fails is enough: a later note replaces it."""
+    """The note of a job's ranks about one rendezvous store. There is one note for all ranks; a later one replaces it."""
 
     def __init__(self, group: Group, job: str, url: str) -> None:
         self._group = group
@@ -28,22 +28,22 @@ class RendezvousNotes:
         self._url = url
 
     def leave(self, error: StoreError) -> None:
-        """Note why this rank can't take part."""
+        """Publish why this rank cannot reach the store."""
         note = {"rank": self._group.rank, "reason": str(error), "at": _boot_clock_seconds(), "token": secrets.token_hex(8)}
         note |= {"kind": type(error).__name__, "errno": getattr(error.__cause__, "errno", None)}
         self._group.leave_note(self._key, json.dumps(note).encode())
 
     def withdraw(self) -> None:
-        """This rank tries again."""
+        """Remove the note of this rank, which tries again."""
         said = self._read()
         if said is not None and said[0] == self._group.rank:
             with contextlib.suppress(OSError):
                 host_notes.remove(self._key)
 
     def raise_failure(self) -> None:
-        """Raise GroupError where another rank has left a note since this process began: an older one is of an earlier job.
+        """Raise GroupError if another rank has left a note since this process started; an older note is of an earlier job.
 
-        Its cause is of the kind that the other rank met: by it ckpt-run sees whether another start would help.
+        The cause has the class of the other rank's error, by which ckpt-run decides whether a restart can help.
         """
         said = self._read()
         if said is None:
@@ -54,7 +54,7 @@ class RendezvousNotes:
             return
         _raised_tokens.add(token)
         where = "" if self._url in str(cause) else f" at {self._url}"
-        error = GroupError(f"{self._group!r}: rank {rank} can't meet the others{where}: {cause}")
+        error = GroupError(f"{self._group!r}: rank {rank} cannot join the other ranks{where}: {cause}")
         error.noted = True
         raise error from cause
 
@@ -74,11 +74,11 @@ class RendezvousNotes:
 
 
 def _boot_clock_seconds() -> float:
-    """Seconds since this host was booted."""
+    """Return the seconds since this host was booted."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
 
 
 def _process_started_at() -> float | None:
-    """When this process began, likewise; None where that can't be found out."""
+    """Return when this process started, in seconds since boot; None where the system does not provide it."""
     ticks = process_start_ticks(os.getpid())
     return int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None

@@ -1,15 +1,15 @@
-"""How ranks meet at a store when they have no network: small objects, each put whole, and patience.
+"""The rendezvous of ranks without a network at a store, by small objects that are put atomically and polled.
 
-    meet/<job>-<size>-<token>/open             rank 0 is here; the token is random
-                             /hello-<r>-<token>  rank r is here too; each process draws a token of its own
-                             /members.json     rank 0 has heard all, and names one token for each rank
-                             /<k>-<r>          what rank r brings to gather k
-                             /<k>-all          all of it, put together by rank 0: n reads and not n², and one name to poll
-                             /bye-<r>          rank r needs nothing of this any more
-                             /gone-<r>         rank r was here, and has waited long enough
+    meet/<job>-<size>-<token>/open             rank 0 has opened the rendezvous; the token is random
+                             /hello-<r>-<token>  rank r has joined; each process chooses a random token
+                             /members.json     rank 0 has seen all ranks; one token for each rank
+                             /<k>-<r>          the data of rank r in gather k
+                             /<k>-all          the data of all ranks, packed by rank 0: n reads instead of n², one name to poll
+                             /bye-<r>          rank r does not need the rendezvous any more
+                             /gone-<r>         rank r had joined, and its timeout has passed
 
-Rank r says hello in every open meeting of its job and takes the first whose members name its token. So one that a killed
-incarnation left is never taken for the present one, for its rank 0 answers no more, and who comes early simply waits.
+Rank r puts a hello into every open rendezvous of its job, and uses the first one whose members contain its token. A rendezvous
+that a killed job left is never used, because its rank 0 writes no members. A rank that arrives early waits.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ log = logging.getLogger("ckpt")
 
 RENDEZVOUS_FOLDER = "meet"
 _MAX_MARKER_BYTES = 4 << 20
-"""The longest object of a meeting that no gather brings: the tokens of two hundred thousand ranks."""
+"""The most bytes of an object that is not data of a gather: the tokens of two hundred thousand ranks."""
 _MAX_GATHER_BYTES = 1 << 30
-"""The longest that a rank brings to a gather: where each of ten million arrays lies that it needs."""
+"""The most bytes of one rank in a gather: the locations of ten million arrays that it loads."""
 _LEAVE_SECONDS = 2.0
-"""How long rank 0 waits at the end to clean up. Short, for it may be leaving because another rank has died."""
+"""Seconds that rank 0 waits for the others before it leaves. Short, since it may leave because another rank has died."""
 _STALE_SECONDS = 86400.0
 _WRITE_PROBE_SECONDS = 1.0
-"""After so long without a meeting a rank looks whether it could write to the store at all."""
+"""A rank that has found no rendezvous after this time checks whether it can write to the store."""
 _WARN_SECONDS = 15.0
-"""After so long a rank says for whom it waits."""
+"""A rank that has waited this long logs which ranks are missing."""
 _SETTLE_SECONDS = 2.0
-"""How long rank 0 looks whether a rank comes once more, where the job has no name and another process has started that rank;
-five times as long where that process is gone."""
+"""Seconds that rank 0 waits for a second process with the same rank, if the job has no name and another launcher started that
+rank; five times as long if that launcher has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobId:
-    """What tells the meetings of one job from those of others."""
+    """Distinguishes the rendezvous of one job from those of other jobs."""
 
     digest: str
     is_named: bool
-    """Whether the launcher gave the job a name, so that another of the same digest is this one, started again."""
+    """Whether the launcher gave the job a name; then another job with the same digest is an earlier start of this job."""
 
 
 class StoreRendezvous:
-    """Ranks that have met at a store."""
+    """A rendezvous of ranks at a store. The constructor waits until all ranks have joined."""
 
     def __init__(self, group: Group, store: Store, job: JobId, timeout: float) -> None:
         self._group = group
@@ -73,26 +73,26 @@ class StoreRendezvous:
         self._timeout = timeout
         self._own_hello = own_hello()
         self._peers: dict[int, Hello] = {}
-        """Those that this rank waits for: rank 0 for all, the others for rank 0."""
+        """The hellos of the ranks for which this rank waits: rank 0 waits for all, the others wait for rank 0."""
         self._gather_count = 0
         self._notes = RendezvousNotes(group, job.digest, store.url)
         self._folder = self._open() if group.rank == 0 else self._join_rendezvous()
 
     @property
     def url(self) -> str:
-        """Of the meeting place."""
+        """The URL of the store."""
         return self._store.url
 
     def _poll_peers(self) -> Iterator[bool]:
-        """`_waits` for the other ranks; raises GroupError where one of them noted that it can't reach the store."""
+        """`_poll_times`; raise GroupError where another rank left a note that it cannot reach the store."""
         for is_long in _poll_times(self._timeout):
             self._notes.raise_failure()
             yield is_long
 
-    # --- coming together ---------------------------------------------------------------------------------------
+    # --- meeting -----------------------------------------------------------------------------------------------
 
     def _open(self) -> str:
-        """Rank 0: open a meeting and wait for the others."""
+        """Rank 0: open a rendezvous, wait for all ranks, and return its folder."""
         token = secrets.token_hex(8)
         folder = f"{RENDEZVOUS_FOLDER}/{self._job_id.digest}-{self._group.size}-{token}"
         _put(self._store, f"{folder}/open", self._own_hello.encode())
@@ -106,7 +106,7 @@ class StoreRendezvous:
                 tokens, settle_seconds = self._live_tokens(folder, hellos)
                 if len(tokens) == len(hellos):
                     if complete_since is None and settle_seconds:
-                        log.info("%r: waiting %g s for others that say to be one of its ranks: no CKPT_RUN_ID names this job",
+                        log.info("%r: waiting %g s for other processes with the same rank: no CKPT_RUN_ID names this job",
                                  self._group, settle_seconds)  # fmt: skip
                     complete_since = complete_since or time.monotonic()
                     if time.monotonic() >= complete_since + settle_seconds:
@@ -125,11 +125,11 @@ class StoreRendezvous:
         return folder
 
     def _join_rendezvous(self) -> str:
-        """Another rank: say hello in every meeting of the job until one answers."""
+        """Another rank: put a hello into every rendezvous of the job until rank 0 of one accepts it; return its folder."""
         rank, token = self._group.rank, secrets.token_hex(8)
         mine = f"{self._job_id.digest}-{self._group.size}-"
         greeted: set[str] = set()
-        closed: set[str] = set()  # without this process
+        closed: set[str] = set()  # complete without this process
         probe_at: float | None = time.monotonic() + _WRITE_PROBE_SECONDS
         for is_long in self._poll_peers():
             if is_long:
@@ -146,7 +146,7 @@ class StoreRendezvous:
                     if members is not None:
                         closed.add(folder)
                         continue
-                    with suppress(NotFound):  # swept, as in _put, or the meeting is over: then not made anew by a hello
+                    with suppress(NotFound):  # deleted as in _put, or the rendezvous has ended; a hello must not recreate it
                         self._store.put(f"{folder}/hello-{rank}-{token}", self._own_hello.encode())
                         greeted.add(folder)
                 elif members is not None and members[rank] == token:
@@ -154,14 +154,14 @@ class StoreRendezvous:
                     if (opener := decode_hello(_get(self._store, f"{folder}/open"))) is not None:
                         self._peers[0] = opener
                     return folder
-        # Where one is still open it is the others that are missing; if all are there, rank 0 answers no more.
+        # In a rendezvous that is still open, other ranks are missing; if all have joined, rank 0 is the missing one.
         present_by_folder = [
             {0, rank, *_list_markers(self._store, folder, "hello"), *_list_markers(self._store, folder, "gone")}
             for folder in greeted
         ]
         others = set(range(1, self._group.size))
         present = max(present_by_folder, key=len, default=others)
-        for folder in greeted:  # who waits longer is not to blame this rank
+        for folder in greeted:  # so that ranks that wait longer do not report this rank as missing
             with suppress(CkptError):
                 if self._store.exists(f"{folder}/open"):
                     self._store.put(f"{folder}/gone-{rank}", b"")
@@ -169,29 +169,31 @@ class StoreRendezvous:
         raise self._timeout_error(others if present > others else present)
 
     def _warn_missing(self, missing: Sequence[int]) -> None:
-        """Say who has not come by now, and what may be the reason."""
+        """Log which ranks are missing, and a possible reason."""
         folders = self._store.list_folders(RENDEZVOUS_FOLDER)
         others = [name for name in folders if not name.startswith((f"{self._job_id.digest}-", "try-"))]
-        hint = "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT are or were here too: all of a job need the same"
+        hint = "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT use or used this store: all of a job need the same"
         log.warning(
             "%r: waiting for %s at %s, for %g s at most%s", self._group, ranks_text(missing) if missing else "the others",
             self._store.url, self._timeout, hint if others else "",
         )  # fmt: skip
 
     def _probe_write(self, token: str) -> None:
-        """Raise where this rank could not say hello, and rank 0 perhaps not open a meeting."""
+        """Raise the error of the store if this rank cannot write to it; rank 0 then probably cannot either."""
         name = f"{RENDEZVOUS_FOLDER}/try-{token}/try"
         _put(self._store, name, b"")
         self._store.delete([name])
 
     def _withdraw_hellos(self, folders: Collection[str], token: str) -> None:
-        """Take the hellos back: nobody is to count on a process that does not come."""
+        """Delete the hellos of this process, so that no rank 0 counts on it."""
         self._store.delete([f"{folder}/hello-{self._group.rank}-{token}" for folder in folders])
 
     def _live_tokens(self, folder: str, hellos: dict[int, list[str]]) -> tuple[dict[int, str], float]:
-        """The token of each rank whose process may live: one that died since, and was started again, said hello too.
+        """Return the token of each rank whose process may be alive, and the seconds to wait for processes with the same rank.
 
-        Also how many seconds to look for others, where one of them may be of another job.
+        A rank that died and was started again has two hellos. Rank 0 waits where a hello may belong to another job.
+
+        Raises GroupError where two live processes have the same rank.
         """
         me, settle_seconds = self._own_hello, 0.0
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
@@ -213,21 +215,21 @@ class StoreRendezvous:
                 self._remove(folder)
                 who = " and ".join(f"process {one.owner.pid} on {one.owner.host}" for _, one in live)
                 raise GroupError(
-                    f"{self._group!r}: {who} both say that they are rank {rank}: end what is left of an earlier start, "
-                    f"and give jobs that use {self._store.url} at the same time a CKPT_RUN_ID each"
+                    f"{self._group!r}: {who} both claim to be rank {rank}: end the processes of an earlier start, and give "
+                    f"each job that uses {self._store.url} at the same time its own CKPT_RUN_ID"
                 )
             living.update((rank, token) for token, _ in live)
             self._peers.update((rank, one) for _, one in live)
         return living, settle_seconds
 
-    def _timeout_error(self, present: Collection[int], doing: str = "meet") -> GroupError:
+    def _timeout_error(self, present: Collection[int], doing: str = "the rendezvous") -> GroupError:
         missing = [rank for rank in range(self._group.size) if rank not in present]
         return timeout_error(self._group, missing, f"{doing} at {self._store.url}", self._timeout)
 
-    # --- together ----------------------------------------------------------------------------------------------
+    # --- gathers -----------------------------------------------------------------------------------------------
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
+        """Return the bytes of every rank, in the order of ranks; raise GroupError where a rank is missing or dead."""
         number = self._gather_count
         self._gather_count += 1
         mine = f"{self._folder}/{number}-{self._group.rank}"
@@ -238,19 +240,19 @@ class StoreRendezvous:
         else:
             packed = self._collect_parts(number)
             _put(self._store, f"{self._folder}/{number}-all", packed)
-            # All have come to this gather, and each does so only when it has read the one before.
+            # All ranks have joined this gather, and each joins only after it has read the previous one.
             self._store.delete([mine, f"{self._folder}/{number - 1}-all"])
         return _unpack_parts(packed)
 
     def _collect_parts(self, number: int) -> bytes:
-        """Rank 0: what all have brought, once they have."""
+        """Rank 0: wait for the data of all ranks, and return them packed."""
         names = [f"{self._folder}/{number}-{rank}" for rank in range(self._group.size)]
         dead: GroupError | None = None
         for _ in self._poll_peers():
             present = {entry.name for entry in self._store.list(self._folder)}
             if present.issuperset(names):
                 parts = [data for data in _get_all(self._store, names, _MAX_GATHER_BYTES) if data is not None]
-                if len(parts) == self._group.size:  # else the store lists what it can't yet read
+                if len(parts) == self._group.size:  # otherwise the store lists an object that cannot be read yet
                     return _pack_parts(parts)
             elif dead is not None:
                 raise dead
@@ -258,7 +260,7 @@ class StoreRendezvous:
         raise self._gather_timeout_error(number)
 
     def _await_parts(self, number: int) -> bytes:
-        """Another rank: the same, from rank 0."""
+        """Another rank: wait for the packed data from rank 0."""
         dead: GroupError | None = None
         for _ in self._poll_peers():
             packed = _get(self._store, f"{self._folder}/{number}-all", self._group.size * _MAX_GATHER_BYTES)
@@ -270,12 +272,12 @@ class StoreRendezvous:
         raise self._gather_timeout_error(number)
 
     def _dead_rank_error(self, ranks: Iterable[int]) -> GroupError | None:
-        """What to raise where one of these ranks, which was not heard, is dead: once it was looked for again."""
+        """Return an error if one of these missing ranks is dead. The caller raises it after it has polled once more."""
         for rank in ranks:
             other = self._peers.get(rank)
             if other is not None and not other.can_be_alive(self._own_hello):
                 return GroupError(
-                    f"{self._group!r}: rank {rank} (process {other.owner.pid} on {other.owner.host}) is dead; look at its log, "
+                    f"{self._group!r}: rank {rank} (process {other.owner.pid} on {other.owner.host}) is dead; read its log, "
                     "and restart the job"
                 )
         return None
@@ -285,13 +287,13 @@ class StoreRendezvous:
         arrived = {rank for rank in range(self._group.size) if f"{self._folder}/{number}-{rank}" in present}
         return self._timeout_error(arrived if len(arrived) < self._group.size else arrived - {0}, "a gather")
 
-    # --- and apart ---------------------------------------------------------------------------------------------
+    # --- leaving -----------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Rank 0 removes the meeting once nobody needs it; where a rank does not say so, the next meeting does."""
+        """Leave the rendezvous. Rank 0 deletes it after all ranks have left; otherwise the next rendezvous deletes it."""
         if self._group.rank:
-            if self._store.exists(f"{self._folder}/open"):  # else it is over, and a word would be left behind
-                # Not twice, as other puts: it may have been seen already, and everything removed.
+            if self._store.exists(f"{self._folder}/open"):  # otherwise it was deleted, and the marker would stay forever
+                # Not repeated as in _put: rank 0 may have read it already and deleted the folder.
                 self._store.put(f"{self._folder}/bye-{self._group.rank}", b"")
             return
         for _ in _poll_times(_LEAVE_SECONDS):
@@ -304,7 +306,7 @@ class StoreRendezvous:
         self._store.delete([entry.name for entry in self._store.list(folder)])
 
     def _remove_stale(self, own_folder: str) -> None:
-        """Remove meetings whose rank 0 has died: nobody will ever need them."""
+        """Delete rendezvous of this store whose rank 0 has died, which no rank needs any more."""
         for name in list(self._store.list_folders(RENDEZVOUS_FOLDER)):
             folder = f"{RENDEZVOUS_FOLDER}/{name}"
             if folder == own_folder:
@@ -312,16 +314,16 @@ class StoreRendezvous:
             said = _get(self._store, f"{folder}/open")
             opener = decode_hello(said)
             if said is not None and opener is None:  # damaged, or of a newer version: its ranks may be in a gather
-                log.info("%s/%s/open can't be read, so the meeting is left alone", self._store.url, folder)
+                log.info("%s/%s/open cannot be read, so this rendezvous is kept", self._store.url, folder)
                 continue
             same_job = self._job_id.is_named and name.startswith(f"{self._job_id.digest}-")
             if opener is None or _is_stale(opener, self._own_hello, same_job):
-                log.debug("removing %s of %s, which nobody needs", folder, self._store.url)
+                log.debug("deleting the stale rendezvous %s/%s", self._store.url, folder)
                 self._remove(folder)
 
 
 def _is_stale(opener: Hello, me: Hello, same_job: bool) -> bool:
-    """Whether nobody needs the meeting of this rank 0 any more. One of another job that lives may be in a gather."""
+    """Return whether the rendezvous of this rank 0 is not needed any more. A live job of another name may be in a gather."""
     lives = is_alive(opener.owner, me.owner)
     if lives is None:  # on another host
         return same_job or _age_seconds(opener.owner.since) > _STALE_SECONDS
@@ -333,7 +335,7 @@ def _age_seconds(since: str) -> float:
 
 
 def _list_markers(store: Store, folder: str, marker: str) -> dict[int, list[str]]:
-    """The ranks that have left such a word, each with the tokens that it gave."""
+    """Return the ranks that have put this marker, each with the tokens in its names. marker: "hello", "gone" or "bye"."""
     found: dict[int, list[str]] = {}
     for entry in store.list(folder):
         kind, *rest = entry.name.rpartition("/")[2].split("-")
@@ -343,12 +345,12 @@ def _list_markers(store: Store, folder: str, marker: str) -> dict[int, list[str]
 
 
 def _pack_parts(parts: Sequence[bytes]) -> bytes:
-    """Parts of any length as one object."""
+    """Return parts of any length as one object, each after its length in 8 bytes."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 def _unpack_parts(packed: bytes) -> list[bytes]:
-    """The counterpart of `_join`."""
+    """Return the parts that `_pack_parts` joined."""
     parts, position = [], 0
     while position < len(packed):
         begin = position + 8
@@ -358,26 +360,29 @@ def _unpack_parts(packed: bytes) -> list[bytes]:
 
 
 def _get_all(store: Store, names: Sequence[str], limit: int) -> list[bytes | None]:
-    """Many small objects, by several threads: of a thousand ranks in a bucket they take seconds each otherwise."""
+    """Return many small objects, read by several threads: with a thousand ranks at a bucket, one thread takes far too long."""
     with DaemonThreadPool(min(16, len(names) or 1), "ckpt-meeting") as pool:
         return list(pool.map(lambda name: _get(store, name, limit), names))
 
 
 def _get(store: Store, name: str, limit: int = _MAX_MARKER_BYTES) -> bytes | None:
-    """An object; None where there is none. A word that is too long says nothing; what a rank brings must not be too long."""
+    """Return an object; None where it does not exist, and b"" for a marker that is too long.
+
+    Raises GroupError where data of a gather are too long.
+    """
     try:
         return store.get_up_to(name, limit)
     except NotFound:
         return None
     except IntegrityError as error:
         if limit > _MAX_MARKER_BYTES:
-            raise GroupError(f"what the ranks have brought can't be read: {error}") from error
+            raise GroupError(f"the data of a gather cannot be read: {error}") from error
         log.warning("%s", error)
         return b""
 
 
 def _member_tokens(data: bytes | None, size: int) -> list[Any] | None:
-    """Those of the members of a meeting, by rank; None where there are none yet."""
+    """Return the tokens in members.json, in the order of ranks; None while it does not exist."""
     if data is None:
         return None
     try:
@@ -388,8 +393,11 @@ def _member_tokens(data: bytes | None, size: int) -> list[Any] | None:
 
 
 def _put(store: Store, name: str, data: bytes) -> None:
-    """Put an object. What is not found is our temporary file, which the rank that prepares the repository took for a
-    killed writer's, or the folder, which became empty just now: then once more."""
+    """Put an object, repeatedly after NotFound.
+
+    NotFound means that the rank that prepares the repository deleted our temporary file, as that of a killed writer, or that
+    another rank deleted the folder, which was just empty.
+    """
     for _ in range(20):
         try:
             store.put(name, data)
@@ -400,7 +408,10 @@ def _put(store: Store, name: str, data: bytes) -> None:
 
 
 def _poll_times(seconds: float) -> Iterator[bool]:
-    """Look now, then ever more rarely, and a last time when the time is over. True is given once, when that has lasted long."""
+    """Yield at once, then at growing intervals, and a last time when `seconds` have passed.
+
+    The value is True once, after _WARN_SECONDS, and else False.
+    """
     until = time.monotonic() + seconds
     pause, long = 0.002, time.monotonic() + _WARN_SECONDS
     while True:

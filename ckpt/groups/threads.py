@@ -1,4 +1,4 @@
-"""Threads of one process as ranks, for tests of what ranks do together."""
+"""Threads of one process as ranks, for tests of groups."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ckpt.groups.base import Group, Message, timeout_error
 
 
 class _SharedState:
-    """Where the threads of a group put down what they bring."""
+    """The data that the threads of a group exchange."""
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        self.condition = threading.Condition()  # guards both dicts
         self.gathers: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
         self.messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
 
 
 class ThreadGroup(Group):
-    """One thread of several."""
+    """The group as one of its threads sees it."""
 
     name = "threads"
     can_exchange = True
@@ -34,7 +34,7 @@ class ThreadGroup(Group):
 
     @staticmethod
     def make(size: int, timeout: float = 60) -> list[Group]:
-        """One group object for each of `size` threads; they wait for each other `timeout` seconds."""
+        """Return one group object for each of `size` threads; they wait for each other `timeout` seconds."""
         shared = _SharedState()
         return [ThreadGroup(rank, size, shared, timeout) for rank in range(size)]
 
@@ -47,7 +47,7 @@ class ThreadGroup(Group):
             self._shared.condition.notify_all()
             if not self._shared.condition.wait_for(lambda: len(parts) == self.size, self._timeout):
                 raise timeout_error(self, [r for r in range(self.size) if r not in parts], "a gather", self._timeout)
-            self._shared.gathers.pop(number - 1, None)  # all have come here, so all have left that one
+            self._shared.gathers.pop(number - 1, None)  # all ranks have joined this gather, so all have finished that one
             return [parts[rank] for rank in range(self.size)]
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
@@ -63,5 +63,5 @@ class ThreadGroup(Group):
                     raise timeout_error(self, [peer], "an exchange", self._timeout)
                 letter = mail.popleft()
             if len(letter) != len(data):
-                raise GroupError(f"{self!r}: rank {peer} sent {len(letter)} bytes where {len(data)} were awaited")
+                raise GroupError(f"{self!r}: rank {peer} sent {len(letter)} bytes where {len(data)} were expected")
             data[:] = letter

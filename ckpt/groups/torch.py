@@ -1,6 +1,6 @@
-"""A process group of torch.distributed as a group: plain tensors of bytes, no pickled objects.
+"""A torch.distributed process group as a group. It sends tensors of bytes and no pickled objects.
 
-How long a rank waits for the others is the process group's own timeout.
+The timeout of the process group limits how long a rank waits for the others.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ckpt.groups.base import Group, Message
 from ckpt.storage.base.store import Store
 
 PIECE_BYTES = 1 << 30
-"""Messages are cut to this length: not every backend takes 2 GiB at once."""
+"""Longer messages are split: not every backend accepts 2 GiB at once."""
 
 
 class TorchGroup(Group):
-    """The ranks of a torch.distributed process group, None for the default one."""
+    """The ranks of a torch.distributed process group; None is the default one."""
 
     name = "torch.distributed"
     has_network_notes = True
@@ -26,17 +26,20 @@ class TorchGroup(Group):
         import torch
         import torch.distributed as dist
 
-        # Not held: one that the user destroys must go, or its threads are alive when the process ends, and may abort it.
+        # A weak reference: a process group that the user destroys must be freed, or its threads live on and may abort the
+        # process at exit.
         self._group_reference = weakref.ref(dist.group.WORLD if group is None else group)
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
-        self._global_ranks = dist.get_process_group_ranks(self._group)  # messages go to global ranks, in a subgroup too
+        self._global_ranks = dist.get_process_group_ranks(
+            self._group
+        )  # messages are addressed by global ranks, also in a subgroup
         kinds = _device_kinds(self._group)
         kind = "cpu" if "cpu" in kinds else kinds[0]
-        # The user has set the current device of a rank, or the collectives of the training would not work either.
+        # The program has set the current device of a rank, which the collectives of the training need too.
         index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
         self._device = torch.device(kind, index)
-        # Point to point on the device would take its memory, and its time from the training.
+        # Messages through the device would use its memory, and slow down the training.
         self.can_exchange = kind == "cpu"
         self._has_met = False
 
@@ -44,11 +47,11 @@ class TorchGroup(Group):
     def _group(self) -> Any:
         found = self._group_reference()
         if found is None:
-            raise ValueError("the process group was destroyed")  # told as GroupError
+            raise ValueError("the process group was destroyed")  # `_as_group_error` turns it into GroupError
         return found
 
     def meet_at(self, store: Store) -> None:
-        """Before all else, once: gloo can say who does not come, by a barrier, and no other call of it does."""
+        """Wait for all ranks once, by the monitored barrier of gloo, the only call whose error names the missing ranks."""
         import torch.distributed as dist
 
         if self._has_met:
@@ -69,7 +72,7 @@ class TorchGroup(Group):
             lengths = [int(length) for length in gathered]
             if not max(lengths):
                 return [b""] * self.size
-            # Padded to the longest, for not every backend gathers different lengths.
+            # All are padded to the longest, since not every backend gathers different lengths.
             mine = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
             if data:
                 mine[: len(data)] = _as_tensor(memoryview(data))
@@ -115,14 +118,14 @@ class TorchGroup(Group):
 
 
 def _key_value_store() -> Any:
-    """The key-value store through which the ranks found each other. It has no public name."""
+    """Return the key-value store by which torch.distributed was initialised. It has no public name."""
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
 
 
 def _gloo_timeout(group: Any) -> Any:
-    """That of a process group on gloo, as timedelta; None where this version of torch does not tell it."""
+    """Return the timeout of a gloo process group as timedelta; None where this version of torch does not expose it."""
     import torch
 
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
@@ -130,14 +133,14 @@ def _gloo_timeout(group: Any) -> Any:
 
 
 def _device_kinds(group: Any) -> list[str]:
-    """The kinds of device that a process group serves, such as cpu and cuda for "cpu:gloo,cuda:nccl"."""
+    """Return the kinds of device of a process group, such as cpu and cuda for "cpu:gloo,cuda:nccl"."""
     import torch.distributed as dist
 
     return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
 
 def _as_tensor(data: memoryview) -> Any:
-    """The same memory as a tensor; a copy of memory that is read-only, which torch has no word for."""
+    """Return the same memory as a tensor, or a copy if it is read-only, since torch has no read-only tensors."""
     import torch
 
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

@@ -82,7 +82,7 @@ def test_a_rank_that_cannot_meet_at_the_store(tmp_path: Path, monkeypatch: pytes
     failing = LocalStore(away)
     monkeypatch.setattr(failing, "put", _refuse(store))
     first = together(lambda: groups[0].meet_at(store), lambda: groups[1].meet_at(failing))
-    assert "rank 1 can't meet the others" in str(first[0])
+    assert "rank 1 cannot join the other ranks" in str(first[0])
     for error in first:
         assert "no way to the store" in str(error)
         assert away.as_uri() in str(error)
