@@ -1,4 +1,4 @@
-"""Errors of checkpoints and of groups of ranks; and those of stores, so that all errors can be imported from here."""
+"""Errors of checkpoints and of groups of ranks; all errors of stores can be imported from here too."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ckpt.storage.base.errors import UnknownScheme as UnknownScheme
 
 
 class SignatureError(IntegrityError):
-    """A key was given, and a step is not signed with it: saved without a key, or changed by somebody else."""
+    """A key was given, and the step is not signed with it: it was saved without a key, or somebody has changed it."""
 
 
 class FormatError(CkptError):
-    """Not a repository, or one that a newer version wrote."""
+    """The data are not in the format of ckpt, or a newer version wrote them."""
 
 
 class StepNotFound(CkptError, LookupError):
-    """The repository holds no such committed step."""
+    """The repository has no such committed step."""
 
 
 class LeafNotFound(CkptError, LookupError):
-    """The checkpoint holds no such leaf, or no leaf matches a pattern."""
+    """The step has no such leaf, or no leaf matches a pattern."""
 
 
 class LeafMismatch(CkptError, ValueError):
@@ -38,23 +38,23 @@ class LeafMismatch(CkptError, ValueError):
 
 
 class UnsupportedLeaf(CkptError, TypeError):
-    """A leaf that cannot be stored without pickle."""
+    """A leaf cannot be stored without pickle, or a load could not restore it."""
 
 
 class NotFinite(CkptError):
-    """A leaf has a NaN, and the save was asked to refuse that."""
+    """A leaf has a NaN, and the save was called with nan="refuse"."""
 
 
 class StagingFailed(CkptError):
-    """A leaf could not be copied to staging memory: the host has none left, or the framework failed."""
+    """A leaf could not be copied to staging memory: the host has no memory left, or the framework failed."""
 
 
 MORE_MEMORY_ADVICE = "give memory= a smaller number of bytes, save with blocking=True, or keep less else in memory"
-"""What to do where there is no memory for staging."""
+"""The advice in messages about missing memory for staging."""
 
 
 class StateChanged(CkptError):
-    """A leaf was modified while an asynchronous save was still reading it; that save was given up."""
+    """A leaf was modified while an asynchronous save was still reading it; that save failed."""
 
 
 class RepositoryBusy(CkptError):
@@ -62,26 +62,26 @@ class RepositoryBusy(CkptError):
 
 
 class Fenced(CkptError):
-    """A newer writer has taken the repository over; this one may not commit any more."""
+    """A newer writer has taken over the repository; this one may not commit any more."""
 
 
 class SaveFailed(CkptError):
-    """A save in the background failed; the cause is chained."""
+    """A background save failed; the error is chained as the cause."""
 
 
 class GroupError(CkptError):
-    """The ranks of a group could not meet, or do not agree."""
+    """The ranks of a group could not communicate, or do not agree."""
 
     noted: bool = False
-    """Another rank has left a note with the reason, so that this rank leaves none."""
+    """Whether another rank has left a note with the reason; then this rank leaves none."""
 
 
 class StepRefused(CkptError):
-    """What the ranks wrote does not make a whole step: a gap, an overlap, or ranks that contradict each other."""
+    """The parts of the ranks do not form a complete step: a gap, an overlap, or a contradiction between ranks."""
 
 
 class RanksMissing(StepRefused):
-    """Ranks did not bring their part of a step in time."""
+    """Some ranks did not publish their part of a step in time."""
 
     given_up: bool = False
-    """Rank 0 has said so: it will not commit this try any more."""
+    """Whether rank 0 has announced that it will not commit this save attempt any more."""

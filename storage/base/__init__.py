@@ -1,7 +1,8 @@
-"""The contract of a store, and what all stores share: errors, checksums, buffers, direct I/O, fail points.
+"""The interface of a store, and what all stores share: errors, checksums, buffers, direct I/O, fail points.
 
-A store is a flat space of named bytes, written once or replaced whole. Third parties implement `Store`, `Reader` and `Writer`
-and prove them with `ckpt.storage.testing.StoreContract`. It imports nothing else of the project. Start with `store`.
+A store is a flat space of named objects, each written once or replaced as a whole. Third parties implement `Store`, `Reader`
+and `Writer` and test them with `ckpt.storage.testing.StoreContract`. This package imports nothing else of the project. Start
+with `store`.
 """
 
 from ckpt.storage.base.store import ALIGNMENT as ALIGNMENT

@@ -1,4 +1,4 @@
-"""Page-aligned memory that is used again and again: what a node receives waits in it for the disk."""
+"""Reusable page-aligned buffers, in which a node keeps received bytes until they are written to the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _UNIT_BYTES = 1 << 20
 
 
 class BorrowedBuffer:
-    """A buffer that one sender fills. It keeps it while another `_UNIT` of bytes comes in time, and once it is full."""
+    """A buffer that one sender fills.
+
+    The pool may reclaim it while less than _UNIT_BYTES arrive in a given time; a full buffer is never reclaimed.
+    """
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
         self._memory: mmap.mmap | None = memory
@@ -26,31 +29,34 @@ class BorrowedBuffer:
         self.filled_bytes = 0
 
     def append(self, data: memoryview) -> None:
-        """Append to what came. Raises Unavailable where the buffer was taken back meanwhile."""
+        """Append received bytes; raise Unavailable if the pool has reclaimed the buffer."""
         with self._lock:
             if self._memory is None:
-                raise Unavailable("the bytes came so slowly that the buffer was given to another writer; send the append again")
+                raise Unavailable("data arrived too slowly, so the buffer was given to another writer; send the append again")
             self._memory[self.filled_bytes : self.filled_bytes + len(data)] = data
             self.filled_bytes += len(data)
             if self.filled_bytes - self._progress_bytes >= _UNIT_BYTES:
                 self._progress_bytes, self._progress_time = self.filled_bytes, time.monotonic()
 
     def full_view(self) -> memoryview:
-        """All bytes, which came: the buffer can't be taken back any more. To be released before the loan ends."""
+        """Return all bytes of a full buffer, which cannot be reclaimed any more. Release the view before the context ends.
+
+        Raises Unavailable if the pool has reclaimed the buffer or it is not full.
+        """
         with self._lock:
             if self._memory is None or self.filled_bytes < self._nbytes:
                 raise Unavailable("the buffer was given to another writer; send the append again")
             return memoryview(self._memory)[: self._nbytes]
 
     def reclaim(self, seconds: float) -> mmap.mmap | None:
-        """The memory, where it waits for bytes and next to none came for so many seconds."""
+        """Return the memory if the buffer is not full and received less than _UNIT_BYTES for `seconds` seconds, else None."""
         with self._lock:
             if self.filled_bytes == self._nbytes or time.monotonic() - self._progress_time < seconds:
                 return None
             return self._detach_memory()
 
     def release(self) -> mmap.mmap | None:
-        """The memory, unless it was taken back."""
+        """Return the memory, None if the pool has reclaimed it."""
         with self._lock:
             return self._detach_memory()
 
@@ -60,7 +66,7 @@ class BorrowedBuffer:
 
 
 class BufferPool:
-    """Up to `capacity` bytes of buffers. Whoever wants more waits, and that slows the senders down."""
+    """Buffers of up to `capacity` bytes in total. Further borrowers wait, which is the back-pressure on senders."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity_bytes = capacity
@@ -71,9 +77,9 @@ class BufferPool:
 
     @contextmanager
     def borrow(self, nbytes: int, timeout_seconds: float) -> Iterator[BorrowedBuffer]:
-        """Memory of `nbytes`, for as long as the context lasts; Unavailable where none comes free in time.
+        """Lend a buffer of `nbytes` bytes until the context ends; raise Unavailable if none becomes free in time.
 
-        Who waits takes it from a sender of whom next to nothing comes for half of that time.
+        A waiting borrower reclaims the buffer of a sender that has sent almost nothing for half of `timeout_seconds`.
         """
         loan = BorrowedBuffer(
             self._allocate(max(_UNIT_BYTES, -(-nbytes // _UNIT_BYTES) * _UNIT_BYTES), timeout_seconds), nbytes
@@ -105,7 +111,7 @@ class BufferPool:
                     return map_huge_pages(length)
                 remaining_seconds = until - time.monotonic()
                 if remaining_seconds <= 0:
-                    raise Unavailable(f"no buffer of {length} bytes came free within {seconds:g} s: too many writers at once")
+                    raise Unavailable(f"no buffer of {length} bytes became free within {seconds:g} s: too many writers at once")
                 if reclaimed := next(filter(None, (loan.reclaim(seconds / 2) for loan in self._lent)), None):
                     self._idle.append(reclaimed)
                 else:

@@ -1,7 +1,7 @@
-"""Calls to a file system that may never come back: a hung NFS or FUSE mount puts its caller into uninterruptible sleep.
+"""Timeouts for file system calls that may never return, as on a hung NFS or FUSE mount.
 
-A thread in such a call can't be interrupted. So the main thread, which must take Ctrl-C and must not wait without end, lets
-another thread make these calls.
+Such a call puts its thread into uninterruptible sleep. So the main thread, which must react to Ctrl-C and must not wait
+forever, lets another thread make the call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 STORE_TIMEOUT_VARIABLE = "CKPT_STORE_TIMEOUT"
-"""Seconds after which a call that does not come back, or a save that makes no progress, is an error."""
+"""The environment variable with the seconds after which a call that has not returned, or a save without progress, fails."""
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 def store_timeout_seconds() -> float:
-    """The value of CKPT_STORE_TIMEOUT; raise InvalidArgument where it is no positive number."""
+    """Return the value of CKPT_STORE_TIMEOUT; raise InvalidArgument if it is not a positive number."""
     text = os.environ.get(STORE_TIMEOUT_VARIABLE, "")
     try:
         seconds = float(text) if text else DEFAULT_TIMEOUT_SECONDS
@@ -39,20 +39,22 @@ def store_timeout_seconds() -> float:
 
 
 class StallTimer:
-    """For how many seconds a piece of work has made no progress. They are counted, not read from a clock: a process that was
-    stopped for an hour has not waited for an hour."""
+    """Counts the seconds for which work has made no progress.
+
+    It adds up waited seconds rather than reading a clock: a process that was stopped for an hour has not waited for an hour.
+    """
 
     def __init__(self, progress: int = 0) -> None:
-        """moves: a number that grows as long as there is progress."""
+        """progress: a number that grows while the work makes progress."""
         self.seconds = 0.0
         self._progress = progress
 
     def next_wait_seconds(self) -> float:
-        """How many seconds to wait before `is_too_long` is asked."""
+        """Return the seconds to wait before the next call of `has_timed_out`."""
         return min(1.0, max(0.0, store_timeout_seconds() - self.seconds))
 
     def has_timed_out(self, waited_seconds: float, progress: int) -> bool:
-        """Count seconds that were waited in vain; whether there was no progress for CKPT_STORE_TIMEOUT seconds."""
+        """Add the seconds of one wait; return whether there was no progress for CKPT_STORE_TIMEOUT seconds."""
         if progress != self._progress:
             self._progress, self.seconds = progress, 0.0
             return False
@@ -61,9 +63,11 @@ class StallTimer:
 
 
 def call_in_thread(call: Callable[[], T], what: str) -> T:
-    """Let a thread of its own make a call, and wait for it at most `patience_seconds`. Raises Unavailable after that.
+    """Return the result of a call that a new thread makes; raise Unavailable after `store_timeout_seconds`.
 
-    The thread of a call that does not come back stays. The end of the process does not wait for it.
+    The thread of a call that never returns stays, but the end of the process does not wait for it.
+
+    what: the call, for the message.
     """
     seconds, future = store_timeout_seconds(), Future[T]()
 
@@ -80,20 +84,20 @@ def call_in_thread(call: Callable[[], T], what: str) -> T:
         if future.done():
             raise
         raise Unavailable(
-            f"{what}: no answer for {seconds:g} s. A mount hangs, or its server is down; bring it back or unmount it, "
+            f"{what}: no answer for {seconds:g} s. A mount hangs, or its server is down; restore it or unmount it, "
             f"and start again ({STORE_TIMEOUT_VARIABLE} sets the seconds)"
         ) from None
 
 
 class StoreFolder:
-    """A folder of the file system, on a local disk or not."""
+    """A folder, and whether it is on a local disk."""
 
     def __init__(self, root: str) -> None:
         self.root = root
         self._is_local: bool | None = None
 
     def is_local(self) -> bool:
-        """Whether the folder is on a local disk, whose calls come back. A folder that does not exist yet is asked again."""
+        """Return whether the folder is on a local disk, whose calls return. The answer is cached once the folder exists."""
         if self._is_local is None:
             exists, found = call_in_thread(lambda: (os.path.isdir(self.root), is_on_local_file_system(self.root)), self.root)
             if not exists:
@@ -104,17 +108,17 @@ class StoreFolder:
 
 @functools.lru_cache(1024)
 def folder_at(root: str) -> StoreFolder:
-    """The folder at a path, remembered by its path."""
+    """Return the folder at a path, the same object for each call."""
     return StoreFolder(root)
 
 
 def can_block_on(root: str) -> bool:
-    """Whether this thread may make calls to a folder: the main thread only where it is on a local disk."""
+    """Return whether this thread may call into a folder: the main thread may only if the folder is on a local disk."""
     return threading.current_thread() is not threading.main_thread() or folder_at(root).is_local()
 
 
 def interruptible(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """For a method of a store with a `root`: another thread makes the call where this one may not wait for it."""
+    """Decorate a method of a store with a `root`: another thread makes the call if this one must not block on it."""
 
     @functools.wraps(method)
     def made(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:

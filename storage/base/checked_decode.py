@@ -1,8 +1,7 @@
-"""Checked dataclasses from data that somebody else wrote: decoded JSON or msgpack.
+"""Convert untrusted data (decoded JSON or msgpack) to dataclasses, with a check of every type.
 
-A field that is unknown, as of a newer version, is ignored; one that is missing has its default. What is malformed (a field of
-another type, a missing one without default) raises Malformed, which says where. A reader reports it, and passes the record over
-where it can do without.
+An unknown field, as of a newer version, is ignored; a missing one gets its default. A field of another type, or a missing one
+without a default, raises Malformed, which names the field. A reader reports it, and skips the record if it does not need it.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ T = TypeVar("T")
 
 _REPR_CHARACTERS = 60
 _INT_LIMIT = 1 << 63
-"""Integers are of 64 bits: larger ones are in no record, and no page and no file takes them."""
+"""Integers must fit into 64 bits: no record has larger ones, and the formats of heartbeat pages and files cannot store them."""
 
 _Converter = Callable[[object], Any]
 
 
 class Malformed(ValueError):
-    """Data is not what a dataclass says. The message names the field."""
+    """Data do not match a dataclass. The message names the field."""
 
     def __init__(self, what: str, *path: str) -> None:
         self.problem, self.path = what, path
         super().__init__(f"{''.join(path).lstrip('.')} {what}" if path else what)
 
     def within(self, step: str) -> Malformed:
-        """As the part `step` of a larger value."""
+        """Return the same error with its path extended by `step`, the name of this part in a larger value."""
         return Malformed(self.problem, step, *self.path)
 
 
 def decode(kind: type[T], data: object) -> T:
-    """The dataclass `kind` of a mapping by field name. Raises Malformed.
+    """Return the dataclass `kind` from a mapping by field name; raise Malformed.
 
-    Types may be str, bytes, int, bool, float (also of an int), None, Literal, dataclasses, unions, tuples, lists, sequences and
-    mappings of these, and Any. Lists and tuples are the same here, as JSON has only one of them.
+    Types may be str, bytes, int, bool, float (also from an int), None, Literal, dataclasses, unions, tuples, lists, sequences
+    and mappings of these, and Any. Lists and tuples are interchangeable in the data, since JSON has only lists.
     """
     try:
         hashable: Any = kind  # mypy takes classes for unhashable
@@ -50,16 +49,16 @@ def decode(kind: type[T], data: object) -> T:
 
 
 def read_json(data: bytes | str) -> Any:
-    """What JSON says. Raises Malformed, whatever the bytes are."""
+    """Return the decoded JSON; raise Malformed for any other bytes."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"no JSON: {error}") from None
+        raise Malformed(f"not JSON: {error}") from None
 
 
 @cache
 def _converter(kind: Any) -> _Converter:
-    """What makes a value of this type of decoded data. It raises Malformed."""
+    """Return the function that converts decoded data to a value of this type, or raises Malformed."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any or kind is object:
         return lambda data: data
@@ -96,8 +95,8 @@ def _dataclass_converter(kind: Any) -> _Converter:
                 raise Malformed("is missing", f".{name}")
         try:
             return kind(**found)
-        except (ValueError, TypeError) as error:  # of __post_init__
-            raise Malformed(f"can't be: {error}") from error
+        except (ValueError, TypeError) as error:  # raised by __post_init__
+            raise Malformed(f"is invalid: {error}") from error
 
     return convert
 
@@ -165,7 +164,7 @@ def _convert_item(each: _Converter, where: object, data: object) -> Any:
 
 
 def _convert_int(data: object) -> Any:
-    if type(data) is int and -_INT_LIMIT <= data < _INT_LIMIT:  # not isinstance: True is no number
+    if type(data) is int and -_INT_LIMIT <= data < _INT_LIMIT:  # not isinstance: True is not a number here
         return data
     raise _type_error("an integer of 64 bits", data)
 

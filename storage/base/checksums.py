@@ -1,4 +1,4 @@
-"""Checksums of what is moved and kept: xxh3 everywhere, in cells, so that a part can be checked alone."""
+"""xxh3 checksums of stored and transferred bytes, by cells, so that a part can be verified alone."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import xxhash
 CELL_BYTES = 256 << 10
 
 checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
-"""64 bits, for stored bytes and cells."""
+"""Returns the 64-bit checksum of stored bytes or of a cell."""
 
 
 def transfer_digest(data: Any) -> bytes:
-    """128 bits of bytes on their way."""
+    """Return the 128-bit checksum of transferred bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
 def cell_checksums(data: memoryview) -> bytes:
-    """The checksums of the cells of `data`, 8 bytes each, little-endian."""
+    """Return the checksums of the cells of `data`, 8 bytes each, little-endian."""
     return pack_checksums([checksum(data[start : start + CELL_BYTES]) for start in range(0, len(data), CELL_BYTES)])
 
 
 def pack_checksums(checksums: Sequence[int]) -> bytes:
-    """Those of cells, as they are kept."""
+    """Return checksums of cells in the stored form: 8 bytes each, little-endian."""
     return struct.pack(f"<{len(checksums)}Q", *checksums)
 
 
 def find_bad_cells(data: memoryview, expected: bytes) -> list[int]:
-    """The numbers of the cells of `data` that are not as they were; all of them where the number of cells differs."""
+    """Return the numbers of the cells of `data` that do not match `expected`; all cells if their number differs."""
     found = cell_checksums(data)
     if len(found) != len(expected):
         return list(range(len(found) // 8))

@@ -1,12 +1,12 @@
-"""Stores whose server replaces an object only as it was read: buckets (If-Match), a namespace (compare and set of records).
+"""Base class of stores with conditional puts: buckets (If-Match) and namespaces (compare and set of records).
 
-A publication in such a store is two conditional puts. The first takes the free name with a reservation, which no reader
-takes for an object; the second replaces the reservation. The lease of the writer is confirmed in between. So a successor that
-replaces the reservation, after it has taken the lease, knows that the second put of its predecessor fails, however late.
+To publish a new object takes two conditional puts. The first creates a reservation under the name, which readers do not treat
+as an object; the second replaces the reservation. The writer lease is confirmed between the two. A successor that has taken the
+lease replaces the reservation, and then the second put of its predecessor fails, however late it arrives.
 
-A publication in place of an object that is there needs no reservation: the object itself is what the put is conditional upon.
+To replace an existing object needs no reservation, since the put is conditional on the object itself.
 
-A reservation that was revoked stays as a few bytes: a delete has no condition, and could remove what came meanwhile.
+A revoked reservation stays as an object of a few bytes: a delete has no condition, and could delete a newer object.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MAX_TRIES = 20
 
 
 def new_reservation() -> bytes:
-    """The content of a reservation, which no other one has."""
+    """Return the content of a new reservation, different from any other."""
     return _RESERVATION_PREFIX + secrets.token_hex(16).encode()
 
 
 def is_reservation(data: bytes) -> bool:
-    """Whether an object only keeps its name for a publication that is under way, or was given up."""
+    """Return whether an object is a reservation, of a publication that is running or was given up."""
     return len(data) == RESERVATION_BYTES and data.startswith(_RESERVATION_PREFIX)
 
 
@@ -45,13 +45,14 @@ class ConditionalStore(Store):
 
     @abstractmethod
     def _read(self, name: str, limit: int | None = None) -> tuple[bytes, Version]:
-        """What lies at `name`, also a reservation; raises NotFound, IntegrityError where it is longer than `limit`."""
+        """Return content and version of an object or reservation; raise NotFound, and IntegrityError beyond `limit` bytes."""
 
     @abstractmethod
     def _compare_and_swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
-        """Replace an object only if it still is as expected (None: if there is none). Its new version, None where it was not.
+        """Replace an object only if it has the expected version (None: only if it does not exist).
 
-        None may hide a put that came through, was not answered and was tried again: read it to know.
+        Returns the new version, or None if the condition did not hold. None is also returned if a put succeeded without an
+        answer and was repeated; the caller must read the object to know.
         """
 
     def get_versioned(self, name: str, limit: int) -> tuple[bytes, Version]:
@@ -129,8 +130,8 @@ class ConditionalStore(Store):
             return False
 
     def _is_reserved(self, name: str) -> bool:
-        """Whether there is nothing but a reservation. Raises NotFound."""
+        """Return whether the object is a reservation; raise NotFound."""
         try:
             return is_reservation(self._read(name, RESERVATION_BYTES)[0])
-        except IntegrityError:  # replaced meanwhile by something longer
+        except IntegrityError:  # a longer object
             return False

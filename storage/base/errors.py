@@ -1,4 +1,4 @@
-"""The error tree. One base class, so that `except ckpt.CkptError` catches all of ours and nothing else."""
+"""The error classes of ckpt. `except ckpt.CkptError`, their base class, catches all of them and no others."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import re
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough for a message of ours.
+    """Return the message of a library's error, shortened so that it can be a part of another message.
 
-    Some bring a stack of C++ frames; gloo begins with the place in its source. Ours goes on after it: no full stop.
+    Some messages contain a stack of C++ frames, and those of gloo begin with a source line. A final full stop is removed.
     """
     line = str(error).strip().partition("\n")[0].removesuffix(".")
     return re.sub(r"^\[/\S+:\d+\] ", "", line)[:400] or type(error).__name__
 
 
 class CkptError(Exception):
-    """Base of every error this package raises on purpose. The message says what, where and what to do next."""
+    """The base class of every error that ckpt raises on purpose. The message says what happened, where, and what to do next."""
 
 
 # --- storage -------------------------------------------------------------------------------------------------
 
 
 class StoreError(CkptError):
-    """A store could not do what was asked: disk full, no permission, network, a failed fsync."""
+    """An operation of a store failed: disk full, no permission, network, a failed fsync."""
 
 
 class NotFound(StoreError):
-    """No object of this name is in the store."""
+    """The store has no object of this name."""
 
 
 class AlreadyExists(StoreError):
-    """A put-if-absent found an object of this name."""
+    """An object or a step that must be new exists already."""
 
 
 class NoSpace(StoreError):
@@ -39,42 +39,44 @@ class NoSpace(StoreError):
 
 
 class Changed(StoreError):
-    """What was read before is not there any more."""
+    """An object has changed or was deleted since it was read."""
 
 
 class Outdated(StoreError):
-    """The members that keep the records of a namespace are others than the caller believes, or records and objects were
-    collected meanwhile; it must ask for the members anew."""
+    """The caller's list of members that keep the records of a namespace is outdated; it must read the list again.
+
+    Either the members have changed, or records and objects were collected meanwhile.
+    """
 
     unsettled = False
-    """Whether a member may have taken a part of the change that was refused."""
+    """Whether some member may have made a part of the refused change."""
 
 
 class Unavailable(StoreError):
-    """A node or a service does not answer in time, or takes nothing at the moment. Others may."""
+    """A node or a service does not answer in time, or accepts nothing at the moment. Another one may."""
 
 
 class Refused(StoreError):
-    """A wrong or missing token, certificate, key or permission, or a place that takes nothing: waiting does not help."""
+    """A token, certificate, key or permission is wrong or missing, or the store is read-only: waiting does not help."""
 
 
 class InvalidName(StoreError, ValueError):
-    """A name that could leave the root of the store, or that not every store can hold."""
+    """A name that could escape the root of the store, or that not every store can represent."""
 
 
 class UnknownScheme(StoreError, ValueError):
-    """No store serves URLs of this scheme, or the package that does is not installed."""
+    """No store handles URLs of this scheme, or the package that does is not installed."""
 
 
 class InvalidArgument(CkptError, ValueError):
-    """An option that makes no sense, such as keeping no step at all."""
+    """An option has a value that makes no sense, such as keeping no step at all."""
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------
 
 
 class IntegrityError(CkptError):
-    """Stored bytes are not those that were written: flipped, cut or missing."""
+    """Stored bytes differ from those that were written: changed, truncated or missing."""
 
 
 # --- as errno values -----------------------------------------------------------------------------------------
@@ -86,5 +88,5 @@ _ERRNO_BY_ERROR = (
 
 
 def error_number(error: CkptError) -> int:
-    """The errno of an error, for programs that know only those."""
+    """Return the errno of an error, for interfaces of file systems."""
     return next((number for kind, number in _ERRNO_BY_ERROR if isinstance(error, kind)), errno.EIO)

@@ -1,8 +1,8 @@
-"""Named places where a test can stop, kill or fail this process. Free when off: one test of an empty dict.
+"""Fail points: named points in the code at which a test can stop, kill or fail the process.
 
-`CKPT_FAILPOINTS="save.pack.append=kill@3,save.commit=error"` kills the process with SIGKILL at the third pass of the
-first point and raises OSError(EIO) at the second. Actions: kill, stop (SIGSTOP, as a host that hangs), error (EIO), full
-(ENOSPC), sleep:0.5 (seconds). `@*` means every pass.
+`CKPT_FAILPOINTS="save.pack.append=kill@3,save.commit=error"` kills the process with SIGKILL at the third pass of the first
+point, and raises OSError(EIO) at the second point. Actions: kill, stop (SIGSTOP, like a host that hangs), error (EIO), full
+(ENOSPC), sleep:0.5 (seconds). `@*` means every pass. Without active points, a point costs one test of an empty dict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _lock = Lock()
 
 
 def set_failpoints(spec: str) -> None:
-    """Replace all active points by those of `spec`, written as in the module docstring; "" turns all off."""
+    """Replace all active points by those of `spec`, in the syntax of the module docstring; "" deactivates all."""
     _passes.clear()
     _active.clear()
     for item in filter(None, spec.split(",")):
@@ -29,7 +29,7 @@ def set_failpoints(spec: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Mark a place by name; does nothing unless the point is active."""
+    """Run the actions of the point `name`; do nothing if it is not active."""
     if _active:
         _run_actions(name)
 

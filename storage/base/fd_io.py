@@ -1,4 +1,4 @@
-"""Reading and writing through open descriptors, whoever opened them: a directory, or a node for a client of its host."""
+"""Read and write through open file descriptors, past the page cache where that is faster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 @contextmanager
 def convert_os_errors(action: str, where: str) -> Iterator[None]:
-    """Turn an OSError into a StoreError that says what was being done and where."""
+    """Turn an OSError into a StoreError. action: such as "reading"; where: the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -46,7 +46,7 @@ def convert_os_errors(action: str, where: str) -> Iterator[None]:
 
 
 def describe_os_error(error: OSError) -> str:
-    """What it says, and what to do."""
+    """Return the message of an error, and what to do."""
     return f"{error.strerror or error}; {_ADVICE_BY_ERRNO.get(error.errno or 0, 'see the cause')}"
 
 
@@ -59,21 +59,21 @@ def write_all(fd: int, data: memoryview, position: int, where: str) -> None:
 
 
 _MIN_DIRECT_BYTES = 256 << 10
-"""Less than that comes through the page cache, with what is read ahead."""
+"""Shorter reads go through the page cache, which gains from read-ahead."""
 
 _UNCACHED_SPAN_BYTES = 8 << 20
-"""So far what follows a byte that is not in the page cache is taken not to be there either: each look costs a read ahead."""
+"""Bytes after a byte that is not in the page cache which are assumed not to be there either: each check costs a read-ahead."""
 
 _DIRECT_READ_BYTES = 1 << 20
-"""What one direct read asks for: several such from several threads overlap better than whole blocks (benchmarks/limits.py
-has both)."""
+"""Bytes of one direct read: several of these from several threads overlap better than reads of whole blocks
+(benchmarks/limits.py measures both)."""
 
 
 def in_page_cache(fd: int, position: int) -> bool:
-    """Whether the byte at `position` is in the page cache; False where this system or file system can't tell.
+    """Return whether the byte at `position` is in the page cache; False where the system cannot tell.
 
-    To ask for a byte that is not there makes Linux bring it, with what it would read ahead of `fd`. About once in a thousand
-    times it is there before the answer, which is then True.
+    Checking a byte that is not cached makes Linux load it, with its read-ahead for `fd`. In about one of a thousand checks the
+    byte is loaded before the answer, which is then True.
     """
     if not hasattr(os, "RWF_NOWAIT"):
         return False
@@ -85,11 +85,12 @@ def in_page_cache(fd: int, position: int) -> bool:
 
 
 class DescriptorReader(Reader):
-    """A file that is open for reading, and closed with this. `where` names it in messages.
+    """Reads an open file, and closes its descriptors in `close`.
 
-    direct_fd: the same file, opened with O_DIRECT. What is not in the page cache then goes past it, where position, memory
-    and length lie on pages: to fill the cache costs more than such a read (benchmarks/limits.py: into huge pages 2.07 GB/s,
-    through the cache 1.38).
+    where: the file, for messages.
+    direct_fd: the same file, opened with O_DIRECT. Bytes that are not in the page cache are then read past it, if position,
+        memory and length are whole pages: filling the cache costs more than such a read (benchmarks/limits.py: into huge pages
+        2.07 GB/s, through the cache 1.38 GB/s).
     """
 
     def __init__(self, fd: int, where: str, direct_fd: int | None = None) -> None:
@@ -97,8 +98,8 @@ class DescriptorReader(Reader):
         self._direct_fd = direct_fd
         self._where = where
         self._uncached_span = range(0)
-        # Twice the read-ahead: packs are mostly read in order. None beside O_DIRECT: one page that is there would bring what
-        # follows, which would so be there, too, and all the rest would come through the page cache.
+        # Double the read-ahead, since packs are mostly read in order. With O_DIRECT, disable it: one cached page would load the
+        # next ones, which would then be cached too, and the rest of the file would go through the page cache.
         self._advise("POSIX_FADV_SEQUENTIAL" if direct_fd is None else "POSIX_FADV_RANDOM")
 
     def _advise(self, advice: str) -> None:
@@ -107,7 +108,7 @@ class DescriptorReader(Reader):
                 os.posix_fadvise(self._fd, 0, 0, getattr(os, advice))
 
     def read_into(self, position: int, buffer: memoryview) -> int:
-        # So that nobody releases the caller's view while the kernel writes there: a slice of it would not prevent that.
+        # Prevents a release of the caller's view while the kernel writes to it; a slice of the view would not prevent that.
         pinned = PickleBuffer(buffer)
         done = 0
         try:
@@ -133,7 +134,7 @@ class DescriptorReader(Reader):
         return position in self._uncached_span
 
     def _read_direct(self, position: int, buffer: memoryview) -> int:
-        """The bytes read: fewer at the end of the file, or where memory or file system do not allow it."""
+        """Return the number of bytes read: fewer at the end of the file, or if memory or file system do not allow O_DIRECT."""
         assert self._direct_fd is not None
         done = 0
         try:
@@ -159,16 +160,16 @@ class DescriptorReader(Reader):
 
 
 class AppendFile:
-    """A file that is open for writing, in which each append gets a place of its own. Safe to use from many threads.
+    """A file that is open for writing; each append writes to its own range. It may be used from many threads.
 
-    direct_fd: the same file, opened with O_DIRECT, where there is that.
+    direct_fd: the same file, opened with O_DIRECT; None where that is not possible.
     """
 
     def __init__(self, fd: int, direct_fd: int | None, where: str) -> None:
         self.fd = fd
         self.direct_fd = direct_fd
         self.length = 0
-        """The end of what was appended whole."""
+        """End of the last range that was written completely."""
         self._where = where
         self._changed = threading.Condition()
         self._next_position = 0
@@ -178,11 +179,13 @@ class AppendFile:
 
     @contextmanager
     def reserve_range(self, nbytes: int) -> Iterator[int]:
-        """The position for so many bytes. The descriptors stay open until the context is left: a number that were closed
-        meanwhile could be another file's."""
+        """Reserve `nbytes` bytes and give their position.
+
+        The descriptors stay open until the context ends: otherwise another file could get the same descriptor number.
+        """
         with self._changed:
             if self._is_closed:
-                raise StoreError(f"{self._where} is finished already; create it anew to write it again")
+                raise StoreError(f"{self._where} is finished already; create it again to write it")
             position = self._next_position
             self._next_position += -(-nbytes // ALIGNMENT) * ALIGNMENT
             self._pending_appends += 1
@@ -198,17 +201,17 @@ class AppendFile:
                     self._close_if_idle()
 
     def write(self, data: memoryview, position: int) -> None:
-        """Write at a place, through O_DIRECT where memory, length and file system allow it."""
+        """Write at a reserved position, with O_DIRECT where memory, length and file system allow it."""
         with convert_os_errors("writing", self._where):
             failpoint("local.append")
         if self._is_direct_allowed and self.direct_fd is not None and not len(data) % ALIGNMENT:
             if _try_direct(self.direct_fd, data, position, self._where):
                 return
-            self._is_direct_allowed = False  # this memory or file system refuses: buffered from now on
+            self._is_direct_allowed = False  # memory or file system do not allow it: use the page cache from now on
         write_all(self.fd, data, position, self._where)
 
     def close(self, timeout_seconds: float = 0.0) -> bool:
-        """Take no more appends; whether all under way ended within `seconds`. With the last of them the descriptors go."""
+        """Accept no more appends; return whether all running ones ended in time. The last one closes the descriptors."""
         with self._changed:
             self._is_closed = True
             ended = self._changed.wait_for(lambda: not self._pending_appends, timeout_seconds)
@@ -216,7 +219,7 @@ class AppendFile:
             return ended
 
     def __del__(self) -> None:
-        # Whose writer nobody commits or gives up any more: a pool of threads that ends drops the calls for it.
+        # For a writer that is neither committed nor aborted: a thread pool that ends drops those calls.
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
@@ -239,6 +242,6 @@ def _try_direct(fd: int, data: memoryview, position: int, where: str) -> bool:
         with convert_os_errors("writing", where):
             raise
     if written < len(data):
-        # A short direct write ends where the device stopped, most often for lack of space: the next call tells.
+        # A direct write is short mostly for lack of space; the next call then raises the error.
         write_all(fd, data[written:], position + written, where)
     return True

@@ -1,5 +1,8 @@
-"""Whether a store refuses a put whose condition does not hold; without that a repository there has no protection from a writer
-that was succeeded. Some servers of the S3 protocol ignore If-None-Match or If-Match, and acknowledge the put."""
+"""Check that a store refuses a put whose condition does not hold.
+
+Otherwise a repository there is not protected from a fenced writer. Some servers of the S3 protocol ignore If-None-Match or
+If-Match, and acknowledge the put.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,27 @@ from ckpt.storage.base.store import Store
 log = logging.getLogger("ckpt")
 
 UNFENCED_STORES_VARIABLE = "CKPT_UNFENCED_STORES"
-"""URLs, separated by spaces, below which the user takes care that one writer at a time is there."""
+"""The environment variable with URLs, separated by spaces, below which the user ensures that there is one writer at a time."""
 
 _probed_urls: set[str] = set()
 
 
 def require_conditional_puts(store: Store, name: str) -> None:
-    """Raise Refused where `store` ignores the conditions of puts. Asked once for a URL in a process.
+    """Raise Refused if `store` ignores the conditions of puts. Each URL is probed once in a process.
 
-    name: an object that is there and that nobody else writes; it keeps its bytes.
+    name: an existing object that no other process writes; it keeps its bytes.
     """
     if store.url in _probed_urls:
         return
     if not store.honours_conditions(name):
         what = (
-            f"{store.url} takes puts whose condition (If-None-Match, If-Match) does not hold: a writer that another job has "
-            "succeeded could replace and delete what that job saves"
+            f"{store.url} accepts puts whose condition (If-None-Match, If-Match) does not hold: a writer whose repository "
+            "another job has taken over could replace and delete the steps of that job"
         )
         if not _is_allowed_unfenced(store.url):
             raise Refused(
-                f"{what}. Use a store with conditional puts (docs/reference/stores.md says which have them); where it is "
-                f"certain that one job at a time writes there, set {UNFENCED_STORES_VARIABLE}={store.url}"
+                f"{what}. Use a store with conditional puts (docs/reference/stores.md lists them); if only one job at a time "
+                f"writes there, set {UNFENCED_STORES_VARIABLE}={store.url}"
             )
         log.warning("%s; %s allows it", what, UNFENCED_STORES_VARIABLE)
     _probed_urls.add(store.url)

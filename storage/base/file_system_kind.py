@@ -1,8 +1,8 @@
-"""Whether a folder lies on a file system of this host, as an SQLite file needs.
+"""Check that a folder is on a file system of this host, which an SQLite file needs.
 
-SQLite shares its write-ahead log through memory that processes of other hosts do not see, and relies on locks and on an fsync
-that file systems of the network do not always keep (https://sqlite.org/wal.html, https://sqlite.org/useovernet.html): a file
-there can lose what was acknowledged, or be damaged.
+SQLite shares its write-ahead log through memory, which processes of other hosts do not see. It relies on locks and fsync, which
+network file systems do not always implement (https://sqlite.org/wal.html, https://sqlite.org/useovernet.html). On one, a
+file can lose acknowledged changes or be damaged.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from ckpt.storage.base.errors import StoreError
 
 LOCAL_FILE_SYSTEMS_VARIABLE = "CKPT_LOCAL_FILE_SYSTEMS"
-"""Folders, separated by ":", of which the user states that they lie on a file system of this host."""
+"""The environment variable with folders, separated by ":", that the user declares to be on a file system of this host."""
 
 _LOCAL_TYPES = {
     0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x858458F6, 0x2FC12FC1, 0xF2F52010, 0x794C7630, 0x3153464A, 0x52654973,
     0xCA451A4E, 0x7366746E, 0x2011BAB0, 0x4D44, 0x482B, 0x3434, 0xF15F, 0x61756673,
 }  # fmt: skip
-"""statfs(2): ext2 to ext4, XFS, btrfs, tmpfs, ramfs, ZFS, F2FS, overlayfs, JFS, ReiserFS, bcachefs, NTFS, exFAT, FAT, HFS+,
-NILFS, eCryptfs, aufs."""
+"""f_type of statfs(2): ext2 to ext4, XFS, btrfs, tmpfs, ramfs, ZFS, F2FS, overlayfs, JFS, ReiserFS, bcachefs, NTFS, exFAT,
+FAT, HFS+, NILFS, eCryptfs, aufs."""
 
 _NETWORK_TYPES = {
     0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB", 0x0BD00BD0: "Lustre", 0x47504653: "GPFS",
@@ -36,27 +36,27 @@ _FUSE_TYPE = 0x65735546
 
 
 def require_local_file_system(path: str | os.PathLike[str], what: str, advice: str) -> None:
-    """Raise StoreError where `path` does not lie on a file system of this host, or where that is not known.
+    """Raise StoreError if `path` is on a network file system, or on one of an unknown type.
 
-    what: for the message, what is to be kept there. instead: what to do.
+    what: for the message, what is stored there. advice: what to do instead.
     """
     where = os.path.abspath(path)
     found = _file_system_type(_existing_parent(where))
     if found is None or found in _LOCAL_TYPES or _is_allowed_by_user(where):
         return
     if found in _NETWORK_TYPES:
-        kind = f"on {_NETWORK_TYPES[found]}, a file system of the network"
+        kind = f"on {_NETWORK_TYPES[found]}, a network file system"
     else:
         name = "FUSE" if found == _FUSE_TYPE else f"a file system of type {found:#x}"
-        kind = f"on {name}, which may be one of the network"
+        kind = f"on {name}, which may be a network file system"
     raise StoreError(
-        f"{where} is {kind}: {what} there can lose what was acknowledged, for SQLite works on a file system of one host only; "
+        f"{where} is {kind}: {what} there can lose acknowledged changes, since SQLite needs a file system of one host; "
         f"{advice}. If it is a file system of this host, set {LOCAL_FILE_SYSTEMS_VARIABLE}={_existing_parent(where)}"
     )
 
 
 def is_on_local_file_system(path: str) -> bool:
-    """Whether `path` lies on a file system of this host. Where that is not known (not Linux), it counts as one."""
+    """Return whether `path` is on a file system of this host; True where the type is unknown (not Linux)."""
     found = _file_system_type(_existing_parent(path))
     return found is None or found in _LOCAL_TYPES
 
@@ -73,14 +73,14 @@ def _existing_parent(where: str) -> str:
 
 
 def _file_system_type(folder: str) -> int | None:
-    """The f_type of statfs(2); None where that can't be known (not Linux)."""
+    """Return the f_type of statfs(2); None where it is unknown (not Linux)."""
     statfs = _load_statfs()
     if statfs is None:
         return None
-    result = ctypes.create_string_buffer(512)  # of about 120 bytes, f_type first
+    result = ctypes.create_string_buffer(512)  # struct statfs has about 120 bytes, f_type first
     if statfs(os.fsencode(folder), result):
-        return None  # what follows fails likewise, and says why
-    # 32 bits unsigned on all: the kernel extends the sign on some architectures.
+        return None  # the next call on this path fails for the same reason, with a message
+    # Taken as 32 bits unsigned, because the kernel extends the sign on some architectures.
     nbytes = ctypes.sizeof(ctypes.c_long)
     return int.from_bytes(result.raw[:nbytes], sys.byteorder) & 0xFFFFFFFF
 

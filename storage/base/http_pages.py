@@ -1,4 +1,4 @@
-"""A few pages over HTTP, each made by a function when it is asked for: health, metrics."""
+"""A small HTTP server for pages such as health and metrics, each made by a function on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class HttpPage:
-    """An answer."""
+    """The content of one response."""
 
     body: bytes
     content_type: str = "text/plain"
@@ -24,7 +24,11 @@ class HttpPage:
 
 
 class HttpPages:
-    """Answers at host and port (0: any; `port` says which) until `close`. pages: by path, called from other threads."""
+    """Serves pages at a host and port until `close`.
+
+    port: 0 chooses a free one; the attribute `port` has the number.
+    pages: functions by path, called from other threads.
+    """
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], HttpPage]], thread_name: str) -> None:
         not_found = HttpPage(f"there are {' and '.join(sorted(pages))}\n".encode(), status=404)
@@ -41,7 +45,7 @@ class HttpPages:
                 self.wfile.write(page.body)
 
             def log_message(self, *args: Any) -> None:
-                """Scrapes are no events."""
+                """Log nothing: requests of a scraper are not events."""
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET

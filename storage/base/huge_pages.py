@@ -1,4 +1,4 @@
-"""Memory on huge pages: what the disk is written from, and what is copied into."""
+"""Map memory on huge pages, for staging and for direct I/O."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import sys
 from contextlib import suppress
 
 _MADV_WIPEONFORK = 18
-"""MADV_WIPEONFORK, of which Python's mmap knows nothing; see madvise(2)."""
+"""MADV_WIPEONFORK of madvise(2), which Python's mmap does not define."""
 
 
 def map_huge_pages(nbytes: int) -> mmap.mmap:
-    """So many bytes of memory of this process alone, zeros at first, on huge pages where the system has them.
+    """Return `nbytes` bytes of private memory, zeroed, on huge pages where the system has them.
 
-    mmap's own default is memory shared with children, for which few systems have huge pages. O_DIRECT from small pages
-    takes more requests and more of the kernel's time: benchmarks/limits.py measures both (in one run with one thread 1.32
-    and 2.00 GB/s, reads 1.06 and 2.07). A forked child finds zeros here, else each page that is written after a fork
-    would have to be copied first.
+    The default of mmap is memory shared with children, for which few systems have huge pages. O_DIRECT from small pages needs
+    more requests and more time of the kernel: benchmarks/limits.py measures both (in one run with one thread, writes 1.32 and
+    2.00 GB/s, reads 1.06 and 2.07 GB/s). A forked child sees zeros (MADV_WIPEONFORK); otherwise each page that is written after
+    a fork would be copied first.
     """
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
     found = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
-            with suppress(OSError):  # a kernel without it
+            with suppress(OSError):  # the kernel does not support it
                 found.madvise(advice)
     return found

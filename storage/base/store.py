@@ -1,7 +1,8 @@
-"""What a store is: a flat space of named bytes, written once or replaced whole. Everything above uses only this file.
+"""`Store`, the interface to a flat space of named objects, with its `Writer` and `Reader`.
 
-A store is safe to use from many threads. Every call blocks until it is done; none retries after a failed fsync.
-Names are relative paths of plain segments; `check_name` is the only judge of them, on the way in and out.
+The rest of the project uses stores through this interface only. A store may be used from many threads. Every call blocks until
+it is done, and no call retries after a failed fsync. Names are relative paths of plain segments; `check_name` and `is_name`
+alone decide which names are valid, for writes and for listings.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from typing import Any, Self
 from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound
 
 ALIGNMENT = 4096
-"""Blocks start at multiples of this many bytes in a pack: the page, and the largest logical sector in use, so that
+"""Blocks start at multiples of this many bytes in a pack: the page size, and the largest logical sector size in use, so that
 O_DIRECT needs no copy."""
 
 Buffer = bytes | bytearray | memoryview
 
 Version = Any
-"""What tells the content of an object from what it was before and after: of `get_versioned`, for `publish`."""
+"""Identifies the content of an object at one time; `get_versioned` returns it and `publish` compares it. Each store defines its
+own type."""
 
-# One segment: what every file system and every object store keeps apart. No leading dot: such names are temporary.
+# Characters that every file system and object store distinguishes. A leading dot is reserved for temporary files.
 _SEGMENT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}")
 
 
 def is_name(name: str) -> bool:
-    """Whether `name` is a relative path of plain segments; listings skip what is not, for it is not ours."""
+    """Return whether `name` is a relative path of plain segments. Listings skip other names, which ckpt did not create."""
     return len(name) <= 1000 and all(_SEGMENT.fullmatch(segment) for segment in name.split("/"))
 
 
@@ -44,11 +46,11 @@ def check_name(name: str) -> str:
 
 
 PROBE_BYTES = 1 << 20
-"""The longest object by which a store is probed (`Store.honours_conditions`)."""
+"""The most bytes of an object with which `Store.honours_conditions` probes a store."""
 
 
 def require_length(where: str, nbytes: int, limit: int | None) -> None:
-    """Raise IntegrityError where an object is longer than a reader expects; limit: None expects any length."""
+    """Raise IntegrityError if an object of `nbytes` bytes is longer than `limit`; None is no limit. where: its URL."""
     if limit is not None and nbytes > limit:
         raise IntegrityError(
             f"{where} has {nbytes} bytes, and at most {limit} are expected: it is not what was written; restore it from a "
@@ -65,26 +67,33 @@ class Entry:
 
 
 class Writer(ABC):
-    """One object being written, in order. It exists under its name only after `commit`.
+    """An object that is being written. It exists under its name only after `commit`.
 
-    `append` may be called from several threads at once; each call gets a place of its own.
-    Leaving the context without commit aborts.
+    Several threads may call `append` at once; each call writes to its own range. Leaving the context without commit aborts.
     """
 
     @abstractmethod
     def append(self, data: memoryview) -> int:
-        """Write `data` at the next multiple of ALIGNMENT and return that position. `data` is free for reuse after.
+        """Write `data` at the next multiple of ALIGNMENT and return that position in bytes.
 
-        Fastest where `data` starts on a page and its length is a multiple of ALIGNMENT.
+        `data` may be reused when this returns. It is fastest if `data` starts on a page and its length is a multiple of
+        ALIGNMENT.
+
+        Raises:
+            StoreError: The write failed; the object can't be committed any more.
         """
 
     @abstractmethod
     def commit(self) -> int:
-        """Make the object durable and visible; return its length in bytes."""
+        """Make the object durable and visible, and return its length in bytes.
+
+        Raises:
+            StoreError: The object is not durable.
+        """
 
     @abstractmethod
     def abort(self) -> None:
-        """Throw away what was written. Harmless after commit and when called twice."""
+        """Discard what was written. Does nothing after `commit` or a first `abort`."""
 
     def __enter__(self) -> Self:
         return self
@@ -94,14 +103,19 @@ class Writer(ABC):
 
 
 class Reader(ABC):
-    """One object opened for reading; `read_into` may be called from several threads at once."""
+    """An object that is open for reading. Several threads may call `read_into` at once."""
 
     @abstractmethod
     def read_into(self, position: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `position` on; return the bytes read, fewer than asked only at the end of the object."""
+        """Fill `buffer` with the bytes from `position` on, and return how many were read: fewer only at the end of the object.
 
-    def close(self) -> None:  # noqa: B027  many readers hold nothing
-        """Give back what the reader holds."""
+        Raises:
+            NotFound: The object does not exist.
+            StoreError: The read failed.
+        """
+
+    def close(self) -> None:  # noqa: B027  many readers have no resources
+        """Release the resources of the reader."""
 
     def __enter__(self) -> Self:
         return self
@@ -111,36 +125,55 @@ class Reader(ABC):
 
 
 class Store(ABC):
-    """A place that keeps named bytes. `url` names it in messages."""
+    """A flat space of named objects: a directory, a bucket, an fsspec URL, a namespace.
+
+    A subclass sets `url` and implements the abstract methods; the other methods have defaults.
+    """
 
     url: str
+    """The URL of the store, which names it in messages."""
 
     past_cache = False
-    """Whether what `open_once` opens is read past the page cache, where position, memory and length lie on pages."""
+    """Whether readers of `open_once` bypass the page cache, for reads whose position, memory and length are whole pages."""
 
     fences = False
-    """Whether a `publish` that was confirmed can't come through any more after a successor has called `sweep_temporaries` and
-    `revoke`. Where not, a writer that stands still between both can still replace what its successor wrote."""
+    """Whether a confirmed `publish` can no longer take effect after a successor has called `sweep_temporaries` and `revoke`. If
+    False, a writer that is stopped between `confirm` and the write can still replace what its successor wrote."""
 
     @property
     def parallel_appends(self) -> int:
-        """How many at once, of some MiB, keep the store busy. More only take turns, and their data leaves the caches."""
+        """How many concurrent appends of a few MiB keep the store busy; more wait for each other, and their data leave the
+        caches."""
         return 8
 
     @abstractmethod
     def put(self, name: str, data: Buffer) -> None:
-        """Store `data` under `name`, atomically and durably, replacing what was there."""
+        """Store `data` under `name`, atomically and durably; replace an object of that name.
+
+        Raises:
+            StoreError: The object was not stored, or it is unknown whether it was.
+        """
 
     @abstractmethod
     def put_new(self, name: str, data: Buffer) -> None:
-        """Like `put`, but raise AlreadyExists where `name` is there: of two callers at once, one wins."""
+        """Store `data` under a new name, atomically and durably: of two concurrent callers, one succeeds.
+
+        Raises:
+            AlreadyExists: An object of this name exists.
+            StoreError: As for `put`.
+        """
 
     def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
-        """Store `data` under `name` in place of exactly what `get_versioned` gave as `replaces`; None: where nothing is there.
+        """Store `data` under `name`, only if the object there still has the version `replaces`.
 
-        confirm: called when all is prepared. It raises where this writer may not write any more; nothing is visible then.
+        confirm: called when everything is prepared. It raises an error if this writer may not write any more; then nothing
+            becomes visible.
+        replaces: the version from `get_versioned`; None if no object of this name may exist.
 
-        Raises AlreadyExists or Changed where something else is there, Changed where a successor has revoked the publication.
+        Raises:
+            AlreadyExists: An object exists where `replaces` is None.
+            Changed: The object has another version, or a successor has revoked the publication.
+            StoreError: As for `put`.
         """
         confirm()
         if replaces is None:
@@ -150,7 +183,7 @@ class Store(ABC):
         self.put(name, data)
 
     def _require_unchanged(self, name: str, expected: bytes) -> None:
-        """Raise Changed where an object has another content, of whatever length."""
+        """Raise Changed unless an object exists and has exactly the expected content."""
         try:
             if self.get_up_to(name, len(expected)) == expected:
                 return
@@ -159,12 +192,15 @@ class Store(ABC):
         raise Changed(f"publishing {self.url}/{name}: another writer has changed it meanwhile")
 
     def revoke(self, name: str) -> bool:
-        """Let every `publish` of this name fail that another writer has prepared; False where one that replaces the object
-        which is there may still come through. For who holds the repository, after `sweep_temporaries`."""
+        """Make every `publish` of this name fail that another writer has prepared; return whether that is certain.
+
+        False means that a publication that replaces the existing object may still take effect. The holder of the writer lease
+        calls this after `sweep_temporaries`.
+        """
         return True
 
     def honours_conditions(self, name: str) -> bool:
-        """Whether a put whose condition does not hold is refused. name: an object that is there; it keeps its bytes."""
+        """Return whether the store refuses a put whose condition does not hold. name: an existing object; it is not changed."""
         try:
             self.put_new(name, self.get_up_to(name, PROBE_BYTES))
         except AlreadyExists:
@@ -173,16 +209,27 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, name: str) -> bytes:
-        """Return the whole object; raise NotFound."""
+        """Return the whole object.
+
+        Raises:
+            NotFound: The object does not exist.
+            StoreError: The read failed.
+        """
 
     def get_versioned(self, name: str, limit: int) -> tuple[bytes, Version]:
-        """Return the whole object, and by what `publish` knows it; raise NotFound, IntegrityError as `get_up_to`."""
+        """Return the whole object and its version for `publish`; raise the errors of `get_up_to`."""
         data = self.get_up_to(name, limit)
         return data, data
 
     def get_up_to(self, name: str, limit: int) -> bytes:
-        """Like `get`, but raise IntegrityError where the object is longer than `limit` bytes: what lies under a name may have
-        any length, and no memory is taken for it. Here it is read whole first: for a store that can't tell the length before.
+        """Return the whole object if it has at most `limit` bytes; do not allocate memory for a longer one.
+
+        This default reads the object first, for a store that does not know its length before.
+
+        Raises:
+            NotFound: The object does not exist.
+            IntegrityError: The object is longer than `limit`.
+            StoreError: The read failed.
         """
         data = self.get(name)
         require_length(f"{self.url}/{name}", len(data), limit)
@@ -190,30 +237,38 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, name: str) -> Reader:
-        """Open an object for ranged reads; raise NotFound here or at the first read."""
+        """Open an object for ranged reads.
+
+        Raises:
+            NotFound: The object does not exist. Some stores raise it at the first read.
+        """
 
     def open_once(self, name: str) -> Reader:
-        """Like `open`, for what nobody on this host is known to read again soon: it need not be kept in the page cache."""
+        """Open an object that no process of this host is expected to read again soon; the page cache need not keep it."""
         return self.open(name)
 
     @abstractmethod
     def create(self, name: str, size_hint: int = 0) -> Writer:
-        """Start writing an object of about `size_hint` bytes; space is reserved now where the store can."""
+        """Start writing an object of about `size_hint` bytes. Stores that can do so reserve the space now.
+
+        Raises:
+            NoSpace: The space cannot be reserved.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Every object below the folder `prefix` ("" is the root), at any depth, in no order; none if there is none."""
+        """Yield every object below the folder `prefix` ("" is the root), at any depth, in any order."""
 
     @abstractmethod
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        """The names of the folders right below `prefix`, without it."""
+        """Yield the names of the folders directly below `prefix`, without the prefix."""
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; a name that is not there is no error."""
+        """Delete objects; a name that does not exist is not an error."""
 
     def exists(self, name: str) -> bool:
-        """Whether an object of this name is there."""
+        """Return whether an object of this name exists."""
         try:
             self.open(name).close()
         except NotFound:
@@ -221,18 +276,21 @@ class Store(ABC):
         return True
 
     def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:  # noqa: B027  a hint, for stores that can follow it
-        """Begin to bring `nbytes` of an object nearer, because they will be read soon. Raises nothing."""
+        """Start to load `nbytes` of an object into a cache, because they will be read soon. Raises no error."""
 
     def answers(self, seconds: float) -> bool:
-        """Whether anything may be here, found out within about so many seconds. Raises Unavailable where that can't be known,
-        or what is here can't be read now."""
+        """Return whether the store may have objects, within about `seconds` seconds.
+
+        Raises:
+            Unavailable: It is unknown, or the objects cannot be read now.
+        """
         return True
 
     def sweep_temporaries(self, prefix: str) -> None:  # noqa: B027  most stores have none
-        """Remove what killed writers left below `prefix`. For who holds the repository, with no write under way."""
+        """Delete temporary files of killed writers below `prefix`. The holder of the writer lease calls it before it writes."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the store holds."""
+        """Release the resources of the store."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

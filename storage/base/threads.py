@@ -1,7 +1,7 @@
-"""Threads for calls that may not come back, and for what is still to be done when the program has come to its end.
+"""A thread pool of daemon threads, for calls that may never return and for work at the end of the program.
 
-The pools of concurrent.futures take no work from the moment when the main thread has ended, while a save may be under way, and
-then wait for all of their threads, also for one in a call to a host that does not answer.
+The pools of concurrent.futures accept no work after the main thread has ended, while a save may still run. They also wait for
+all of their threads at exit, even for one in a call to a host that does not answer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _TaskQueue = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-"""None, which stays in it: there will be no more."""
+"""Calls with their futures. None is the end: it stays in the queue for the other threads."""
 
 
 class DaemonThreadPool(Executor):
-    """An executor of at most so many threads, started as they are needed. The end of the process waits for none of them."""
+    """An executor of at most `max_threads` daemon threads, started as needed. The end of the process does not wait for them."""
 
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads = max_threads
@@ -35,7 +35,7 @@ class DaemonThreadPool(Executor):
         weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may go on until the very end
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call it as soon as there is a thread for it."""
+        """Queue a call for the next free thread, and return its future."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -48,7 +48,7 @@ class DaemonThreadPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls. cancel_futures: those that no thread has begun are not made."""
+        """Accept no more calls. cancel_futures: cancel the calls that no thread has started."""
         with self._lock:
             self._is_closed = True
             if cancel_futures:
@@ -70,7 +70,7 @@ def _cancel_all(tasks: _TaskQueue) -> None:
 
 
 def _run_tasks(tasks: _TaskQueue, idle: threading.Semaphore) -> None:
-    """What one thread does. It does not hold the pool, which may be forgotten without having been closed."""
+    """Run the loop of one thread. It has no reference to the pool, so that an unclosed pool can be freed."""
     while True:
         try:
             task = tasks.get_nowait()
@@ -86,4 +86,4 @@ def _run_tasks(tasks: _TaskQueue, idle: threading.Semaphore) -> None:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-        del task, future, call  # while it waits for the next one
+        del task, future, call  # do not keep them alive while waiting for the next task

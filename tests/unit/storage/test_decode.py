@@ -62,7 +62,7 @@ def test_unknown_fields_are_ignored_and_missing_ones_have_their_default() -> Non
         ({**GOOD, "kind": "c"}, r"Outer.kind is 'c', not one of 'a', 'b'"),
         ({**GOOD, "kind": []}, r"Outer.kind is \[\]"),
         ({**GOOD, "share": "1"}, r"Outer.share is '1'"),
-        ({**GOOD, "share": -1}, r"Outer can't be: it is negative"),
+        ({**GOOD, "share": -1}, r"Outer is invalid: it is negative"),
         ({**GOOD, "pair": ["y"]}, r"Outer.pair is \['y'\], not a list of 2"),
         ({**GOOD, "pair": ["y", "z"]}, r"Outer.pair\[1\] is 'z'"),
         ({**GOOD, "rows": [{"name": "r"}, {}]}, r"Outer.rows\[1\].name is missing"),

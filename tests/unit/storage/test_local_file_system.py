@@ -63,7 +63,7 @@ def test_a_real_mount_of_fuse_is_refused(tmp_path: Path) -> None:
             if process.poll() is not None:
                 pytest.skip(f"FUSE can't be used here: {process.stderr and process.stderr.read()!r}")
             time.sleep(0.02)
-        with pytest.raises(StoreError, match="on FUSE, which may be one of the network"):
+        with pytest.raises(StoreError, match="on FUSE, which may be a network file system"):
             SqliteRunLog(folder / "run")
     finally:
         subprocess.run(["fusermount3", "-u", "-z", str(folder)], check=False)
