@@ -112,7 +112,7 @@ def check_final(registers: Registers) -> None:
     assert not is_final(record(registers, "y"))
     registers.learn("y", value)
     assert is_final(record(registers, "y"))
-    with pytest.raises(Changed, match="was agreed upon before"):
+    with pytest.raises(Changed, match="was agreed on before"):
         registers.learn("y", RegisterValue(b"other"))
 
 

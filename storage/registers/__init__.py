@@ -1,4 +1,4 @@
 """Registers: the small records of a member, each one an acceptor of a consensus among members.
 
-A register promises that what it has accepted is durable before it answers. It imports `storage.base`. Start with `base`.
+A register makes an accepted value durable before it answers. This package imports `storage.base`. Start with `base`.
 """

@@ -1,6 +1,6 @@
-"""Registers in one SQLite file: thousands of small changes a second with one fsync a batch, and listings by index.
+"""Registers in one SQLite file, with one fsync for each batch of concurrent changes, and listings by index.
 
-For a local file system: the write-ahead log is shared through memory by the processes of one host.
+The file must be on a local file system, since the processes of a host share its write-ahead log through memory.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from ckpt.storage.registers.base import (
 from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outdated_message
 
 _MAX_BATCH_CALLS = 64
-"""Calls that share a transaction at most."""
+"""The most calls that share a transaction."""
 
 _BUSY_SECONDS = 30.0
-"""How long a call waits for another process's batch."""
+"""Seconds that a call waits for the transaction of another process."""
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ _WRITE_SQL = (
 
 
 class SqliteRegisters(Registers):
-    """The registers in the file at `path`, which is made when first written to."""
+    """The registers in the file at `path`, which the first change creates."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -197,8 +197,10 @@ class SqliteRegisters(Registers):
         return self._connection is not None or os.path.exists(self._path)
 
     def _write_in_batch(self, work: Callable[[sqlite3.Connection], T], fence_number: int = 0) -> T:
-        """Do some work, durably. What other threads want meanwhile goes into one transaction, with one fsync: whoever gets
-        the lock does the work of all who wait."""
+        """Run `work` in a durable transaction and return its result.
+
+        Concurrent calls share a transaction and its fsync: the thread that gets the lock runs the work of all waiting threads.
+        """
 
         def checked(db: sqlite3.Connection) -> T:
             _require_current_fence(db, fence_number)
@@ -230,7 +232,7 @@ class SqliteRegisters(Registers):
                     outcomes.append((future, work(db), None))
                 except sqlite3.Error:
                     raise
-                except Exception as error:  # of this work alone
+                except Exception as error:  # only this call fails
                     db.execute("ROLLBACK TO one")
                     outcomes.append((future, None, error))
                 db.execute("RELEASE one")
@@ -251,7 +253,7 @@ class SqliteRegisters(Registers):
 
     @contextmanager
     def _read_snapshot(self, action: str) -> Iterator[sqlite3.Connection]:
-        """For several reads of one moment: another process may fence and drop between them."""
+        """Open a read transaction, so that several reads see one state: another process may fence and drop between them."""
         with self._locked_connection(action) as db:
             db.execute("BEGIN")
             try:
@@ -280,7 +282,7 @@ class SqliteRegisters(Registers):
             try:
                 (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
                 if mode != "wal":
-                    raise sqlite3.OperationalError(f"no write-ahead log here (journal mode {mode})")
+                    raise sqlite3.OperationalError(f"no write-ahead log is possible here (journal mode {mode})")
                 db.execute("PRAGMA synchronous = FULL")
                 db.execute("PRAGMA cache_size = -65536")
                 db.executescript(_SCHEMA)
@@ -292,7 +294,7 @@ class SqliteRegisters(Registers):
 
 
 def _as_store_error(path: str, action: str, error: BaseException) -> BaseException:
-    """An error of SQLite or the system as ours; any other as it is."""
+    """Return an error of SQLite or of the system as StoreError, any other error unchanged."""
     if not isinstance(error, sqlite3.Error | OSError):
         return error
     store_error = StoreError(f"{action} the registers in {path} failed: {error}; {_error_advice(error)}")
@@ -306,7 +308,7 @@ def _require_current_fence(db: sqlite3.Connection, fence_number: int) -> None:
 
 
 def _advance_fence(db: sqlite3.Connection, fence_number: int) -> bool:
-    """Fence by a number; whether it is higher than the one before."""
+    """Fence the member by a number; return whether it is higher than the previous one."""
     before = _read_fact(db, "epoch")
     after = advance_fence(before, fence_number)
     if after != before:
@@ -351,7 +353,7 @@ def _decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: 
 def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
     value = record.value
     if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
-        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes {BODY_BYTES}")
+        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}")
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
     total = record_checksum(name, promised, accepted, value)
     of_head = record_checksum(name, promised, accepted, value and RegisterValue(value.head))
@@ -359,7 +361,7 @@ def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
 
 
 def _prefix_end(prefix: str) -> str:
-    """The least string above all that begin with `prefix`."""
+    """Return the lowest string above all strings that begin with `prefix`."""
     if not prefix:
         return "\U0010ffff"
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
