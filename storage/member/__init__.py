@@ -1,4 +1,4 @@
 """One member of a namespace: objects and registers together, in a folder (`device`) or a bucket (`bucket`).
 
-It imports `base`, `local`, `remote` and `registers`. Start with `device`.
+The package imports `base`, `local`, `remote` and `registers`. Start with `device`.
 """

@@ -1,12 +1,12 @@
-"""A bucket as a member of a namespace: objects and registers below one URL. No process serves it: every client is its own.
+"""`Bucket`: a bucket as a member of a namespace, with objects and registers below one URL and no server process.
 
-    objects/…               what the namespace stores
-    registers/paths/…       one object a register, below its encoded name; replaced only as it was read (If-Match)
-    registers/others/…      registers whose name is no path; registers/long/… those whose key would be too long
-    registers.json          whether absent registers are empty ones, and the number of the ring that fences
-    device.json             who it is
+    objects/…               the objects that the namespace stores
+    registers/paths/…       one object for each register, under its encoded name; replaced by conditional puts (If-Match)
+    registers/others/…      registers whose name is not a path; registers/long/… registers whose key would be too long
+    registers.json          whether missing registers count as empty ones, and the fence number
+    device.json             the identity of the member
 
-One request a register: for the few hundred files of a checkpoint, not for millions of small ones.
+Each register costs a request: this suits the few hundred files of a checkpoint, not millions of small files.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _REGISTERS_FOLDER = "registers"
 _FACTS_NAME = "registers.json"
 _FACTS_BYTES = 64 << 10
 _RECORD_BYTES = BODY_BYTES + (1 << 20)
-"""The longest objects of both kinds."""
+"""The most bytes of registers.json and of a register's object."""
 _COMPLETE_FACTS = {"complete": 1, "epoch": 0}
-"""For reading a register as it is stored, whatever the bucket's own facts say."""
+"""Facts with which a register is read as it is stored, regardless of the facts of the bucket."""
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Bucket:
-    """A folder of a bucket that joins a namespace."""
+    """A folder of a bucket that is a member of a namespace."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -75,38 +75,38 @@ class Bucket:
         self.registers = BucketRegisters(self._root, self._pool)
 
     def info(self) -> MemberInfo:
-        """Who this is. How full it is nobody knows."""
+        """Return the identity of this member; its usage is unknown."""
         try:
             return MemberInfo(str(json.loads(self._root.get("device.json"))["id"]), None, None)
         except NotFound:
             try:
                 self._root.put_new("device.json", json.dumps({"id": secrets.token_hex(16), "format": 1}).encode())
             except AlreadyExists:
-                pass  # by another process, at the same time
+                pass  # another process created it at the same time
             return self.info()
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self.url}/device.json is damaged ({error}); delete it") from error
 
     def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
-        """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
+        """Return the indices of the damaged ranges (position, length, checksums of cells) of an object."""
         return find_damaged_ranges(self.store, name, ranges)
 
     def inventory(self) -> dict[str, tuple[int, float]]:
-        """Length of every object, and the seconds since it was made durable, by the bucket's own clock."""
+        """Return length and age of every object: the seconds since it was written, by the clock of the server."""
         self._root.put("clock", b"")
         now = self._root.modified_at("clock")
         return {name: (nbytes, now - modified) for name, nbytes, modified in self.store.list_with_times()}
 
     def link(self, name: str, to: str) -> None:
-        """Give an object a second name: a copy, made by the bucket. Raises NotFound."""
+        """Give an object a second name, by a copy that the server makes; raise NotFound."""
         self.store.copy(name, to)
 
     def quarantine(self, name: str) -> None:
-        """Keep a damaged object for whoever wants to know why, where no reader finds it."""
+        """Move a damaged object to the quarantine folder, where readers do not find it and an operator can examine it."""
         self._root.move(f"{OBJECTS}/{name}", f"{QUARANTINE}/{name.replace('/', '_')}-{secrets.token_hex(4)}")
 
     def sweep(self, older_seconds: float) -> None:
-        """Nothing: parts of uploads that were never completed are invisible, and a rule of the bucket removes them."""
+        """Do nothing: parts of unfinished uploads are invisible, and a lifecycle rule of the bucket deletes them."""
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
@@ -114,7 +114,7 @@ class Bucket:
 
 
 class BucketRegisters(Registers):
-    """Registers as objects that are replaced only as they were read."""
+    """Registers as objects of a bucket, changed by conditional puts."""
 
     def __init__(self, store: ObjectStore, pool: DaemonThreadPool) -> None:
         self._store = store
@@ -123,7 +123,7 @@ class BucketRegisters(Registers):
     def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
         facts = self._require_current_fence(fence_number)
         answers = self._map_in_threads(lambda name: self._read_record(name, facts)[0], names)
-        self._require_current_fence(fence_number)  # what was dropped meanwhile is not nothing
+        self._require_current_fence(fence_number)  # a register that was dropped meanwhile must not be reported as missing
         return answers
 
     def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
@@ -141,7 +141,7 @@ class BucketRegisters(Registers):
         def take(name: str) -> Callable[[RegisterAnswer], tuple[Record | None, bool]]:
             def step(record: RegisterAnswer) -> tuple[Record | None, bool]:
                 if isinstance(record, Record) and record.accepted == ballot and record.value == values_by_name[name]:
-                    return None, True  # by a try that seemed to fail
+                    return None, True  # an earlier put without an answer has succeeded
                 return (
                     (Record(ballot, ballot, values_by_name[name]), True)
                     if can_accept(record, ballot, repair_damaged)
@@ -161,7 +161,7 @@ class BucketRegisters(Registers):
 
             def step(record: RegisterAnswer) -> tuple[Record | None, bool]:
                 if isinstance(record, Record) and record.accepted == ballot and record.value == change.value:
-                    return None, True  # by a try that seemed to fail
+                    return None, True  # an earlier put without an answer has succeeded
                 return (Record(ballot, ballot, change.value), True) if can_change_directly(record, change) else (None, False)
 
             return step
@@ -235,8 +235,10 @@ class BucketRegisters(Registers):
             yield name, with_floor_promise(answer, number) if isinstance(answer, Record) else answer
 
     def _forget_record(self, name: str, can_forget: Callable[[RegisterAnswer, dict[str, int]], bool]) -> bool:
-        """Forget a register, if it may be forgotten after it was read, and is as it was read then: whoever changes it by a
-        later ring notes that ring first. Whether it was forgotten."""
+        """Empty a register if `can_forget` allows it and the register did not change since it was read; return whether it was.
+
+        The facts are read after the register: a client that changes it by a later ring writes that ring to the facts first.
+        """
         for _ in range(_MAX_TRIES):
             current, tag = self._read_record(name, _COMPLETE_FACTS)
             if tag is None or is_final(current) or not can_forget(current, self._read_facts()):
@@ -261,7 +263,7 @@ class BucketRegisters(Registers):
             self.fence(fence_number)
             facts = self._require_current_fence(fence_number)
         answers = self._map_in_threads(lambda name: self._replace_record(name, step(name), facts), names)
-        # Fenced meanwhile: it may have been too late for whoever collects what was agreed before the fence.
+        # If the member was fenced meanwhile, the collection of data agreed on before the fence may have missed these changes.
         self._require_current_fence(fence_number)
         return answers
 
@@ -288,15 +290,15 @@ class BucketRegisters(Registers):
     def _read_listed(self, key: str) -> tuple[str, RegisterAnswer] | None:
         try:
             name, answer = _decode_record(self._store.get_up_to(key, _RECORD_BYTES))
-        except NotFound:  # dropped meanwhile
+        except NotFound:  # deleted since the listing
             return None
         except IntegrityError:
             name, answer = "", DamagedRecord("it is too long")
         if isinstance(answer, Record) and answer.value is not None:
             answer = Record(answer.promised, answer.accepted, RegisterValue(answer.value.head))
-        if name == "" or _object_key(name) != key:  # its bytes do not even say whose it is
+        if name == "" or _object_key(name) != key:  # the bytes do not contain the name of the register
             return (_register_name(key), DamagedRecord("it can't be read")) if _register_name(key) else None
-        return (name, answer) if answer != Record() else None  # nothing: it was dropped
+        return (name, answer) if answer != Record() else None  # an empty record is a dropped register
 
     def _require_current_fence(self, fence_number: int) -> dict[str, int]:
         facts = self._read_facts()
@@ -318,7 +320,7 @@ class BucketRegisters(Registers):
             raise StoreError(f"{self._store.url}/{_FACTS_NAME} is damaged ({error}); delete it, and run a repair") from error
 
     def _change_facts(self, change: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, int]:
-        """Change the facts; what they were before."""
+        """Change the facts; return what they were before."""
         for _ in range(_MAX_TRIES):
             facts, tag = self._read_tagged_facts()
             if change(facts) == facts or self._store.put_if(_FACTS_NAME, json.dumps(change(facts)).encode(), tag):
@@ -327,14 +329,14 @@ class BucketRegisters(Registers):
 
 
 def _key_folders(prefix: str) -> list[str]:
-    """Where registers may lie whose names begin so."""
+    """Return the folders that may contain registers whose names begin with `prefix`."""
     if not prefix:
         return ["paths", "others", "long"]
     return ["paths", "long"] if prefix.startswith("/") else ["others", "long"]
 
 
 def _object_key(name: str) -> str:
-    """The object of a register: what a name of the store can't hold stands as _ and two hexadecimal digits a byte."""
+    """Return the object name of a register; a byte that object names do not allow becomes _ and two hexadecimal digits."""
     folder = "paths" if name.startswith("/") else "others"
     parts = [_escape_segment(part) for part in name.removeprefix("/").split("/")]
     key = f"{_REGISTERS_FOLDER}/{folder}/{'/'.join(parts)}"
@@ -342,7 +344,7 @@ def _object_key(name: str) -> str:
 
 
 def _register_name(key: str) -> str:
-    """The register of a key; "" where that is too long to be in it."""
+    """Return the register name of an object name; "" for a long name, of which the object name has only a hash."""
     folder, _, rest = key.removeprefix(f"{_REGISTERS_FOLDER}/").partition("/")
     plain = re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), rest.encode()).decode("utf-8", "replace")
     return {"paths": f"/{plain}", "others": plain}.get(folder, "")
@@ -356,7 +358,7 @@ def _escape_segment(part: str) -> str:
 def _encode_record(name: str, record: Record) -> bytes:
     value = record.value
     if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
-        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes {BODY_BYTES}")
+        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}")
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
     packed: bytes = msgpack.packb(
         [name, promised, accepted, value and [value.head, value.body], record_checksum(name, promised, accepted, value)]
@@ -365,13 +367,13 @@ def _encode_record(name: str, record: Record) -> bytes:
 
 
 def _decode_record(data: bytes) -> tuple[str, RegisterAnswer]:
-    """The name and the record; "" where not even the name can be read."""
+    """Return the name and the record; the name is "" if it cannot be read."""
     name = ""
     try:
         name, promised, accepted, given, total = msgpack.unpackb(data, max_bin_len=2 * BODY_BYTES)
         value = None if given is None else RegisterValue(*given)
         if record_checksum(name, promised, accepted, value) == total:
             return name, Record(decode_ballot(promised), decode_ballot(accepted), value)
-    except Exception:  # whatever the library makes of other bytes
+    except Exception:  # msgpack raises errors of many types for other bytes
         return str(name), DamagedRecord("it can't be read")
     return name, DamagedRecord("its checksum does not match")

@@ -1,4 +1,4 @@
-"""What a node serves, and what a directory that joins a namespace by itself is: objects and registers in one folder."""
+"""`Device`: objects and registers in one folder, which a node serves or which is a member by itself."""
 
 from __future__ import annotations
 
@@ -31,25 +31,31 @@ LOCK = "lock"
 _RECOUNT_SECONDS = 10.0
 
 _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""What a file system without hard links says."""
+"""Errors of a file system without hard links."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """What a member says of itself."""
+    """The identity, usage and state that a member reports."""
 
     identity: str
     used_bytes: int | None
+    """None where unknown, as for a bucket."""
     free_bytes: int | None
-    """None where that can't be known."""
+    """None where unknown, as for a bucket."""
     state: str = "serving"
-    """Or "read-only", or "draining"."""
+    """"serving", "read-only" or "draining"."""
     labels: tuple[tuple[str, str], ...] = ()
+    """Names and values that the operator gave to the node."""
     uploads: int = 0
+    """Uploads in progress."""
 
 
 def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """The numbers of those ranges (position, length, checksums of cells) of an object that can't be read as they were."""
+    """Return the indices of the ranges of an object that are damaged or cannot be read.
+
+    ranges: (position, length, checksums of cells).
+    """
     bad = []
     step = 16 * CELL_BYTES
     buffer = memoryview(bytearray(step))
@@ -59,7 +65,7 @@ def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int
                 data = buffer[: min(step, nbytes - start)]
                 try:
                     got = reader.read_into(position + start, data)
-                except StoreError:  # the disk can't read it
+                except StoreError:  # the disk cannot read the range
                     got = -1
                 first = start // CELL_BYTES * 8
                 if got < len(data) or find_bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
@@ -69,23 +75,23 @@ def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int
 
 
 class DeviceStore(LocalStore):
-    """The objects of a device. A symbolic link that leads out of the folder is refused, whoever made it."""
+    """The objects of a device. A name that leads out of its folder through a symbolic link is refused."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._real_root = os.path.realpath(self.root)
         self._used_bytes = 0
-        self._counted_at: float | None = None  # when
+        self._counted_at: float | None = None  # time.monotonic() of the last count
         self._is_exclusive = False
         self._count_lock = threading.Lock()
 
     def count_exclusively(self) -> None:
-        """Count what is there, once: nobody else writes here from now on."""
+        """Count the used bytes once, since no other process writes to the folder from now on."""
         self._is_exclusive = True
         self.used_bytes()
 
     def used_bytes(self) -> int:
-        """Bytes that all objects take. Where others write, too, that is counted anew from time to time."""
+        """Return the bytes of all objects. If other processes may write too, they are counted again every 10 s."""
         now = time.monotonic()
         if self._counted_at is None or not (self._is_exclusive or now - self._counted_at < _RECOUNT_SECONDS):
             self._used_bytes, self._counted_at = sum(entry.nbytes for entry in self.list()), now
@@ -95,8 +101,8 @@ class DeviceStore(LocalStore):
         with self._count_lock:
             self._used_bytes += nbytes
 
-    # A name that two give and take at the same moment may be counted wrongly until the next start. No lock is worth that: the
-    # objects of a namespace have names that are never used again.
+    # Two threads that write and delete one name at the same time may make the count wrong until the next start. That does not
+    # justify a lock, since names of objects of a namespace are never reused.
 
     def _publish_temporary(self, temporary: str, path: str) -> None:
         more = _file_bytes(temporary) - _file_bytes(path)
@@ -113,7 +119,7 @@ class DeviceStore(LocalStore):
         self._add_used_bytes(-less)
 
     def link(self, name: str, to: str) -> None:
-        """Give an object a second name, durably. Raises NotFound."""
+        """Give an object a second name, durably; raise NotFound."""
         path, target = self._path(name), self._path(to)
         self._make_folder(os.path.dirname(target))
         try:
@@ -137,7 +143,7 @@ class DeviceStore(LocalStore):
             writer.commit()
 
     def move_out(self, name: str, target: str) -> None:
-        """Move an object out of the store. Raises OSError."""
+        """Move an object out of the store to the path `target`; raise OSError."""
         path = self._path(name)
         less = _file_bytes(path)
         os.replace(path, target)
@@ -160,7 +166,10 @@ def _file_bytes(path: str) -> int:
 
 
 class Device:
-    """One folder on one disk: objects, registers, and an identity that is drawn when it is first used."""
+    """One folder on one disk: objects, registers, and an identity that is chosen at first use.
+
+    capacity: the most bytes of objects; None is no limit but the disk.
+    """
 
     def __init__(self, path: str | os.PathLike[str], capacity: int | None = None) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
@@ -171,11 +180,11 @@ class Device:
 
     @property
     def is_limited(self) -> bool:
-        """Whether it may take less than the disk has."""
+        """Whether the device has a capacity, which may be less than the disk."""
         return self._capacity_bytes is not None
 
     def identity(self) -> str:
-        """Of this device, for ever: a new disk in the same place has another."""
+        """Return the permanent identity of this device; a new disk mounted at the same path has another one."""
         folder = LocalStore(self.path)
         try:
             with open(os.path.join(self.path, IDENTITY), "rb") as file:
@@ -184,15 +193,15 @@ class Device:
             try:
                 folder.put_new(IDENTITY, json.dumps({"id": secrets.token_hex(16), "format": 1}).encode())
             except AlreadyExists:
-                pass  # by another process, at the same time
+                pass  # another process created it at the same time
             return self.identity()
         except OSError as error:
             raise StoreError(f"{self.path}/{IDENTITY} can't be read: {error.strerror}; check the disk") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f'{self.path}/{IDENTITY} is damaged ({error}); write {{"id": "…"}} anew') from error
+            raise StoreError(f'{self.path}/{IDENTITY} is damaged ({error}); restore its content {{"id": "…"}}') from error
 
     def usage(self) -> tuple[int, int]:
-        """Bytes that the objects take, and bytes that are free for more."""
+        """Return the bytes of all objects, and the bytes that are free for more."""
         where = Path(self.path)
         while not where.exists():
             where = where.parent
@@ -201,30 +210,30 @@ class Device:
         return used, free if self._capacity_bytes is None else max(0, min(free, self._capacity_bytes - used))
 
     def info(self) -> MemberInfo:
-        """Who this is and how it is."""
+        """Return the identity and the usage of this device."""
         return MemberInfo(self.identity(), *self.usage())
 
     def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
-        """The numbers of those ranges (position, length, checksums of cells) of an object that are damaged."""
+        """Return the indices of the damaged ranges (position, length, checksums of cells) of an object."""
         return find_damaged_ranges(self.store, name, ranges)
 
     def link(self, name: str, to: str) -> None:
-        """Give an object a second name, durably. Raises NotFound."""
+        """Give an object a second name, durably; raise NotFound."""
         self.store.link(name, to)
 
     def inventory(self) -> dict[str, tuple[int, float]]:
-        """Length of every object, and the seconds since it was made durable or got a name, by this host's own clock."""
+        """Return length and age of every object: the seconds since it was written or named, by the clock of this host."""
         now = time.time()
         found = {}
         for entry in self.store.list():
             with suppress(OSError):
                 stat = os.stat(os.path.join(self.store.root, entry.name))
-                # A long upload may have written its last byte long before it gave the object its name.
+                # ctime too: a long upload may write its last byte long before it gives the object its name.
                 found[entry.name] = entry.nbytes, now - max(stat.st_mtime, stat.st_ctime)
         return found
 
     def quarantine(self, name: str) -> None:
-        """Keep a damaged object for whoever wants to know why, where no reader finds it."""
+        """Move a damaged object to the quarantine folder, where readers do not find it and an operator can examine it."""
         target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         try:
@@ -235,7 +244,7 @@ class Device:
             raise StoreError(f"moving {name} to {target} failed: {error.strerror}") from error
 
     def sweep(self, older_seconds: float) -> None:
-        """Remove what writers that were killed this long ago have left half-written, where no node does it at its start."""
+        """Delete temporary files older than this of killed writers, for a folder without a node, which does it at its start."""
         limit = time.time() - older_seconds
         for base, _, names in os.walk(self.store.root):
             for name in filter(is_temporary, names):
@@ -245,16 +254,16 @@ class Device:
                         os.unlink(path)
 
     def lock(self) -> None:
-        """Keep other nodes away from this folder, until `close` or the end of the process. Raises StoreError."""
+        """Lock this folder against other nodes until `close` or the end of the process; raise StoreError if it is locked."""
         os.makedirs(self.path, exist_ok=True)
         lock = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
-            raise StoreError(f"another ckpt-node serves {self.path} already; one folder, one node") from error
+            raise StoreError(f"another ckpt-node serves {self.path} already; give each node its own folder") from error
         self._lock_fd = lock
-        self.store.sweep_temporaries("")  # of a node that was killed; nobody else writes here
+        self.store.sweep_temporaries("")  # left by a killed node; no other process writes to this folder
         self.store.count_exclusively()
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Stores behind another system's client: object stores (S3, Google Cloud Storage, Azure) and any fsspec URL.
+"""Stores on remote systems: object stores (S3, Google Cloud Storage, Azure) and any fsspec URL.
 
-Each says what its server can guarantee, such as a put that fails where the object exists. They import `base`. Start with
-`object_store`.
+The docstring of each file states what the server guarantees, such as a put that fails if the object exists. The package imports
+`base`. Start with `object_store`.
 """

@@ -1,10 +1,10 @@
-"""Any other fsspec URL as a store: memory://, hdfs://, sftp://, ftp://, … With the promises that fsspec can keep.
+"""A store at any fsspec URL (memory://, hdfs://, sftp://, ftp://, …), with the guarantees that fsspec allows.
 
-- Visible at once or not at all: where the file system can rename, an object is written under a temporary name and
-  renamed; where it cannot, it is an object store or the like, where a file appears when it is complete.
-- Durable: as far as closing a file makes it so; fsspec has no fsync. For local disks use a path or file://.
-- `put_new`: exact between the threads of a process, and between processes where the file system's own exclusive
-  create is (object stores). Elsewhere it looks first and writes then, and two processes at once can both win.
+- Atomic visibility: if the file system can rename, an object is written under a temporary name and then renamed. If it cannot,
+  it is an object store or similar, in which a file appears when it is complete.
+- Durability: as much as closing a file gives; fsspec has no fsync. For local disks, use a path or file://.
+- `put_new`: exact between the threads of a process, and between processes if the file system has an exclusive create (object
+  stores). Otherwise it checks and then writes, and two concurrent processes can both succeed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ckpt.storage.base.store import (
 
 _TEMPORARY_SUFFIX = ".ckpt-tmp"
 
-# File systems whose calls may overlap. The others may hold one connection (FTP, SFTP, SMB): one call at a time.
+# File systems with thread-safe calls. Others may have a single connection (FTP, SFTP, SMB), so they get one call at a time.
 _PARALLEL_PROTOCOLS = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
 
 _call_lock = threading.RLock()  # fsspec shares one connection between equal URLs, so the lock is for all of them
@@ -43,18 +43,18 @@ _put_new_lock = threading.Lock()
 
 
 class FsspecStore(Store):
-    """A folder in any file system that fsspec knows. Options go into the environment or fsspec's own config files."""
+    """A folder in any file system of fsspec. Its options come from the environment or from fsspec's configuration files."""
 
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
         self._fs, root = _open_file_system(url)
         self._root = root.rstrip("/")
-        # A class without a rename of its own copies and deletes: then a direct write is as atomic, and cheaper.
+        # A class without its own rename copies and deletes; there a direct write is as atomic, and cheaper.
         find = type(self._fs)._find if isinstance(self._fs, AsyncFileSystem) else type(self._fs).find
         self._has_native_find = find not in (
             AsyncFileSystem._find,
             AbstractFileSystem.find,
-        )  # else fsspec walks, and leaves out errors
+        )  # fsspec's default find walks the folders and ignores errors
         self._has_native_rename = type(self._fs).mv is not AbstractFileSystem.mv
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         parallel = bool(self._fs.async_impl or protocols & _PARALLEL_PROTOCOLS)
@@ -79,12 +79,14 @@ class FsspecStore(Store):
             self._make_parent(path)
             try:
                 self._fs.pipe_file(path, bytes(data), mode="create")
-            except (TypeError, NotImplementedError):  # written before fsspec had the mode
+            except (TypeError, NotImplementedError):  # the file system does not support the mode
                 self._fs.pipe_file(path, bytes(data))
 
     def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
-        """As in `Store`. Where the file system renames, a successor's sweep removes what was prepared. It may still lose a
-        race: not every rename refuses a name that exists, and nothing is known of listings that come from a cache."""
+        """As in `Store`. If the file system can rename, a successor's sweep deletes the prepared temporary file.
+
+        The publication may still lose a race: not every rename refuses an existing name, and listings may be cached.
+        """
         if not self._has_native_rename:
             super().publish(name, data, confirm, replaces)
             return
@@ -105,7 +107,7 @@ class FsspecStore(Store):
                     with self._convert_errors("publishing", path):
                         self._move(temporary, path)
                 except NotFound as error:
-                    raise Changed(f"publishing {path}: another writer has removed what was prepared for it") from error
+                    raise Changed(f"publishing {path}: another writer has deleted its temporary file") from error
         except BaseException:
             with suppress(Exception), self._call_guard:
                 self._fs.rm_file(temporary)
@@ -141,7 +143,7 @@ class FsspecStore(Store):
         try:
             self._fs.mv(source, target)
         except Exception:
-            # Some servers rename only to a free name: then there is a moment without the object.
+            # Some servers rename only to a free name; then the object is missing for a moment.
             self._fs.invalidate_cache()
             if not self._fs.exists(target) or not self._fs.exists(source):
                 raise
@@ -197,8 +199,10 @@ class FsspecStore(Store):
         return [(path, info["size"]) for path, info in found.items() if path.startswith(f"{folder}/")]
 
     def _walk(self, folder: str) -> dict[str, Any]:
-        """All files below a folder. Unlike fsspec's own walk this raises where a folder can't be read: a listing that leaves
-        out what could not be read would make a sweep delete what that refers to."""
+        """Return all files below a folder; raise an error if a folder cannot be read, unlike fsspec's own walk.
+
+        An incomplete listing would make a sweep delete files to which the missing ones refer.
+        """
         found = {}
         for info in self._fs.ls(folder, detail=True):
             path = info["name"].rstrip("/")
@@ -252,7 +256,7 @@ class FsspecStore(Store):
 
     @contextmanager
     def _convert_errors(self, action: str, path: str) -> Iterator[None]:
-        """Take a turn, and turn what the file system raises into a StoreError: each has errors of its own."""
+        """Take the lock of the file system if it needs one, and convert its errors, which may be of any type, to StoreError."""
         where = f"{action} {path} in {self.url}"
         try:
             with self._call_guard:
@@ -268,7 +272,7 @@ class FsspecStore(Store):
 
 
 class _FsspecWriter(Writer):
-    """One sequential file handle, so appends take turns."""
+    """Appends to one sequential file handle, one append at a time."""
 
     def __init__(self, store: FsspecStore, path: str) -> None:
         self._store = store
@@ -345,10 +349,10 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         if scheme in fsspec.available_protocols():
             raise StoreError(f"{url} cannot be opened: {error}; correct the URL") from error
         raise UnknownScheme(
-            f"{url}: no store serves {scheme}:// URLs; use a path, file://, s3://, gs://, az:// "
+            f"{url}: no store handles {scheme}:// URLs; use a path, file://, s3://, gs://, az:// "
             '(pip install "ckpt-store[s3]"), or another scheme of fsspec'
         ) from error
-    except Exception as error:  # some connect at once: each raises errors of its own
-        message = f"{url} cannot be opened ({first_line(error)}); check the host, the credentials and what it needs"
+    except Exception as error:  # some file systems connect at once, and raise errors of any type
+        message = f"{url} cannot be opened ({first_line(error)}); check the host, the credentials and the options"
         raise StoreError(message) from error
     return file_system, root

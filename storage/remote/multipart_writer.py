@@ -1,7 +1,7 @@
-"""A writer that streams: appended pieces pass through a bounded queue into a thread that uploads them in parts.
+"""A writer that streams to a bucket: appended bytes pass through a bounded queue to a thread that uploads parts.
 
-obstore pulls the pieces from an iterator, cuts them into parts, and sends CONCURRENCY parts at a time. When the
-iterator raises, it aborts the multipart upload; nothing of it is left in the bucket.
+obstore takes the bytes from an iterator, splits them into parts, and sends CONCURRENCY parts at a time. If the iterator raises,
+obstore aborts the multipart upload, and nothing of it stays in the bucket.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ckpt.storage.base.store import ALIGNMENT, Writer
 
 PART_BYTES = 8 * 1024 * 1024
 CONCURRENCY = 8
-"""Parts in flight in one upload. With the queue, a writer holds at most (CONCURRENCY + 3) parts in memory."""
+"""Parts that one upload sends at the same time. With the queue, a writer has at most (CONCURRENCY + 3) parts in memory."""
 
-_MAX_PARTS = 9_000  # S3 takes 10,000; the rest is for a size hint that was too small
+_MAX_PARTS = 9_000  # S3 accepts 10,000; the rest is a reserve for a size hint that was too small
 _QUEUED_PARTS = 2
 
 
 class MultipartWriter(Writer):
-    """Calls `put(data, part_bytes)` once: with the bytes of a small object, or an iterator of pieces of a large one."""
+    """Calls `put(data, part_bytes)` once: with the bytes of a small object, or with an iterator over those of a large one."""
 
     def __init__(self, url: str, put: Callable[[Any, int], None], size_hint: int) -> None:
         mebibyte = 1024 * 1024
         self._part_bytes = max(PART_BYTES, -(-size_hint // (_MAX_PARTS * mebibyte)) * mebibyte)
         self._url = url
         self._put = put
-        self._append_lock = threading.Lock()  # held while one append queues all its pieces
+        self._append_lock = threading.Lock()  # keeps the pieces of one append together in the queue
         self._length = 0
         self._pieces = _PieceQueue(_QUEUED_PARTS * self._part_bytes)
         self._thread: threading.Thread | None = None
@@ -50,7 +50,7 @@ class MultipartWriter(Writer):
         with self._append_lock:
             self._require_open()
             self._is_ended = True
-            if self._thread is None:  # it all fits into one request
+            if self._thread is None:  # the whole object fits into one request
                 self._put(b"".join(self._pieces.take_all()), self._part_bytes)
                 return self._length
             self._pieces.finish()
@@ -59,7 +59,7 @@ class MultipartWriter(Writer):
             return self._length
 
     def abort(self) -> None:
-        self._pieces.cancel()  # first, for an append may hold the lock and wait for room
+        self._pieces.cancel()  # before taking the lock, which an append may have while it waits for room
         with self._append_lock:
             self._is_ended = True
             if self._thread is not None:
@@ -69,7 +69,7 @@ class MultipartWriter(Writer):
         if not piece:
             return
         if self._thread is None and self._pieces.queued_bytes + len(piece) > self._part_bytes:
-            # The thread knows the queue, not this writer, so that a writer that is dropped can end it.
+            # The thread has a reference to the queue only, so that the finalizer of a dropped writer can end it.
             self._thread = threading.Thread(
                 target=_run_upload, args=(self._put, self._pieces, self._part_bytes), name="ckpt-upload", daemon=True
             )
@@ -102,7 +102,7 @@ def _run_upload(put: Callable[[Any, int], None], pieces: _PieceQueue, part_bytes
     except BaseException as error:
         pieces.error = error
     finally:
-        pieces.cancel()  # a caller that waits for room must not wait for ever
+        pieces.cancel()  # wakes a caller that waits for room
 
 
 class _Cancelled(Exception):
@@ -120,10 +120,10 @@ class _PieceQueue:
         self._is_finished = False
         self._is_cancelled = False
         self.error: BaseException | None = None
-        """Why the upload failed, where it did."""
+        """The error of the upload if it failed."""
 
     def put(self, piece: bytes) -> bool:
-        """Queue a piece as soon as there is room; False where the queue was cancelled."""
+        """Wait for room and queue a piece; return False if the queue was cancelled."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_cancelled or self.queued_bytes < self._limit_bytes)
             if self._is_cancelled:
@@ -134,7 +134,7 @@ class _PieceQueue:
             return True
 
     def drain(self) -> Iterator[bytes]:
-        """Yield the pieces until the queue is finished; raise _Cancelled where it is cancelled."""
+        """Yield the pieces until the queue is finished; raise _Cancelled if it is cancelled."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_cancelled or self._is_finished or self._queue)
@@ -148,7 +148,7 @@ class _PieceQueue:
             yield piece
 
     def take_all(self) -> list[bytes]:
-        """All pieces at once, where no one drains the queue."""
+        """Remove and return all pieces, when no thread drains the queue."""
         with self._changed:
             pieces = list(self._queue)
             self._queue.clear()
@@ -156,13 +156,13 @@ class _PieceQueue:
             return pieces
 
     def finish(self) -> None:
-        """No piece follows."""
+        """Mark the end: no further piece is queued."""
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Give up: pieces not yet drained are lost."""
+        """Cancel the queue; pieces that were not drained are lost."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""A bucket as a store: S3 and what speaks its protocol, Google Cloud Storage, Azure. The requests are obstore's.
+"""A bucket as a store, through obstore: S3 and servers with its protocol, Google Cloud Storage, Azure.
 
-An object store makes a whole object visible at once, so there is no temporary name and no fsync: a put that was
-acknowledged is durable. A writer is a multipart upload. A killed process can leave the parts of one behind, invisible
-but billed; a lifecycle rule on the bucket (AbortIncompleteMultipartUpload) removes them.
+An object store makes a whole object visible at once, and an acknowledged put is durable, so there are no temporary names and no
+fsync. A writer is a multipart upload. A killed process can leave the parts of an upload, invisible but billed; a lifecycle rule
+of the bucket (AbortIncompleteMultipartUpload) deletes them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreErro
 from ckpt.storage.base.store import Buffer, Entry, Reader, Version, Writer, check_name, is_name, require_length
 from ckpt.storage.remote.multipart_writer import CONCURRENCY, PART_BYTES, MultipartWriter
 
-_CLIENT_DEFAULTS = {"timeout": "120s"}  # of one request; obstore's 30 s are too few for eight parts at once on a slow line
+_CLIENT_DEFAULTS = {
+    "timeout": "120s"
+}  # of one request; the 30 s of obstore are too short for eight concurrent parts on a slow line
 
-# With options of ours obstore does not look for its own in the environment: these are AWS_ALLOW_HTTP, GOOGLE_PROXY_URL, …
+# obstore ignores the environment if it is given options, so ckpt reads these variables: AWS_ALLOW_HTTP, GOOGLE_PROXY_URL, …
 _CLIENT_OPTIONS = (
     "allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "http1_only",
     "http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_only",
@@ -27,11 +29,11 @@ _CLIENT_OPTIONS = (
     "randomize_addresses", "timeout", "user_agent",
 )  # fmt: skip
 
-_RETRY_CONFIG: Any = None  # obstore's own: ten times within three minutes, with growing pauses
+_RETRY_CONFIG: Any = None  # the default of obstore: ten times within three minutes, with growing pauses
 
 _DELETE_BATCH = 1000  # names in one DeleteObjects request
 
-# Where any of these is set, obstore finds the credentials itself.
+# If one of these variables is set, obstore finds the credentials itself.
 _AWS_CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -40,7 +42,7 @@ _AWS_CREDENTIALS = (
     "AWS_SKIP_SIGNATURE",
 )
 
-_METADATA_SERVICE = "169.254.169.254"  # asked last, so a failure there means that no credentials were found
+_METADATA_SERVICE = "169.254.169.254"  # the last source of credentials: a failure there means that none were found
 
 _NO_BUCKET_MESSAGES = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 
@@ -48,8 +50,8 @@ _NO_BUCKET_MESSAGES = ("NoSuchBucket", "ContainerNotFound", "bucket does not exi
 class ObjectStore(ConditionalStore):
     """A bucket, or a folder of one: `s3://bucket/folder`, `gs://bucket/folder`, `az://container/folder`.
 
-    Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*; AWS_ENDPOINT_URL for other servers than Amazon's),
-    for S3 else from boto3 where it is installed: profiles, SSO, instance roles.
+    Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*; AWS_ENDPOINT_URL for servers other than Amazon's). For S3,
+    boto3 provides them otherwise, if it is installed: profiles, SSO, instance roles.
     """
 
     _unused_version: Version = {"e_tag": f'"{"0" * 32}"', "version": "1"}
@@ -65,14 +67,15 @@ class ObjectStore(ConditionalStore):
             self._store.put(check_name(name), memoryview(data).cast("B"), chunk_size=PART_BYTES)
 
     def put_new(self, name: str, data: Buffer) -> None:
-        """As in `Store`. A StoreError other than AlreadyExists may hide a put that came through: read it to know."""
+        """As in `Store`. After a StoreError other than AlreadyExists the put may have succeeded; read the object to know."""
         with self._convert_errors("writing", name):
             self._store.put(check_name(name), memoryview(data).cast("B"), mode="create")
 
     def put_if(self, name: str, data: Buffer, tag: Any) -> bool:
-        """Replace an object only if it still is as `get_tagged` gave it, or for None only where there is none; whether it was.
+        """Replace an object only if it still has this tag of `get_tagged` (None: only if it does not exist).
 
-        False may hide a put that came through, was not answered and tried again: read it to know.
+        Returns whether it was replaced. False may also mean that a put succeeded without an answer and was repeated; read the
+        object to know.
         """
         return self._compare_and_swap(name, data, tag) is not None
 
@@ -86,7 +89,7 @@ class ObjectStore(ConditionalStore):
         return _version_tag(put)
 
     def move(self, name: str, to: str) -> None:
-        """Give an object another name, if it is there. Copied by the bucket."""
+        """Rename an object if it exists, by a copy that the server makes."""
         try:
             with self._convert_errors("moving", name, can_be_missing=True):
                 self._store.rename(check_name(name), check_name(to))
@@ -94,7 +97,7 @@ class ObjectStore(ConditionalStore):
             pass
 
     def copy(self, name: str, to: str) -> None:
-        """Store an object a second time, under another name. Copied by the bucket. Raises NotFound."""
+        """Store an object again under another name, by a copy that the server makes; raise NotFound."""
         with self._convert_errors("copying", name, can_be_missing=True):
             self._store.copy(check_name(name), check_name(to))
 
@@ -113,7 +116,7 @@ class ObjectStore(ConditionalStore):
         return self.get_tagged(name, limit)
 
     def get_tagged(self, name: str, limit: int | None = None) -> tuple[bytes, Any]:
-        """A whole object, and what `put_if` knows it by. Raises IntegrityError where it is longer than `limit` bytes."""
+        """Return a whole object and its tag for `put_if`; raise NotFound, and IntegrityError beyond `limit` bytes."""
         check_name(name)
         with self._convert_errors("reading", name, can_be_missing=True):
             found = self._store.get(name)
@@ -121,18 +124,18 @@ class ObjectStore(ConditionalStore):
             return bytes(found.bytes()), _version_tag(found.meta)
 
     def tag(self, name: str) -> Any:
-        """What `put_if` knows an object by; raises NotFound."""
+        """Return the tag of an object for `put_if`; raise NotFound."""
         with self._convert_errors("looking up", name, can_be_missing=True):
             return _version_tag(self._store.head(check_name(name)))
 
     def modified_at(self, name: str) -> float:
-        """When an object was written, by the bucket's clock, in seconds since 1970."""
+        """Return when an object was written, by the clock of the server, in seconds since 1970."""
         with self._convert_errors("looking up", name, can_be_missing=True):
             when: float = self._store.head(check_name(name))["last_modified"].timestamp()
             return when
 
     def list_with_times(self) -> Iterator[tuple[str, int, float]]:
-        """All objects: name, length, and when they were written."""
+        """Yield name, length and time of writing (seconds since 1970) of every object."""
         with self._convert_errors("listing", ""):
             for page in self._store.list(None, chunk_size=1000):
                 for found in page:
@@ -140,7 +143,7 @@ class ObjectStore(ConditionalStore):
                         yield found["path"], found["size"], found["last_modified"].timestamp()
 
     def open(self, name: str) -> Reader:
-        """No request is made; the first read finds out whether the object is there."""
+        """Open an object without a request; the first read raises NotFound if it does not exist."""
         return _ObjectReader(self, check_name(name))
 
     def exists(self, name: str) -> bool:
@@ -184,7 +187,7 @@ class ObjectStore(ConditionalStore):
                 with self._convert_errors("deleting", batch[0], can_be_missing=True):
                     self._store.delete(batch)
             except NotFound:
-                # S3 says nothing of a missing object; Google and Azure do, and leave open what else was deleted.
+                # S3 ignores a missing object. Google and Azure report it, and may not have deleted the others.
                 self._delete_singly(batch)
 
     def _delete_singly(self, names: Iterable[str]) -> None:
@@ -199,7 +202,7 @@ class ObjectStore(ConditionalStore):
 
     @contextmanager
     def _convert_errors(self, action: str, name: str, *, can_be_missing: bool = False) -> Iterator[None]:
-        """Turn obstore's errors into ours; only where an object is looked for (`can_be_missing`) can it be NotFound."""
+        """Convert errors of obstore to those of ckpt. can_be_missing: an error may mean that the object does not exist."""
         from obstore import exceptions
 
         where = f"{action} {self.url}/{name}"
@@ -226,7 +229,7 @@ class ObjectStore(ConditionalStore):
 
 
 def _version_tag(meta: Any) -> dict[str, Any]:
-    """What the server knows this content of an object by."""
+    """Return the identifiers that the server gave to this content of an object."""
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
 
 
@@ -243,7 +246,7 @@ class _ObjectReader(Reader):
         except NotFound:
             raise
         except StoreError:
-            # A range beyond the end is an error of its own in each protocol; only the object's length tells it apart.
+            # Each protocol has a different error for a range beyond the end, so compare with the length of the object.
             if position >= self._store._object_bytes(self._name):
                 return 0
             raise
@@ -275,25 +278,25 @@ def _connect(url: str) -> Any:
 
 
 def _boto3_credentials() -> dict[str, Any]:
-    """Credentials that boto3 finds (profiles, SSO, instance roles); none where boto3 is missing or finds none."""
+    """Return the credentials that boto3 finds (profiles, SSO, instance roles); empty if boto3 is missing or finds none."""
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         return {}
     try:
         return {"credential_provider": Boto3CredentialProvider()}
-    except ValueError:  # boto3 knows of none: obstore asks the instance's metadata service and says so if that fails
+    except ValueError:  # boto3 has none: obstore asks the metadata service of the instance, and reports if that fails
         return {}
 
 
 def _variable_prefix(url: str) -> str:
-    """How the variables of the environment begin for a URL."""
+    """Return the prefix of the environment variables for a URL."""
     scheme = url.partition("://")[0]
     return "AWS" if scheme in ("s3", "s3a") else "GOOGLE" if scheme == "gs" else "AZURE"
 
 
 def _client_options(url: str) -> dict[str, Any]:
-    """Of the client of a URL: those of the environment, else ours."""
+    """Return the client options for a URL: those of the environment, else the defaults of ckpt."""
     named = {key: f"{_variable_prefix(url)}_{key.upper()}" for key in _CLIENT_OPTIONS}
     return _CLIENT_DEFAULTS | {key: os.environ[name] for key, name in named.items() if os.environ.get(name)}
 
@@ -320,5 +323,5 @@ def _network_advice(url: str, error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of obstore's message, which goes on with a dump of its internals."""
+    """Return the first line of obstore's message; the other lines are a dump of its internals."""
     return str(error).strip().split("\n", 1)[0][:500]
