@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import SOAK, TESTS, fast_folder
+from support import SOAK, TESTS, fast_folder, until
 
 import ckpt
 
@@ -285,15 +285,18 @@ def test_ranks_of_two_names_do_not_meet_and_say_so(tmp_path: Path) -> None:
         "import sys, numpy as np, ckpt\n"
         "from ckpt.groups import EnvGroup, store_rendezvous\n"
         "store_rendezvous._WARN_SECONDS = 0.5\n"
-        "ckpt.save({'w': np.ones(3)}, sys.argv[1], 0, group=EnvGroup(timeout=4))\n"
+        "ckpt.save({'w': np.ones(3)}, sys.argv[1], 0, group=EnvGroup(timeout=float(sys.argv[2])))\n"
     )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True,
+
+    def start_rank(rank: int, timeout: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(timeout)], stderr=subprocess.PIPE, text=True,
             env=clean() | {"RANK": str(rank), "WORLD_SIZE": "2", "CKPT_RUN_ID": f"start-{rank}"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+        )  # fmt: skip
+
+    ranks = [start_rank(0, 15)]
+    until(lambda: list(tmp_path.glob("meet/*/open")))  # rank 1 must find the rendezvous of the other name when it warns
+    ranks.append(start_rank(1, 2))
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "waiting for rank 1 at " in said[0]
