@@ -19,7 +19,7 @@ from ckpt.format.digest import CELL_BYTES
 from ckpt.format.json_records import require_known_format
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest_parquet import RowGroup, read_table, write_table
-from ckpt.format.row_index import RowIndex, index_rows
+from ckpt.format.row_index import Integers, RowIndex, index_rows
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
@@ -341,7 +341,7 @@ class Manifest:
         order, blocks = self._block_order()
         return int(np.sum(arrow_columns.numpy_array(self._take(order[blocks], ("stored",)).column("stored"))))
 
-    def _block_order(self) -> tuple[Any, Any]:
+    def _block_order(self) -> tuple[Integers, Integers]:
         """Return the numbers of the rows that have bytes, in pack order, and the index there of each block's first row."""
         table = self._take(None, ("pack", "position"))
         pack = arrow_columns.one_chunk(table.column("pack"))
@@ -376,7 +376,7 @@ class Manifest:
             self._recent_reads[group, names] = table
             return table
 
-    def _take(self, rows: Any, names: Sequence[str]) -> Any:
+    def _take(self, rows: Integers | None, names: Sequence[str]) -> Any:
         """Return columns of these rows, in this order. rows: None for all rows."""
         import pyarrow as pa
 
@@ -400,7 +400,7 @@ class Manifest:
             table = arrow_columns.take_rows(table, back)
         return table
 
-    def _rows_touching(self, which: Any, rows: Any, boxes: list[Box | None]) -> tuple[Any, Any]:
+    def _rows_touching(self, which: Integers, rows: Integers, boxes: list[Box | None]) -> tuple[Integers, Integers]:
         """Return the rows that have elements in their box, with their entries of `which`.
 
         which: for each row the index of its box in `boxes`. A row whose box is None is kept.
@@ -455,7 +455,7 @@ _MAX_RECENT_READS = 16
 """The number of cached reads of row groups, which take a few hundred MB at most."""
 
 
-def _is_range(rows: Any) -> bool:
+def _is_range(rows: Integers) -> bool:
     """Return whether the numbers are 0, 1, 2 …"""
     return not len(rows) or bool(rows[0] == 0 and np.all(np.diff(rows) == 1))
 

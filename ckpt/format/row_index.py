@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.support import arrow_columns
+
+Integers = npt.NDArray[np.int64]
 
 
 class RowIndex(NamedTuple):
@@ -16,16 +19,16 @@ class RowIndex(NamedTuple):
 
     leaf_numbers: dict[str, int]
     """The number of each leaf, in the order in which leaves were saved."""
-    leaf_starts: Any
+    leaf_starts: Integers
     """The index in `row_order` of the first row of each leaf, followed by the number of rows."""
-    row_order: Any
+    row_order: Integers | None
     """The numbers of all rows, grouped by leaf; None if the rows of the table have that order."""
 
-    def first_rows(self) -> Any:
+    def first_rows(self) -> Integers:
         """Return the number of the first row of each leaf."""
         return self.leaf_starts[:-1] if self.row_order is None else self.row_order[self.leaf_starts[:-1]]
 
-    def rows_of(self, leaves: Sequence[str]) -> tuple[Any, Any]:
+    def rows_of(self, leaves: Sequence[str]) -> tuple[Integers, Integers]:
         """Return the rows of these leaves, one leaf after the other, as two arrays.
 
         Returns the index in `leaves` of each row's leaf, and the number of each row.

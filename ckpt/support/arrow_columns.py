@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.storage.base.errors import StoreError
 
@@ -90,7 +91,7 @@ def cast(column: Any, kind: Any) -> Any:
     return column if column.type == kind else compute_function("cast", column, options=CastOptions.safe(kind))
 
 
-def take_rows(column: Any, rows: Any) -> Any:
+def take_rows(column: Any, rows: npt.NDArray[Any]) -> Any:
     """Return the rows of an Arrow array or table with these numbers, in this order. rows: a numpy array."""
     return compute_function("take", column, number_array(rows))
 
@@ -100,7 +101,7 @@ def dictionary_encoded(column: Any) -> Any:
     return compute_function("dictionary_encode", column)
 
 
-def valid_rows(column: Any) -> Any:
+def valid_rows(column: Any) -> npt.NDArray[np.int64]:
     """Return the numbers of the rows of an Arrow array that are not null."""
     if not column.null_count:
         return np.arange(len(column))
@@ -125,7 +126,7 @@ def list_array(values: Sequence[Sequence[int]]) -> Any:
     return list_array_of_flat(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
 
 
-def list_array_of_flat(flat: Any, lengths: Any) -> Any:
+def list_array_of_flat(flat: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> Any:
     """Return a list column of these numbers. lengths: how many numbers each row has."""
     import pyarrow as pa
 
@@ -137,7 +138,7 @@ def list_array_of_flat(flat: Any, lengths: Any) -> Any:
 # --- out of Arrow ------------------------------------------------------------------------------------------------
 
 
-def numpy_array(column: Any) -> Any:
+def numpy_array(column: Any) -> npt.NDArray[Any]:
     """Return a column of integers without nulls as a numpy array, without a copy."""
     column = one_chunk(column)
     kind = np.dtype(str(column.type))
@@ -145,21 +146,21 @@ def numpy_array(column: Any) -> Any:
     return np.zeros(0, kind) if data is None else np.frombuffer(data, kind, len(column), column.offset * kind.itemsize)
 
 
-def bool_array(column: Any) -> Any:
+def bool_array(column: Any) -> npt.NDArray[np.bool_]:
     """Return a Boolean column without nulls as a numpy array."""
     import pyarrow as pa
 
     return numpy_array(cast(column, pa.uint8())).astype(bool)
 
 
-def flat_lists(column: Any) -> tuple[Any, Any]:
+def flat_lists(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return a list column as flat numbers, and the index of the first number of each row followed by their total."""
     column = one_chunk(column)
     ends = numpy_array(column.offsets)
     return numpy_array(column.values)[ends[0] : ends[-1]], ends - ends[0]
 
 
-def dictionary_codes(column: Any) -> tuple[Any, list[str]]:
+def dictionary_codes(column: Any) -> tuple[npt.NDArray[Any], list[str]]:
     """Return a text column without nulls as codes, and the list of texts that they index; some texts may be unused."""
     import pyarrow as pa
 
@@ -199,12 +200,12 @@ def python_values(column: Any) -> Iterable[Any]:
     return column.to_pylist()  # type: ignore[no-any-return]
 
 
-def distinct(numbers: Any) -> list[int]:
+def distinct(numbers: npt.NDArray[Any]) -> list[int]:
     """Return the distinct values of small non-negative integers, in order. np.unique would import numpy.ma in 10 ms."""
     return np.flatnonzero(np.bincount(numbers)).tolist()
 
 
-def _tuples(flat: Any, begins: Any) -> list[tuple[int, ...]]:
+def _tuples(flat: npt.NDArray[Any], begins: npt.NDArray[Any]) -> list[tuple[int, ...]]:
     """Return rows of numbers as tuples. Rows of one length are converted together, four times as fast as one by one."""
     lengths = np.diff(begins)
     made = np.empty(len(lengths), object)
