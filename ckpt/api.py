@@ -27,7 +27,7 @@ from ckpt.loading.target_matching import Finish, TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.saving import writer_session as sessions
+from ckpt.saving import session_registry as sessions
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options

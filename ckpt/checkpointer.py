@@ -24,7 +24,7 @@ from ckpt.loading.shared_read import ShareReads
 from ckpt.repository.damage_registry import mark_damaged
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.saving import writer_session as sessions
+from ckpt.saving import session_registry as sessions
 from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
@@ -32,6 +32,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.pipeline import skip_step, staging_bytes
 from ckpt.saving.rank_parts import TIMEOUT_SECONDS
+from ckpt.saving.writer_session import Session
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_mapping import Rename
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, InvalidName, Refused, UnknownScheme
@@ -134,7 +135,7 @@ class Checkpointer:
         """Nothing is to be done but to beat: after which step, until which step, until which moment."""
         self._has_restored_or_saved = False
         """Whether it has restored or saved a step."""
-        self._session: sessions.Session | None = (
+        self._session: Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
         )
         self._scrubber = self._make_scrubber(checked_bytes("scrub", scrub))
@@ -446,7 +447,7 @@ class Checkpointer:
         finally:
             sessions.leave(session)
 
-    def _require_open(self) -> sessions.Session:
+    def _require_open(self) -> Session:
         if self._session is None:
             raise CkptError("this Checkpointer is closed: open a new one")
         self._creator_process.require_current(

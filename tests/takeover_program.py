@@ -67,10 +67,10 @@ def _stop_at_call(number: int) -> None:
 
 def _work(job: dict[str, Any]) -> str:
     import ckpt
-    import ckpt.repository.writer_lease as claims
+    import ckpt.groups.process_identity as identities
 
     if job["role"] == "new":  # as in another container: whether the old writer lives can't be seen from there
-        claims._namespace = lambda: "pid:[another]"
+        identities._pid_namespace = lambda: "pid:[another]"
     try:
         with ckpt.Checkpointer(job["url"]) as saver:
             *before, last = job["saves"] or [None]

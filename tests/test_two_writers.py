@@ -21,6 +21,7 @@ from support import SOAK, assert_all_load, assert_clean, assert_same, failing, f
 import ckpt
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_alive, is_dead, this_process
+from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.errors import StoreError
@@ -123,10 +124,10 @@ def test_rank_0_on_another_host_of_the_same_name_is_not_taken_for_dead(tmp_path:
     owner = dataclasses.replace(this_process(), boot="another", pid=1 << 30)
     data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
     (tmp_path / "generations/00000003.json").write_bytes(data)
-    assert WriterLease(repo, 3, rank=1, size=2).rank_0_error() is None
+    assert GroupLease(WriterLease(repo, 3), rank=1, size=2).rank_0_error() is None
     gone = dataclasses.replace(owner, boot=this_process().boot)
     (tmp_path / "generations/00000003.json").write_bytes(json_records.encode("generation", {"owner": dataclasses.asdict(gone)}))
-    assert "is dead" in str(WriterLease(repo, 3, rank=1, size=2).rank_0_error())
+    assert "is dead" in str(GroupLease(WriterLease(repo, 3), rank=1, size=2).rank_0_error())
 
 
 def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:

@@ -42,7 +42,7 @@ from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.saving import writer_session as sessions
+from ckpt.saving import session_registry as sessions
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import give_up_attempt
 from ckpt.saving.pipeline import save as run_save

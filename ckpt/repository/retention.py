@@ -17,8 +17,9 @@ from ckpt.errors import SignatureError
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit
 from ckpt.format.training_lines import order_steps
 from ckpt.repository.completeness import is_complete
+from ckpt.repository.lease_records import obsolete_lease_records
 from ckpt.repository.repository import Repository, commit_name
-from ckpt.repository.writer_lease import WriterLease, obsolete_lease_records
+from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound
 from ckpt.storage.base.failpoints import failpoint
@@ -207,7 +208,7 @@ def _is_leftover(
         return False  # a slow rank may not have read it yet; the next generation takes it
     if (
         int(attempt_file["generation"]) == lease.generation
-        and int(attempt_file["rank"]) != lease.rank
+        and int(attempt_file["rank"]) != 0  # who sweeps is rank 0
         and name not in replaced_files
     ):
         return False

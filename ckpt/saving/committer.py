@@ -62,7 +62,7 @@ class Committer:
         """Raise AlreadyExists where the step is committed, whole, and not abandoned by a roll-back; Fenced where a newer writer
         is there, for this one is to stop and not to take another number."""
         if self._has_intact_step() and self._step not in self._session.repo.order().abandoned:
-            self._session.lease.require_newest()
+            self._session.lease.writer.require_newest()
             raise AlreadyExists(
                 f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
             )
@@ -141,7 +141,7 @@ class Committer:
         records = [FileRecord(name, len(data), digest(algorithm, data).hex()) for name, data in files.items()]
         commit = CommitRecord(
             step=self._step,
-            generation=self._session.lease.generation,
+            generation=self._session.lease.writer.generation,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self._group.size,
             manifests=(records[0],),
@@ -160,7 +160,7 @@ class Committer:
         failpoint("save.commit")
         if line.number:
             self._session.note_line(line)
-        commit_publication.publish_commit(self._session.repo, self._session.lease, commit, self._require_replaceable)
+        commit_publication.publish_commit(self._session.repo, self._session.lease.writer, commit, self._require_replaceable)
         failpoint("save.committed")
         note_complete(commit)
         return self._session.repo.checkpoint(commit, self._group.rank)
@@ -169,7 +169,7 @@ class Committer:
         if not self._options.overwrite:
             self.refuse_existing()
         if existing is not None and existing.step == self._step:
-            if existing.generation > self._session.lease.generation:
+            if existing.generation > self._session.lease.writer.generation:
                 raise Fenced(f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one")
             self.replaced_files.update(existing.files())
 
@@ -178,7 +178,7 @@ class Committer:
             commit = self._session.repo.commit(self._step)
             Checkpoint(self._store, commit).require_complete()
         except StepNotFound:
-            self._session.lease.require_newest()  # raises where the whole repository was removed
+            self._session.lease.writer.require_newest()  # raises where the whole repository was removed
             return False
         except SignatureError:  # a step that was saved without a key is not damaged, and nothing replaces it unasked
             raise

@@ -83,7 +83,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
         step = session.next_step()
     lease = session.lease
     handle = SaveHandle(step, lambda: lease.progress_count)
-    attempt = lease.begin_attempt(step, session.group.size)
+    attempt = lease.begin_attempt(step)
     session.note_save_began(step)
     failed: SaveFailed | None = None
     try:
@@ -104,7 +104,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     try:
         session.add_save(handle, options.in_flight)
     except SaveFailed:
-        lease.end_attempt(attempt)  # the other ranks are not told: the store that would tell them does not answer
+        lease.writer.end_attempt(attempt)  # the other ranks are not told: the store that would tell them does not answer
         raise
     except BaseException as error:
         give_up_attempt(session, attempt, error)
@@ -133,14 +133,14 @@ def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
 
 def skip_step(session: Session, step: int, error: BaseException) -> None:
     """This rank does not save a step that the others may save: they need not wait for it."""
-    attempt = session.lease.begin_attempt(step, session.group.size)
+    attempt = session.lease.begin_attempt(step)
     session.note_save_began(step)
     give_up_attempt(session, attempt, error)
 
 
 def give_up_attempt(session: Session, attempt: Attempt, error: BaseException) -> None:
     """End an attempt that has written nothing, and tell the other ranks."""
-    session.lease.end_attempt(attempt)
+    session.lease.writer.end_attempt(attempt)
     if session.group.size > 1:
         with suppress(CkptError, OSError):
             rank_parts.publish_failure(session.repo.store, session.lease, session.group, attempt, error)
@@ -329,7 +329,7 @@ class _SavePipeline:
 
     def _end(self) -> None:
         self._append_began.set()  # or never will be
-        self._session.lease.end_attempt(self._attempt)
+        self._session.lease.writer.end_attempt(self._attempt)
         if self._arena is not None:
             arenas.pool.give_back(self._arena)
         error = self._error
@@ -341,7 +341,7 @@ class _SavePipeline:
             store_error = StoreError(f"saving step {self._step} to {self._store.url} failed: {error}")
             store_error.__cause__ = error
             error = store_error
-        self._handle.end(self._checkpoint, self._session.lease.explain_failure(error))
+        self._handle.end(self._checkpoint, self._session.lease.writer.explain_failure(error))
 
     # --- staging -----------------------------------------------------------------------------------------------
 
@@ -469,7 +469,7 @@ class _SavePipeline:
         self._session.lease.progress_count += 1
         in_use = self._options.in_flight + self._options.copies - 1
         self._session.note_committed(self._step, checkpoint.commit.files(), in_use)
-        self._session.lease.end_attempt(self._attempt)  # its files belong to the step now
+        self._session.lease.writer.end_attempt(self._attempt)  # its files belong to the step now
         self._session.sweep(self._options.keep, self._step, self.committer.replaced_files)
 
     def _import_for_commit(self) -> None:

@@ -27,8 +27,9 @@ from ckpt.format.digest import digest
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.pack import file_lengths
 from ckpt.groups.base import Group, ranks_text
+from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.repository import Repository, step_folder
-from ckpt.repository.writer_lease import Attempt, WriterLease
+from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.replica_check import (
     PublishedDigests,
     ReplicaDigests,
@@ -93,7 +94,7 @@ class MergedStep:
 
 
 def part_metadata(
-    tree: bytes, flat: FlatState, packs: Mapping[str, int], written_bytes: int, lease: WriterLease, digests: PublishedDigests
+    tree: bytes, flat: FlatState, packs: Mapping[str, int], written_bytes: int, lease: GroupLease, digests: PublishedDigests
 ) -> dict[str, str]:
     """What a part carries beside its rows."""
     return {
@@ -121,7 +122,7 @@ def _signed_bytes(stem: str, table: bytes) -> bytes:
     return b"\n".join((stem.encode(), table))
 
 
-def publish_failure(store: Store, lease: WriterLease, group: Group, attempt: Attempt, error: BaseException) -> None:
+def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Report that this rank will not bring its part: to the group first, for the store may take long to fail."""
     reason = str(error) or type(error).__name__
     unreachable = isinstance(error, (StoreError, OSError))
@@ -136,7 +137,7 @@ def publish_failure(store: Store, lease: WriterLease, group: Group, attempt: Att
     store.put(f"{_part_stem(attempt)}-failed.json", data)
 
 
-def note_unknown_outcome(store: Store, lease: WriterLease, group: Group, attempt: Attempt, error: BaseException) -> None:
+def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Of rank 0: report that the store failed while the step was committed, so that the other ranks look once more and end."""
     reason = (
         f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step is there: "
@@ -146,22 +147,22 @@ def note_unknown_outcome(store: Store, lease: WriterLease, group: Group, attempt
     group.leave_note(_note_key(lease, attempt, True), json_records.encode("failure", failure))
 
 
-def note_ended(lease: WriterLease, group: Group) -> None:
+def note_ended(lease: GroupLease, group: Group) -> None:
     """Report that this rank has ended its saves, where the store can't be reached: nobody need wait for more of it."""
     if group.size > 1:
         group.leave_note(_end_key(lease, lease.rank == 0), str(lease.rank).encode())
 
 
-def _note_key(lease: WriterLease, attempt: Attempt, from_rank_0: bool) -> str:
+def _note_key(lease: GroupLease, attempt: Attempt, from_rank_0: bool) -> str:
     """The key of a note about an attempt: from rank 0 to all, or from another rank to rank 0."""
-    return f"{lease.token}/{lease.group_number}/{attempt.step}/{attempt.number}/{'given-up' if from_rank_0 else 'failed'}"
+    return f"{lease.writer.token}/{lease.number}/{attempt.step}/{attempt.number}/{'given-up' if from_rank_0 else 'failed'}"
 
 
-def _end_key(lease: WriterLease, from_rank_0: bool) -> str:
-    return f"{lease.token}/{lease.group_number}/ended{'-0' if from_rank_0 else ''}"
+def _end_key(lease: GroupLease, from_rank_0: bool) -> str:
+    return f"{lease.writer.token}/{lease.number}/ended{'-0' if from_rank_0 else ''}"
 
 
-def _noted_failure(lease: WriterLease, group: Group, attempt: Attempt) -> StepRefused | None:
+def _noted_failure(lease: GroupLease, group: Group, attempt: Attempt) -> StepRefused | None:
     """What a note says of this attempt: on rank 0 that another rank failed, elsewhere that rank 0 gave it up."""
     data = group.note(_note_key(lease, attempt, lease.rank != 0))
     if data is None:
@@ -234,7 +235,7 @@ def _refusal(reason: str, missing: bool) -> StepRefused:
 
 
 def gather_parts(
-    repo: Repository, lease: WriterLease, group: Group, attempt: Attempt, timeout_seconds: float
+    repo: Repository, lease: GroupLease, group: Group, attempt: Attempt, timeout_seconds: float
 ) -> list[ListedPart]:
     """Wait for the parts of all ranks; return them by rank.
 
@@ -274,7 +275,7 @@ def gather_parts(
     return parts
 
 
-def _ended_ranks(lease: WriterLease, group: Group) -> set[int]:
+def _ended_ranks(lease: GroupLease, group: Group) -> set[int]:
     """A rank that has ended its saves, by a note: on rank 0 one of the others, elsewhere rank 0."""
     text = group.note(_end_key(lease, lease.rank != 0)) or b""
     return {int(text)} if text.isdigit() else set()
@@ -425,7 +426,7 @@ def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
 # --- the others ------------------------------------------------------------------------------------------------
 
 
-def await_commit(repo: Repository, lease: WriterLease, group: Group, attempt: Attempt, timeout_seconds: float) -> CommitRecord:
+def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Attempt, timeout_seconds: float) -> CommitRecord:
     """Wait until rank 0 has committed this try of the step, and return the record.
 
     Raises StepRefused with the reason where rank 0 gave it up, RanksMissing where it says nothing for `timeout` seconds.
@@ -464,7 +465,7 @@ def await_commit(repo: Repository, lease: WriterLease, group: Group, attempt: At
 
 
 def _poll(
-    find: Callable[[], T | None], lease: WriterLease, timeout_seconds: float, give_up_error: Callable[[], StepRefused | None]
+    find: Callable[[], T | None], lease: GroupLease, timeout_seconds: float, give_up_error: Callable[[], StepRefused | None]
 ) -> T | None:
     """What `look` finds, asked more and more slowly; None when the time is up.
 
@@ -483,7 +484,7 @@ def _poll(
             return None
         if now >= next_fence_check:
             next_fence_check = now + _FENCE_CHECK_SECONDS
-            hopeless = lease.lease_error() or give_up_error()
+            hopeless = lease.writer.lease_error() or give_up_error()
             if hopeless is not None:
                 if (found := find()) is not None:
                     return found

@@ -30,7 +30,7 @@ from ckpt.repository.repository import Repository, Url, commit_name, open_reposi
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.repository.tiered_repository import TieredRepository
 from ckpt.repository.writer_lease import SerialCounter
-from ckpt.saving import writer_session as sessions
+from ckpt.saving import session_registry as sessions
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.options import Options
@@ -142,7 +142,7 @@ class TierManager:
             # One for all: a save in the nearest place may go on from a step that was restored from another one.
             writer = self.nearest
             newest = max(place.session.lineage.newest_step for place in self._open_tiers)
-            lineage = Lineage(self.repository, writer.lease.generation, partial(damaged_steps, writer.repo), newest)
+            lineage = Lineage(self.repository, writer.lease.writer.generation, partial(damaged_steps, writer.repo), newest)
             for place in self._open_tiers:
                 place.session.lineage = lineage
             if group.rank == 0:

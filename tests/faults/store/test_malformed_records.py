@@ -28,6 +28,7 @@ from ckpt.aggregator.records import file_record, record_ring
 from ckpt.aggregator.records.file_record import PathRecord, RecordHead
 from ckpt.format import json_records
 from ckpt.groups import hello
+from ckpt.groups.process_identity import ProcessIdentity
 from ckpt.recovery.agent.metrics import render_metrics
 from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
 from ckpt.recovery.goodput.ledger import LEDGER_FILE, read_ledger_file
@@ -37,7 +38,7 @@ from ckpt.recovery.run_log import run_state as courses
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure, SlowestRank, decode_reports
 from ckpt.recovery.run_log.entry_schema import read_entry, read_row
 from ckpt.recovery.run_log.run_state import RunSpec, RunState
-from ckpt.repository import writer_lease
+from ckpt.repository import lease_records
 from ckpt.repository.repository import MARKER, open_repository
 from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.member.device import MemberInfo
@@ -315,15 +316,13 @@ def test_who_writes_a_repository_may_be_malformed(rng: random.Random, saved: _Sa
     repo.ensure()
     name = "generations/00000001.json"
     repo.store.put(name, json_records.encode("generation", _with_new_fields(saved.generation)))
-    owner = writer_lease._lease_holder(repo, 1)
-    assert owner == writer_lease.ProcessIdentity(**saved.generation["owner"]), (
-        "else a newer version's process would count as gone"
-    )
+    owner = lease_records.lease_holder(repo, 1)
+    assert owner == ProcessIdentity(**saved.generation["owner"]), "else a newer version's process would count as gone"
     for _ in range(TIMES):
         changed = _mutated(saved.generation, rng)
         if isinstance(changed, dict):
             repo.store.put(name, json_records.encode("generation", changed))
-            writer_lease._lease_holder(repo, 1)
+            lease_records.lease_holder(repo, 1)
         hello.decode_hello(_bytes(_mutated({**saved.generation["owner"], "parent": 1, "parent_started": "2"}, rng), rng))
     newer = {**saved.generation["owner"], "parent": 1, "parent_started": "2", "added_later": 1}
     assert hello.decode_hello(json.dumps(newer).encode()) == hello.Hello(owner, 1, "2")
