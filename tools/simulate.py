@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
+from ckpt.tools.command_options import gather_options
 from ckpt.tools.common import emit
+
+if TYPE_CHECKING:
+    from ckpt.recovery.goodput.simulator import SweepPoint, World
 
 _Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
 
@@ -30,6 +35,40 @@ def _time_option(flag: str, default: str, text: str) -> Callable[[_Command], _Co
     return click.option(flag, type=time, default=default, show_default=True, help=text)
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedJob:
+    """The job, its machine and its failures, all times in seconds. Fields are named as the options."""
+
+    hosts: int
+    ranks: int
+    mtbf: float
+    step: float
+    stall: float
+    durable: float
+    spawn: float
+    restore: float
+    repair: float
+    spares: int
+
+    def world(self) -> World:
+        """As the simulator takes it, which counts failures of one host."""
+        from ckpt.recovery.goodput.simulator import World
+
+        return World(
+            self.hosts, self.ranks, self.mtbf * self.hosts, self.step, self.stall, self.durable, spawn_seconds=self.spawn,
+            restore_seconds=self.restore, spares=self.spares, repair_seconds=self.repair,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRuns:
+    """What is played out: each interval (none: intervals around Daly's), so many days, once for each seed."""
+
+    every: tuple[float, ...]
+    days: float
+    seeds: int
+
+
 @click.command("ckpt-run simulate", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--hosts", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="On each host.")
@@ -46,54 +85,56 @@ def _time_option(flag: str, default: str, text: str) -> Callable[[_Command], _Co
 @click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="Runs for each interval.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw goodput by interval into this file.")
-def command(
-    hosts: int, ranks: int, mtbf: float, step: float, stall: float, durable: float, spawn: float, restore: float,
-    repair: float, spares: int, every: tuple[float, ...], days: float, seeds: int, as_json: bool, png: Path | None,
-) -> int:  # fmt: skip
+@gather_options("job", SimulatedJob)
+@gather_options("runs", SimulatedRuns)
+def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | None) -> int:
     """Play out training with failures, by the decisions that ckpt-run takes, for several intervals between saves.
 
     \b
       ckpt-run simulate --hosts 512 --mtbf 3h --step 5s --stall 2s
       ckpt-run simulate --mtbf 40m --spares 2 --every 60s --every 10m --png goodput.png
     """
-    from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
-    from ckpt.recovery.goodput.simulator import World, sweep
+    from ckpt.recovery.goodput.simulator import sweep
 
-    for name, value in (("--mtbf", mtbf), ("--step", step), *(("--every", value) for value in every)):
+    for name, value in (("--mtbf", job.mtbf), ("--step", job.step), *(("--every", value) for value in runs.every)):
         if value <= 0:
             raise click.UsageError(f"{name}: give more than 0")
     if png is not None:
         common.require_plot(png)
-    world = World(
-        hosts, ranks, mtbf * hosts, step, stall, durable, spawn_seconds=spawn, restore_seconds=restore, spares=spares,
-        repair_seconds=repair,
-    )  # fmt: skip
-    points = sweep(world, days, seeds, every)
+    points = sweep(job.world(), runs.days, runs.seeds, runs.every)
     if png is not None:
         from ckpt.tools.run_plots import draw_sweep
 
-        what = f"{format_count(hosts, 'host')}, a failure every {mtbf / 3600:.3g} h, a save stalls for {stall:g} s"
-        draw_sweep(points, f"{what}; {days:g} days, {format_count(seeds, 'seed')}", png)
+        what = f"{format_count(job.hosts, 'host')}, a failure every {job.mtbf / 3600:.3g} h, a save stalls for {job.stall:g} s"
+        draw_sweep(points, f"{what}; {runs.days:g} days, {format_count(runs.seeds, 'seed')}", png)
     if as_json:
-        common.emit_json(
-            [
-                {
-                    "interval_seconds": p.interval_seconds,
-                    "daly": p.daly,
-                    "goodput": p.goodput,
-                    "goodputs": p.goodputs,
-                    "seconds": {
-                        name: p.mean(name) * sum(o.wall_seconds for o in p.outcomes) / len(p.outcomes)
-                        for name in TIME_CATEGORIES
-                    },
-                    "failures": sum(sum(o.failures.values()) for o in p.outcomes) / len(p.outcomes),
-                    "redone_steps": sum(o.redone_steps for o in p.outcomes) / len(p.outcomes),
-                    "halted": sum(bool(o.halt_reason) for o in p.outcomes),
-                }
-                for p in points
-            ]
-        )
-        return 0
+        common.emit_json([_point_to_json(point) for point in points])
+    else:
+        _print_points(points, runs)
+    return 0
+
+
+def _point_to_json(point: SweepPoint) -> dict[str, Any]:
+    """One interval; seconds and counts are means over its runs."""
+    from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
+
+    outcomes = point.outcomes
+    return {
+        "interval_seconds": point.interval_seconds,
+        "daly": point.daly,
+        "goodput": point.goodput,
+        "goodputs": point.goodputs,
+        "seconds": {name: point.mean(name) * sum(o.wall_seconds for o in outcomes) / len(outcomes) for name in TIME_CATEGORIES},
+        "failures": sum(sum(o.failures.values()) for o in outcomes) / len(outcomes),
+        "redone_steps": sum(o.redone_steps for o in outcomes) / len(outcomes),
+        "halted": sum(bool(o.halt_reason) for o in outcomes),
+    }
+
+
+def _print_points(points: Sequence[SweepPoint], runs: SimulatedRuns) -> None:
+    """A table, a row for each interval."""
+    from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
+
     shown = [name for name in TIME_CATEGORIES if name != "useful" and any(p.mean(name) >= 5e-5 for p in points)]
     rows = [
         (
@@ -107,10 +148,12 @@ def command(
     common.show_table((">saved every", ">goodput", ">least", ">most", *(f">{name}" for name in shown), ""), rows)
     outcomes = [outcome for p in points for outcome in p.outcomes]
     failures = sum(sum(o.failures.values()) for o in outcomes) / len(outcomes)
-    emit(f"shares of the time in %; {failures:.0f} failures in {days:g} days, on average of {format_count(seeds, 'seed')}")
+    emit(
+        f"shares of the time in %; {failures:.0f} failures in {runs.days:g} days, "
+        f"on average of {format_count(runs.seeds, 'seed')}"
+    )
     if given_up := [outcome for outcome in outcomes if outcome.halt_reason]:
         emit(f"{len(given_up)} of {len(outcomes)} runs were given up: {given_up[0].halt_reason}")
-    return 0
 
 
 def _format_duration(value: float) -> str:
