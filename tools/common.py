@@ -27,6 +27,7 @@ Advance = Callable[[int], None]
 """Called with the number of bytes just done, from any thread."""
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE
+_SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 class Number(click.FloatRange):
@@ -41,6 +42,23 @@ class Number(click.FloatRange):
         if math.isnan(number) or (math.isinf(number) and not self._never):
             self.fail(f"{value} is no number that can be used here.", param, ctx)
         return number
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """Bytes for an option: a number, or one with a unit, such as 500GB or 2TB."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).upper().removesuffix("B")
+        unit = text[-1:] if text[-1:] in _SIZE_UNITS else ""
+        try:
+            number = float(text.removesuffix(unit)) * _SIZE_UNITS[unit]
+        except ValueError:
+            self.fail(f"{value!r} is no size: write 500GB or 2TB", param, ctx)
+        if not 1 <= number < 1 << 63:
+            self.fail(f"{value!r} is no size: write 500GB or 2TB", param, ctx)
+        return int(number)
 
 
 def key_option(command: Callable[..., Any]) -> Callable[..., Any]:

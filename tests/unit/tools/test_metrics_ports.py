@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckpt.tools.node import _monitor_port
+from ckpt.tools.node_arguments import monitor_port
 
 
 def test_nodes_on_consecutive_ports_do_not_collide() -> None:
     for first in (1024, 7070, 7401, 64_530, 65_000):
         nodes = set(range(first, first + 20))
-        monitors = {_monitor_port(port) for port in nodes}
+        monitors = {monitor_port(port) for port in nodes}
         assert len(monitors) == 20
         assert not nodes & monitors
         assert all(0 < port < 1 << 16 for port in monitors)
-    assert _monitor_port(0) == 0
+    assert monitor_port(0) == 0
 
 
 def test_a_taken_metrics_port_is_a_warning(tmp_path: Path) -> None:

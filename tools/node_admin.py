@@ -1,0 +1,258 @@
+"""ckpt-node admin: look after a namespace of nodes: status, scrub, repair, drain, rebalance, forget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.plural import format_count
+from ckpt.tools import common
+from ckpt.tools.common import emit, format_size
+from ckpt.tools.node_options import SETTINGS
+
+if TYPE_CHECKING:
+    from ckpt.aggregator.file_io.namespace import Namespace
+    from ckpt.aggregator.maintenance.repair import RepairReport
+    from ckpt.aggregator.maintenance.scrub import ScrubReport
+
+_GRACE_OPTION = click.option(
+    "--grace", default=3600.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS",
+    help="Leave objects alone that no record names and that are younger: somebody may be writing them.",
+)  # fmt: skip
+_RATE_OPTION = click.option(
+    "--rate", type=common.Size(), metavar="SIZE", help="Write no more than this a second, such as 200MB."
+)
+
+
+@click.group("admin", context_settings=SETTINGS)
+def admin() -> None:
+    """Look after a namespace: ckpt-node admin COMMAND ckpt://…"""
+
+
+@admin.command("status", context_settings=SETTINGS)
+@click.argument("url")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def status(url: str, as_json: bool) -> int:
+    """Show the members of a namespace and whether they answer.
+
+    Exit status: 0 all members answer, 1 some do not.
+    """
+    from ckpt.aggregator.cluster.member_facts import domain_of_labels
+    from ckpt.aggregator.file_io.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    calls = {name: open_member.info for name, open_member in namespace.open_members.items()}
+    answers, errors = namespace.fan_out.ask(calls, namespace.config.credentials.deadline_seconds)
+    domains = {
+        n: "/".join(place.member.location.domain or domain_of_labels(answers.get(n)))
+        for n, place in namespace.open_members.items()
+    }
+    if as_json:
+        members = [
+            {"member": n, "state": answers[n].state, "used_bytes": answers[n].used_bytes, "free_bytes": answers[n].free_bytes,
+             "domain": domains[n]}
+            if n in answers else {"member": n, "state": "down", "error": str(errors[n]), "domain": domains[n]}
+            for n in namespace.open_members
+        ]  # fmt: skip
+        common.emit_json({"url": namespace.url, "redundancy": str(namespace.config.redundancy), "members": members})
+        return int(bool(errors))
+    rows = []
+    for name, domain in domains.items():
+        if name in answers:
+            info = answers[name]
+            used, free = ("" if n is None else format_size(n) for n in (info.used_bytes, info.free_bytes))
+            rows.append((name, info.state, used, free, domain))
+        else:
+            rows.append((name, "down", "", "", domain))
+    common.show_table(("member", "state", ">used", ">free", "domain"), rows)
+    for name, error in errors.items():
+        emit(f"{name}: {error}")
+    emit(
+        f"{len(answers)} of {len(namespace.open_members)} members answer; new files are written as "
+        f"{namespace.config.redundancy}"
+    )
+    return int(bool(errors))
+
+
+@admin.command("scrub", context_settings=SETTINGS)
+@click.argument("url")
+@click.option("--quick", is_flag=True, help="Only compare lists; read nothing.")
+@_GRACE_OPTION
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
+    """Let all members read and check what they hold, and say what is missing, rotten or forgotten. Changes nothing.
+
+    Exit status: 0 all is whole, 1 something is not.
+    """
+    from ckpt.aggregator.file_io.namespace import open_namespace
+
+    namespace, _ = open_namespace(url)
+    found = _run_scrub(namespace, not quick, grace)
+    if as_json:
+        common.emit_json(
+            {
+                "url": namespace.url,
+                "files": found.files,
+                "bytes": found.nbytes,
+                "whole": found.is_whole,
+                "damaged": [{"path": f.path, "state": f.state, "spare": f.spare_fragments} for f in found.damaged_files],
+                "orphans": found.orphans,
+                "lagging": found.lagging_paths,
+                "missing": {m: str(e) for m, e in found.missing_members.items()},
+                "unread_bytes": found.unchecked_bytes,
+                "exposed": None if found.insufficient_redundancy is None else str(found.insufficient_redundancy),
+            }
+        )
+        return int(not found.is_whole)
+    _print_findings(namespace, found)
+    return int(not found.is_whole)
+
+
+@admin.command("repair", context_settings=SETTINGS)
+@click.argument("url")
+@click.option("--quick", is_flag=True, help="Repair what lists show to be missing; read nothing to find rot.")
+@_GRACE_OPTION
+@_RATE_OPTION
+def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
+    """Make whole what a scrub finds, the most endangered files first. Can be cut off and run again.
+
+    Exit status: 0 all is whole, 1 something could not be made so.
+    """
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import repair as repairs
+
+    namespace, _ = open_namespace(url)
+    found = _run_scrub(namespace, not quick, grace)
+    _print_findings(namespace, found)
+    total = sum(f.file.head.nbytes for f in found.damaged_files if f.state != "lost")
+    with common.progress(total, "repairing") as advance:
+        done = repairs.repair_namespace(namespace, found, rate, advance)
+    is_left = bool(done.failed or found.missing_members)
+    now = "not all whole yet" if is_left else "nothing is missing now" if quick else "all whole now"
+    emit(
+        f"{format_count(done.files, 'file')} made whole ({format_size(done.nbytes)} written), "
+        f"{format_count(done.records, 'record')} brought "
+        f"up to date, {format_count(done.orphans, 'forgotten object')} deleted; {now}"
+    )
+    for path, why in done.failed.items():
+        emit(f"{path}: {why}")
+    return int(is_left)
+
+
+@admin.command("drain", context_settings=SETTINGS)
+@click.argument("url")
+@click.argument("member")
+@_RATE_OPTION
+def drain(url: str, member: str, rate: int | None) -> int:
+    """Move all that lies on MEMBER to the others, before its disk goes. Give it the weight 0 in the TOML file first.
+
+    It still keeps records: `forget` it before it goes for ever.
+    """
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import rebalance
+
+    namespace, _ = open_namespace(url)
+    with common.progress(_member_used_bytes(namespace, member), "moving") as advance:
+        status = _print_moved(rebalance.drain_member(namespace, member, _limit_rate(advance, rate)))
+    if any(spot.name == member and spot.weight > 0 for spot in namespace.locations):
+        emit(f"new files still go to {member}: give it the weight 0 in the TOML file and drain it again, or `forget` it")
+    return status
+
+
+@admin.command("rebalance", context_settings=SETTINGS)
+@click.argument("url")
+@_RATE_OPTION
+def rebalance(url: str, rate: int | None) -> int:
+    """Move files to where they would be written today: onto members that are new, or were away. New ones keep records, too."""
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import rebalance
+
+    namespace, _ = open_namespace(url)
+    with common.growing_progress("moving") as (expect, advance):
+        return _print_moved(rebalance.rebalance_fragments(namespace, _limit_rate(advance, rate), expect))
+
+
+@admin.command("forget", context_settings=SETTINGS)
+@click.argument("url")
+@click.argument("member")
+@click.option("--destroyed", is_flag=True, help="It never comes back: go on even if, of two members, one alone is left.")
+@_RATE_OPTION
+def forget(url: str, member: str, destroyed: bool, rate: int | None) -> int:
+    """Take MEMBER out for ever, whether it answers or is lost: what it holds and keeps goes to the others.
+
+    URL still names it, and a new one in its place if there is one. Clients go on meanwhile; change their URLs after that.
+    """
+    from ckpt.aggregator.file_io.namespace import open_namespace
+    from ckpt.aggregator.maintenance import rebalance
+
+    namespace, _ = open_namespace(url)
+    with common.progress(_member_used_bytes(namespace, member), "moving") as advance:
+        done = rebalance.remove_member(namespace, member, destroyed, _limit_rate(advance, rate))
+    status = _print_moved(done)
+    if not status:
+        emit(f"{member} is forgotten: stop it, and take it out of the URLs")
+        emit(f"records are kept by {', '.join(namespace.ring.all_members)}")
+    return status
+
+
+def _member_used_bytes(namespace: Namespace, member: str) -> int | None:
+    """The bytes on a member; None where it does not say."""
+    try:
+        return namespace.open_members[member].info().used_bytes if member in namespace.open_members else None
+    except StoreError:
+        return None
+
+
+def _limit_rate(advance: common.Advance, rate: int | None) -> common.Advance:
+    """What holds up whoever writes more than `rate` bytes a second."""
+    from ckpt.aggregator.maintenance.repair import ByteRateLimiter
+
+    pace = ByteRateLimiter(rate)
+
+    def paced(nbytes: int) -> None:
+        advance(nbytes)
+        pace(nbytes)
+
+    return paced
+
+
+def _print_moved(done: RepairReport) -> int:
+    emit(f"{format_count(done.files, 'file')} moved, {format_size(done.nbytes)}")
+    for path, why in done.failed.items():
+        emit(f"{path}: {why}")
+    return int(bool(done.failed))
+
+
+def _run_scrub(namespace: Namespace, verify: bool, grace: float) -> ScrubReport:
+    from ckpt.aggregator.maintenance.scrub import scrub_namespace
+
+    if not verify:
+        return scrub_namespace(namespace, grace_seconds=grace)
+    total = sum(h.nbytes for h in namespace.list().values()) * namespace.config.redundancy.overhead
+    with common.progress(int(total), "checking") as advance:
+        return scrub_namespace(namespace, True, advance, grace)
+
+
+def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
+    for health in found.damaged_files:
+        consequence = (
+            "it can't be read" if health.state == "lost" else f"{health.spare_fragments} more of its fragments may be lost"
+        )
+        emit(f"{health.path}: {health.state}, {consequence}" + "".join(f"; {m} is rotten" for m, _ in health.damaged_objects))
+    for member, names in found.orphans.items():
+        emit(f"{member}: {format_count(len(names), 'object')} that no record names")
+    if found.lagging_paths:
+        emit(f"{format_count(len(found.lagging_paths), 'record')} not the same on all members that keep them")
+    for member, error in found.missing_members.items():
+        emit(f"{member} is missing: {error}")
+    if found.insufficient_redundancy:
+        emit(
+            f"records outlive fewer members than {found.insufficient_redundancy} says: repair, or name more members and "
+            "rebalance"
+        )
+    if found.unchecked_bytes:
+        emit(f"{format_size(found.unchecked_bytes)} could not be checked")
+    whole = "all whole" if found.is_whole else "not all whole"
+    emit(f"{format_count(found.files, 'file')}, {format_size(found.nbytes)} in {namespace.url}: {whole}")
