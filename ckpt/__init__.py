@@ -1,4 +1,4 @@
-"""Checkpoints of large training jobs: saved at the speed of the disk, verified on every read.
+"""Checkpoints of large training jobs, saved at the speed of the disk and verified on every read.
 
 Usage:
 
@@ -7,7 +7,7 @@ Usage:
     state = ckpt.load(url)
 """
 
-from ckpt.support import interrupts as interrupts  # before all that takes time
+from ckpt.support import interrupts as interrupts  # first: Ctrl-C during the other imports must end a command cleanly
 
 # isort: split
 from ckpt import data, pulse

@@ -1,4 +1,4 @@
-"""save, load, open: the whole of the library for most users."""
+"""The functions save, load and open, which are the whole library for most users."""
 
 from __future__ import annotations
 
@@ -63,38 +63,57 @@ def save(
     group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
     nan: NanOption = "warn",
 ) -> Checkpoint | SaveHandle:  # fmt: skip
-    """Save `state` as one step of the repository at `url`, which is made if it is not there.
+    """Save `state` as one step of the repository at `url`, and create the repository if it does not exist.
 
-    url: here as everywhere, without it: the one that `ckpt-run --dir` or the environment (CKPT_DIR) names.
+        checkpoint = ckpt.save({"model": model, "optimizer": optimizer}, "/data/run", step=10, keep=3)
+
     state: any nesting of dict, list, tuple, namedtuple and dataclass over numpy, torch and jax arrays, plain values,
         and objects with state_dict() and load_state_dict().
-    step: its number; None takes the one after the newest.
-    blocking: True returns the checkpoint when it is durable and committed. False returns a handle as soon as the state
-        is copied and may change; `handle.result()` waits, and an error that nobody asked for is raised by the next
-        save to the same URL.
-    codec: "auto", "none", a numcodecs codec or configuration, or {name pattern: one of those}.
-    digest: of blocks, manifest and tree: "xxh3-128", or "blake3"; "auto" is the former, and with a key the latter. Either finds
-        damage. Neither protects against somebody who may write to the repository, and can change the digests too: a key does.
-    keep: delete all but the newest so many steps (or see `ckpt.Keep`) after the commit.
-    memory: staging memory in bytes. A state larger than that is staged in pieces, as fast as it can be written.
-    overwrite: replace the step if it is there.
-    group: the ranks that save this state together: an mpi4py communicator, a torch process group, `ckpt.groups.Group`; None for
-        this process alone. "auto" takes what is initialised (torch.distributed, jax.distributed, MPI), else what the
-        environment says (RANK and WORLD_SIZE …). Every rank of the group must call.
-    timeout: seconds that a step waits for the slowest rank; not the first save of a group, for all to come: that has 600 s, or
-        the timeout of the torch process group.
-    verify_replicas: which bytes ranks compare of arrays that should be equal copies; a step whose copies differ is refused.
-        None: all of small plain arrays, a sample of larger ones. True: everything that several ranks hold, which reads the
-        state once more. False: nothing; of copies that differ the step then has a mixture.
-    key: a key file (a key of 32 bytes or more in hexadecimal digits on each line; the first signs, each is accepted), or a key
-        as bytes; else the file that the environment names (CKPT_KEY_FILE). The step is signed with it, and a step that is not
-        signed with it counts as damaged. All ranks have the same key. See docs/reference/integrity.md.
-    nan: "warn" logs one warning with the name of a leaf that has a NaN, "refuse" saves no such step (NotFinite), "allow" does
-        not look. Looked at are all elements of pieces of up to 64 KiB, and samples of larger ones:
-        see docs/reference/saving.md.
+    url: a path, a URL or a `Store`. None, in every function of this library, means the URL in the environment variable
+        CKPT_DIR, which `ckpt-run --dir` sets.
+    step: the number of the step, 0 or more. None means the number after the newest step.
+    blocking: True returns the checkpoint when the step is durable and committed. False returns a handle when the state has been
+        copied and may change. `handle.result()` then waits for the commit. The next save to the same URL raises an error of the
+        background that nobody has asked for.
+    codec: "auto", "none", a numcodecs codec or its configuration, or {name pattern: one of those}. "auto" compresses where this
+        costs the training almost nothing.
+    digest: the hash of blocks, manifest and tree: "xxh3-128" or "blake3". "auto" is blake3 with a key, else xxh3-128.
+        Both find damage. Neither protects against somebody who may write to the repository, and so can replace the digests. A
+        key protects against that.
+    keep: how many of the newest steps to keep, or a `ckpt.Keep`. Older steps are deleted after the commit. None deletes none.
+    memory: bytes of staging memory. A state larger than that is staged in several parts, as fast as the store takes them.
+    overwrite: whether to replace the step if it exists.
+    group: the ranks that save this state together, as an mpi4py communicator, a torch process group or a `ckpt.groups.Group`.
+        None means this process alone. "auto" takes the group that is initialised (torch.distributed, jax.distributed, MPI), or
+        else the one that the environment describes (RANK and WORLD_SIZE …). Every rank of the group must call `save`.
+    timeout: seconds that a step waits for the slowest rank. The first save of a group waits for all ranks to meet, for 600 s or
+        for the timeout of the torch process group.
+    verify_replicas: which bytes of replicas the ranks compare before a commit. A step whose replicas differ is refused.
+        None compares small plain arrays as a whole and samples of larger ones. True compares all replicas, which reads the
+        state once more. False compares nothing, so that a step of replicas that differ is a mixture of them.
+    key: the path of a key file, or one key as bytes. A key file has one key of 32 bytes or more in hexadecimal digits on each
+        line; the first key signs, and all keys are accepted. None means the key file in CKPT_KEY_FILE, if it is set. A step
+        without a valid signature then counts as damaged. All ranks need the same key. See docs/reference/integrity.md.
+    nan: "warn" logs one warning with the name of a leaf that has a NaN. "refuse" raises NotFinite and saves nothing. "allow"
+        does not check. A block of up to 64 KiB is checked as a whole, a larger one in samples: see docs/reference/saving.md.
 
-    Raises UnsupportedLeaf, RepositoryBusy, AlreadyExists, StoreError, Fenced, StepRefused, RanksMissing; nothing is
-    changed then.
+    After any error, all earlier steps are unchanged.
+
+    Returns:
+        The committed `Checkpoint`, or a `SaveHandle` with `blocking=False`.
+
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense.
+        UnsupportedLeaf: The state has a value that can't be stored without pickle. The message has its name.
+        NotFinite: A leaf has a NaN, and `nan` is "refuse".
+        StagingFailed: There was no memory to copy a leaf.
+        RepositoryBusy: Another live process writes to the repository.
+        AlreadyExists: The step exists, and `overwrite` is False.
+        StoreError: The store failed, for example because the disk is full.
+        Fenced: A newer writer has taken over the repository.
+        GroupError: The ranks could not meet, or do not agree on the step.
+        StepRefused: The parts of the ranks do not make a whole step, or replicas differ.
+        RanksMissing: A rank did not write its part within `timeout`.
     """
     check_switch("blocking", blocking)
     kept = as_keep(keep)
@@ -102,7 +121,7 @@ def save(
     number = None if step is None else check_step(step)
     repo = open_repository(resolve_url(url), key)
     ranks = as_group(group)
-    # A group first meets: where one rank has a leaf that can't be stored, it can then tell the others.
+    # A group meets before it flattens the state, so that a rank with a leaf that can't be stored can report it to the others.
     ready = flatten_state(state, ranks) if ranks.size == 1 else state
     session = sessions.enter(repo, ranks, requested_step=(number,))
     try:
@@ -123,27 +142,43 @@ def load(
     rename: Rename | None = None, progress: Progress | None = None, group: Any = "auto", share_reads: ShareReads = "auto",
     key: KeyOption = None,
 ) -> Any:  # fmt: skip
-    """Load a step, by default the newest that is whole, and return the state.
+    """Load a step, by default the newest complete one, and return the state.
 
-    like: a state whose arrays are filled in place; it may be a part of what was saved. Without it new arrays are made,
-        on the host, of the kinds that were saved.
-    step: a number. The newest otherwise; where its files turn out damaged the one before is taken, with a warning.
-    only: names or shell patterns of the leaves to load, such as "model.*"; the others stay as they are in `like`, and
-        are left out without it (in a list or tuple: None). With `rename` they are names in `like`.
-    strict: raise instead of falling back to an older step.
-    rename: where the names of `like` are not those that were saved: a function from a name in `like` to the saved one, or
-        {regular expression: replacement} as of re.sub.
-    group: the ranks that load together, as for `ckpt.save`; all of them load the same step. Each reads what lies in its own
-        shards, whatever the layout was when it was saved.
-    share_reads: whether what several ranks need is read by one of them and handed to the others, through memory where all
-        run on one host. "auto": where that saves reading and they could not as well copy it from a page cache in common.
-    progress: called with the number of bytes just read, from several threads.
-    key: as for `ckpt.save`. A step that is not signed with it counts as damaged (SignatureError, an IntegrityError). Without a
-        key no signature is checked. The log (logger `ckpt`, INFO) says by what the bytes were checked.
+        state = ckpt.load("/data/run", like={"model": model, "optimizer": optimizer})
 
-    Raises StepNotFound, LeafNotFound and LeafMismatch before anything is changed, and IntegrityError, after which the
-    arrays of `like` may hold a mixture. So they may after a LeafMismatch that says an object "refused the state": what it
-    takes only its load_state_dict can tell, which comes last.
+    url: as for `ckpt.save`.
+    like: a state whose arrays are filled in place. It may be a part of the saved state. Without it, new arrays of the saved
+        kinds are made in host memory.
+    step: the number of the step. None means the newest; if its files are damaged, the one before is loaded with a warning.
+    only: names or shell patterns of the leaves to load, such as "model.*". The other leaves of `like` stay unchanged. Without
+        `like` they are left out (in a list or tuple they become None). With `rename` they are names in `like`.
+    strict: whether to raise IntegrityError instead of falling back to an older step.
+    rename: how to find the saved name of a leaf that has another name in `like`: a function from the name in `like` to the
+        saved one, or {regular expression: replacement} as for re.sub.
+    group: the ranks that load together, as for `ckpt.save`. All of them load the same step. Each reads the bytes of its own
+        shards, whatever the shards of the save were.
+    share_reads: whether one rank reads a block that several ranks need and passes it to the others, through shared memory if
+        all run on one host. "auto" does so where it saves reads that a common page cache would not save.
+    progress: a function that is called with the number of bytes just read, from several threads.
+    key: as for `ckpt.save`. A step without a valid signature counts as damaged. Without a key no signature is checked. The
+        logger `ckpt` records at level INFO which digests and which signature were checked.
+
+    StepNotFound, LeafNotFound and LeafMismatch are raised before any array changes, with one exception: a LeafMismatch whose
+    message contains "refused the state" comes from an object's load_state_dict, which runs last. After that one, and after an
+    IntegrityError, the arrays of `like` may have a mixture of old and new values.
+
+    Returns:
+        The loaded state: `like` itself where it was given.
+
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense.
+        StepNotFound: The repository has no such committed step, or none at all.
+        LeafNotFound: `like` has a leaf that the step does not have, or no leaf matches `only`.
+        LeafMismatch: A leaf of `like` has another shape, dtype or kind than the saved one.
+        IntegrityError: Stored bytes are damaged; SignatureError where the step is not signed with `key`.
+        FormatError: There is no repository at the URL, or a newer version wrote it.
+        StoreError: The store failed.
+        GroupError: The ranks could not meet, or asked for different steps.
     """
     repo = open_repository(resolve_url(url), key)
     ranks = as_group(group)
@@ -158,7 +193,7 @@ def load(
 
 
 def load_step(repo: Repository, step: int, request: LoadRequest) -> Any:
-    """Load a step that was named."""
+    """Load the step of a given number and return the state."""
     if request.group.size > 1:
         request.group.meet_at(repo.store)
         require_same_step(request.group, step)
@@ -166,20 +201,24 @@ def load_step(repo: Repository, step: int, request: LoadRequest) -> Any:
 
 
 def load_newest(repo: Repository, strict: bool, request: LoadRequest, before: int | None = None) -> tuple[int, Any] | None:
-    """The newest step that is whole, and what was loaded of it; None where no step is committed.
+    """Load the newest complete step; return its number and the state, or None if no step is committed.
 
-    before: the newest below this one, if there is any.
+    before: load the newest step below this number, if there is one.
 
-    Says with a warning and in the log what was passed over; raises instead if `strict`, or where no step is whole.
+    A damaged step is skipped with a warning and a line in the log. With `strict`, or if no step is complete, it raises instead.
     """
     return load_newest_on_all_ranks(repo, strict, request, load_checkpoint, before)
 
 
 def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any:
-    """What `load` does, of one checkpoint. Every rank of a group comes to the end of each part, or all raise."""
+    """Load one checkpoint and return the state. All ranks of a group finish each stage together, or all of them raise.
+
+    find: opens the checkpoint; all ranks call it together.
+    """
     group = request.group
-    checkpoint = find()  # which all ranks do together
-    bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1  # one of many ranks is hardly loaded for a look
+    checkpoint = find()
+    # Multi-rank steps are almost always loaded to resume, so bypass the page cache.
+    bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1
     read_plan, finish = run_on_all_ranks(group, lambda: _plan_load(checkpoint, request, bypass_cache))
     algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
     packs = [file.name for file in checkpoint.commit.packs]
@@ -203,9 +242,9 @@ def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any
 
 
 def _plan_load(checkpoint: Checkpoint, request: LoadRequest, bypass_cache: bool) -> tuple[list[BlockRead], Finish]:
-    """What to read, and how to make the result of it. Nothing of `like` is changed yet."""
+    """Return the blocks to read, and the function that returns the state once they are read. `like` does not change yet."""
     like, only = request.like, request.only
-    if only is None and request.group.size == 1 and not bypass_cache:  # else this rank may need only a part
+    if only is None and request.group.size == 1 and not bypass_cache:  # otherwise this rank may need only a part of the step
         checkpoint.prefetch()
     tree = checkpoint.tree()
     selector = None if only is None else matcher(only)
@@ -229,15 +268,29 @@ def _plan_load(checkpoint: Checkpoint, request: LoadRequest, bypass_cache: bool)
 
 
 def open(url: Url | None = None, *, key: KeyOption = None) -> Repository:
-    """Open the repository at `url` for reading; raise StepNotFound where nothing is there yet, FormatError where
-    something else is. key: as for `ckpt.load`."""
+    """Open the repository at `url` for reading, and return it.
+
+        for checkpoint in ckpt.open("/data/run"):
+            print(checkpoint.step, checkpoint["model.embed.weight"][0:8])
+
+    url: as for `ckpt.save`.
+    key: as for `ckpt.load`.
+
+    Returns:
+        The `Repository`. It reads records and manifests when they are needed.
+
+    Raises:
+        StepNotFound: Nothing exists at the URL yet.
+        FormatError: Something else than a repository is at the URL, or a newer version wrote it.
+        StoreError: The store failed.
+    """
     repo = open_repository(resolve_url(url), key)
     repo.check()
     return repo
 
 
 def check_step(step: int) -> int:
-    """Return `step` as an int if it is a number that a step can have."""
+    """Return `step` as an int; raise InvalidArgument if no step can have this number."""
     try:
         number = operator.index(step)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The object for a training loop: restores at the start, saves when due, and sees to the end of what it began."""
+"""The class Checkpointer for a training loop: it restores at the start, saves when due, and waits for its saves at the end."""
 
 from __future__ import annotations
 
@@ -61,24 +61,31 @@ class Checkpointer:
                 loss = train_step(state)
                 ck.step(step, state, loss=loss)
 
-    url: the repository; without it the one that `ckpt-run --dir` or the environment (CKPT_DIR) names.
-    every: steps, a timedelta, "auto" (the interval that loses the least time, from the measured cost of a save and the time
-        between failures, which `ckpt-run` measures), or None to save only by `save`.
-    keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
-    memory: staging memory in bytes; a larger state is staged in pieces. in_flight: saves under way at once.
+    url: as for `ckpt.save`.
+    every: when a step is saved: every so many steps, after a timedelta, "auto", or None to save only by `save`. "auto" is the
+        interval that loses the least time. It follows from the measured cost of a save and from the time between failures,
+        which `ckpt-run` measures.
+    keep: how many of the newest steps to keep, or a `ckpt.Keep`; None keeps all.
+    memory: bytes of staging memory; a larger state is staged in several parts.
+    in_flight: the number of saves that may run at once.
     codec, digest, group, timeout, verify_replicas, key: as for `ckpt.save`.
-    nan: as for `ckpt.save`; of a step with a finite loss nobody is warned.
-    tiers: nearer places that saves land in first, the nearest first; see `ckpt.Tier`. What comes to `url` is copied there in
-        the background: the steps that `every` names, those of `save`, and the newest one at the end.
+    nan: as for `ckpt.save`. A step with a finite loss is saved without a warning.
+    tiers: stores in front of `url`, the nearest first; see `ckpt.Tier`. A save ends in the nearest one. Steps are copied to
+        `url` in the background: those that `every` selects, those of `save`, and the newest one at the end.
+    scrub: bytes per second that the background scrub reads; None turns it off. It reads blocks that earlier steps wrote and
+        newer steps refer to, and pauses during a save. It logs a damaged block, and the next save writes that block again. With
+        tiers, rank 0 scrubs the repository at `url`.
 
-    scrub: bytes per second that are read again in the background, of blocks that earlier steps wrote and newer ones refer to;
-        None reads none. It rests while a save is under way. A bad block is logged, and the next save writes it anew. With tiers
-        those of `url` are read, by rank 0.
+    The constructor takes the writer lease of the repository; `close` releases it. The next call, or `close`, raises
+    SaveFailed with the step of a save that failed in the background. A process that is forked from this one can't save with
+    this object (CkptError). A forked process that only inherits it, such as a worker of a DataLoader, is not affected.
 
-    Opening takes the right to write to the repository (RepositoryBusy where another process has it) and holds it until
-    `close`. An error of a save in the background is raised by the next call and by `close`, with its step named.
-    A child that is forked meanwhile may not save with it (CkptError); one that only inherits it, such as a worker of a
-    DataLoader, is not affected.
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense.
+        RepositoryBusy: Another live process writes to the repository.
+        FormatError: Something else than a repository is at the URL, or a newer version wrote it.
+        StoreError: The store failed; UnknownScheme where no store serves the URL.
+        GroupError: The ranks could not meet.
     """
 
     @pulses.publish_trouble_on("unusable", InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
@@ -104,7 +111,7 @@ class Checkpointer:
         self._creator_process = CreatorProcess()
         in_flight = checked_positive("in_flight", in_flight, "a positive number of saves")
         if in_flight > 1 and tiers:
-            raise InvalidArgument(f"in_flight={in_flight}: with tiers a save ends in the nearest place before the next begins")
+            raise InvalidArgument(f"in_flight={in_flight}: use 1 with tiers, where a save must end before the next one begins")
         self._attached: list[Any] = []
         self._hooks: list[Any] = []
         url, ranks = resolve_url(url), as_group(group)
@@ -115,7 +122,7 @@ class Checkpointer:
         self._last_save: SaveHandle | None = None
         self._last_save_started_at = time.monotonic()
         self._staging_prepared = False
-        self._cost_seconds = 0.1  # of the save before, as the loop felt it
+        self._cost_seconds = 0.1  # how long the previous save blocked the loop
         self._mean_time_to_failure_seconds = mtbf_seconds_from_env()
         self._heartbeat_page = pulses.own_page()
         if self._heartbeat_page is not None:
@@ -132,9 +139,8 @@ class Checkpointer:
             self._options = replace(self._options, propose_next_step=self._schedule.propose_next_step)
         self._import_reports_left = 2
         self._idle_window: tuple[pulses.HeartbeatPage, int, int, int] | None = None
-        """Nothing is to be done but to beat: after which step, until which step, until which moment."""
+        """When a step needs nothing but a heartbeat: the page, after which step, before which step, before which time in ns."""
         self._has_restored_or_saved = False
-        """Whether it has restored or saved a step."""
         self._session: Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
         )
@@ -148,7 +154,7 @@ class Checkpointer:
 
     @property
     def repository(self) -> Repository:
-        """For looking at what is there, in any tier."""
+        """The repository for reading, with the steps of all tiers."""
         return self._require_open().repo if self._tiers is None else self._tiers.repository
 
     # --- restoring ---------------------------------------------------------------------------------------------
@@ -157,19 +163,34 @@ class Checkpointer:
         self, state: Any, *, step: int | None = None, strict: bool = False, rename: Rename | None = None,
         share_reads: ShareReads = "auto",
     ) -> tuple[Any, int]:  # fmt: skip
-        """Fill `state` from the newest whole step (or from `step`) and return it with the number of the next step.
+        """Fill `state` from the newest complete step (or from `step`) and return it with the number of the next step.
 
-        Where there is no step yet, returns the state untouched, and 0. A damaged step is passed over with a warning,
-        unless `strict` or named. After a roll-back `ckpt-run` names steps that may be spoiled (CKPT_BEFORE): an older one is
-        taken, if there is any.
+            state, start = ck.restore({"model": model, "optimizer": optimizer})
 
-        Where the step is not the newest, the next save opens a new line of training: what was saved after the restored step is
-        abandoned. It is never taken for newer again, and `keep` deletes it first.
+        state: as `like` of `ckpt.load`.
+        step: the number of the step to restore. None means the newest complete one.
+        strict: whether to raise IntegrityError instead of skipping a damaged step with a warning.
+        rename, share_reads: as for `ckpt.load`.
+
+        After a roll-back, `ckpt-run` sets CKPT_BEFORE; a step below that number is then restored, if there is one.
+
+        If the restored step is not the newest, the next save opens a new line of training. The steps saved after the restored
+        one are then abandoned: they never count as the newest again, and `keep` deletes them first.
+
+        Returns:
+            The state and the number of the next step. If no step exists, the unchanged state and 0.
+
+        Raises:
+            StepNotFound: `step` does not exist.
+            LeafNotFound: `state` has a leaf that the step does not have.
+            LeafMismatch: A leaf of `state` has another shape, dtype or kind than the saved one.
+            IntegrityError: The step is damaged, and was named or `strict` is True; or all steps are damaged.
+            CkptError: This Checkpointer is closed, or belongs to the parent process.
         """
         check_switch("strict", strict)
         session, repo = self._require_open(), self.repository
         self._idle_window = None
-        self._wait_ignoring_errors()  # a save under way may delete what is read here
+        self._wait_ignoring_errors()  # a running save may delete the files that are read next
         request = LoadRequest(state, rename=rename, group=session.group, share_reads=share_reads, bypass_cache=True)
         with pulses.phase("load"):
             if step is not None:
@@ -177,41 +198,54 @@ class Checkpointer:
                 start, loaded = number + 1, load_step(repo, number, request)
             else:
                 restore_limit = pulses.restore_limit_from_env()
-                with pulses.publish_trouble_on("damaged", *([] if strict else [IntegrityError])):  # all of them
+                # Unless `strict`, an IntegrityError means that all steps are damaged, so a restart would not help.
+                with pulses.publish_trouble_on("damaged", *([] if strict else [IntegrityError])):
                     found = load_newest(repo, strict, request, restore_limit)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
-                if (
-                    restore_limit is not None and start <= restore_limit
-                ):  # nothing may refer to the later ones, or keep them as good
+                if restore_limit is not None and start <= restore_limit:
+                    # No save may refer to blocks of the later steps, and retention must not count them as good.
                     later = [n for n in repo.step_numbers() if n >= restore_limit]
                     mark_damaged(session.repo, later)
-            session.lineage.note_restored(start - 1)  # shared by all tiers
+            session.lineage.note_restored(start - 1)  # all tiers share this lineage
             if self._tiers is not None:
                 self._tiers.load_ended(start - 1)
         if self._heartbeat_page is not None:
             if self._tiers is None:
                 self._heartbeat_page.publish_durable(start - 1)
             self._heartbeat_page.publish_restored(start - 1, again=self._has_restored_or_saved)
-            self._heartbeat_page.beat(_COMPILE, start - 1)  # what comes first may compile: no step is as long
+            self._heartbeat_page.beat(_COMPILE, start - 1)  # the first step may compile, which takes longer than a step
         self._has_restored_or_saved = True
         return loaded, start
 
     # --- saving ------------------------------------------------------------------------------------------------
 
     def step(self, step: int, state: Any, *, loss: Any = None) -> SaveHandle | None:
-        """Say that `step` is done; save in the background if a save is due, and return its handle then.
+        """Record that `step` is done; save `state` in the background if a save is due.
 
-        A loss that is not finite stops this save: what diverged is not worth keeping. Under `ckpt-run` this is the
-        heartbeat, too; after a loss that is not finite, or that jumps where `--spike` was given, nothing is saved any more
-        until ckpt-run has rolled the job back; and where the job is to end, it is saved now, and SystemExit is raised.
+            handle = ck.step(step, state, loss=loss)
 
-        loss: a number or an array of one element. One on a CUDA device, or of jax, is not waited for but where a save is due.
+        step: the number of the step that is done.
+        state: as for `ckpt.save`.
+        loss: a number or an array of one element. A loss on a CUDA device or of jax is waited for only if a save is due. A step
+            whose loss is not finite is not saved.
+
+        Under `ckpt-run` this call is also the heartbeat of the rank. After a loss that is not finite, or one that jumps where
+        `--spike` was given, no step is saved until `ckpt-run` has rolled the job back. When `ckpt-run` stops the job, this call
+        saves the step and raises SystemExit.
+
+        Returns:
+            The handle of the save, or None if no save is due or the loss is bad.
+
+        Raises:
+            SaveFailed: An earlier save failed in the background; its error is the cause.
+            SystemExit: `ckpt-run` stops the job. The status is 0, and the step is saved unless its loss is bad.
+            CkptError: This Checkpointer is closed, or belongs to the parent process.
         """
         if (idle_window := self._idle_window) is not None:
             try:
                 if step > idle_window[1] and idle_window[0].beat_if_idle(step, loss, idle_window[2], idle_window[3]):
                     return None
-            except TypeError:  # no number: it is told below
+            except TypeError:  # not a number; check_step raises InvalidArgument for it
                 pass
             self._idle_window = None
         step = check_step(step)
@@ -220,7 +254,8 @@ class Checkpointer:
             self._publish_step(self._heartbeat_page, step, state, loss)
         due = self._is_due(step)
         if not due:
-            (self._tiers or self._require_open()).raise_failed()  # else the save does it, and tells the other ranks
+            # A save that is due raises the error itself, and reports it to the other ranks.
+            (self._tiers or self._require_open()).raise_failed()
             if not self._staging_prepared:
                 self._prepare_staging(state)
             if self._heartbeat_page is not None:
@@ -233,7 +268,7 @@ class Checkpointer:
         return self._save(step, state, False, False, is_loss_finite=loss is not None)
 
     def _idle_window_after(self, step: int, page: pulses.HeartbeatPage) -> tuple[pulses.HeartbeatPage, int, int, int] | None:
-        """Until when steps need no more than a beat: no save is under way, and none is due. None where that is not known."""
+        """Return the window in which a step needs only a heartbeat, because no save runs or is due; None if unknown."""
         under_way = self._last_save is not None and not self._last_save.done()
         if (
             under_way
@@ -264,7 +299,8 @@ class Checkpointer:
         if self._import_reports_left and (
             self._import_reports_left == 2 or (self._last_save is not None and self._last_save.done())
         ):
-            self._import_reports_left -= 1  # at the first step, and when a save is done: a load needs what that has imported
+            # Reported at the first step and after the first save: a load imports what that save has imported.
+            self._import_reports_left -= 1
             import_report.write_report()
         if page.should_stop(step):
             if (why := self._reason_not_to_save(step, loss)) is not None:
@@ -276,7 +312,7 @@ class Checkpointer:
             raise SystemExit(0)
 
     def _reason_not_to_save(self, step: int, loss: Any) -> str | None:
-        """Why the state is not worth saving; None where it is."""
+        """Return why the state is not saved, or None if it can be saved."""
         if self._loss_monitor is None:
             number = 0.0 if loss is None else as_number(loss)
             return None if math.isfinite(number) else f"its loss is {number}"
@@ -287,7 +323,7 @@ class Checkpointer:
         return f"{whose} is {bad.loss}" if bad.kind == "not finite" else f"{whose} jumped to {bad.loss}"
 
     def _skip_step(self, step: int, reason: str) -> None:
-        """This rank does not save a step that the others may save: they need not wait for it."""
+        """Publish that this rank does not save the step, so that the other ranks do not wait for its part."""
         session = self._require_open()
         if session.group.size > 1 and self._tiers is not None:
             self._tiers.skip_step(check_step(step), CkptError(reason))
@@ -297,12 +333,30 @@ class Checkpointer:
             self._schedule.save_skipped(step)
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
-        """Save now. Replaces the step if it is there: after a roll-back the loop comes by again. It comes to every tier."""
+        """Save `state` now, to every tier, and replace the step if it exists.
+
+            ck.save(step, state, blocking=True)
+
+        step, state: as for `ckpt.save`. A step may exist because the loop repeats it after a roll-back.
+        blocking: whether to return only when the step is committed.
+
+        Returns:
+            The handle of the save.
+
+        Raises:
+            SaveFailed: An earlier save failed in the background; its error is the cause.
+            UnsupportedLeaf: The state has a value that can't be stored without pickle.
+            CkptError: This Checkpointer is closed, belongs to the parent process, or the save failed; see `ckpt.save`.
+        """
         check_switch("blocking", blocking)
         return self._save(step, state, blocking, True)
 
     def _save(self, step: int, state: Any, blocking: bool, all_tiers: bool, is_loss_finite: bool = False) -> SaveHandle:
-        """fit: its loss is finite, so that nobody needs a warning of a NaN in it."""
+        """Save one step, and return its handle.
+
+        all_tiers: whether the step is copied to every tier, whatever its number.
+        is_loss_finite: whether the step has a finite loss, so that a NaN in the state needs no warning.
+        """
         options = replace(self._options, nan="allow") if is_loss_finite and self._options.nan == "warn" else self._options
         session, step = self._require_open(), check_step(step)
         began, self._idle_window = time.monotonic(), None
@@ -338,9 +392,9 @@ class Checkpointer:
             page.publish_committed(handle.step, handle.checkpoint().commit.line)
 
     def _prepare_staging(self, state: Any) -> None:
-        """At the first step that is not saved: the state is complete now, so the memory to stage it can be made ready."""
+        """Map the staging memory at the first step that is not saved, because the state is complete from then on."""
         self._staging_prepared = True
-        with pulses.phase("save"):  # it asks the state's own code, as a save does
+        with pulses.phase("save"):  # it calls the state's own code, as a save does, and so may take as long
             nbytes = staging_bytes(state, self._options, self._require_open().group)
             if nbytes:
                 arenas.pool.prepare(nbytes)
@@ -355,7 +409,7 @@ class Checkpointer:
         if self._schedule is not None:
             due = self._schedule.is_due(step)
             if (missed := self._schedule.take_missed_step()) is not None:
-                self._skip_step(missed, "it heard too late that this step was to be saved; name a number of steps as every=")
+                self._skip_step(missed, "rank 0 chose this step after this rank had passed it; give every= a number of steps")
             return due
         if isinstance(every, int):
             return (step + 1) % every == 0
@@ -363,19 +417,27 @@ class Checkpointer:
         return elapsed >= self._interval() and (every != "auto" or self._last_save is None or self._last_save.done())
 
     def _interval(self) -> float:
-        """Seconds between two saves."""
+        """Return the seconds between two saves."""
         every: timedelta | Literal["auto"] = self._every if isinstance(self._every, timedelta) else "auto"
         return interval_seconds(every, self._cost_seconds, self._mean_time_to_failure_seconds)
 
     # --- lazy staging ------------------------------------------------------------------------------------------
 
     def attach(self, *optimizers: Any) -> None:
-        """Let saves copy these optimizers' parameters and moments while the next forward and backward run.
+        """Let saves copy the parameters and moments of these optimizers while the next forward and backward run.
 
-        Each optimizer's step() then waits, if it must, until its memory has been copied. Everything else in the state
-        is still copied before `save` returns. A parameter that is changed in place by other means meanwhile makes that
-        save fail with StateChanged, if torch counts the change, or if it is one of a whole tensor on the host. What torch does
-        not count (`.data`, a numpy view) is not found on a GPU, nor where it is of few elements: see docs/reference/saving.md.
+            ck.attach(optimizer)
+
+        optimizers: torch optimizers, or wrappers of them such as those of accelerate.
+
+        The step() of an optimizer then waits until a running save has copied its memory. All other leaves of the state are
+        still copied before `save` returns. A parameter that something else changes in place during the copy makes that save
+        fail with StateChanged, if torch counts the change, or if it changes a whole tensor on the host. A change that torch
+        does not count (by `.data` or a numpy view) is not found on a GPU, nor if it changes few elements: see
+        docs/reference/saving.md.
+
+        Raises:
+            CkptError: An argument is no torch optimizer.
         """
         for optimizer in optimizers:
             inner, hook = _register_step_hook(optimizer, self._before_step)
@@ -402,7 +464,11 @@ class Checkpointer:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the saves under way, and until each tier has what is due there; raise SaveFailed if one failed."""
+        """Wait until all saves are committed and each tier has the steps that are due there.
+
+        Raises:
+            SaveFailed: A save failed; its error is the cause.
+        """
         session = self._require_open()
         with pulses.phase("save"):
             if self._tiers is not None:
@@ -412,17 +478,21 @@ class Checkpointer:
         session.raise_failed()
 
     def _progress_callback(self, phase: str) -> Callable[[], None] | None:
-        """Says that a long wait goes on."""
+        """Return a function that publishes a heartbeat during a long wait; None without a heartbeat page."""
         return None if self._heartbeat_page is None else partial(self._heartbeat_page.beat, pulses.PHASES.index(phase))
 
     def _wait_ignoring_errors(self) -> None:
-        """Wait for what is under way, whatever comes of it."""
+        """Wait until all saves have ended; a later call raises their errors."""
         (self._tiers.wait_ignoring_errors if self._tiers is not None else self._require_open().wait)()
 
     def close(self) -> None:
-        """Wait for the saves under way, give the repository free, and raise SaveFailed if a save failed.
+        """Wait for the running saves, and release the writer lease of the repository.
 
-        With tiers the newest step comes to `url` before. In a forked child nothing is done: the saves are those of its parent.
+        With tiers, the newest step is first copied to `url`. In a forked child this does nothing, because the saves belong to
+        the parent.
+
+        Raises:
+            SaveFailed: A save failed; its error is the cause.
         """
         self._close(True)
 
@@ -432,7 +502,7 @@ class Checkpointer:
         session, self._session, self._idle_window = self._session, None, None
         if not self._creator_process.is_current:
             return
-        if self._heartbeat_page is not None:  # what comes now is no step, and may take longer than one
+        if self._heartbeat_page is not None:  # the end may take longer than a step
             self._heartbeat_page.beat(_END)
         for hook in self._hooks:
             hook.remove()
@@ -462,31 +532,31 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is None or ends_well:
-            self.close()  # what it raises takes the place of an exit with status 0
+            self.close()  # its error replaces an exit with status 0
             return
         try:
-            self._close(False)  # a program that fails may be restarted, and the restart waits for this one
-        except CkptError as failed:  # the error under way is what the user must see
+            self._close(False)  # copies nothing to `url`: a restart waits for this process
+        except CkptError as failed:  # the error that ended the block must reach the user
             log.error("%s", failed)
 
 
 _CONTINUE_HINT = (
-    "to go on from the last good step call restore(state) with a lower learning rate or other data, to keep this state all the "
-    "same call save(step, state), or give step() no loss="
+    "to continue from the last good step, call restore(state) with a lower learning rate or other data; to keep this state, "
+    "call save(step, state), or call step() without loss="
 )
 
 
 def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]:
-    """The optimizer that makes the steps, and the hook before each: of a wrapper, as accelerate's, the one inside of it."""
+    """Register a hook before each step of the optimizer; return the optimizer inside any wrappers, and the hook."""
     inner = optimizer
     while inner is not None:
         try:
             return inner, inner.register_step_pre_hook(before_step)
-        except AttributeError:  # also of a wrapper that inherits the method and was never initialized as an optimizer
+        except AttributeError:  # raised also by a wrapper that inherits the method but was not initialised as an optimizer
             inner = getattr(inner, "optimizer", None)
     raise CkptError(f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer")
 
 
 def _data_address(tensor: Any) -> int:
-    """Where a tensor's memory begins; of a DTensor, the memory of its shard."""
+    """Return the address of a tensor's memory, or of the local shard of a DTensor."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
