@@ -1,6 +1,6 @@
-"""All steps of one run under one URL: which exist, what each holds, which are kept, and who may write.
+"""All steps of one run under one URL: which steps exist, what they contain, which are kept, and who may write.
 
-It promises that a committed step is whole or named as damaged, that two writers never mix their steps, and that nothing is
-deleted on the strength of a record that could not be read. It imports `block_io`, `groups` and what is below. Start with
+Guarantees: a committed step is complete or is reported as damaged; two writers never mix their steps; no file is deleted
+because a record could not be read. The package imports `block_io`, `groups` and the packages below them. Start with
 `repository`, then `writer_lease` and `retention`.
 """

@@ -1,4 +1,4 @@
-"""One committed step, read lazily: its leaves, parts of them, all of it."""
+"""The class Checkpoint, one committed step: reads its manifest, its tree, and its leaves or parts of them."""
 
 from __future__ import annotations
 
@@ -31,29 +31,40 @@ from ckpt.storage.base.store import Store
 from ckpt.support.runtime import collector_paused
 
 PREFETCH_BYTES = 512 << 20
-"""About what a disk reads while the rows of a hundred thousand leaves are parsed."""
+"""About as much as a disk reads while the rows of a hundred thousand leaves are parsed."""
 _SMALL_PREFETCH_BYTES = 1 << 20
 _FEW_PACKS = 4
-"""To ask for so few bytes of so few packs takes less time than to start a thread for it."""
+"""Up to this size and number of packs, requesting the prefetch takes less time than starting a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafInfo:
-    """What a checkpoint holds of one array."""
+    """One array of a checkpoint, as `Checkpoint.leaves` lists it."""
 
     name: str
+    """The keys from the root of the state to the array, joined by dots."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    """Its size in memory."""
     stored_bytes: float
-    """Its share of the bytes in the packs."""
+    """Its share of the bytes in the packs, after encoding."""
     codec: str | None
+    """The configuration of the codec of its first block; None if that is stored as it is."""
     written_in: int | None
-    """The step whose packs hold it, for leaves that were referenced rather than written; None where it has no bytes."""
+    """The step whose packs contain its first block; an earlier step if this one refers to it. None for an empty array."""
 
 
 class Checkpoint:
-    """A committed step: `c.leaves()`, `c["model.embed.weight"][0:8]`, `c.verify()`."""
+    """A committed step. `ckpt.save`, `repo[10]` and `repo.latest()` return it.
+
+        checkpoint = ckpt.open("/data/run").latest()
+        rows = checkpoint["model.embed.weight"][0:8]
+
+    It reads its manifest and tree at the first use. Iterating gives the names of the leaves. `checkpoint[name]` is a
+    `LazyArray`; it raises LeafNotFound if the step has no such leaf. All methods that read raise IntegrityError for damaged
+    bytes, and StoreError if the store failed.
+    """
 
     def __init__(self, store: Store, commit: CommitRecord, rank: int = 0, keys: Keys = NO_KEYS) -> None:
         self.store = store
@@ -66,14 +77,14 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """For messages: the step and its repository."""
+        """The step and its repository, for messages."""
         return f"step {self.step} of {self.store.url}"
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, url={self.store.url!r}, leaves={self.commit.leaves})"
 
     def manifest(self) -> Manifest:
-        """All rows, verified against the commit record."""
+        """Return the manifest with all rows, verified against the commit record."""
         if self._manifest is None:
             files = self.commit.manifests
             parts = [manifests.decode(self.verified(file), f"{self.store.url}/{file.name}") for file in files]
@@ -81,7 +92,14 @@ class Checkpoint:
         return self._manifest
 
     def tree(self) -> Node:
-        """The description of the state as this rank has it, verified against the commit record."""
+        """Return the state tree of this rank, as JSON values, verified against the commit record.
+
+        The file format (docs/reference/format.md) lists its tags.
+
+        Raises:
+            IntegrityError: The tree is missing or damaged.
+            StoreError: The store failed.
+        """
         if self._tree is None:
             file = self.commit.trees[0]
             data = self.verified(file)
@@ -97,9 +115,9 @@ class Checkpoint:
         return self._tree
 
     def require_complete(self) -> None:
-        """Raise IntegrityError where the tree names an array, of whichever rank, that no manifest has."""
+        """Raise IntegrityError if a tree, of any rank, names an array that no manifest has."""
         saved = self.manifest().leaves()
-        self.tree()  # raises where it is none
+        self.tree()  # raises if it can't be parsed
         for file in self.commit.trees:
             with collector_paused():
                 missing = next((n for n in array_names(json.loads(self.verified(file))["tree"]) if n not in saved), None)
@@ -110,7 +128,7 @@ class Checkpoint:
                 )
 
     def verified(self, file: FileRecord) -> bytes:
-        """A manifest or a tree of this step, verified against the commit record."""
+        """Return the bytes of a manifest or tree of this step, from the nearest tier in which they match the commit record."""
         return from_nearest(self.store, lambda store: self._read_verified(store, file), file.name)
 
     def _read_verified(self, store: Store, file: FileRecord) -> bytes:
@@ -133,7 +151,12 @@ class Checkpoint:
 
     @property
     def protection(self) -> str:
-        """By what the bytes of this step are checked, in words. Raises IntegrityError as `manifest` does."""
+        """How the bytes of this step are checked, as text: "xxh3-128 digests; signed with key 1f3a, signature checked".
+
+        Raises:
+            IntegrityError: The manifest is missing or damaged.
+            StoreError: The store failed.
+        """
         algorithm = self.manifest().digest_algorithm
         if (signature := self.commit.signature) is None:
             against = "" if is_cryptographic(algorithm) else ", which find accidents and no forgery"
@@ -144,11 +167,18 @@ class Checkpoint:
     # --- leaves ------------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Saved]:
-        """Type and shape of each array. Not to be changed."""
+        """Return type and shape of each array. The caller must not change the dict."""
         return self.manifest().leaves()
 
     def leaves(self) -> list[LeafInfo]:
-        """Every array, in the order in which it was saved."""
+        """Return a `LeafInfo` for every array, in the order of the save.
+
+            sizes = {leaf.name: leaf.nbytes for leaf in checkpoint.leaves()}
+
+        Raises:
+            IntegrityError: The manifest is missing or damaged.
+            StoreError: The store failed.
+        """
         found = []
         for name, first, nbytes, stored in self.manifest().totals():
             step = int(first.pack.split("/")[1]) if first.pack else None
@@ -168,11 +198,11 @@ class Checkpoint:
         return LazyArray(self, name, saved)
 
     def read(self, targets: Sequence[Target], progress: Progress | None = None) -> None:
-        """Fill arrays with leaves or boxes of them, verified. Leaves and shapes must be known to fit."""
+        """Fill arrays with verified leaves or boxes of leaves. The caller has checked that names and shapes match."""
         read_leaves(self.store, self.manifest(), targets, self.where, progress)
 
     def prefetch(self) -> None:
-        """Let the store bring the first packs nearer while this process reads the manifest: it may take as long."""
+        """Let the store read ahead in the first packs while this process parses the manifest, which may take as long."""
         room = PREFETCH_BYTES
         jobs = []
         for pack in self.commit.packs:
@@ -186,22 +216,39 @@ class Checkpoint:
             threading.Thread(target=_prefetch, args=(self.store, jobs), name="ckpt-prefetch", daemon=True).start()
 
     def verify(self, progress: Progress | None = None) -> int:
-        """Read and check every stored byte; return how many there were.
+        """Read and check every stored byte of the step.
 
-        Raises IntegrityError at the first bad block, and where the tree names an array that no manifest has.
+            nbytes = checkpoint.verify()
+
+        progress: a function that is called with the number of bytes just read, from several threads.
+
+        Returns:
+            The number of bytes that were read.
+
+        Raises:
+            IntegrityError: A block is damaged (the first one found), or the tree names an array that no manifest has.
+            StoreError: The store failed.
         """
         self.require_complete()
         return verify_blocks(self.store, self.manifest(), self.where, progress)
 
 
 def _prefetch(store: Store, jobs: list[tuple[str, int]]) -> None:
-    with suppress(StoreError):  # the read that follows says what is wrong
+    with suppress(StoreError):  # the read that follows raises it
         for name, nbytes in jobs:
             store.prefetch(name, nbytes)
 
 
 class LazyArray:
-    """An array in a checkpoint. Indexing with integers and slices reads only the parts that are touched."""
+    """An array in a checkpoint. `Checkpoint[name]` returns it.
+
+        weight = checkpoint["model.embed.weight"]
+        weight.shape, weight.dtype, weight[0:8], weight[..., 3], numpy.asarray(weight)
+
+    Indexing with integers, slices and `...` returns a numpy array. It reads only the blocks that the smallest box around the
+    index touches. It raises IndexError for other indices and for one out of bounds, IntegrityError for damaged bytes, and
+    StoreError if the store failed.
+    """
 
     def __init__(self, checkpoint: Checkpoint, name: str, saved: Saved) -> None:
         self._checkpoint = checkpoint
@@ -234,7 +281,7 @@ class LazyArray:
 
 
 def _bounding_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
-    """The smallest box around a basic index, and the index into that box which gives the same elements."""
+    """Return the smallest box around a basic index, and the index into that box that selects the same elements."""
     items = list(index) if isinstance(index, tuple) else [index]
     given = sum(i is not Ellipsis for i in items)
     if given > len(shape) or items.count(Ellipsis) > 1:
@@ -255,7 +302,7 @@ def _bounding_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, .
         else:
             i = item.__index__() if hasattr(item, "__index__") else None
             if i is None:
-                raise IndexError(f"index {item!r} is no integer or slice; read a slice and index that")
+                raise IndexError(f"index {item!r} is no integer or slice; read a slice and index the result")
             if not -length <= i < length:
                 raise IndexError(f"index {i} is out of bounds for an axis of {length}")
             offset.append(i % length)

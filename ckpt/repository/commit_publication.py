@@ -1,8 +1,8 @@
-"""Making a commit record visible, so that a writer which was succeeded meanwhile can't replace what its successor wrote.
+"""Publishes a commit record in such a way that a fenced writer can't replace a record of its successor.
 
-The lease is confirmed when all is prepared (`Store.publish`). A successor first takes the lease, and then revokes what its
-predecessors may have prepared (`Store.revoke`), before it deletes a file of theirs: whichever comes first, the files that the
-record names are there, or the record does not come.
+`Store.publish` confirms the lease after the record is prepared and before it becomes visible. A successor takes the lease
+first, then revokes prepared records of its predecessors (`Store.revoke`), and only then deletes their files. In either order
+of the two, a record that becomes visible has all its files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _TRIES = 20
 def publish_commit(
     repo: Repository, lease: WriterLease, commit: CommitRecord, require_replaceable: Callable[[CommitRecord | None], None]
 ) -> None:
-    """Make a step exist, in place of what is at its name where `may_replace` allows that.
+    """Write a commit record, which makes the step exist, and replace an existing record if `require_replaceable` allows that.
 
-    may_replace: raises where a record has to stay; None: a damaged one.
+    require_replaceable: raises if the existing record must stay; it gets None for a damaged record.
 
-    Raises Fenced where the lease of this writer could not be proved before and after: the step may exist nevertheless, whole.
+    Raises Fenced if this writer does not have the newest lease before and after; the step may still exist, complete. Raises
+    Unavailable if another writer changes the record each time.
     """
     store, name, data = repo.store, commit_name(commit.step), encode_commit(commit)
     replaces: Version | None = None
@@ -42,7 +43,7 @@ def publish_commit(
                 except NotFound:
                     replaces = None
                     continue
-                if existing == data:  # a retry inside the store: the first try had arrived
+                if existing == data:  # the store retried a write that had already succeeded
                     break
                 require_replaceable(_decode_undamaged(existing, f"{repo.url}/{name}"))
         else:

@@ -1,6 +1,6 @@
-"""Which committed steps are known to be complete: no array that the tree names is missing from the manifests.
+"""Remembers which committed steps are complete: each array in the tree of a step is in its manifests.
 
-The commit record proves that tree and manifests are the files that were written. It does not prove that they fit together.
+The commit record proves that tree and manifests are the files that were written. It does not prove that they match.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ log = logging.getLogger("ckpt")
 _StepFiles = tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]
 
 _complete_steps: dict[_StepFiles, None] = {}
-"""The manifests and the trees, with their digests, of steps that were found complete. The digests determine that for ever."""
+"""The manifests and the trees, with their digests, of complete steps. An entry stays valid: the digests fix the bytes."""
 _MAX_REMEMBERED = 4096
 
 
 def is_complete(store: Store, commit: CommitRecord) -> bool:
-    """Whether a step is known to be complete. False also where its files can't be read.
+    """Return whether a step is complete; False also if its files can't be read.
 
-    They are read once in a process, and not where this process has committed the step.
+    The files are read once in a process, and never if this process has committed the step.
     """
     if (commit.manifests, commit.trees) in _complete_steps:
         return True
@@ -34,14 +34,14 @@ def is_complete(store: Store, commit: CommitRecord) -> bool:
         log.warning("step %d counts as damaged: %s", commit.step, error)
         return False
     except CkptError as error:
-        log.warning("step %d does not count as whole, because it can't be read now: %s", commit.step, error)
+        log.warning("step %d does not count as complete, because it can't be read now: %s", commit.step, error)
         return False
     note_complete(commit)
     return True
 
 
 def note_complete(commit: CommitRecord) -> None:
-    """The tree of this step was compared with its manifests, or this process has made both of the same rows."""
+    """Record that a step is complete: its tree was compared with its manifests, or this process made both of the same rows."""
     _complete_steps[commit.manifests, commit.trees] = None
     while len(_complete_steps) > _MAX_REMEMBERED:
         _complete_steps.pop(next(iter(_complete_steps)), None)

@@ -1,7 +1,7 @@
-"""Steps that this process found damaged, by the URL of their repository.
+"""Registry of the steps that this process found damaged, by the URL of their repository.
 
-Nothing refers to such a step, and it does not count as a good one. A run that falls back comes by the step again and makes the
-same blocks, bit for bit: those must be written anew.
+A save never refers to blocks of such a step, and retention does not count it as good. A run that falls back repeats the step
+and computes the same blocks, bit for bit. Those must be written again.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _damaged: dict[str, set[int]] = {}
 
 
 def damaged_steps(repo: Repository) -> frozenset[int]:
-    """The steps of the repository that were marked and not cleared since."""
+    """Return the steps of the repository that are marked as damaged."""
     with _lock:
         return frozenset(_damaged.get(repo.url, ()))
 
 
 def mark_damaged(repo: Repository, steps: Iterable[int]) -> None:
-    """These steps are damaged in this repository; where it has several tiers, see `mark_damaged_in_all_tiers`."""
+    """Mark steps as damaged in this repository; for one with several tiers see `mark_damaged_in_all_tiers`."""
     with _lock:
         _damaged.setdefault(repo.url, set()).update(steps)
 
 
 def mark_damaged_in_all_tiers(repo: Repository, steps: Iterable[int]) -> None:
-    """These steps are damaged in every tier that has them."""
+    """Mark steps as damaged in every tier of the repository."""
     steps = list(steps)
     for place in repo.places:
         mark_damaged(place, steps)
 
 
 def clear_damaged(repo: Repository, step: int | None = None) -> None:
-    """The step was written anew; without a step: every mark of the repository is removed."""
+    """Remove the mark of a step that was written again; without a step, all marks of the repository."""
     with _lock:
         if step is None:
             _damaged.pop(repo.url, None)

@@ -1,13 +1,13 @@
-"""All checkpoints of one run under one URL: where things lie, which steps exist, and how a record is read back.
+"""The class Repository, all steps of one run under one URL: its files, its commit records, and the order of its steps.
 
 Files:
 
     ckpt.json                                  marker: format version, id
-    generations/<n>.json                       who writes: claim.py
+    generations/<n>.json                       lease records: writer_lease.py
     steps/<step>/pack/<rank>-<generation>-<n>.pack
     steps/<step>/manifest/<rank>-<generation>-<n>.parquet, .json
     steps/<step>/commit.json                   written last; makes the step exist
-    lines/<n>.json                             a roll-back has opened line n of training: lines.py
+    lines/<n>.json                             a roll-back has opened training line n: format/training_lines.py
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ log = logging.getLogger("ckpt")
 MARKER = "ckpt.json"
 
 DIRECTORY_VARIABLE = "CKPT_DIR"
-"""The environment variable that names the repository where the program names none. `ckpt-run --dir` sets it."""
+"""The environment variable with the URL that is used if the program gives none. `ckpt-run --dir` sets it."""
 
 Url = str | os.PathLike[str] | Store
 
 
 def new_marker() -> bytes:
-    """What marks a new repository."""
+    """Return the content of the marker file of a new repository, with a new id."""
     return json_records.encode("repository", {"id": uuid.uuid4().hex})
 
 
 def step_folder(step: int) -> str:
-    """Where a step lies."""
+    """Return the name of the folder of a step."""
     return f"steps/{step}"
 
 
 def commit_name(step: int) -> str:
-    """The record that makes a step exist."""
+    """Return the name of the commit record of a step, which makes the step exist."""
     return f"steps/{step}/commit.json"
 
 
@@ -60,32 +60,39 @@ def _line_record_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Marker:
-    """What ckpt.json must hold."""
+    """The fields that ckpt.json must have."""
 
     id: str
 
 
 class Repository:
-    """Steps by number, read lazily. `repo[10]`, `repo.steps()`, `repo.latest()`."""
+    """All committed steps at one URL. `ckpt.open` returns it.
+
+        repo = ckpt.open("/data/run")
+        repo.steps(), repo.latest(), repo[10], 10 in repo, len(repo)
+
+    Iterating gives the `Checkpoint` of each step, from the oldest to the newest. `repo[10]` raises StepNotFound if the step is
+    not committed, and IntegrityError if its commit record is damaged. Each access reads the store, so the result is current.
+    """
 
     def __init__(self, store: Store, keys: Keys = NO_KEYS) -> None:
         self.store = store
         self.url = store.url
         self.keys = keys
-        """With keys, a step exists only where one of them signed it, and what is saved is signed with the first."""
+        """With keys, a step counts only if one of them has signed it, and the first one signs new steps."""
 
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"
 
     @property
     def places(self) -> tuple[Repository, ...]:
-        """The repositories that this one is made of, where it is kept in several tiers."""
+        """The repository of each tier, the nearest first; this one alone if it has no tiers."""
         return (self,)
 
     # --- the marker --------------------------------------------------------------------------------------------
 
     def _has_marker(self) -> bool:
-        """Whether the marker is there; raise what is wrong with it."""
+        """Return whether the marker exists; raise FormatError or IntegrityError if it can't be used."""
         try:
             json_records.load(self.store, "repository", MARKER)
         except NotFound:
@@ -93,17 +100,20 @@ class Repository:
         return True
 
     def identity(self) -> str:
-        """What tells this repository from one that was at the same URL before; NotFound where there is none."""
+        """Return the id of this repository, which differs from that of an earlier one at the same URL.
+
+        Raises NotFound if there is no marker.
+        """
         where = f"{self.url}/{MARKER}"
         return json_records.parse_body(_Marker, json_records.load(self.store, "repository", MARKER), where).id
 
     def check(self) -> None:
-        """Raise StepNotFound where nothing is at the URL yet, FormatError where this version can read no repository there."""
+        """Raise StepNotFound if nothing exists at the URL yet, or FormatError if this version can't read what exists."""
         if not self._has_marker():
             if any(self.store.list_folders("steps")):
                 raise FormatError(f"{self._missing_marker_text()}; restore it from a copy")
             if self._foreign_file() is None:
-                if self._has_marker():  # another process has made it meanwhile
+                if self._has_marker():  # another process has just created it
                     return
                 raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
             raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first")
@@ -112,15 +122,15 @@ class Repository:
         return f"{self.url} has steps, and its {MARKER} is missing"
 
     def _foreign_file(self) -> Entry | None:
-        """A file that is there, and is none of those by which ranks meet before the repository is made."""
+        """Return a file that is none of those by which ranks meet before the repository exists; None if there is no other."""
         return next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
 
     def ensure(self) -> None:
-        """Make the repository if it is not there; refuse a folder that holds something else."""
+        """Create the repository if it does not exist; raise FormatError if the folder has other files."""
         if self._has_marker():
             return
         foreign = self._foreign_file()
-        if foreign is not None and not self.store.exists(MARKER):  # else another process was faster
+        if foreign is not None and not self.store.exists(MARKER):  # a marker now means that another process was faster
             if foreign.name.startswith("steps/"):
                 raise FormatError(f"{self._missing_marker_text()}; restore it from a copy, or name an empty or a new folder")
             raise FormatError(
@@ -129,18 +139,18 @@ class Repository:
             )
         try:
             self.store.put_new(MARKER, new_marker())
-        except (AlreadyExists, NotFound):  # another one was faster; not found: it has swept our temporary file
+        except (AlreadyExists, NotFound):  # another process was faster; NotFound: its sweep has removed our temporary file
             pass
         self.check()
 
     # --- steps -------------------------------------------------------------------------------------------------
 
     def step_numbers(self) -> list[int]:
-        """The numbers that have a folder, committed or not, ascending."""
+        """Return the numbers of all steps that have a folder, committed or not, in ascending order."""
         return sorted(int(n) for n in self.store.list_folders("steps") if n.isdigit() and str(int(n)) == n)
 
     def commit(self, step: int) -> CommitRecord:
-        """The commit record of a step; StepNotFound where there is none, IntegrityError where it is damaged."""
+        """Return the commit record of a step; StepNotFound if it is missing, IntegrityError if it is damaged."""
         try:
             commit = self.record(step)
         except NotFound:
@@ -152,47 +162,55 @@ class Repository:
         return commit
 
     def record(self, step: int) -> CommitRecord:
-        """What lies at the name of a commit record; NotFound where nothing does."""
+        """Return the commit record stored for a step, without a check of its number; NotFound if it is missing."""
         return self.decode(step, self.store.get_up_to(commit_name(step), json_records.MAX_RECORD_BYTES))
 
     def decode(self, step: int, data: bytes) -> CommitRecord:
-        """The commit record in `data`, its signature checked where there are keys."""
+        """Return the commit record in `data`, and check its signature if the repository has keys."""
         return json_records.decode_commit(data, f"{self.url}/{commit_name(step)}", self.keys)
 
     def checkpoint(self, commit: CommitRecord, rank: int = 0) -> Checkpoint:
-        """The step of a record that `decode` or `record` returned."""
+        """Return the checkpoint of a record that `decode` or `record` returned, as the given rank loads it."""
         return Checkpoint(self.store, commit, rank, self.keys)
 
     def commits(self) -> Iterator[CommitRecord]:
-        """The records of all committed steps, ascending; damaged ones are left out with a warning."""
+        """Yield the records of all committed steps in ascending order; skip a damaged one with a warning."""
         for step in self.step_numbers():
             try:
                 yield self.record(step)
             except NotFound:
                 continue
             except CkptError as error:
-                log.warning("step %d is left out: %s", step, error)
+                log.warning("step %d is skipped: %s", step, error)
 
     def steps(self) -> list[int]:
-        """The committed steps, the newest last. They ascend, but where a run went back to an older step: see `order`."""
+        """Return the numbers of the committed steps, the newest last.
+
+        They ascend unless a run went back to an older step: what was saved last is then the newest, whatever its number.
+
+        Raises:
+            StepNotFound: Nothing exists at the URL any more.
+            FormatError: The marker of the repository is missing.
+            StoreError: The store failed.
+        """
         self.check()
         return list(order_steps({commit.step: commit.training_line for commit in self.commits()}).steps)
 
     # --- their order -------------------------------------------------------------------------------------------
 
     def line_numbers(self) -> list[int]:
-        """The lines of training beside the first one, ascending; none where no run has gone back to an older step."""
+        """Return the numbers of all training lines but the first, ascending; empty if no run has gone back to an older step."""
         names = (entry.name.removeprefix("lines/").removesuffix(".json") for entry in self.store.list("lines"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def note_line(self, line: TrainingLine) -> None:
-        """Before the first commit on a line: from now on the order of steps is that of their records, not of their numbers."""
+        """Record a new training line, before the first commit on it; then the records order the steps, not their numbers."""
         data = json_records.encode("line", {"line": line.number, "left": line.ancestry})
         with suppress(AlreadyExists):
             self.store.put_new(_line_record_name(line.number), data)
 
     def lines(self) -> tuple[dict[int, TrainingLine], set[int]]:
-        """The line of each committed step, and the steps whose records can't be read."""
+        """Return the training line of each committed step, and the steps whose records can't be read."""
         known: dict[int, TrainingLine] = {}
         unknown: set[int] = set()
         for step in self.step_numbers():
@@ -201,20 +219,24 @@ class Repository:
             except NotFound:
                 continue
             except CkptError as error:
-                log.warning("when step %d was saved is not known: %s", step, error)
+                log.warning("the training line of step %d is unknown: %s", step, error)
                 unknown.add(step)
         return known, unknown
 
     def order(self) -> StepOrder:
-        """The steps by when they were saved. Of steps that all are on one line no record is read, so that some may not be
-        committed."""
+        """Return the steps in the order in which they were saved.
+
+        With one training line no record is read, so the result may include steps that are not committed.
+        """
         if not self.line_numbers():
             return order_by_number(self.step_numbers())
         return order_steps(*self.lines())
 
     def newest(self, wanted: Callable[[int], bool] = lambda step: True) -> tuple[int, int]:
-        """Line and number of the newest committed step that is wanted; (-1, -1) where there is none. The pair can be compared
-        with that of another tier."""
+        """Return line and number of the newest committed step for which `wanted` is true; (-1, -1) if there is none.
+
+        The pairs of two tiers can be compared: the larger one is newer.
+        """
         lines = {} if not self.line_numbers() else self.lines()[0]
         for step in reversed(order_steps(lines).steps if lines else self.step_numbers()):
             if wanted(step) and (step in lines or self.store.exists(commit_name(step))):
@@ -222,7 +244,16 @@ class Repository:
         return -1, -1
 
     def latest(self, skip: Collection[int] = ()) -> Checkpoint | None:
-        """The newest committed step (not one of `skip`) that is complete, None where there is none."""
+        """Return the newest committed step that is complete and not in `skip`, or None.
+
+            checkpoint = ckpt.open(url).latest()
+
+        A damaged step is skipped with a warning in the log.
+
+        Raises:
+            StepNotFound: Nothing exists at the URL any more.
+            StoreError: The store failed.
+        """
         for step in reversed([s for s in self.steps() if s not in skip]):
             try:
                 found = self[step]
@@ -236,7 +267,7 @@ class Repository:
         return self.of_rank(step, 0)
 
     def of_rank(self, step: int, rank: int) -> Checkpoint:
-        """A step as one rank of a group sees it: values of which each has its own are those of this rank."""
+        """Return a step as one rank of a group loads it, with the rank's own values where each rank has its own."""
         self.check()
         return self.checkpoint(self.commit(step), rank)
 
@@ -251,12 +282,15 @@ class Repository:
 
 
 def open_repository(url: Url, key: KeyOption | Keys = None) -> Repository:
-    """The repository at a URL (or on a store), unchecked. Without a key: that of the environment."""
+    """Return the repository at a URL or on a store, without a check that it exists.
+
+    key: as for `ckpt.save`; None means the key file of the environment.
+    """
     return Repository(url if isinstance(url, Store) else _open_store(url), as_keys(key))
 
 
 def resolve_url(url: Url | None) -> Url:
-    """What the program names, or else the environment."""
+    """Return `url`, or without one the URL in the environment."""
     if url is not None:
         return url
     if not (from_environment := os.environ.get(DIRECTORY_VARIABLE)):
@@ -267,20 +301,20 @@ def resolve_url(url: Url | None) -> Url:
 
 
 def _open_store(url: str | os.PathLike[str]) -> Store:
-    """The store of a URL, the namespace of many nodes among them."""
+    """Return the store of a URL, which may be a namespace (`ckpt://`)."""
     text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
-    if not text or not isinstance(text, str) or "\0" in text:  # an empty one would mean the folder that one is in
+    if not text or not isinstance(text, str) or "\0" in text:  # an empty path would mean the current folder
         shown = repr(url) if isinstance(url, (str, os.PathLike)) else f"an object of type {type(url).__name__}"
         raise InvalidArgument(f"{shown} names no repository: give a path or a URL")
     if text.startswith("ckpt://"):
-        from ckpt.aggregator.interfaces.store import NamespaceStore  # with Arrow Flight: only where it is used
+        from ckpt.aggregator.interfaces.store import NamespaceStore  # imports Arrow Flight, which takes long
 
         return NamespaceStore(text)
     return open_store(text)
 
 
 def steps_text(steps: list[int]) -> str:
-    """Some numbers, for a message."""
+    """Return "steps 1, 2, 3" for a message, shortened if there are many."""
     if len(steps) > 8:
         return f"steps {', '.join(map(str, steps[:3]))} … {', '.join(map(str, steps[-3:]))}"
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"

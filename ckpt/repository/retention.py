@@ -1,8 +1,8 @@
-"""Which steps to keep, and the deletion of everything that no committed step needs.
+"""The rule by which steps are kept (Keep), and the sweep that deletes the files that no committed step needs.
 
-Order of a deletion, and what a crash between two steps leaves: the commit record (the step no longer exists) → the
-manifests (nobody can commit on them any more) → the packs that no other step refers to. What is left over is
-unreachable and goes with the next sweep.
+A sweep deletes in this order, so that a crash at any point leaves only unreachable files, which the next sweep deletes: first
+the commit record (the step no longer exists), then the manifests (no writer can commit them any more), then the packs to which
+no other step refers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,20 @@ _ATTEMPT_FILE = re.compile(r"steps/\d+/(?:pack|manifest|part)/(?P<attempt>(?P<ra
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the newest `last` good steps, and for ever every step that `every` divides.
+    """Which steps to keep; a save deletes the others after its commit.
 
-    After a roll-back what was saved later is newer, whatever its number: the steps that were abandoned are deleted first, as
-    soon as there are `last` good ones without them. Steps of another run that were set aside are never deleted.
+        ckpt.Checkpointer(url, every=100, keep=ckpt.Keep(last=3, every=1000))
 
-    copies: of blocks that do not change, on the disk. A step then refers to no block that one of the `copies - 1` steps before
-        it refers to, so that a block that rots takes one of `copies` steps, and not all of them.
+    last: how many of the newest good steps to keep. A step that is known to be damaged does not count.
+    every: keep every step whose number this divides, for ever; None keeps no such steps.
+    copies: how many copies of blocks that do not change are on the disk. A step then refers to no block to which one of the
+        `copies - 1` steps before it refers, so that one damaged block affects only one in `copies` steps.
+
+    What was saved last is the newest, whatever its number. So after a roll-back the abandoned steps are deleted first, when
+    there are `last` good steps without them. Steps of another run that were set aside are never deleted.
+
+    Raises:
+        InvalidArgument: A number is not positive, or `copies` is larger than `last`.
     """
 
     last: int
@@ -54,7 +61,7 @@ class Keep:
 
 
 def as_keep(keep: int | Keep | None) -> Keep | None:
-    """`keep=3` means the last three."""
+    """Return the `Keep` that the argument keep= means; a number is `Keep(last=number)`."""
     if keep is None or isinstance(keep, Keep):
         return keep
     if (number := as_integer(keep)) is None:
@@ -63,10 +70,11 @@ def as_keep(keep: int | Keep | None) -> Keep | None:
 
 
 def expired_steps(steps: Iterable[int], good: Iterable[int], keep: Keep, order: Sequence[int] | None = None) -> list[int]:
-    """The steps to delete, the oldest first. Pure. Only good steps count as kept, and none newer than the oldest kept goes;
-    where fewer are good than shall be kept, none goes at all.
+    """Return the steps to delete, the oldest first. This is a pure function.
 
-    order: the steps from the oldest to the newest, where that is not the order of their numbers: abandoned ones come first.
+    No step newer than the oldest of the last good steps is deleted. With fewer good steps than `keep.last`, none is.
+
+    order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
     """
     age: Callable[[int], int] = _by_number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
     kept_steps = sorted(good, key=age)[-keep.last :]
@@ -88,22 +96,25 @@ def sweep(
     protected_packs: Collection[str] = (),
     replaced_files: Collection[str] = (),
 ) -> None:
-    """Delete expired steps, and what attempts that never committed have left. Only for the holder of the claim.
+    """Delete expired steps, and the files of attempts that never committed. Only the holder of the writer lease calls it.
 
-    spare: steps that stay in any case, such as the one just saved.
-    distrusted: steps that were found damaged; they count as no good ones.
-    protected: packs that another rank may refer to.
-    retired: files of records that were replaced. What other ranks of this generation write is deleted only if it is
-        retired or the step that named it goes: whether they still write it cannot be seen from here.
+    keep: which steps to keep; None deletes no step.
+    spared_steps: steps that stay in any case, such as the one just saved.
+    damaged_steps: steps that were found damaged; they do not count as good.
+    protected_packs: packs to which another rank may refer.
+    replaced_files: files of records that were replaced. This rank can't see whether other ranks of this generation still write
+        a file. Therefore a file of theirs is deleted only if it is listed here or the step that names it is deleted.
+
+    Raises Fenced if a newer writer lease exists, and StoreError if the store failed.
     """
     lease.require_newest()
     store = repo.store
-    active = lease.active_attempts()  # before the listing: what commits after it was active then
+    active = lease.active_attempts()  # read before the listing, so that an attempt which commits later is in it
     sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
     commits: dict[int, CommitRecord] = {}
     damaged: set[int] = set()
     unreadable: set[int] = set()
-    reserved: set[int] = set()  # of publications that were given up
+    reserved: set[int] = set()  # steps whose publication was abandoned
     unsigned: set[int] = set()
     for step in repo.step_numbers():
         if commit_name(step) in sizes:
@@ -115,10 +126,10 @@ def sweep(
             except NotFound as error:
                 if sizes[commit_name(step)] <= RESERVATION_BYTES:
                     reserved.add(step)
-                else:  # it was listed a moment ago, and nobody else deletes here
+                else:  # it was just listed, and no other process deletes here
                     log.warning("nothing that step %d may need is deleted: %s", step, error)
                     unreadable.add(step)
-            except SignatureError:  # no step for those with the key; what it refers to stays as long as it
+            except SignatureError:  # not a good step, but its files stay as long as its record does
                 unsigned.add(step)
             except IntegrityError:
                 damaged.add(step)
@@ -130,14 +141,14 @@ def sweep(
             {step: commit.training_line for step, commit in commits.items() if step not in unsigned},
             damaged | unreadable | reserved | unsigned,
         )
-        # A damaged record does not say its line: where steps are set aside, it may be one of them.
+        # The training line of a damaged record is unknown. If steps are set aside, this may be one of them.
         deletable = (commits.keys() | reserved | (set() if order.set_aside else damaged)) - set(spared_steps) - order.set_aside
         doubtful = {*order.set_aside, *damaged_steps, *unsigned}
         good = [
             s for s in order.steps
             if s in commits and s not in doubtful and has_all_files(commits[s], sizes)
         ]  # fmt: skip
-        if expired_steps(deletable, good, keep, order.steps):  # then those that stay must be complete
+        if expired_steps(deletable, good, keep, order.steps):  # before any is deleted, the kept ones must be complete
             good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
         for step in expired_steps(deletable, good, keep, order.steps):
             failpoint("delete.commit")
@@ -150,11 +161,11 @@ def sweep(
     for commit in commits.values():
         needed.update(commit.files())
     to_delete = [name for name in sizes if name not in needed and _is_leftover(name, lease, active, damaged, replaced_files)]
-    if damaged:  # a record that can't be read may refer to any pack
+    if damaged:  # an unreadable record may refer to any pack
         to_delete = [name for name in to_delete if "/pack/" not in name]
     to_delete = _only_uncommittable(repo, lease, to_delete)
     if to_delete:
-        lease.require_newest()  # the listing and the records took a while
+        lease.require_newest()  # reading the listing and the records took time
     failpoint("delete.files")
     store.delete(sorted(name for name in to_delete if "/pack/" not in name))
     failpoint("delete.packs")
@@ -163,8 +174,11 @@ def sweep(
 
 
 def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[str]) -> list[str]:
-    """Of these left-overs those that nobody can commit any more. A writer that was succeeded may stand still right before it
-    puts the record of an attempt: that put must fail before a file of the attempt goes."""
+    """Return those of the leftover files that no writer can commit any more.
+
+    A fenced writer may be paused right before it writes the commit record of an attempt. That write must be made to fail before
+    a file of the attempt is deleted.
+    """
     names_by_step: dict[int, list[str]] = {}
     for name in leftovers:
         if (found := _ATTEMPT_FILE.fullmatch(name)) is not None and int(found["generation"]) < lease.generation:
@@ -183,18 +197,21 @@ def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[st
             has_unread_record = True
             continue
         spared.update(record.files())
-        if not revoked and record.generation < lease.generation:  # it may be replaced by the older writer yet
+        if not revoked and record.generation < lease.generation:  # the older writer may still replace it
             spared.update(names)
     return [name for name in leftovers if name not in spared and not (has_unread_record and "/pack/" in name)]
 
 
 def has_all_files(commit: CommitRecord, sizes: Mapping[str, int]) -> bool:
-    """Whether every file of a step is there with its length."""
+    """Return whether every file of a step exists with its recorded length.
+
+    sizes: the bytes of each file of the repository, by name.
+    """
     return all(sizes.get(f.name) == f.nbytes for f in (*commit.manifests, *commit.trees, *commit.packs))
 
 
 def _newest_complete(repo: Repository, newest_first: Iterable[CommitRecord], count: int) -> list[int]:
-    """The newest `count` of these steps whose trees fit to their manifests; fewer where there are no more."""
+    """Return the first `count` complete steps, or fewer if there are no more. The trees of these match their manifests."""
     return [commit.step for commit in itertools.islice((c for c in newest_first if is_complete(repo.store, c)), count)]
 
 
@@ -205,7 +222,7 @@ def _is_leftover(
     if attempt_file is None or int(attempt_file["generation"]) > lease.generation or attempt_file["attempt"] in active:
         return False
     if name.endswith("-failed.json") and int(attempt_file["generation"]) == lease.generation:
-        return False  # a slow rank may not have read it yet; the next generation takes it
+        return False  # a slow rank may not have read it yet; a sweep of the next generation deletes it
     if (
         int(attempt_file["generation"]) == lease.generation
         and int(attempt_file["rank"]) != 0  # who sweeps is rank 0

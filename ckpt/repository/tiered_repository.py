@@ -1,4 +1,4 @@
-"""A repository that is kept in several tiers, as one: a step is there if any tier has it."""
+"""Several tiers as one repository for reading: a step exists if any tier has it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ log = logging.getLogger("ckpt")
 
 
 class TieredRepository(Repository):
-    """Repositories, the nearest first; the last is the one of record. For reading."""
+    """The union of several repositories, for reading."""
 
     def __init__(self, repositories: Sequence[Repository]) -> None:
+        """repositories: the nearest first; the last is the repository of record."""
         super().__init__(ReplicatedStore([place.store for place in repositories]))
         self._repositories = tuple(repositories)
 
@@ -28,9 +29,9 @@ class TieredRepository(Repository):
         self._repositories[-1].check()
 
     def record(self, step: int) -> CommitRecord:
-        """The record of the last save of this step: after a roll-back a tier may have an earlier one, too.
+        """Return the commit record of the last save of this step; after a roll-back a tier may still have an earlier save.
 
-        Raises NotFound only where every tier was asked: a tier that could not be read may have the step.
+        Raises NotFound only if no tier failed: a tier that could not be read may have the step.
         """
         found: CommitRecord | None = None
         damage: IntegrityError | None = None
@@ -42,12 +43,12 @@ class TieredRepository(Repository):
                 continue
             except IntegrityError as error:
                 damage = error
-                log.error("bad copy in the tier %s: %s; the next tier is asked", place.url, error)
+                log.error("bad copy in the tier %s: %s; reading the next tier", place.url, error)
             except StoreError as error:
                 if place is self._repositories[-1]:
                     raise
                 store_failure = error
-                log.warning("%s; the next tier is asked", error)
+                log.warning("%s; reading the next tier", error)
             else:
                 if found is None or record.save_order > found.save_order:
                     found = record
