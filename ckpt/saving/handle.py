@@ -1,4 +1,4 @@
-"""What an asynchronous save gives back."""
+"""The class SaveHandle, which an asynchronous save returns: the caller waits with it and gets the result or the error."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ if TYPE_CHECKING:
 
 
 class SaveHandle:
-    """A save under way. `result()` waits for it and returns the checkpoint, or raises what went wrong."""
+    """A running save. `ckpt.save(..., blocking=False)` and `Checkpointer.step` return it.
+
+        handle = ckpt.save(state, url, step=10, blocking=False)
+        ...
+        checkpoint = handle.result()
+
+    `handle.step` is the number of the step. The event `handle.staged` is set when the state has been copied and may change.
+    """
 
     def __init__(self, step: int, moves: Callable[[], int] = int) -> None:
-        """moves: a number that grows as long as the save makes progress."""
+        """moves: returns a number that grows while the save makes progress."""
         self.step = step
         self._creator_process = CreatorProcess()
         self._progress_count = moves
@@ -35,7 +42,7 @@ class SaveHandle:
         self._callbacks: list[Callable[[], None]] = []
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the save has ended, before anyone who waits for it is told; now if it has ended."""
+        """Call `callback` when the save ends, before any waiting thread resumes; call it now if the save has ended."""
         with self._lock:
             if not self._has_ended:
                 self._callbacks.append(callback)
@@ -43,52 +50,62 @@ class SaveHandle:
         callback()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Return whether the save has ended, with success or an error."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; whether it has come. Raises nothing.
+        """Wait for the end of the save, and return whether it has ended. It raises no error of the save.
 
-        Without a timeout it waits as long as the save makes progress: at most CKPT_STORE_TIMEOUT seconds without any.
-        A forked child does not wait: it never learns of the end.
+            ended = handle.wait(timeout=60)
+
+        timeout: seconds to wait at most. None waits while the save makes progress, and for at most CKPT_STORE_TIMEOUT seconds
+            without any progress.
+
+        A forked child does not wait, because it never learns of the end.
         """
         if not self._creator_process.is_current:
             return self.done()
         return self._done.wait(timeout) if timeout is not None else self._wait_for(self._done)
 
     def require_end(self) -> None:
-        """Wait for the end; raise SaveFailed where the save makes no progress any more."""
+        """Wait for the end of the save; raise SaveFailed if it makes no progress any more."""
         if self._creator_process.is_current and not self._wait_for(self._done):
             raise self.stuck()
 
     def require_staged(self) -> None:
-        """Wait until the state has been copied; raise SaveFailed where the save makes no progress any more."""
+        """Wait until the state has been copied; raise SaveFailed if the save makes no progress any more."""
         if self._creator_process.is_current and not self._wait_for(self.staged):
             raise self.stuck()
 
     def is_stuck(self) -> bool:
-        """Whether somebody has waited in vain for the save to make progress."""
+        """Return whether a thread has waited for CKPT_STORE_TIMEOUT seconds without any progress of the save."""
         return self._standstill.seconds >= store_timeout_seconds() and not self._done.is_set()
 
     def stuck(self) -> SaveFailed:
-        """What to raise where the save makes no progress."""
+        """Return the error to raise if the save makes no progress."""
         return SaveFailed(
             f"saving step {self.step} has made no progress for {self._standstill.seconds:g} s: the store does not answer. The "
             f"step is committed if it answers again while this program runs. {STORE_TIMEOUT_VARIABLE} sets the seconds"
         )
 
     def _wait_for(self, event: threading.Event) -> bool:
-        """Whether it came, before there was no progress for too long."""
+        """Wait for the event, and return whether it was set before the save made no progress for too long."""
         while not event.wait(tick := self._standstill.next_wait_seconds()):
             if self._standstill.has_timed_out(tick, self._progress_count()):
                 return event.is_set()
         return True
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """The committed checkpoint; raises the error of the save, or TimeoutError after `timeout` seconds.
+        """Wait for the end of the save, and return the committed checkpoint.
 
-        Without a timeout: SaveFailed where the save makes no progress for CKPT_STORE_TIMEOUT seconds. CkptError in a child that
-        was forked while the save was under way.
+            checkpoint = handle.result()
+
+        timeout: seconds to wait at most; None waits while the save makes progress.
+
+        Raises:
+            TimeoutError: The save has not ended after `timeout` seconds. It continues.
+            SaveFailed: Without a timeout, the save made no progress for CKPT_STORE_TIMEOUT seconds.
+            CkptError: The error of the save (see `ckpt.save`), or this process was forked during the save.
         """
         if not self.done():
             self._creator_process.require_current(
@@ -97,7 +114,7 @@ class SaveHandle:
         if timeout is None:
             self.require_end()
         elif not self._done.wait(timeout):
-            raise TimeoutError(f"saving step {self.step} has not ended after {timeout} s; it goes on")
+            raise TimeoutError(f"saving step {self.step} has not ended after {timeout} s; it continues in the background")
         self._is_error_seen = True
         if self._error is not None:
             raise self._error
@@ -105,37 +122,37 @@ class SaveHandle:
         return self._checkpoint
 
     def failed(self) -> bool:
-        """Whether the save has ended badly."""
+        """Return whether the save has ended with an error."""
         return self._error is not None
 
     def error(self) -> BaseException | None:
-        """The error, which stays unseen. For callbacks of `when_done`."""
+        """Return the error, and do not count it as seen by the user. For callbacks of `when_done`."""
         return self._error
 
     def checkpoint(self) -> Checkpoint:
-        """What was committed. For callbacks of `when_done`, where the save has ended well."""
+        """Return the committed checkpoint. For callbacks of `when_done`, after a save without an error."""
         assert self._checkpoint is not None
         return self._checkpoint
 
     def unseen(self) -> bool:
-        """Whether the save failed, nobody has its error yet, and it is not excused."""
+        """Return whether the save failed, the user has not seen its error, and the error is not excused."""
         return self.unasked() and not self._is_excused
 
     def unasked(self) -> bool:
-        """Whether the save failed and nobody has its error yet."""
+        """Return whether the save failed and the user has not seen its error."""
         return self._error is not None and not self._is_error_seen
 
     def excuse(self) -> None:
-        """The next save makes up for this one if it fails. It is an error only where no later save follows."""
+        """Excuse an error of this save, because the next save replaces it. The error counts only if no later save follows."""
         self._is_excused = True
 
     def take_error(self) -> BaseException | None:
-        """The error; it counts as seen."""
+        """Return the error, and count it as seen."""
         self._is_error_seen = True
         return self._error
 
     def end(self, checkpoint: Checkpoint | None, error: BaseException | None) -> None:
-        """For the pipeline: the step is committed, or the save was given up."""
+        """Record the end of the save: the committed checkpoint or the error. The pipeline calls it."""
         self._checkpoint = checkpoint
         self._error = error
         self.staged.set()

@@ -1,7 +1,7 @@
-"""How long work takes on a CUDA device, found without waiting for it: events before and after it, read when they have passed.
+"""Measures how long work takes on a CUDA device, without waiting for the device.
 
-A rank that hands work to a device is done with it at once, and one that waits for the device waits for collectives before it,
-too. The events are passed in the order of the stream: the first when all before it is done, the second after the work between.
+Launching work returns at once, and waiting for the device would also wait for earlier collectives. So an event is recorded on
+the stream before and after the work, and their distance is read when both have passed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 _MAX_PENDING = 64
-"""So many may be on their way; then the oldest is waited for."""
+"""The largest number of pairs of events in use; with more, the oldest pair is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedWork:
-    """Work on one stream."""
+    """The events before and after some work on one stream."""
 
     stream: Any
     began: Any
@@ -28,7 +28,7 @@ _pending: deque[TimedWork] = deque()
 
 
 def begin() -> TimedWork | None:
-    """To be called before the work; None where torch uses no CUDA device, or records a graph, in which no time passes."""
+    """Start timing before the work. Return None if torch uses no CUDA device, or records a graph, which runs nothing."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized() or cuda.is_current_stream_capturing():
@@ -39,7 +39,7 @@ def begin() -> TimedWork | None:
 
 
 def end(span: TimedWork) -> int:
-    """To be called after it. Nanoseconds of all spans that have ended since the last call."""
+    """Stop timing after the work. Return the nanoseconds of all timed work that has finished since the last call."""
     span.ended.record(span.stream)
     _pending.append(span)
     found = 0.0

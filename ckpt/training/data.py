@@ -1,4 +1,4 @@
-"""The data of a training loop, with a position that is saved: no sample is missed or repeated, on whatever number of ranks.
+"""Loaders of training data whose position is saved, so that no sample is missed or repeated on any number of ranks.
 
 Usage:
 
@@ -39,11 +39,11 @@ from ckpt.training.data_position import (
 
 
 class _ResumableBatches:
-    """What Loader and Stream have in common: where they are, as an entry of a state."""
+    """Base of Loader and Stream: their position in the data, as an entry of a state."""
 
     def __init__(self, global_batch: int, rank: int | None, world_size: int | None) -> None:
         if (rank is None) != (world_size is None):
-            raise InvalidArgument("give both rank= and world_size=, or neither: then the environment says who is there")
+            raise InvalidArgument("give both rank= and world_size=, or neither to take them from the environment")
         if rank is None or world_size is None:
             group = as_group("auto")
             rank, world_size = group.rank, group.size
@@ -60,12 +60,12 @@ class _ResumableBatches:
 
     @property
     def epoch(self) -> int:
-        """Of the next batch."""
+        """The number of the epoch of the next batch."""
         return self._cursor.epoch
 
     @property
     def batch(self) -> int:
-        """The number of the batch handed out last, over all epochs; -1 before the first since this object was made."""
+        """The number of the batch that the loop took last, over all epochs; -1 before the first batch of this object."""
         return self._last_batch
 
     def _record_batch(self, number: int, after: Cursor) -> None:
@@ -74,12 +74,20 @@ class _ResumableBatches:
             self._heartbeat_page.publish_batch(number)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of this epoch."""
+        """Yield the remaining batches of this epoch."""
         raise NotImplementedError
 
     def forever(self) -> Iterator[Any]:
-        """The batches of this epoch, the next one, and so on without an end. As the second of a zip: `zip(steps, …)` takes
-        no batch more than it gives."""
+        """Yield the remaining batches of this epoch, then those of the next epochs without an end.
+
+            for step, batch in zip(range(start, total), data.forever()):
+                ...
+
+        The loader must be the second argument of zip, which then takes no batch that the loop does not get.
+
+        Raises:
+            CkptError: An epoch has no batch.
+        """
         while True:
             before = self._cursor
             yield from self
@@ -87,37 +95,48 @@ class _ResumableBatches:
                 raise CkptError(f"epoch {before.epoch} has no batch: there is no data")
 
     def state_dict(self) -> dict[str, int]:
-        """Small, and the same on all ranks: what comes after the last batch that the loop has taken."""
+        """Return the position after the last batch that the loop took. It is small, and the same on all ranks."""
         return {"epoch": self._cursor.epoch, "sample": self._cursor.sample, "batch": self._cursor.batch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there, in iterators that exist already, too."""
+        """Continue from a saved position; existing iterators continue from there, too."""
         self._cursor = Cursor(int(state["epoch"]), int(state["sample"]), int(state["batch"]))
         self._load_count += 1
 
 
 class Loader(_ResumableBatches):
-    """Global batches of a map-style dataset, each split over the ranks, by a torch DataLoader with workers.
+    """Loads global batches of a map-style dataset, each split over the ranks, with a torch DataLoader and its workers.
 
-    Iterating gives what is left of the epoch, `forever()` goes on with the next. A batch counts as done once the loop has
-    taken it; what workers fetched ahead does not. The order of an epoch depends on `seed` and its number alone, and of a
-    global batch each rank takes its part in rank order: with another number of ranks the same samples are trained on at the
-    same step. Shares differ by one sample where the ranks do not divide `global_batch`: weigh a rank's mean by its samples
-    then.
+        data = ckpt.data.Loader(dataset, global_batch=256, num_workers=4)
+        state = {"model": model, "optimizer": optimizer, "data": data}
+        for batch in data:  # the rest of this epoch; data.forever() continues with the next
+            ...
 
-    dataset: has `__len__` and `__getitem__`, and `__getitems__` if it likes.
-    global_batch: samples of all ranks together. It may change between two runs.
-    last: samples at the end of an epoch that fill no batch: "short" makes a smaller one of them, "drop" leaves them out,
-        "pad" fills it up from the beginning of the same order, so that some come twice.
-    rank, world_size: of the ranks that share the data, where that is not all of the job (tensor or pipeline parallel).
-    collate_fn and all others: as for DataLoader.
+    dataset: has `__len__` and `__getitem__`, and may have `__getitems__`.
+    global_batch: the number of samples of all ranks together. It may change between two runs.
+    seed: determines the order of each epoch and the randomness of each sample.
+    shuffle: whether an epoch has a random order.
+    last: what happens to samples at the end of an epoch that fill no batch. "short" makes a smaller batch of them, "drop"
+        leaves them out, and "pad" fills the batch from the beginning of the same order, so that some samples come twice.
+    rank, world_size: this rank and the number of ranks that share the data, if these are not all ranks of the job (tensor or
+        pipeline parallel). Without them, those of the job.
+    collate_fn: makes a batch from a list of samples, as for DataLoader.
+    options: all other arguments of DataLoader, such as num_workers and pin_memory.
 
-    Randomness: before each sample, the global generators of Python, numpy and torch are seeded from `seed`, the epoch and the
-    sample's index, in workers and without (for a dataset with `__getitems__` once a share, by its first sample).
-    `collate_fn` goes on from there. So what a transform draws from them depends neither on a restart, nor on the number
-    of workers or ranks. The loop's own generators are left as they are: put `ckpt.RandomState()` into the state for those.
+    A batch counts as done when the loop has taken it, not when a worker has fetched it. The order of an epoch depends only on
+    `seed` and the number of the epoch, and the ranks split a global batch in rank order. So another number of ranks trains on
+    the same samples at the same step. If the number of ranks does not divide `global_batch`, shares differ by one sample;
+    weight the mean of a rank by its samples then.
 
-    Batches named in CKPT_SKIP (which `ckpt-run` sets) are passed over unread.
+    Before each sample, the global random generators of Python, numpy and torch are seeded from `seed`, the epoch and the index
+    of the sample, in workers and in the main process. A dataset with `__getitems__` is seeded once for a share, by its first
+    sample. `collate_fn` continues with the same generators. So random transforms depend neither on a restart nor on the number
+    of workers or ranks. The generators of the loop are unchanged: save those with `ckpt.RandomState()`.
+
+    Batches whose numbers are in CKPT_SKIP, which `ckpt-run` sets, are skipped and not read.
+
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense, the dataset has no length, or it has too few samples.
     """
 
     def __init__(
@@ -138,11 +157,11 @@ class Loader(_ResumableBatches):
 
         super().__init__(global_batch, rank, world_size)
         if ours := _RESERVED_OPTIONS & options.keys():
-            raise InvalidArgument(f"{', '.join(sorted(ours))}: Loader sees to the order and the size of batches itself")
+            raise InvalidArgument(f"{', '.join(sorted(ours))}: leave this out, because Loader sets order and size of batches")
         if last not in ("short", "drop", "pad"):
             raise InvalidArgument(f"last={last!r}: use 'short', 'drop' or 'pad'")
         if not hasattr(dataset, "__len__"):
-            raise InvalidArgument(f"{type(dataset).__name__} has no length; use ckpt.data.Stream for what is only iterated")
+            raise InvalidArgument(f"{type(dataset).__name__} has no length; use ckpt.data.Stream for data without an index")
         self._seed, self._shuffle = seed, shuffle
         self._plan = EpochPlan(len(dataset), global_batch, last, self._skipped_batches)
         if self._plan.size < (global_batch if last == "drop" else 1):
@@ -159,25 +178,25 @@ class Loader(_ResumableBatches):
         self._set_cursor(Cursor())
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         whole, left = divmod(self._plan.size, self._global_batch)
         return whole + (left > 0 and self._plan.last != "drop")
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             loads = self._load_count
-            # Workers take their first seed from here, and the loop's own generator is not drawn from.
+            # The workers take their first seed from this generator, so that nothing is drawn from that of the loop.
             self._generator.manual_seed(sample_seed(self._seed, self.epoch, self._cursor.sample) >> 1)
             for data, batch in zip(self._loader, self._plan.rest(self._cursor), strict=True):
                 self._record_batch(batch.number, batch.after)
                 yield data
-                if self._load_count != loads:  # restored meanwhile
+                if self._load_count != loads:  # the loop has restored another position
                     break
             else:
                 return
 
     def keys(self) -> Iterator[tuple[int, int, list[int]]]:
-        """What this rank fetches of the rest of the epoch: seed, epoch, indices."""
+        """Yield seed, epoch and sample indices of each share of this rank in the rest of the epoch."""
         at = self._cursor
         samples = epoch_order(self._plan.size, self._seed, at.epoch, self._shuffle)
         for batch in self._plan.rest(at):
@@ -188,11 +207,14 @@ class Loader(_ResumableBatches):
         return super().state_dict() | {"seed": self._seed, "shuffle": int(self._shuffle), "size": self._plan.size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there. The seed and the shuffling are those of the saved run. InvalidArgument for another dataset."""
+        """Continue from a saved position, with the saved seed and shuffling.
+
+        Raises InvalidArgument if the dataset has another number of samples.
+        """
         if state["size"] != self._plan.size:
             raise InvalidArgument(
-                f"the dataset has {self._plan.size} samples, and had {state['size']} when its position was saved; give "
-                "that one again, or leave the loader out of the state to begin anew"
+                f"the dataset has {self._plan.size} samples, and had {state['size']} when its position was saved; use that "
+                "dataset, or leave the loader out of the state to start from the first sample"
             )
         super().load_state_dict(state)
         self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
@@ -211,15 +233,29 @@ _RESERVED_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_l
 
 
 class Stream(_ResumableBatches):
-    """Global batches of what a function of the epoch gives, anything that can be iterated, each split over the ranks.
+    """Loads global batches from an iterable for each epoch, each batch split over the ranks.
 
-    Every rank reads all items and keeps its part of each `global_batch` of them, so let items be cheap (names of files,
-    offsets) and let `collate` do the work: it gets this rank's items as a list.
+        data = ckpt.data.Stream(lambda epoch: file_names(epoch), global_batch=64, collate=read_files)
+        for step, batch in zip(range(start, total), data.forever()):
+            ...
 
-    make: gives the items of an epoch by its number, in the same order on all ranks and every time.
-    seek: gives them from item n on (`seek(epoch, n)`). Without it they are read again and thrown away.
-    last: items at the end of an epoch that fill no batch: "short" makes a smaller one of them, in which a rank's part may be
-        empty; "drop" leaves them out.
+    make: a function of the number of an epoch that returns an iterable of its items. The order must be the same on all ranks
+        and in every call.
+    global_batch: the number of items of all ranks together.
+    collate: makes a batch from the list of the items of this rank.
+    seek: a function of epoch and n that returns the items from item n on. Without it, a restored Stream reads and discards the
+        items before its position.
+    last: what happens to items at the end of an epoch that fill no batch. "short" makes a smaller batch of them, in which the
+        share of a rank may be empty. "drop" leaves them out.
+    rank, world_size: as for `Loader`.
+
+    Every rank iterates over all items and keeps its share of each global batch. So items should be cheap, such as file names or
+    offsets, and `collate` should do the reading.
+
+    Batches whose numbers are in CKPT_SKIP, which `ckpt-run` sets, are skipped.
+
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense.
     """
 
     def __init__(
@@ -237,7 +273,7 @@ class Stream(_ResumableBatches):
         for name, function, words in (("make", make, "the number of an epoch"), ("seek", seek or make, "an epoch and an item")):
             if not callable(function):
                 raise InvalidArgument(
-                    f"{name}={function!r:.200}: use a function of {words} that gives the items, such as lambda epoch: names"
+                    f"{name}={function!r:.200}: use a function of {words} that returns the items, such as lambda epoch: names"
                 )
         if last not in ("short", "drop"):
             raise InvalidArgument(f"last={last!r}: use 'short' or 'drop'")
@@ -258,10 +294,10 @@ class Stream(_ResumableBatches):
                 data = self._collate(chunk[mine.start : mine.stop])
                 self._record_batch(at.batch - 1, at)
                 yield data
-                if self._load_count != loads:  # restored meanwhile
+                if self._load_count != loads:  # the loop has restored another position
                     break
             if self._load_count == loads:
-                if at.sample:  # else there was no batch at all
+                if at.sample:  # otherwise the epoch has no batch, and `forever` raises
                     self._cursor = Cursor(at.epoch + 1, 0, at.batch)
                 return
 
@@ -271,11 +307,11 @@ class Stream(_ResumableBatches):
         return itertools.islice(iter(self._make(at.epoch)), at.sample, None)
 
 
-# --- in the workers --------------------------------------------------------------------------------------------
+# --- what the DataLoader runs in its workers -------------------------------------------------------------------
 
 
 class _ShareSampler:
-    """The sampler of the DataLoader: begins where the Loader is."""
+    """The sampler of the DataLoader, which starts at the position of the Loader."""
 
     def __init__(self, owner: Loader) -> None:
         self._loader = owner
@@ -285,7 +321,7 @@ class _ShareSampler:
 
 
 class _ShareDataset:
-    """The dataset of the DataLoader: one entry is this rank's part of a batch."""
+    """The dataset of the DataLoader. One entry is the share of this rank in a global batch."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -310,7 +346,7 @@ def _return_unchanged(data: Any) -> Any:
 
 @contextlib.contextmanager
 def _preserve_random_state() -> Iterator[None]:
-    """The global generators are afterwards what they were. Not those of devices, which a dataset has no business with."""
+    """Restore the global random generators at the end, without those of devices, which a dataset should not use."""
     torch = sys.modules["torch"]
     python, numpy, of_torch = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     try:

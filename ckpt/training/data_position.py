@@ -1,6 +1,7 @@
-"""Where a job is in its data, whatever the number of ranks that share it. Pure.
+"""Pure functions of the position in the data: the order of an epoch, its batches, and the share of each rank.
 
-Samples of an epoch are counted by all ranks together, in one global order; batches are numbered over the whole run.
+A position does not depend on the number of ranks. The samples of an epoch are counted in one global order, and batches are
+numbered over the whole run.
 """
 
 from __future__ import annotations
@@ -15,52 +16,52 @@ from numpy.typing import NDArray
 from ckpt.storage.base.errors import InvalidArgument
 
 LastBatchRule = Literal["short", "drop", "pad"]
-"""What becomes of the samples that are left at the end of an epoch and fill no batch."""
+"""What happens to the samples at the end of an epoch that fill no batch."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Numbers as first and last, ascending, apart."""
+"""Ranges of numbers, each as (first, last), in ascending order and with gaps between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What comes next. The same on all ranks."""
+    """The position of the next batch, which is the same on all ranks."""
 
     epoch: int = 0
     sample: int = 0
-    """Position in the order of the epoch; so many samples of it are done."""
+    """How many samples of the epoch are done; the index of the next one in the order of the epoch."""
     batch: int = 0
-    """Number of the next batch, over all epochs, those that are passed over counted."""
+    """Number of the next batch, over all epochs, including skipped batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A global batch: which positions of an epoch's order it takes, and where the job is after it."""
+    """A global batch: its range in the order of an epoch, and the position after it."""
 
     number: int
     epoch: int
     start: int
     stop: int
-    """Beyond the size where the last one is filled up: counted on from the beginning of the same order."""
+    """Larger than the epoch if the last batch is padded; positions beyond the end continue at the beginning of the order."""
     after: Cursor
 
     def share(self, rank: int, world_size: int) -> range:
-        """The positions that one rank takes."""
+        """Return the positions of the samples of one rank."""
         mine = rank_share(self.stop - self.start, rank, world_size)
         return range(self.start + mine.start, self.start + mine.stop)
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """How epochs of `size` samples are cut into batches."""
+    """How an epoch of `size` samples is split into batches."""
 
     size: int
     global_batch: int
     last: LastBatchRule = "short"
     skip: Ranges = ()
-    """Numbers of batches to pass over."""
+    """Numbers of the batches to skip."""
 
     def skip_ahead(self, at: Cursor) -> Cursor:
-        """The same place, past all that is passed over and past the end of an epoch."""
+        """Return the position of the next batch that exists and is not skipped, at `at` or later."""
         while True:
             left = self.size - at.sample
             if left <= 0 or (self.last == "drop" and left < self.global_batch):
@@ -71,12 +72,12 @@ class EpochPlan:
                 return at
 
     def batch(self, at: Cursor) -> Batch:
-        """The next batch of a settled place."""
+        """Return the batch at a position that `skip_ahead` returned."""
         stop = self._stop(at)
         return Batch(at.batch, at.epoch, at.sample, stop, self.skip_ahead(Cursor(at.epoch, stop, at.batch + 1)))
 
     def rest(self, at: Cursor) -> Iterator[Batch]:
-        """From a settled place to the end of its epoch."""
+        """Yield the batches from a position that `skip_ahead` returned to the end of its epoch."""
         epoch = at.epoch
         while at.epoch == epoch:
             batch = self.batch(at)
@@ -89,14 +90,14 @@ class EpochPlan:
 
 
 def rank_share(count: int, rank: int, world_size: int) -> range:
-    """The part of `count` things that one rank takes: in the order of the ranks, and as equal as can be."""
+    """Return the range of `count` items that one rank takes. Ranges are in rank order and differ by at most one item."""
     return range(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """The samples of an epoch in the order in which they come. Depends on nothing but the arguments.
+    """Return the indices of all samples in the order of an epoch, shape (size,). The result depends only on the arguments.
 
-    numpy promises that RandomState gives the same numbers for ever (NEP 19); the newer Generator may change.
+    numpy guarantees that RandomState returns the same numbers in all versions (NEP 19); the newer Generator may change.
     """
     if not shuffle:
         return np.arange(size)
@@ -104,7 +105,7 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> NDArr
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """64 bits for the randomness of one sample in one epoch (splitmix64's mixing)."""
+    """Return a 64-bit seed for one sample in one epoch, mixed as in splitmix64."""
     mixed = 0
     for value in (seed, epoch, index):
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & _MASK_64
@@ -117,19 +118,19 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 _MASK_64 = (1 << 64) - 1
 
 
-# --- batches to pass over --------------------------------------------------------------------------------------
+# --- batches to skip -------------------------------------------------------------------------------------------
 
 SKIP_VARIABLE = "CKPT_SKIP"
-"""The environment variable that names batches to pass over, as "120-121,340". Set by `ckpt-run` after a roll-back."""
+"""The environment variable with the batches to skip, as "120-121,340". `ckpt-run` sets it after a roll-back."""
 
 
 def skipped_batches_from_env(environ: Mapping[str, str]) -> Ranges:
-    """What the environment says."""
+    """Return the batches to skip that the environment names."""
     return parse_ranges(environ.get(SKIP_VARIABLE, ""))
 
 
 def parse_ranges(text: str) -> Ranges:
-    """ "120-121,340" as ((120, 121), (340, 340)); raises InvalidArgument."""
+    """Return ((120, 121), (340, 340)) for "120-121,340"; raise InvalidArgument for other text."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         first, dash, last = word.partition("-")
@@ -140,12 +141,12 @@ def parse_ranges(text: str) -> Ranges:
 
 
 def format_ranges(ranges: Ranges) -> str:
-    """The other way."""
+    """Return "120-121,340" for ((120, 121), (340, 340))."""
     return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ranges)
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All numbers of some ranges, those that touch joined."""
+    """Return the union of some ranges, with overlapping and adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if joined and first <= joined[-1][1] + 1:

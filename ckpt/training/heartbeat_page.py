@@ -1,17 +1,17 @@
-"""What a rank tells whoever looks after it, and is told: one small page of shared memory a rank.
+"""The heartbeat page: one page of shared memory for each rank, in which the rank and its agent exchange their state.
 
-`ckpt-run` makes the page and names it in CKPT_PULSE; a rank without one does nothing here. Each field is eight bytes, written
-in one piece; a beat costs a microsecond and no system call.
+`ckpt-run` creates the page and sets CKPT_PULSE to its path. Without the variable, the functions here do nothing. Each field has
+eight bytes, written in one piece. A heartbeat costs a microsecond and no system call.
 
-    0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop at step
-    8 stop heard   9 stop agreed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss, 15 its limit (floats)
-    16 computed (ns, sum)   17 trouble   18 restored step   19 ended   20 asked to end (ns, CLOCK_MONOTONIC)
-    21 durable step   22 line of training of the committed step
+    0 beats   1 step   2 phase   3 since (ns, CLOCK_MONOTONIC)   4 committed step   5 loss (float)   6 pid   7 stop step
+    8 stop acknowledged   9 stop confirmed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss (float)
+    15 limit of the bad loss (float)   16 compute time (ns, sum)   17 trouble   18 restored step   19 ended
+    20 last SIGTERM (ns, CLOCK_MONOTONIC)   21 durable step   22 training line of the committed step
 
-All ranks must stop after the same step, and none may wait for another to find out which. Who looks after them writes a step
-into all pages (`stop_at`). A rank that comes by in time writes down that it has heard, and goes no further than that step. Once
-all have heard, they are told so (`stop_agreed`), and each saves and ends there. Where one was past it already, a later
-step is named; those that wait at the earlier one go on then.
+Coordinated stop: all ranks must stop after the same step, and none may wait for another rank to learn which. The agent writes a
+step into all pages (`request_stop`). A rank that has not passed that step acknowledges it, and does not continue beyond it.
+When all ranks have acknowledged, the agent confirms the stop (`confirm_stop`), and each rank saves and ends there. If a rank
+had already passed the step, the agent requests a later one, and ranks that wait at the earlier step continue.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ckpt.training import cuda_timer
 
 PAGE_VARIABLE = "CKPT_PULSE"
 RESTORE_LIMIT_VARIABLE = "CKPT_BEFORE"
-"""The environment variable by which `ckpt-run` lets a job restore a step below a number, where later ones may be spoiled."""
+"""The environment variable by which `ckpt-run` makes a job restore a step below a number, because later steps may be bad."""
 PHASES = ("start", "load", "step", "save", "eval", "compile", "end")
 _STEPPING, _SAVE = map(PHASES.index, ("step", "save"))
 STACKS_SIGNAL = signal.SIGUSR2
-"""Makes a rank write the stacks of all its threads into its log."""
+"""The signal on which a rank writes the stacks of all its threads into its log."""
 
 Trouble = Literal["", "unusable", "damaged"]
-"""unusable: what a rank was given, such as the URL. damaged: all steps that are saved."""
+"""An error that a restart does not fix. unusable: an argument of the rank, such as the URL. damaged: all saved steps."""
 _TROUBLES: tuple[Trouble, ...] = ("", "unusable", "damaged")
 
 BadLossKind = Literal["not finite", "spike"]
@@ -56,62 +56,66 @@ _PAGE_BYTES = 4096
 _NEVER = -(1 << 62)
 
 _STOP_CONFIRM_SECONDS = 600.0
-"""A rank that was asked to stop after a step waits there so long for the word that all have heard: the others hear at the end
-of a step. Then it stops all the same, for whoever asked is dead."""
+"""How long a rank waits at the stop step for the confirmation: the others acknowledge at the end of a step. After this time it
+stops anyway, because the agent must be dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadLoss:
-    """A loss that shows that training has gone wrong."""
+    """A loss that shows that training has diverged."""
 
     step: int
     kind: BadLossKind
     loss: float
     limit: float
-    """What it should have stayed below; infinite where it was not even finite."""
+    """The limit that the loss exceeded; infinite if the loss is not finite."""
     batch: int
-    """The global batch that was handed out last (`ckpt.training.data`); -1 where that is not known."""
+    """The global batch that the loop took last (`ckpt.training.data`); -1 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankHeartbeat:
-    """What a rank said last."""
+    """The state that a rank published last."""
 
     beats: int
     step: int
-    """Done last; -1 before the first."""
+    """The step done last; -1 before the first."""
     phase: str
     since: float
-    """When it said so, by CLOCK_MONOTONIC."""
+    """The time of the last heartbeat, in seconds of CLOCK_MONOTONIC."""
     committed: int
-    """Newest step that it knows to be committed; -1 none."""
+    """The newest step that the rank knows to be committed; -1 if none."""
     loss: float
-    """Of the newest step that one was given for; not a number before the first."""
+    """The loss of the newest step that has one; NaN before the first."""
     pid: int
     acknowledged_stop: int | None = None
-    """The step to stop after that it has heard of."""
+    """The stop step that the rank has acknowledged."""
     bad: BadLoss | None = None
     """The first bad loss of this process."""
     compute_seconds: float = 0.0
-    """In all that was marked by `compute`."""
+    """The sum of all times marked by `compute`."""
     trouble: Trouble = ""
-    """Where it fails for what a restart hardly changes."""
+    """Set if the rank fails for a reason that a restart does not fix."""
     restored: int = -1
-    """The step that it went on from; -1 none."""
+    """The step from which the rank continued; -1 if none."""
     ended: bool = False
-    """Its process is over. Who looks after it says so."""
+    """Whether the process has ended. The agent writes this field."""
     sigterm_at: float = 0.0
-    """When it was sent SIGTERM last, by CLOCK_MONOTONIC; 0 never."""
+    """When the process last got SIGTERM, in seconds of CLOCK_MONOTONIC; 0 if never."""
     durable: int = -1
-    """Newest step that it knows to be committed in another place than the memory of hosts; -1 none."""
+    """The newest step that the rank knows to be committed outside of the memory of hosts; -1 if none."""
     line: int = 0
-    """The line of training of the step that it has committed last; 0 before that."""
+    """The training line of the step that the rank committed last; 0 before the first."""
 
 
 class HeartbeatPage:
-    """The page at `path`. new: it is made; whoever looks for it finds all of it, or nothing."""
+    """The heartbeat page of one rank, mapped from a file."""
 
     def __init__(self, path: str | os.PathLike[str], *, new: bool = False) -> None:
+        """Map the page at `path`.
+
+        new: create the page. Other processes then see the complete page or none.
+        """
         made = f"{os.fspath(path)}.new" if new else path
         file = os.open(made, os.O_RDWR | (os.O_CREAT if new else 0), 0o600)
         try:
@@ -131,10 +135,14 @@ class HeartbeatPage:
             self._fields[_SINCE] = time.monotonic_ns()
             os.replace(made, path)
 
-    # --- the rank ----------------------------------------------------------------------------------------------
+    # --- called by the rank ------------------------------------------------------------------------------------
 
     def beat(self, phase: int, step: int | None = None) -> None:
-        """Say that this process is alive, and what it does now."""
+        """Publish a heartbeat with the current phase.
+
+        phase: index into PHASES.
+        step: the step that is done; None leaves it unchanged.
+        """
         fields = self._fields
         if step is not None:
             fields[_STEP] = step
@@ -143,10 +151,12 @@ class HeartbeatPage:
         fields[_BEAT_COUNT] += 1
 
     def beat_if_idle(self, step: int, loss: Any, until_step: int, deadline_ns: int) -> bool:
-        """The beat of a step at which nothing else is to be done; False, and nothing said, where something may be.
+        """Publish the heartbeat of a step that needs nothing else. Return False, and publish nothing, if it may need more.
 
-        until_step: the next one at which something is. until: the moment of that, in ns of CLOCK_MONOTONIC. In one piece, as
-        a training step leaves nothing in the caches: each function that is called costs microseconds.
+        until_step: the next step that needs more.
+        deadline_ns: the time from which a step needs more, in ns of CLOCK_MONOTONIC.
+
+        The code is in one function, because each call costs microseconds: a training step leaves nothing of it in the caches.
         """
         fields = self._fields
         now = time.monotonic_ns()
@@ -163,7 +173,7 @@ class HeartbeatPage:
         return True
 
     def publish_committed(self, step: int, line: int = 0) -> None:
-        """Publish that a step is committed. On a new line of training it is the newest, whatever its number."""
+        """Publish that a step is committed. On a new training line it is the newest, whatever its number."""
         if line > self._fields[_LINE]:
             self._fields[_COMMITTED] = step
             self._fields[_LINE] = line
@@ -171,55 +181,59 @@ class HeartbeatPage:
             self._fields[_COMMITTED] = step
 
     def publish_durable(self, step: int) -> None:
-        """Publish that a step is committed in another place than the memory of hosts."""
+        """Publish that a step is committed outside of the memory of hosts."""
         if step > self._fields[_DURABLE]:
             self._fields[_DURABLE] = step
 
     def publish_restored(self, step: int, again: bool = False) -> None:
-        """Publish that this rank goes on from a step; -1 where there is none yet. Of several Checkpointers the newest counts.
+        """Publish the step from which this rank continues; -1 if there is none. With several Checkpointers the newest step
+        counts.
 
-        again: this Checkpointer has restored a step before, or saved one.
+        again: whether this Checkpointer has already restored or saved a step.
         """
         self._fields[_RESTORED] = step if again else max(step, self._fields[_RESTORED])
-        self._fields[_TROUBLE] = _TROUBLES.index("")  # what it met before it could get around
+        self._fields[_TROUBLE] = _TROUBLES.index("")  # an earlier error did not prevent the restore
         self.publish_committed(step)
 
     def publish_loss(self, loss: float) -> None:
         self._floats[_LOSS] = loss
 
     def publish_batch(self, batch: int) -> None:
-        """Say that the loop has taken this global batch."""
+        """Publish the global batch that the loop has taken."""
         self._fields[_BATCH] = batch
 
     def last_batch(self) -> int:
-        """What was taken last; -1 nothing."""
+        """Return the global batch that the loop took last; -1 if none."""
         return self._fields[_BATCH]
 
     def publish_bad_loss(self, bad: BadLoss) -> None:
-        """Say that a loss is bad. Only the first is kept."""
+        """Publish a bad loss, if it is the first."""
         fields, floats = self._fields, self._floats
         if fields[_BAD_STEP] < 0:
             fields[_BAD_KIND], fields[_BAD_BATCH] = _BAD_LOSS_KINDS.index(bad.kind), bad.batch
             floats[_BAD_LOSS], floats[_BAD_LIMIT] = bad.loss, bad.limit
-            fields[_BAD_STEP] = bad.step  # last: by it the others are read
+            fields[_BAD_STEP] = bad.step  # written last, because a reader uses the other fields only if this one is set
 
     def add_compute_ns(self, nanoseconds: int) -> None:
-        """Say that this rank has worked so long by itself."""
+        """Add to the published time that this rank has computed without waiting for others."""
         self._fields[_COMPUTED] += nanoseconds
 
     def publish_trouble(self, trouble: Trouble) -> None:
-        """Say what is wrong for as long as nobody mends it."""
+        """Publish an error that a restart does not fix."""
         self._fields[_TROUBLE] = _TROUBLES.index(trouble)
         self.beat(self._fields[_PHASE])
 
     def acknowledge_stop(self, step: int) -> None:
-        """Write down the stop that is asked for, where it is not before this step, which is done and not told yet: who sees
-        the step first would take this rank for too late."""
+        """Acknowledge a requested stop, unless this rank has passed its step.
+
+        Call it before `step`, which is done, is published: the agent would otherwise see the step first, and count this rank as
+        too late.
+        """
         if step <= (stop := self._fields[_STOP_STEP]):
             self._fields[_STOP_ACKNOWLEDGED] = stop
 
     def should_stop(self, step: int) -> bool:
-        """Whether the job is to be saved after this step, and to end. Every rank is told so after the same step."""
+        """Return whether to save this step and end. It is true after the same step on all ranks."""
         return self._fields[_STOP_STEP] != _NEVER and self._wait_for_stop_confirmation(step)
 
     def _wait_for_stop_confirmation(self, step: int) -> bool:
@@ -230,41 +244,44 @@ class HeartbeatPage:
             stop = fields[_STOP_STEP]
             if fields[_STOP_ACKNOWLEDGED] != stop:
                 if step > stop:
-                    return False  # too late, as the page shows: another step will be named
+                    return False  # too late, as the page shows: the agent will request a later step
                 fields[_STOP_ACKNOWLEDGED] = stop
             if step < stop:
                 return False
             if fields[_STOP_CONFIRMED] == stop or time.monotonic() > until:
                 return True
-            if time.monotonic() >= next_beat:  # it is alive, and waits
+            if time.monotonic() >= next_beat:  # a waiting rank must not look hung
                 self.beat(_SAVE)
                 next_beat = time.monotonic() + 1.0
             time.sleep(0.001)
 
     def attach_process(self) -> None:
-        """This process is the rank. What it has done before, such as imports, is no silence."""
+        """Publish that this process is the rank. Its silence counts from now, so that earlier imports are no hang."""
         self._fields[_SINCE] = time.monotonic_ns()
         self._fields[_PID] = os.getpid()
-        with contextlib.suppress(ValueError, OSError, AttributeError):  # no stderr, or not the main thread of it
+        with contextlib.suppress(ValueError, OSError, AttributeError):  # without stderr, or outside of the main thread
             faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
 
     def defer_sigterm(self) -> None:
-        """From now on SIGTERM does not end this process, but is told: who sends it to all of a job wants it to be saved.
+        """Record SIGTERM in the page instead of ending: a SIGTERM to all processes of a job means that it should be saved
+        first.
 
-        Who looks after it ends it where nobody else was asked to end. What the program itself does with SIGTERM goes before.
+        If only this process got the signal, its agent ends it. A handler of the program itself is not replaced.
         """
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _record_sigterm)
 
     def detach_process(self) -> None:
-        """For a forked child: go on with a copy of the page."""
+        """Continue with a private copy of the page, in a forked child."""
         page = memoryview(bytearray(self._map))
         self._fields, self._floats = page.cast("q"), page.cast("d")
-        self._fields[_STOP_STEP] = -1  # no step of a training loop `passes`: a Checkpointer is to refuse it
+        # Ends the fast path of `beat_if_idle`, so that a Checkpointer in the child refuses the step.
+        self._fields[_STOP_STEP] = -1
 
-    # --- who looks after it ------------------------------------------------------------------------------------
+    # --- called by the agent -----------------------------------------------------------------------------------
 
     def read(self) -> RankHeartbeat:
+        """Return what the rank has published."""
         fields, floats = self._fields, self._floats
         phase = fields[_PHASE]
         bad = None
@@ -290,25 +307,26 @@ class HeartbeatPage:
         )
 
     def publish_ended(self) -> None:
-        """Note that its process is over."""
+        """Publish that the process of the rank has ended."""
         self._fields[_ENDED] = 1
 
     def request_stop(self, step: int) -> None:
-        """Ask the job to be saved after this step, and to end. See recovery/policy/coordinated_stop.py for which."""
+        """Request that the rank saves this step and ends. recovery/policy/coordinated_stop.py chooses the step."""
         self._fields[_STOP_STEP] = step
 
     def confirm_stop(self, step: int) -> None:
-        """Tell that all ranks have heard of this step."""
+        """Confirm that all ranks have acknowledged this stop step."""
         self._fields[_STOP_CONFIRMED] = step
 
     def close(self) -> None:
+        """Unmap the page."""
         self._fields.release()
         self._floats.release()
         self._map.close()
 
 
 def _reserve(file: int, path: str | os.PathLike[str]) -> None:
-    """Let a page have its bytes for certain: one that can't be had when it is touched kills the process. An error names it."""
+    """Allocate the bytes of a page; raise OSError with the path. Touching a page without them would kill the process."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, _PAGE_BYTES)
@@ -323,20 +341,20 @@ _is_looked_up = False
 
 
 def _record_sigterm(number: int, frame: FrameType | None) -> None:
-    """A signal has asked this process to end."""
+    """Handle SIGTERM: record its time in the page."""
     if _own_page is not None:
         _own_page._fields[_SIGTERM_AT] = time.monotonic_ns()
 
 
 def own_page() -> HeartbeatPage | None:
-    """The page of this process; None where nobody looks after it."""
+    """Return the heartbeat page of this process, or None if no agent monitors it."""
     global _own_page, _is_looked_up
     if not _is_looked_up:
         _is_looked_up = True
         if path := os.environ.get(PAGE_VARIABLE):
-            with contextlib.suppress(OSError, ValueError):  # of a job that is over
+            with contextlib.suppress(OSError, ValueError):  # the page belonged to a job that has ended
                 found = HeartbeatPage(path)
-                if found.read().pid in (0, os.getpid()):  # else this is a helper that a rank has started
+                if found.read().pid in (0, os.getpid()):  # otherwise this is a helper process that a rank has started
                     _own_page = found
                     _own_page.attach_process()
     return _own_page
@@ -344,7 +362,16 @@ def own_page() -> HeartbeatPage | None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Say that what is done here is no training step: "eval", "compile", "load" or "save". Each has a limit of its own."""
+    """Mark work that is no training step, so that `ckpt-run` applies the hang limit of that phase.
+
+        with ckpt.pulse.phase("eval"):
+            evaluate(model)
+
+    name: "eval", "compile", "load" or "save". Without `ckpt-run` this does nothing.
+
+    Raises:
+        ValueError: Under `ckpt-run`, there is no such phase.
+    """
     pulse = own_page()
     if pulse is None:
         yield
@@ -359,10 +386,14 @@ def phase(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compute() -> Iterator[None]:
-    """Mark what a rank does in a step without waiting for other ranks: load a batch, forward, backward but for its collectives.
+    """Mark the work of a step that waits for no other rank, such as loading a batch, forward, and backward without collectives.
 
-    Where the steps of all ranks end together, this shows `ckpt-run` for which rank the others wait. Several in a step add up.
-    Where torch uses a CUDA device, it is the time on its current stream, which is not waited for. With jax wait for the result.
+        with ckpt.pulse.compute():
+            loss = model(batch).mean()
+
+    The times show `ckpt-run` for which rank the others wait, where the steps of all ranks end together. Several marks in one
+    step add up. If torch uses a CUDA device, the time on its current stream counts, and the device is not waited for. With jax,
+    wait for the result inside the block. Without `ckpt-run` this does nothing.
     """
     pulse = own_page()
     if pulse is None:
@@ -380,8 +411,10 @@ def compute() -> Iterator[None]:
 
 @contextlib.contextmanager
 def publish_trouble_on(trouble: Trouble, *kinds: type[Exception]) -> Iterator[None]:
-    """Say of these errors, and of what comes of them, that another start would meet them, too. Not where a device could not be
-    read (EIO): it may be a server that is away."""
+    """Publish `trouble` if the block raises one of these errors, or an error caused by one: a restart would not fix it.
+
+    An error with EIO does not count, because the storage server may be reachable again later.
+    """
     try:
         yield
     except Exception as error:
@@ -399,7 +432,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def restore_limit_from_env(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number below which to restore; None where the newest step is wanted."""
+    """Return the number below which to restore, from the environment; None to restore the newest step."""
     if not (text := environ.get(RESTORE_LIMIT_VARIABLE)):
         return None
     if not text.isdecimal():
@@ -410,7 +443,7 @@ def restore_limit_from_env(environ: Mapping[str, str] = os.environ) -> int | Non
 
 
 def reset_after_fork() -> None:
-    """This process was forked, and is a rank all the same."""
+    """Let a forked process be a rank: it looks up its page again."""
     global _own_page, _is_looked_up
     _own_page, _is_looked_up = None, False
 
@@ -419,7 +452,7 @@ _blocked_signal_mask: set[int] | None = None
 
 
 def _before_fork() -> None:
-    """A signal that comes to the child before it has let go of the handler waits until it has."""
+    """Block SIGTERM until the child has removed the handler of its parent."""
     global _blocked_signal_mask
     if signal.getsignal(signal.SIGTERM) is _record_sigterm:
         _blocked_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -433,7 +466,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork() -> None:
-    """A child is not the rank. What it has of the rank's objects writes into a page of its own, which nobody reads."""
+    """Detach a child, which is not the rank: its copies of the rank's objects then write into a private page."""
     global _own_page, _is_looked_up
     if _own_page is not None:
         _own_page.detach_process()

@@ -1,9 +1,9 @@
-"""What a rank has imported, told to whoever starts the next one: a file beside the page of the rank
-(`ckpt.training.heartbeat_page`).
+"""Writes a file with the modules that a rank has imported, from which the fork server pre-imports for the next start.
 
-Rank 0 of a host writes it at its first step, when what is imported late is there too, and again when its first save is done:
+The file lies beside the heartbeat page of the rank. Local rank 0 writes it at its first step, after late imports, and again
+after its first save:
 
-    {"modules": {name: where it came from, in the order of import}, "environ": {what the script has set: value, or null}}
+    {"modules": {name: origin, in the order of import}, "environ": {variable that the script changed: value, or null}}
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ckpt.training import heartbeat_page
 
 
 def report_path(page: str | os.PathLike[str]) -> Path:
-    """The file of the rank with this page. It is there in one piece or not at all."""
+    """Return the path of the report of the rank with this heartbeat page. The file exists complete or not at all."""
     return Path(f"{os.fspath(page)}.imports")
 
 
 def write_report() -> None:
-    """Write the file, where somebody looks after this process."""
+    """Write the report, if an agent monitors this process and it is local rank 0."""
     page = os.environ.get(heartbeat_page.PAGE_VARIABLE)
     if not page or os.environ.get("LOCAL_RANK") != "0":
         return
     modules = {name: _module_origin(module) for name, module in [*sys.modules.items()]}
     report = json.dumps({"modules": modules, "environ": _changed_environment()})
     path = report_path(page)
-    with contextlib.suppress(OSError):  # a job that is over, or no space: the next rank starts cold
+    with contextlib.suppress(OSError):  # the job has ended, or the disk is full: the next rank starts without pre-imports
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(report)
         unfinished.replace(path)
@@ -42,7 +42,7 @@ def _module_origin(module: object) -> str | None:
 
 
 def _changed_environment() -> dict[str, str | None]:
-    """Variables that are not what they were when the process began."""
+    """Return the environment variables that the process has changed since its start; None for removed ones."""
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Watches the losses of a rank, and says in its page which is the first that is bad. Waits for no device."""
+"""The class LossMonitor, which publishes the first bad loss of a rank in its heartbeat page, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.training.heartbeat_page import BadLoss, HeartbeatPage
 from ckpt.training.loss_spikes import SpikeDetector
 
 _MAX_PENDING = 64
-"""So many losses may be on their way from a device; then the oldest is waited for."""
+"""The largest number of losses that a device still computes; with more, the oldest is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,26 @@ class _PendingLoss:
     batch: int
     is_ready: Callable[[], bool]
     wait_for_value: Callable[[], float]
-    """Waits for it."""
+    """Waits for the device, and returns the loss."""
 
 
 class LossMonitor:
-    """Of one rank. A loss on the host is looked at once it is given; one on a device when it is there, a step later or so."""
+    """Checks the losses of one rank: one on the host at once, one on a device when it is ready, about a step later."""
 
     def __init__(self, page: HeartbeatPage, spike_detector: SpikeDetector | None) -> None:
         self._heartbeat_page = page
         self._spike_detector = spike_detector
         self._pending: deque[_PendingLoss] = deque()
         self.bad_loss: BadLoss | None = None
-        """The first bad one: nothing is worth saving from there on."""
+        """The first bad loss. No step is saved from there on."""
 
     @property
     def can_skip_finite_losses(self) -> bool:
-        """Whether a finite loss on the host needs no look."""
+        """Whether a finite loss on the host needs no check."""
         return self._spike_detector is None and not self._pending
 
     def add(self, step: int, loss: Any) -> None:
-        """The loss of a step: a number, or an array of one element."""
+        """Add the loss of a step, a number or an array of one element, and check all losses that are ready."""
         if type(loss) is float:
             self._check(step, self._heartbeat_page.last_batch(), loss)
             return
@@ -56,7 +56,7 @@ class LossMonitor:
             self._check_oldest()
 
     def wait(self) -> None:
-        """Until all that was given has been looked at."""
+        """Wait until all losses have been checked."""
         while self._pending:
             self._check_oldest()
 
@@ -77,12 +77,15 @@ class LossMonitor:
 
 
 def as_number(loss: Any) -> float:
-    """Waits for a device; raise InvalidArgument for what is no number. Not float(): torch warns where there is a gradient."""
+    """Return the loss as a float, after waiting for its device; raise InvalidArgument if it is no number.
+
+    item() is called first, because float() of a torch tensor with a gradient warns.
+    """
     try:
         return float(loss.item() if hasattr(loss, "item") else loss)
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and _element_count(loss) == 1:
-            raise  # of the device
+            raise  # an error of the device
         raise _not_a_number_error(loss) from error
 
 
@@ -97,7 +100,10 @@ def _element_count(loss: Any) -> int:
 
 
 def _pending_loss(step: int, batch: int, loss: Any) -> _PendingLoss | None:
-    """How to read a loss that is not on the host; None where it is. `float` of it would wait for all that the device does."""
+    """Return how to read a loss that is on a device, or None if it is on the host.
+
+    float() of it would wait for all work of the device. So the loss is copied asynchronously.
+    """
     if _element_count(loss) != 1:
         raise _not_a_number_error(loss)
     if getattr(loss, "is_cuda", False):

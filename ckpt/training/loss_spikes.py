@@ -1,4 +1,4 @@
-"""Whether a loss has jumped: by the median and the spread of those before it. Pure."""
+"""The class SpikeDetector, which finds a loss that jumps above the median and the spread of the losses before it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from ckpt.storage.base.errors import InvalidArgument
 
 FACTOR_VARIABLE, LIMIT_VARIABLE = "CKPT_SPIKE", "CKPT_SPIKE_LIMIT"
-"""The environment variables by which `ckpt-run` asks for it; the second holds until enough was seen, as after a restart."""
+"""The environment variables by which `ckpt-run --spike` turns detection on. The limit applies until there are enough losses."""
 
 _WINDOW = 64
 _MIN_LOSSES = 16
 _MIN_SPREAD_RATIO = 0.01
-"""Of the median: a loss that hardly moves may do so by this."""
+"""The least spread as a share of the median, so that small changes of an almost constant loss are no spikes."""
 
 
 class SpikeDetector:
-    """Looks at one loss after another.
+    """Finds spikes in a sequence of losses.
 
-    factor: a spike is so many times the spread above the median of the last 64 losses. The spread is that of the middle
-        half, in units of a normal distribution's standard deviation: a few outliers change neither. Good values are 6 to 20.
-    limit: what is too much as long as fewer than 16 losses were seen.
+    factor: a spike is this many spreads above the median of the last 64 losses. The spread is the interquartile range, scaled
+        to the standard deviation of a normal distribution. So a few outliers change neither. Good values are 6 to 20.
+    limit: a loss above it is a spike while there are fewer than 16 losses.
     """
 
     def __init__(self, factor: float, limit: float = math.inf) -> None:
@@ -36,7 +36,7 @@ class SpikeDetector:
         self._sorted: list[float] = []
 
     def limit(self) -> float:
-        """What the next loss must not be above."""
+        """Return the largest value of the next loss that is no spike."""
         found = self._sorted
         count = len(found)
         if count < _MIN_LOSSES:
@@ -46,7 +46,7 @@ class SpikeDetector:
         return middle + self._factor * max(spread, _MIN_SPREAD_RATIO * abs(middle))
 
     def observe(self, loss: float) -> bool:
-        """Whether this finite loss is a spike; else it is learned from. A few microseconds."""
+        """Return whether this finite loss is a spike; add it to the window if not. Takes a few microseconds."""
         if loss > self.limit():
             return True
         recent, found = self._recent, self._sorted
@@ -58,7 +58,7 @@ class SpikeDetector:
 
 
 def spike_detector_from_env(environ: Mapping[str, str] = os.environ) -> SpikeDetector | None:
-    """What the environment says; None where nothing is looked for."""
+    """Return the detector that the environment describes, or None if detection is off."""
     if not (factor := environ.get(FACTOR_VARIABLE)):
         return None
     try:

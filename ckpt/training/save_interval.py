@@ -1,4 +1,4 @@
-"""How often to save. Pure."""
+"""Pure functions that choose the interval between saves, from the cost of a save and the time between failures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from typing import Literal
 from ckpt.storage.base.errors import InvalidArgument
 
 Every = int | timedelta | Literal["auto"] | None
-"""How often to save: a number of steps, a time, the interval that loses the least, or only when asked."""
+"""How often to save: a number of steps, a time, the interval that loses the least time ("auto"), or only on request (None)."""
 
 DEFAULT_MTBF_SECONDS = 3 * 3600.0
-"""Seconds between failures where nothing better is known: "every few hours" on a large machine."""
+"""The mean time between failures if nothing better is known: "every few hours" on a large machine."""
 
 MTBF_VARIABLE = "CKPT_MTBF"
-"""The environment variable by which `ckpt-run` tells the ranks how many seconds lie between two failures of this job."""
+"""The environment variable by which `ckpt-run` gives the ranks the mean seconds between two failures of this job."""
 
 
 def daly_interval_seconds(cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS) -> float:
-    """Seconds of work between two saves that loses the least time in all, for saves that stop the work for so long.
+    """Return the seconds of work between two saves with which saves and failures together lose the least time.
+
+    cost_seconds: how long a save stops the work.
+    mean_time_to_failure: seconds.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37.
     """
@@ -33,16 +36,16 @@ def daly_interval_seconds(cost_seconds: float, mean_time_to_failure: float = DEF
 
 
 def posterior_mtbf_seconds(uptime_seconds: float, failures: int, prior_seconds: float = DEFAULT_MTBF_SECONDS) -> float:
-    """Seconds from one failure to the next, from what was seen and what was thought before.
+    """Return the expected seconds between failures, from the observed failures and a prior.
 
-    The mean rate of a Poisson process whose rate was thought to be one failure in `prior_seconds` (a gamma prior of one
-    failure): what was seen outweighs it with the second failure.
+    This is the mean rate of a Poisson process with a gamma prior of one failure in `prior_seconds`. From the second failure on,
+    the observations outweigh the prior.
     """
     return (prior_seconds + uptime_seconds) / (1 + failures)
 
 
 def mtbf_seconds_from_env(environ: Mapping[str, str] = os.environ) -> float:
-    """What the environment says, else MEAN_TIME_TO_FAILURE."""
+    """Return the mean seconds between failures from the environment, or the default."""
     text = environ.get(MTBF_VARIABLE, "")
     try:
         seconds = float(text) if text else DEFAULT_MTBF_SECONDS
@@ -56,5 +59,5 @@ def mtbf_seconds_from_env(environ: Mapping[str, str] = os.environ) -> float:
 def interval_seconds(
     every: timedelta | Literal["auto"], cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS
 ) -> float:
-    """Seconds between two saves of this cost."""
+    """Return the seconds between two saves, each of which stops the work for `cost_seconds`."""
     return every.total_seconds() if isinstance(every, timedelta) else daly_interval_seconds(cost_seconds, mean_time_to_failure)

@@ -1,8 +1,8 @@
-"""When the ranks of a group save, where that is counted in seconds: all at the same step, and without talking.
+"""Schedules saves by time for a group, so that all ranks save the same step and exchange no messages.
 
-Each rank's clock would name another step. So rank 0 names the next one, in the commit record of the step before, which every
-rank waits for anyway. It lies far enough ahead that all have read the record by then. The first step of a run is saved in any
-case: by it the cost is known, and that saving works.
+The clock of each rank would choose another step. So rank 0 chooses the next step and writes it into the commit record of the
+previous save, for which every rank waits anyway. The step is far enough ahead that all ranks have read the record by then. The
+first step of a run is always saved: that measures the cost of a save, and shows that saving works.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from ckpt.saving.handle import SaveHandle
 
 LEAD_SECONDS = 3.0
-"""From the commit to the step that it names, at least: some times what a rank takes to see a commit."""
+"""The least time from a commit to the step that it schedules: several times what a rank takes to see a commit."""
 
 LEAD_STEPS = 3
 
 
 def next_step(now: int, step_seconds: float, interval_seconds: float) -> int:
-    """The step to name when training is at `now`. Pure."""
+    """Return the step to save next when training is at step `now`. This is a pure function."""
     step_seconds = max(step_seconds, 1e-6)
     lead = LEAD_STEPS + math.ceil(LEAD_SECONDS / step_seconds)
     return now + max(lead, round(interval_seconds / step_seconds))
@@ -29,9 +29,10 @@ def next_step(now: int, step_seconds: float, interval_seconds: float) -> int:
 
 @dataclass(slots=True)
 class SaveSchedule:
-    """One rank's knowledge of the next step to save. `interval` gives the seconds between two saves; rank 0 asks it."""
+    """One rank's state of the schedule: the next step to save, if the rank knows it yet."""
 
     interval_seconds: Callable[[], float]
+    """Returns the seconds between two saves; only rank 0 calls it."""
     _due_step: int | None = None
     _last_step: int | None = None
     _gap_steps: int = 100
@@ -41,13 +42,13 @@ class SaveSchedule:
     _step_count: int = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether to save this step. Call it at each step but those before `calm_until`."""
+        """Return whether to save this step. The caller may leave out steps before `next_due_step`."""
         if self._step_count == 0:
             self._started_at, self._current_step = time.monotonic(), step - 1
         self._current_step, self._step_count = (
             step,
             self._step_count + max(1, step - self._current_step),
-        )  # those at which nothing is due pass unseen
+        )  # the caller may have left out steps
         if self._last_step is None:
             return True
         if self._pending_save is not None and self._pending_save.done():
@@ -55,26 +56,26 @@ class SaveSchedule:
         return self._due_step is not None and step == self._due_step
 
     def next_due_step(self) -> int | None:
-        """The next step that is due; None where that is not known yet."""
+        """Return the next step to save, or None if it is not known yet."""
         return None if self._pending_save is not None else self._due_step
 
     def take_missed_step(self) -> int | None:
-        """A step that was due, and that this rank heard of too late; it must tell the others. None again after that."""
+        """Return, once, a step that was due before this rank knew it, or None. The caller must report it to the others."""
         if self._due_step is None or self._due_step >= self._current_step:
             return None
         missed, self._due_step = self._due_step, self._due_step + self._gap_steps
         return missed
 
     def save_started(self, step: int, handle: SaveHandle) -> None:
-        """A save of this step has begun."""
+        """Record that a save of this step has begun."""
         self._last_step, self._pending_save, self._due_step = step, handle, None
 
     def save_skipped(self, step: int) -> None:
-        """This rank did not save a step that was due."""
+        """Record that this rank did not save a step that was due."""
         self._last_step, self._pending_save, self._due_step = step, None, step + self._gap_steps
 
     def propose_next_step(self) -> int:
-        """For rank 0, when it commits."""
+        """Return the step to save next. Rank 0 calls it when it commits."""
         passed = max(1, self._step_count - 1)
         return next_step(self._current_step, (time.monotonic() - self._started_at) / passed, self.interval_seconds())
 
@@ -85,6 +86,7 @@ class SaveSchedule:
         if named is not None:
             self._due_step, self._gap_steps = named, max(1, named - self._last_step)
             return
-        # After a save that failed they go on by the gap that all of them know, whenever each of them learns of it.
+        # A failed save schedules no step. All ranks then use the last gap, so that they agree whenever each learns of the
+        # failure.
         behind = max(0, self._current_step + LEAD_STEPS - self._last_step)
         self._due_step = self._last_step + self._gap_steps * (behind // self._gap_steps + 1)
