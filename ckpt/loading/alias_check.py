@@ -1,4 +1,4 @@
-"""Whether the places that a load is to fill lie apart: of two leaves in one memory, the one read last would win."""
+"""Checks that the targets of a load share no memory: of two leaves in one memory, the one read last would win."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.state.memory_overlap import AddressRange, address_range_of, overlappin
 
 
 class _TargetBox(NamedTuple):
-    """What of which leaf a span is for."""
+    """The leaf and the box of it that an address range receives."""
 
     name: str
     box: Box
@@ -23,10 +23,14 @@ class _TargetBox(NamedTuple):
 def check_aliasing(
     targets: Sequence[Target], manifest: Manifest, where: str, alias_notes: Mapping[str, AliasNote] | None = None
 ) -> None:
-    """Raise LeafMismatch where two targets share memory, unless both get the same bytes; or where one does with itself.
+    """Raise LeafMismatch if two targets share memory but get different bytes, or if elements of one target share memory.
 
-    Tied arrays that were saved tied are one leaf, and so are two whose blocks have the same digests. Views that shared
-    memory in the same way when they were saved agree in every byte that they share: `noted` has these by leaf name.
+    targets: the arrays to fill.
+    where: the name of the step, for messages.
+    alias_notes: by leaf name, how the saved array shared memory with others. Views that shared memory in the same way when they
+        were saved agree in every byte that they share.
+
+    Arrays that were saved tied are one leaf. Two leaves whose blocks have the same digests get the same bytes.
     """
     alias_notes = alias_notes or {}
     ranges: dict[str, list[tuple[int, int, Target]]] = {}
@@ -34,7 +38,7 @@ def check_aliasing(
         leaf = target.leaf
         if not leaf.nbytes:
             continue
-        if (begin := leaf.address()) is not None:  # the most by far, and there may be many
+        if (begin := leaf.address()) is not None:  # the fast path for most leaves, of which there may be many
             ranges.setdefault("cpu", []).append((begin, begin + leaf.nbytes, target))
         elif (span := _span(target)) is not None:
             if span.overlaps_itself() and not _has_saved_layout(span, alias_notes):
@@ -50,7 +54,7 @@ def check_aliasing(
                 if not (_has_saved_aliasing(a, b, alias_notes) or _has_equal_blocks(a, b, manifest)):
                     names = " and ".join(dict.fromkeys((a.key.name, b.key.name)))
                     raise LeafMismatch(
-                        f"leaf {names} of {where}: `like` has the same memory for what was saved apart; give each its own "
+                        f"leaf {names} of {where}: `like` has one memory for what was saved as two arrays; give each its own "
                         "array (untie them), or load one of them with only="
                     )
 
@@ -61,13 +65,13 @@ def _span(target: Target) -> AddressRange[_TargetBox] | None:
 
 
 def _has_saved_layout(span: AddressRange[_TargetBox], alias_notes: Mapping[str, AliasNote]) -> bool:
-    """Whether a target steps through its memory as the saved array did."""
+    """Return whether a target has the strides of the saved array."""
     note = alias_notes.get(span.key.name)
     return note is not None and note.has_same_layout(span.memory)
 
 
 def _has_saved_aliasing(a: AddressRange[_TargetBox], b: AddressRange[_TargetBox], alias_notes: Mapping[str, AliasNote]) -> bool:
-    """Whether two targets share memory in the way in which the saved arrays did."""
+    """Return whether two targets share memory in the same way as the saved arrays did."""
     if not (_has_saved_layout(a, alias_notes) and _has_saved_layout(b, alias_notes)):
         return False
     first, second = alias_notes[a.key.name], alias_notes[b.key.name]
@@ -75,12 +79,12 @@ def _has_saved_aliasing(a: AddressRange[_TargetBox], b: AddressRange[_TargetBox]
 
 
 def _array_address(span: AddressRange[_TargetBox], note: AliasNote) -> int:
-    """The address that the first element of the whole array has or would have, where a target is a box of it."""
+    """Return the address of the first element of the whole array, of which a target may be a box."""
     return span.memory.start - sum(o * step for o, step in zip(span.key.box.offset, note.strides, strict=True))
 
 
 def _has_equal_blocks(a: AddressRange[_TargetBox], b: AddressRange[_TargetBox], manifest: Manifest) -> bool:
-    """Whether two leaves put the same bytes to the same place, as far as the digests of their blocks tell."""
+    """Return whether two leaves write the same bytes to the same memory, by the digests of their blocks."""
     if a.memory != b.memory or a.key.box != b.key.box:
         return False
     mine, other = (

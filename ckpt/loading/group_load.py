@@ -1,6 +1,6 @@
-"""Loading by the ranks of a group: all load the same step, or all raise.
+"""Loads by the ranks of a group, which all load the same step or all raise.
 
-A rank that fell back to an older step alone would train on beside the others, and nobody would see it.
+Otherwise one rank could fall back to an older step alone and train with a state that differs from the others, unnoticed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What to load of a checkpoint, and where to. See `ckpt.load`."""
+    """The arguments of a load, apart from the step. See `ckpt.load`."""
 
     like: Any = None
     only: Patterns | None = None
@@ -43,7 +43,7 @@ class LoadRequest:
     group: Group = field(default_factory=SingleProcessGroup)
     share_reads: ShareReads = "auto"
     bypass_cache: bool = False
-    """To go on with a job: it will not be read again soon, and need not be kept in the page cache."""
+    """Whether to bypass the page cache, because a job that resumes does not read the step again soon."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "only", checked_patterns(self.only))
@@ -53,10 +53,10 @@ class LoadRequest:
 
 
 def run_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
-    """Do something on every rank. Where it fails on one, it fails on all, and on all in the same way.
+    """Run `work` on every rank and return its result. If it fails on one rank, it raises on all.
 
-    IntegrityError where damage is all that went wrong, so that all fall back; else the rank's own error, and GroupError on
-    the others.
+    If all failures are damage, every rank raises IntegrityError, so that all fall back together. Otherwise a failed rank raises
+    its own error, and the others raise GroupError.
     """
     if group.size == 1:
         return work()
@@ -85,7 +85,7 @@ def run_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
 
 
 def _is_integrity_error(kind: str) -> bool:
-    """Whether an error of this name is one after which an older step is tried."""
+    """Return whether an error class of this name means damage, after which an older step is tried."""
     found = getattr(errors, kind, None)
     return isinstance(found, type) and issubclass(found, IntegrityError)
 
@@ -97,11 +97,11 @@ class _RemoteStoreError(GroupError):
 def _remote_error(rank: int, group: Group, kind: str, message: str) -> GroupError:
     of_store = isinstance(found := getattr(errors, kind, None), type) and issubclass(found, StoreError)
     made = _RemoteStoreError if of_store else GroupError
-    return made(f"rank {rank} of {group.size} failed, so no rank goes on: {kind}: {message}")
+    return made(f"rank {rank} of {group.size} failed, so no rank continues: {kind}: {message}")
 
 
 def broadcast_from_rank_0(group: Group, read: Callable[[], str]) -> str:
-    """What rank 0 finds, on all ranks; its error is raised on all."""
+    """Return on all ranks what `read` returns on rank 0; if it raises there, raise the error on all ranks."""
     if group.size == 1:
         return read()
     error: BaseException | None = None
@@ -121,7 +121,7 @@ def broadcast_from_rank_0(group: Group, read: Callable[[], str]) -> str:
 
 
 def open_agreed_checkpoint(repo: Repository, step: int, group: Group) -> Checkpoint:
-    """A step, by the record that rank 0 read: another try of it may be committed while the others look."""
+    """Return a checkpoint with the commit record that rank 0 read: another attempt at the step may be committed meanwhile."""
     if group.size == 1:
         return repo[step]
 
@@ -130,13 +130,17 @@ def open_agreed_checkpoint(repo: Repository, step: int, group: Group) -> Checkpo
         return encode_commit(repo.commit(step)).decode()
 
     data = broadcast_from_rank_0(group, read)
-    # A rank with another key refuses the record alone: all must learn of that.
+    # A rank with another key rejects the record, and then all ranks must raise.
     return run_on_all_ranks(group, lambda: repo.checkpoint(repo.decode(step, data.encode()), group.rank))
 
 
 def require_same_step(group: Group, step: int | None) -> None:
-    """Raise InvalidArgument where this rank has named another step than rank 0, or one of them none; GroupError where another
-    rank has. They would wait for each other's different messages."""
+    """Raise InvalidArgument if this rank requests another step than rank 0, and GroupError if another rank does.
+
+    step: the requested number; None for the newest step.
+
+    Without this check, such ranks would wait for messages of each other that never arrive.
+    """
     steps_by_rank = [json.loads(answer) for answer in group.all_gather(json.dumps(step).encode())]
     rank = (
         group.rank
@@ -158,7 +162,13 @@ def load_newest_on_all_ranks(
     load: Callable[[Callable[[], Checkpoint], LoadRequest], Any],
     before: int | None = None,
 ) -> tuple[int, Any] | None:
-    """`load_newest`, by all ranks of the group. Rank 0 decides which steps there are, and which have been deleted since."""
+    """Load the newest complete step on all ranks; return its number and the state, or None if no step is committed.
+
+    load: loads one checkpoint, given a function that opens it.
+    before: load the newest step below this number, if there is one.
+
+    Rank 0 lists the steps, and decides which of them were deleted since.
+    """
     group = request.group
 
     def listed_steps() -> str:
@@ -171,7 +181,7 @@ def load_newest_on_all_ranks(
     numbers: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
     while True:
         damage: dict[int, IntegrityError] = {}
-        missing: set[int] = set()  # never committed, or deleted since they were listed
+        missing: set[int] = set()  # never committed, or deleted after they were listed
         found: tuple[int, Any] | None = None
         for number in numbers:
             try:
@@ -186,7 +196,7 @@ def load_newest_on_all_ranks(
                     raise
                 else:
                     damage[number] = error
-        # Another process saves and deletes meanwhile: it may have committed a newer step than what was found.
+        # A missing step means that another process saves and deletes, so it may have committed a newer step than `found`.
         if not missing:
             return report_fallback(repo, found, damage, 5)
         tried_and_present = {*numbers} - missing
@@ -198,12 +208,12 @@ def load_newest_on_all_ranks(
 
 
 def _is_deleted(repo: Repository, step: int, group: Group) -> bool:
-    """Whether a step that can't be loaded was deleted."""
+    """Return whether a step that can't be loaded was deleted."""
 
     def ask() -> str:
         try:
             return json.dumps(not repo.store.exists(commit_name(step)))
-        except StoreError:  # then the error of the load is what counts
+        except StoreError:  # the caller then raises the error of the load
             return json.dumps(False)
 
     return bool(json.loads(broadcast_from_rank_0(group, ask)))
@@ -218,9 +228,9 @@ def _has_committed(repo: Repository, steps: Sequence[int], group: Group) -> bool
 def report_fallback(
     repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError], depth: int
 ) -> tuple[int, T] | None:
-    """What was found, once the damaged steps that were passed over are told and distrusted. Raises where none is whole.
+    """Warn of the skipped damaged steps, mark them as damaged, and return `found`. Raise IntegrityError if all are damaged.
 
-    depth: frames from here up to the user's call, which the warning names.
+    depth: the number of stack frames from here up to the user's call, at which the warning points.
     """
     mark_damaged_in_all_tiers(repo, damage)
     if found is None and damage:

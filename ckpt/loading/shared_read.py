@@ -1,9 +1,9 @@
-"""Reading shared by the ranks of a group: what several need of a block is read by one of them and handed to the others.
+"""Reads shared by the ranks of a group: one rank reads the bytes that several need, and passes them to the others.
 
-All ranks tell what they need, and each computes the same schedule from that (`turns.py`). Ranks of one host hand on through
-memory that all of them see (`window.py`), others by messages, round by round, so that no rank holds more than some blocks
-beside its own shard. Whoever gets bytes verifies them, whether from the store or from a rank: therefore a stretch of cells is
-read by a rank that wants just these, and whole blocks by one that wants all.
+All ranks exchange what they need, and each computes the same schedule (`shared_read_schedule.py`). Ranks of one host pass bytes
+through shared memory (`shared_window.py`), other ranks by messages in rounds, so that a rank has only some blocks in memory
+besides its own shards. Each rank verifies all bytes that it gets, from the store or from another rank. Therefore a range of
+cells is read by a rank that needs exactly these, and a whole block by a rank that needs all of it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from ckpt.storage.local.directory import LocalStore
 ShareReads = bool | Literal["auto"]
 
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 20, 128 << 20
-"""Memory through which the ranks of one host hand on what they read, at least and at most; in between two blocks for each."""
+"""The least and the most shared memory of the ranks of one host; between these limits, two blocks for each rank."""
 
 
 def read_shared(
     store: Store, algorithm: str, read_plan: list[BlockRead], packs: Sequence[str], where: str, group: Group,
     share: ShareReads, progress: Progress | None = None, *, bypass_cache: bool = False,
 ) -> None:  # fmt: skip
-    """Like `read_blocks`, on every rank of a group. Every rank must come, whatever it needs.
+    """Read blocks as `read_blocks` does, with shared reads. Every rank of the group must call it, whatever it needs.
 
-    once: past the page cache, where no other rank is known to need the same bytes from it.
+    packs: the names of all packs of the step, in the same order on all ranks.
+    bypass_cache: whether to bypass the page cache for bytes that no other rank of this host reads.
 
-    Comes back without all where another rank has failed, and that one raises: `together` tells it to all.
+    If another rank fails, this returns without all bytes. That rank raises, and `run_on_all_ranks` then raises on all.
     """
-    one_host = group.size > 1 and group.one_host()  # before any question that ranks could answer each in its way
+    one_host = group.size > 1 and group.one_host()  # a collective call, so it must precede any decision that may differ by rank
     if group.size == 1 or not (group.can_exchange or one_host):
         for block in read_plan:
             block.bypass_cache = bypass_cache and group.size == 1
@@ -90,14 +91,14 @@ def read_shared(
 
 
 class RankReadFacts(NamedTuple):
-    """What a rank brings to the decision how to read: it is the same on all ranks, for all know that of all."""
+    """What a rank contributes to the decision how to read. All ranks know the facts of all, and so decide alike."""
 
     share: int
-    """0: not; 1: yes; 2: "auto"."""
+    """The argument share_reads: 0 for False, 1 for True, 2 for "auto"."""
     is_local: int
-    """Whether the copies that it would read lie in folders."""
+    """Whether all copies that it would read are in local folders."""
     bypasses_cache: int
-    """Whether it would read them past the page cache."""
+    """Whether it would bypass the page cache."""
 
 
 def _rank_read_facts(store: Store, share: ShareReads, bypass_cache: bool) -> RankReadFacts:
@@ -107,7 +108,7 @@ def _rank_read_facts(store: Store, share: ShareReads, bypass_cache: bool) -> Ran
 
 
 def _gather_needs(group: Group, facts: RankReadFacts, needs: NeedRows) -> tuple[list[RankReadFacts], list[NeedRows]]:
-    """What each rank has to say, and what it needs. Raises InvalidArgument where they want to share in different ways."""
+    """Return the facts and the needs of each rank. Raises InvalidArgument if share_reads differs between ranks."""
     answers = [np.frombuffer(data, np.int64) for data in group.all_gather(np.append(np.array(facts), needs).tobytes())]
     found = [RankReadFacts(*answer[: len(facts)].tolist()) for answer in answers]
     if other := [rank for rank, told in enumerate(found) if told.share != found[0].share]:
@@ -120,10 +121,11 @@ def _gather_needs(group: Group, facts: RankReadFacts, needs: NeedRows) -> tuple[
 
 
 def _is_shared(facts: Sequence[RankReadFacts], saves_enough: bool, has_common_page_cache: bool) -> bool:
-    """Whether ranks read for each other. Pure.
+    """Return whether ranks share reads. This is a pure function.
 
-    in_common: what they read comes from folders of one host: then each copies from the page cache itself, unless it is read
-    past that.
+    saves_enough: whether sharing saves a noticeable part of the reads.
+    has_common_page_cache: whether all ranks read local folders of one host. Then each rank copies from the page cache itself,
+        unless reads bypass it.
     """
     if facts[0].share != 2:
         return facts[0].share == 1
@@ -131,12 +133,12 @@ def _is_shared(facts: Sequence[RankReadFacts], saves_enough: bool, has_common_pa
 
 
 def _open_window(shared_reads: Mapping[BlockKey, SharedRead], group: Group) -> SharedWindow | None:
-    """Memory for the blocks that go round; None where the ranks of this host can't have any."""
+    """Return shared memory for the shared blocks; None if there are none, or the ranks of this host can't share memory."""
     if not shared_reads:
         return None
     largest = max(turn.needs.raw_bytes for turn in shared_reads.values())
     slots = min(max(2 * group.size * largest, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES) // largest
-    if slots < 2:  # blocks as this version does not write them
+    if slots < 2:  # blocks larger than this version writes
         return None
     return SharedWindow.create(
         group, min(slots, len(shared_reads)), largest, sum(len(turn.jobs) for turn in shared_reads.values())
@@ -147,9 +149,11 @@ def _read_through_window(
     window: SharedWindow, store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
     shared_reads: list[tuple[BlockRead | None, SharedRead]],
 ) -> bool:  # fmt: skip
-    """Read what is this rank's into the window, and put in place what it needs out of it, while the others do so too.
+    """Read the jobs of this rank into the window, and copy what it needs from there, while the other ranks do the same.
 
-    turns: with what this rank wants of each block. Returns whether all is in place: it is not where another rank gave up.
+    shared_reads: all shared blocks, each with this rank's read of it, or None if it needs nothing of it.
+
+    Returns whether all bytes have arrived; False if another rank failed.
     """
     own_jobs = [
         (block, wanted, number, job)
@@ -161,7 +165,7 @@ def _read_through_window(
     def read() -> None:
         worker = BlockReader(store, algorithm, where, progress)
         while True:
-            with lock:  # in the order in which the window has room for them, and one waits for all
+            with lock:  # jobs start in the order in which slots become free, so one thread waits for all
                 found = next(remaining_jobs, None)
                 if found is None:
                     return
@@ -182,7 +186,7 @@ def _read_through_window(
             window.release(block)
 
     threads = READ_THREADS
-    if not any(wanted.row.codec for _, wanted, _, _ in own_jobs):  # else each holds all of a block
+    if not any(wanted.row.codec for _, wanted, _, _ in own_jobs):  # a thread that decodes needs memory for a whole block
         threads = max(threads, STREAM_THREADS // group.size)
     errors: list[BaseException] = []
 
@@ -207,7 +211,7 @@ def _read_through_window(
         return not errors
     finally:
         for error in errors:
-            traceback.clear_frames(error.__traceback__)  # they hold the memory as long as somebody holds the error
+            traceback.clear_frames(error.__traceback__)  # otherwise the error would keep the shared memory mapped
         errors.clear()
 
 
@@ -215,11 +219,11 @@ def _read_by_messages(
     store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
     shared_reads: list[tuple[BlockRead | None, SharedRead]], own_reads: list[BlockRead],
 ) -> None:  # fmt: skip
-    """Read what no other rank needs, then round by round what goes round."""
+    """Read the blocks that no other rank needs, then the shared blocks round by round."""
     failed: list[Exception] = []
     try:
         read_blocks(store, algorithm, own_reads, where, progress)
-    except Exception as error:  # the others wait for what this rank is to read
+    except Exception as error:  # continue, because the other ranks wait for messages of this rank
         failed.append(error)
     rounds = 1 + max(turn.round for _, turn in shared_reads)
     by_round: list[list[tuple[BlockRead, SharedRead]]] = [[] for _ in range(rounds)]
@@ -236,7 +240,10 @@ def _run_round(
     store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
     shared_reads: list[tuple[BlockRead, SharedRead]], failed: list[Exception],
 ) -> None:  # fmt: skip
-    """Read what is this rank's, hand over, put in place. Goes on after an error: the others count on the messages."""
+    """Read the jobs of this rank, exchange messages, and copy the bytes to their targets.
+
+    An error is added to `failed` and does not end the round, because the other ranks wait for the messages.
+    """
     rank = group.rank
     buffers = [[(first, np.empty(last - first, np.uint8)) for first, last in block.raw_ranges()] for block, _ in shared_reads]
 
@@ -244,7 +251,7 @@ def _run_round(
         first, buffer = next(it for it in reversed(buffers[i]) if it[0] <= begin)
         return buffer[begin - first : end - first]
 
-    own = threading.local()  # a worker's memory is used again
+    own = threading.local()  # each thread reuses the memory of its reader
 
     def read(i: int, job: ReadJob) -> None:
         try:
@@ -266,7 +273,7 @@ def _run_round(
         list(pool.map(lambda it: read(*it), reads))
         send: list[Message] = []
         receive: list[Message] = []
-        for i, (block, turn) in enumerate(shared_reads):  # of a block from first to last, as it is sent
+        for i, (block, turn) in enumerate(shared_reads):  # messages have the same order on both sides
             send += [(peer, within(i, begin, end).data) for peer, begin, end in turn.sent_by(rank)]
             for stretch in block.raw_ranges():
                 receive += [(peer, within(i, begin, end).data) for peer, begin, end in turn.received_by(rank, *stretch)]

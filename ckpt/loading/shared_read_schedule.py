@@ -1,4 +1,4 @@
-"""Who reads what for whom, where several ranks need the same bytes. Pure, and the same on every rank."""
+"""Pure functions that decide which rank reads which bytes for which others. Every rank computes the same schedule."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckpt.format.digest import CELL_BYTES
 from ckpt.format.limits import BLOCK_BYTES
 
 ROUND_BYTES = 96 << 20
-"""Blocks that a rank reads, sends and receives in one round."""
+"""The most bytes of blocks that a rank reads, sends and receives in one round."""
 
-_MIN_READ_RATIO = 1.05  # what the group reads over what there is, from which on sharing begins
+_MIN_READ_RATIO = 1.05  # reads are shared if the group would otherwise read this many times the needed bytes
 
 NeedRows = np.ndarray
-"""Rows of (pack, position, raw bytes, stored bytes, from, to), one a stretch, in the order in which they lie."""
+"""int64 rows of (pack, position, raw bytes, stored bytes, begin, end), one for each needed range, in the order on disk."""
 
 NEED_COLUMNS = 6
 
@@ -27,18 +27,18 @@ BlockKey = tuple[int, int]
 
 
 class NeededRange(NamedTuple):
-    """Bytes [begin, end) of a raw block."""
+    """The bytes [begin, end) of a decoded block, which some rank needs."""
 
     begin: int
     end: int
     read_bytes: int
-    """To be read for it."""
+    """The bytes to read from the store for it."""
     ranks: Sequence[int]
-    """Those that can read and verify it."""
+    """The ranks that can read and verify it."""
 
 
 class RankRange(NamedTuple):
-    """A part that a rank needs of a block that it does not need whole, from and to."""
+    """The bytes [begin, end) of a decoded block, and the rank that needs, sends or receives them."""
 
     rank: int
     begin: int
@@ -47,20 +47,21 @@ class RankRange(NamedTuple):
 
 @dataclass(slots=True)
 class BlockNeeds:
-    """What the ranks need of one block."""
+    """Which ranks need which bytes of one block."""
 
     raw_bytes: int
     stored_bytes: int
-    """The bytes to read for all of it."""
+    """The bytes to read for the whole block."""
     whole_block_ranks: list[int] = field(default_factory=list)
-    """The ranks that need all of it."""
+    """The ranks that need the whole block."""
     partial_ranges: list[RankRange] = field(default_factory=list)
+    """The parts that the other ranks need."""
     unshared_bytes: int = 0
-    """The bytes that are read where each rank reads for itself."""
+    """The bytes that are read if each rank reads for itself."""
     _needed_ranges: list[NeededRange] | None = None
 
     def needed_ranges(self) -> list[NeededRange]:
-        """What is to be read of it, each byte once. All of it where a rank needs it all; else what lies between two edges."""
+        """Return the ranges to read, each byte once: the whole block if a rank needs it, else the ranges between the edges."""
         if self._needed_ranges is None:
             self._needed_ranges = self._find_needed_ranges()
         return self._needed_ranges
@@ -68,7 +69,7 @@ class BlockNeeds:
     def _find_needed_ranges(self) -> list[NeededRange]:
         if self.whole_block_ranks:
             return [NeededRange(0, self.raw_bytes, self.stored_bytes, self.whole_block_ranks)]
-        changes: dict[int, list[int]] = {}  # at each edge the ranks that want what follows, if they did not before
+        changes: dict[int, list[int]] = {}  # at each edge, the ranks whose need begins or ends there
         for rank, begin, end in self.partial_ranges:
             changes.setdefault(begin, []).append(rank)
             changes.setdefault(end, []).append(rank)
@@ -80,13 +81,13 @@ class BlockNeeds:
         return found
 
     def ranges_by_rank(self) -> Iterator[RankRange]:
-        """What each rank needs of it."""
+        """Yield the range that each rank needs."""
         yield from (RankRange(rank, 0, self.raw_bytes) for rank in self.whole_block_ranks)
         yield from self.partial_ranges
 
 
 class ReadJob(NamedTuple):
-    """A stretch of a block, and who reads it."""
+    """The bytes [begin, end) of a decoded block, and the rank that reads them."""
 
     begin: int
     end: int
@@ -95,16 +96,19 @@ class ReadJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedRead:
-    """One block on its way: when, who reads what of it, and who needs it. Jobs are in the same order on all ranks."""
+    """The schedule of one shared block: its round, which rank reads what, and which ranks need it.
+
+    The jobs have the same order on all ranks.
+    """
 
     round: int
     jobs: list[ReadJob]
     needs: BlockNeeds
     first_job: int
-    """The number of its first job, of those of all blocks."""
+    """The number of its first job among the jobs of all blocks."""
 
     def sent_by(self, rank: int) -> Iterator[RankRange]:
-        """What a rank sends, and to whom."""
+        """Yield the receiving rank and the bytes of each message that a rank sends."""
         for begin, end, reader in self.jobs:
             if reader == rank:
                 for taker, first, last in self.needs.ranges_by_rank():
@@ -112,14 +116,14 @@ class SharedRead:
                         yield RankRange(taker, max(begin, first), min(end, last))
 
     def received_by(self, rank: int, first: int, last: int) -> Iterator[RankRange]:
-        """What a rank that needs these bytes receives, and from whom."""
+        """Yield the sending rank and the bytes of each message to a rank that needs the bytes [first, last)."""
         for begin, end, reader in self.jobs:
             if reader != rank and max(begin, first) < min(end, last):
                 yield RankRange(reader, max(begin, first), min(end, last))
 
 
 def needs_by_block(needs: Sequence[NeedRows]) -> dict[BlockKey, BlockNeeds]:
-    """What the ranks need, by block."""
+    """Return the needs of all ranks by block; `needs` has one array for each rank."""
     found: dict[BlockKey, BlockNeeds] = {}
     for rank, need in enumerate(needs):
         for pack, position, raw, stored, begin, end in need.tolist():
@@ -134,10 +138,10 @@ def needs_by_block(needs: Sequence[NeedRows]) -> dict[BlockKey, BlockNeeds]:
 
 
 def schedule_shared_reads(blocks: Mapping[BlockKey, BlockNeeds], size: int) -> dict[BlockKey, SharedRead]:
-    """The turn of each block of which several of `size` ranks need the same bytes. Pure; the same on every rank.
+    """Return the schedule of each block of which several of `size` ranks need the same bytes.
 
-    Of those that can read a stretch it is read by the one that has the fewest bytes to read so far. A round is full for a
-    rank at ROUND_BYTES.
+    A range is read by the rank that can read it and has the fewest bytes to read so far. A round is full for a rank at
+    ROUND_BYTES.
     """
     bytes_to_read = [0] * size
     ranges_by_block: dict[BlockKey, list[NeededRange]] = {}
@@ -157,7 +161,7 @@ def schedule_shared_reads(blocks: Mapping[BlockKey, BlockNeeds], size: int) -> d
         for begin, end, nbytes, ranks in ranges:
             before = jobs[-1] if jobs and jobs[-1].end == begin else None
             if before is not None and before.reader in ranks and nbytes <= CELL_BYTES:
-                reader = before.reader  # the cell at a border: one read of two stretches costs one call
+                reader = before.reader  # the cell at a border: one call reads both ranges
             else:
                 reader = min(ranks, key=lambda r: (bytes_to_read[r], before is None or r != before.reader, r))
             bytes_to_read[reader] += nbytes
@@ -181,13 +185,13 @@ def _total_read_bytes(stretches: Sequence[NeededRange]) -> int:
 
 
 def is_worth_sharing(blocks: Mapping[BlockKey, BlockNeeds]) -> bool:
-    """Whether the group reads much less where ranks read for each other."""
+    """Return whether the group reads noticeably fewer bytes if ranks share their reads."""
     total = sum(block.unshared_bytes for block in blocks.values())
     return total > _MIN_READ_RATIO * sum(_total_read_bytes(block.needed_ranges()) for block in blocks.values())
 
 
 def has_disjoint_needs(block: BlockNeeds) -> bool:
-    """Whether ranks that need a block read different bytes of it, but for the cells at their borders."""
+    """Return whether the ranks that need a block read different bytes of it, except the cells at their borders."""
     ranges = block.needed_ranges()
     return block.unshared_bytes <= _total_read_bytes(ranges) + (len(ranges) - 1) * CELL_BYTES
 

@@ -1,12 +1,13 @@
-"""Memory that the ranks of one host see, in which what one of them has read for all goes round, block by block.
+"""The class SharedWindow, shared memory through which the ranks of one host pass blocks that one of them has read.
 
-Block k of all that go round lies in slot k modulo the number of slots. Who reads a part of it waits until every rank has
-passed on from the block that was there before; who needs a part, as its reader does, waits until that is ready. That is all
-that ranks tell each other: bytes beside the slots, each written by one rank, so that no call of the group's library is needed
-until all is read. What is written first must be seen first, which x86 promises and others do not: there is none elsewhere.
+Shared block k lies in slot k modulo the number of slots. The rank that reads a part of it waits until every rank has released
+the block that was in the slot before. A rank that needs a part waits until the part is ready. The ranks communicate only
+through bytes beside the slots, each written by one rank. So they make no call of the group's library until all is read. Stores
+must become visible in the order in which they are made. x86 guarantees that and other processors do not, so those have no
+window.
 
-The memory has no name that could be left behind: rank 0 makes it (memfd_create(2)), and the others open its descriptor
-under /proc. It goes with the last process that has it.
+The memory has no name, so that nothing is left behind: rank 0 creates it (memfd_create(2)), and the others open its descriptor
+under /proc. The kernel frees it when the last process unmaps it.
 """
 
 from __future__ import annotations
@@ -31,37 +32,41 @@ from ckpt.storage.base.checked_decode import decode
 from ckpt.storage.base.failpoints import failpoint
 
 _POLL_SECONDS = 0.0003, 0.003
-"""Seconds between two looks, at first and at most: a block of 8 MiB takes some milliseconds to read."""
+"""The first and the longest interval between two polls: reading a block of 8 MiB takes some milliseconds."""
 
 _LIVENESS_SECONDS = 0.5
-"""Between two looks whether the others still live."""
+"""The interval between two checks that the other ranks live."""
 
 _MAPPED = b"1"
 
 
 class RankFailed(Exception):
-    """Another rank has given up; it tells why itself."""
+    """Another rank has failed. It raises the reason itself."""
 
 
 class SharedWindow:
-    """Blocks of at most `slot_bytes` that go round in one load, read in so many parts. Every rank has one, by `meet`.
+    """The shared memory of one load, mapped by every rank. `create` makes it.
 
-    A context: a rank that leaves it by an error gives up, so that no other waits for it.
+    It is a context manager. A rank that leaves it with an error marks itself as failed, so that no other rank waits for it.
     """
 
     def __init__(self, group: Group, memory: mmap.mmap, slot_bytes: int, parts: int, owners: list[ProcessIdentity]) -> None:
+        """slot_bytes: the size of the largest block, rounded up to pages.
+        parts: the number of read jobs of all blocks.
+        owners: the process of each rank.
+        """
         self._group = group
         self._owners = owners
         seen = np.frombuffer(memory, np.uint8)
         told = _header_bytes(group.size, parts)
-        self._released = seen[: 64 * group.size].view(np.int64)[::8]  # a line of the processor's cache for each rank
+        self._released = seen[: 64 * group.size].view(np.int64)[::8]  # one cache line for each rank
         self._failed = seen[64 * group.size : 65 * group.size]
         self._ready = seen[65 * group.size : 65 * group.size + parts]
         self._slots = seen[told:].reshape(-1, slot_bytes)
 
     @classmethod
     def create(cls, group: Group, slots: int, slot_bytes: int, parts: int) -> SharedWindow | None:
-        """One for `group`, all of whose ranks run on this host; None where one of them can't have it. Collective."""
+        """Return a window for `group`, whose ranks all run on this host; None if one of them can't map it. Collective."""
         slot_bytes = round_up(slot_bytes)
         nbytes = _header_bytes(group.size, parts) + slots * slot_bytes
         fd = _create_memory(nbytes) if group.rank == 0 else None
@@ -71,7 +76,8 @@ class SharedWindow:
             owners = [decode(ProcessIdentity, answer["owner"]) for answer in answers_of_open]
             maker, me = owners[0], owners[group.rank]
             memory = None
-            if answers_of_open[0]["fd"] is not None and maker.namespace == me.namespace:  # else the number is another process's
+            # In another PID namespace, the pid of rank 0 would name another process.
+            if answers_of_open[0]["fd"] is not None and maker.namespace == me.namespace:
                 memory = _map_memory_of_rank_0(
                     f"/proc/{maker.pid}/fd/{answers_of_open[0]['fd']}", answers_of_open[0]["file"], nbytes
                 )
@@ -89,11 +95,11 @@ class SharedWindow:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.mark_failed()
-        # The mapping goes with its views: the frames of an error may live as long as that.
+        # The memory is unmapped when its views are deleted; frames of an error would keep them alive.
         del self._released, self._failed, self._ready, self._slots
 
     def wait_for_free_slot(self, block: int) -> Bytes:
-        """The slot of a block, once nobody needs what was there before."""
+        """Wait until every rank has released the block that was in the slot before, and return the slot of `block`."""
         before = block - len(self._slots)
         self._poll_until(
             lambda: bool((self._released > before).all()), lambda: np.flatnonzero(self._released <= before).tolist()
@@ -101,25 +107,25 @@ class SharedWindow:
         return self.slot(block)
 
     def mark_ready(self, part: int) -> None:
-        """Say that a part is in its place."""
+        """Mark a part as ready in its slot."""
         failpoint("load.window")
         self._ready[part] = 1
 
     def wait_until_ready(self, part: int, reader: int) -> None:
-        """Come back when a part is in its place, where `reader` puts it."""
+        """Wait until the rank `reader` has marked a part as ready."""
         self._poll_until(lambda: bool(self._ready[part]), lambda: [reader])
 
     def slot(self, block: int) -> Bytes:
-        """Where a block is, from when its parts are ready until this rank passes on."""
+        """Return the memory of a block, valid from when its parts are ready until this rank releases the block."""
         found: Bytes = self._slots[block % len(self._slots)]
         return found
 
     def release(self, block: int) -> None:
-        """Say that this rank needs neither this block any more nor one before it."""
+        """Mark that this rank no longer needs this block or one before it."""
         self._released[self._group.rank] = block + 1
 
     def mark_failed(self) -> None:
-        """Let no other rank wait for this one."""
+        """Mark this rank as failed, so that no other rank waits for it."""
         self._failed[self._group.rank] = 1
 
     def _poll_until(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
@@ -137,20 +143,20 @@ class SharedWindow:
                 raise RankFailed
             if now > started + TIMEOUT_SECONDS:
                 raise GroupError(
-                    f"{self._group!r}: {ranks_text(missing())} did not go on with a load for {TIMEOUT_SECONDS:g} s; see "
-                    "whether one stands still or its storage does not answer, and restart the job"
+                    f"{self._group!r}: {ranks_text(missing())} made no progress in a load for {TIMEOUT_SECONDS:g} s; check "
+                    "whether a process hangs or its storage does not answer, and restart the job"
                 )
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
 
 def _header_bytes(size: int, parts: int) -> int:
-    """What lies before the slots: a counter and a mark of failure for each rank, a mark for each part."""
+    """Return the bytes before the slots: a counter and a failure mark for each rank, and a ready mark for each part."""
     return round_up(65 * size + parts)
 
 
 def _create_memory(nbytes: int) -> int | None:
-    """Memory of zeros that other processes can open; None where this system has none."""
+    """Return the descriptor of zeroed memory that other processes can open; None if this system has none."""
     if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"):
         return None
     with suppress(OSError):
@@ -165,13 +171,13 @@ def _create_memory(nbytes: int) -> int | None:
 
 
 def _file_identity(fd: int | None) -> list[int]:
-    """What tells the memory from any other file."""
+    """Return device and inode of a file, which distinguish it from any other."""
     found = None if fd is None else os.fstat(fd)
     return [] if found is None else [found.st_dev, found.st_ino]
 
 
 def _map_memory_of_rank_0(path: str, identity: list[int], nbytes: int) -> mmap.mmap | None:
-    """The memory of rank 0; None where this process does not see it, as from another container."""
+    """Map the memory of rank 0; return None if this process can't see it, for example from another container."""
     with suppress(OSError, ValueError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         try:

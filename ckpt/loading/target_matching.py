@@ -1,7 +1,7 @@
-"""Loading into a state that is there: which array of `like` each saved leaf goes to, checked before a byte is written.
+"""The class TargetMatcher, which matches saved leaves with the arrays of `like` and checks them before a byte is written.
 
-Arrays are filled in place; dicts and lists get the saved plain values in place; tuples and other immutable things are
-made anew where something in them changed. The result is returned as well, so that an immutable root works too.
+Arrays are filled in place. Dicts and lists get the saved plain values in place. Tuples and other immutable objects are replaced
+by new ones if something in them changes. The state is also returned, so that an immutable root works.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ Finish = Callable[[], Any]
 
 
 class TargetMatcher:
-    """Collects the arrays to write (`targets`: leaf name, where to) and how to make the result after that.
-
-    `wanted` tells by path which leaves to load; the others keep their values. `where` is for messages. `stored_bytes` tells by
-    name how many bytes of each leaf are stored: no array is made where that is not what its shape takes.
-    """
+    """Collects the arrays to fill, and builds the function that returns the state after they are filled."""
 
     def __init__(
         self,
@@ -50,19 +46,25 @@ class TargetMatcher:
         where: str,
         stored_bytes: Callable[[], Mapping[str, float]],
     ) -> None:
+        """saved: type and shape of each saved leaf.
+        selector: returns whether to load the leaf at a path; other leaves keep their values. None loads all.
+        where: the name of the step, for messages.
+        stored_bytes: returns the decoded bytes of each leaf by name. No array is made if they do not match its shape.
+        """
         self.targets: list[tuple[str, ArrayLeaf]] = []
+        """The name of each saved leaf to read, and the array to fill."""
         self.aliases: dict[str, AliasNote] = {}
-        """Of the targets in `like` those that were saved as views of shared memory, by leaf name."""
+        """By leaf name, the targets in `like` that were saved as views of shared memory."""
         self._saved = saved
         self._selector = selector
         self._where = where
         self._stored_bytes = stored_bytes
-        self._like: Any = None  # all of `like`
+        self._like: Any = None  # the root of `like`
         self._new_arrays: dict[tuple[str, str, str | None], Finish] = {}
         self._filled_targets: dict[tuple[str, Hashable], Finish] = {}
 
     def read_targets(self) -> list[Target]:
-        """The targets by their shards."""
+        """Return the targets, with one entry for each local shard of a sharded leaf."""
         found = []
         for name, leaf in self.targets:
             parts = leaf.shards()
@@ -73,14 +75,14 @@ class TargetMatcher:
         return found
 
     def rebuild(self, node: Node) -> Finish:
-        """Plan to load all of `node` into new arrays."""
+        """Plan to load all of `node` into new arrays; return the function that returns the loaded value."""
         return rebuild(node, self._new_array)
 
     def _new_array(self, node: Node) -> Finish:
         name = node["array"]
         key = name, node["kind"], node.get("class")
         finish = self._new_arrays.get(key)
-        if finish is None:  # else tied: one array for all places
+        if finish is None:  # a tied leaf is one array at all its paths
             saved = self._lookup(name, name)
             nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
             if (stored := self._stored_bytes().get(name, 0)) != nbytes:
@@ -105,7 +107,7 @@ class TargetMatcher:
     # --- with like -------------------------------------------------------------------------------------------
 
     def match(self, like: Any, node: Node, path: str = "") -> Finish | None:
-        """Plan to load `node` into `like`; None where `like` stays the very object it is, filled or untouched."""
+        """Plan to load `node` into `like`; return the function that returns the result, or None if that is `like` itself."""
         if isinstance(node, dict) and "object" in node and as_stateful(like, path) is None:
             node = node["object"]
         if self._like is None:
@@ -260,7 +262,7 @@ class TargetMatcher:
             return None
         identity = leaf.identity()
         finish = None if identity is None else self._filled_targets.get((node["array"], identity))
-        if finish is None:  # else tied there and here
+        if finish is None:  # leaves tied in both the step and `like` are one target
             finish = _finish_once(target)
             self.targets.append((node["array"], target))
             if identity is not None:
@@ -268,10 +270,10 @@ class TargetMatcher:
         return finish
 
     def _object(self, like: Any, stateful: Stateful, node: Node, path: str) -> Finish:
-        """Into an object: what its state already holds is filled in place, the rest is new, and the object takes all.
+        """Plan to load into an object: fill the arrays of its state in place, make the missing ones, and call its setter.
 
-        One with `state_dict_like(saved, everything)` gives the state to fill itself: it may be a part of what was saved, of
-        which it gets an outline.
+        An object with `state_dict_like(saved, everything)` returns the state to fill, which may be a part of the saved state.
+        It gets an outline of the saved state, with a `Saved` for each array.
         """
         state = node["object"] if isinstance(node, dict) and "object" in node else node
         if callable(shape := getattr(like, "state_dict_like", None)):
@@ -298,7 +300,7 @@ class TargetMatcher:
         return load
 
     def _reorder_optimizer_state(self, optimizer: Any, node: Node, state: Node, path: str) -> Node:
-        """The saved state of an optimizer, under the numbers that its parameters have now."""
+        """Return the saved state of an optimizer, renumbered in the order of its parameters in `like`."""
         kind = type(optimizer).__name__
         try:
             found = reorder_state(optimizer, list(modules_in(self._like)), node, state)
@@ -314,7 +316,7 @@ class TargetMatcher:
         return found
 
     def _check_module_keys(self, module: Any, current: Any, node: Node, path: str) -> None:
-        """Raise LeafMismatch where a module would refuse a state for its keys."""
+        """Raise LeafMismatch if the module would refuse the keys of the saved state."""
         if not (isinstance(node, dict) and "dict" in node and isinstance(current, dict)):
             return
         saved = {decode_key(key): child for key, child in node["dict"]}
@@ -326,19 +328,18 @@ class TargetMatcher:
         differences += [f"{self._where} has {_first_few(unknown)} besides"] * bool(unknown)
         if differences:
             raise LeafMismatch(
-                f"leaf {path or '(root)'}: {' and '.join(differences)}, unlike the {type(module).__name__} of `like`; make "
-                "that as it "
-                "was when saved, or load what both have with only="
+                f"leaf {path or '(root)'}: {' and '.join(differences)}, unlike the {type(module).__name__} of `like`; build it "
+                "as it was when saved, or load the common leaves with only="
             )
 
     def _saved_outline(self, node: Node, path: str) -> Any:
-        """What was saved there and is to be loaded, with a `Saved` for each array."""
+        """Return the part of the saved state that is loaded, with a `Saved` in place of each array."""
         if self._selector is not None:
             node = select(node, lambda name: self._is_selected(join_path(path, name)))
         return rebuild(node, lambda array: lambda: self._lookup(array["array"], path))()
 
     def _merge(self, current: Any, node: Node, path: str) -> Finish:
-        """Like `fill`, but shaped by the checkpoint: a fresh optimizer has no moments yet, and gets them."""
+        """Plan as `match` does, but with the saved structure: a new optimizer has no moments yet, and gets them."""
         if isinstance(node, dict) and "dict" in node and isinstance(current, dict):
             parts = []
             for key, child in node["dict"]:
@@ -387,8 +388,8 @@ class TargetMatcher:
 
 def _tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
     try:
-        return tuple.__new__(type(like), values)  # not the constructor: that of a namedtuple takes each by itself
-    except TypeError:  # a type of an extension, such as torch.Size
+        return tuple.__new__(type(like), values)  # the constructor of a namedtuple would take each value as an argument
+    except TypeError:  # a type of an extension module, such as torch.Size
         return type(like)(values)
 
 
@@ -404,7 +405,7 @@ def _finish_once(leaf: ArrayLeaf) -> Finish:
 
 
 def _fill_scalar(target: ArrayLeaf, node: Node) -> Finish:
-    """Into an array without axes, from the tree."""
+    """Return the function that writes a scalar of the tree into an array without axes."""
     data = np.frombuffer(scalar_bytes(node), np.uint8)
     parts = target.shards()
 
@@ -418,7 +419,7 @@ def _fill_scalar(target: ArrayLeaf, node: Node) -> Finish:
 
 
 def _first_few(names: list[str]) -> str:
-    """The first few of many names."""
+    """Return the first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
