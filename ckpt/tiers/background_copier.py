@@ -1,4 +1,4 @@
-"""Brings steps to one tier in the background, one at a time. The newest wins: what waits is replaced, and never piles up."""
+"""The class Promoter, which copies steps to one tier in the background; a newer step replaces one that waits."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def _ignore_progress() -> None: ...
 
 
 _RETRY_SECONDS = (1.0, 60.0)
-"""After a failure: at first, and at most."""
+"""The first and the longest time before a failed copy is retried."""
 
 
 class Promoter:
-    """Copies from `source` to `target`, in a thread that begins with the first step. An error is told once a cause in the
-    log, and by `wait`; the copy is tried again, or that of a newer step."""
+    """Copies steps from `source` to `target`, in a thread that starts with the first step.
+
+    `wait` raises the last error, and the log has one warning for each kind of error. A failed copy is retried, or a newer step
+    is copied instead.
+    """
 
     def __init__(
         self, source: Repository, target: Session, keep: Keep | None, on_copied: Callable[[int], None] = lambda step: None
     ) -> None:
-        """copied: called with each step that the target has now."""
+        """on_copied: called with each step that the target has from now on."""
         self._source = source
         self._target = target
         self._keep = keep
@@ -51,26 +54,26 @@ class Promoter:
         self._closing = False
         self._progress_callback: Callable[[], None] = _ignore_progress
         self._progress_count = 0
-        """Grows as long as the copying makes progress."""
+        """Grows while a copy makes progress."""
         self._orphaned_files: set[str] = set()
         self._thread: threading.Thread | None = None
         self.last_copy_seconds = 0.0
-        """That the last copy took."""
+        """How long the last copy took."""
 
     # --- what to copy ------------------------------------------------------------------------------------------
 
     def expect(self, step: int) -> None:
-        """A step is being saved that is to come here: nearer tiers keep it until it is offered or dropped."""
+        """Announce a step that is being saved and is due here. Nearer tiers keep it until `offer` or `drop`."""
         with self._condition:
             self._expected_steps.add(step)
 
     def drop(self, step: int) -> None:
-        """A step that was expected does not come."""
+        """Withdraw an announced step."""
         with self._condition:
             self._expected_steps.discard(step)
 
     def offer(self, step: int) -> None:
-        """A step that is committed nearer by. The one that waits is left out for it."""
+        """Queue a step that a nearer tier has committed. It replaces a step that waits."""
         with self._condition:
             self._expected_steps.discard(step)
             if self._closing:
@@ -84,22 +87,22 @@ class Promoter:
             self._condition.notify_all()
 
     def set_source(self, source: Repository) -> None:
-        """From now on it copies from there."""
+        """Set the repository from which the next steps are copied."""
         self._source = source
 
     def needed_steps(self) -> set[int]:
-        """Steps that nearer tiers must not delete yet."""
+        """Return the steps that nearer tiers must not delete yet."""
         with self._condition:
             return self._expected_steps | {step for step in (self._waiting_step, self._current_step) if step is not None}
 
-    # --- how it goes -------------------------------------------------------------------------------------------
+    # --- waiting and ending ------------------------------------------------------------------------------------
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
-        """Wait until what was offered is there; raise SaveFailed after a try that failed. It is tried again later.
+        """Wait until the offered steps are copied.
 
-        Raises SaveFailed, too, where a copy makes no progress any more.
+        progress: called by the copying thread for each range.
 
-        progress: called by the thread that copies, for each piece.
+        Raises SaveFailed if a copy failed, which is retried later, or if it makes no progress any more.
         """
         with self._condition:
             self._progress_callback = progress or _ignore_progress
@@ -119,12 +122,15 @@ class Promoter:
             raise SaveFailed(f"promoting to {self._target.repo.url} failed: {error}") from error
 
     def raise_fenced(self) -> None:
-        """Raise Fenced where a newer job has taken the tier over."""
+        """Raise Fenced if a newer job has taken over the tier."""
         if isinstance(self._error, Fenced):
             raise self._error
 
     def close(self, wait: bool) -> None:
-        """End the thread after the copy that is under way. wait: until then; else it ends with the process at the latest."""
+        """End the thread after the current copy.
+
+        wait: whether to wait for that. Otherwise the thread ends with the process at the latest.
+        """
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -132,7 +138,7 @@ class Promoter:
                 log.error("%s", self._stalled_message())
 
     def _wait_for_progress(self, ended: Callable[[], bool]) -> bool:
-        """With the lock. Whether it ended, before a copy made no progress for too long."""
+        """Wait until `ended`, and return True; return False if a copy makes no progress for too long. Needs `_condition`."""
         standstill = StallTimer(self._progress_count)
         while not ended():
             if self._condition.wait(tick := standstill.next_wait_seconds()):
@@ -146,8 +152,7 @@ class Promoter:
     def _stalled_message(self) -> str:
         return (
             f"promoting step {self._current_step} to {self._target.repo.url} has made no progress for "
-            f"{store_timeout_seconds():g} s: a "
-            f"store does not answer. {STORE_TIMEOUT_VARIABLE} sets the seconds"
+            f"{store_timeout_seconds():g} s: a store does not answer. {STORE_TIMEOUT_VARIABLE} sets the seconds"
         )
 
     def _record_progress(self) -> None:
@@ -191,7 +196,7 @@ class Promoter:
 
     def _copy_ended(self, step: int, error: Exception | None) -> None:
         if isinstance(error, IntegrityError):
-            mark_damaged_in_all_tiers(self._source, [step])  # nothing refers to it, so that the next save is whole
+            mark_damaged_in_all_tiers(self._source, [step])  # the next save must not refer to its blocks
         with self._condition:
             self._current_step = None
             self._attempt_count += 1
@@ -213,6 +218,6 @@ class Promoter:
             self._condition.notify_all()
         if is_new_failure:
             log.warning(
-                "step %d could not be promoted to %s: %s; it is kept where it is%s", step, self._target.repo.url, error,
-                "" if isinstance(error, (Fenced, IntegrityError)) else ", and the copy is tried again",
+                "step %d could not be promoted to %s: %s; the nearer tier keeps it%s", step, self._target.repo.url, error,
+                "" if isinstance(error, (Fenced, IntegrityError)) else ", and the copy is retried",
             )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Whether one copy of a file is whole: it is read, and compared with the digests of every step that refers to the file.
+"""Checks that a copy of a file is intact, by reading it and comparing it with the digests of every step that refers to it.
 
-Only such a copy justifies the deletion of another one. A copy of the right length may be rotten, or never have been read.
+Only an intact copy justifies the deletion of another one. A copy of the right length may still have damaged bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ log = logging.getLogger("ckpt")
 
 
 def is_intact_copy(repo: Repository, copy: Store, name: str) -> bool:
-    """Whether `copy` has a whole file of this name, by all records of the repository.
+    """Return whether `copy` has an intact file of this name, by all commit records of the repository.
 
-    False where no step refers to it, and where any record or manifest that may refer to it can't be read.
+    False also if no step refers to the file, or if a record or manifest that may refer to it can't be read.
     """
     found = False
     try:
@@ -33,18 +33,18 @@ def is_intact_copy(repo: Repository, copy: Store, name: str) -> bool:
                     return False
                 found = True
     except CkptError as error:
-        log.warning("whether %s/%s is whole can't be known: %s", copy.url, name, error)
+        log.warning("can't check whether %s/%s is intact: %s", copy.url, name, error)
         return False
     return found
 
 
 def _commits_of_all_tiers(repo: Repository) -> Iterator[CommitRecord]:
-    """The records of all tiers: after a roll-back a near one has another save of the same step."""
+    """Yield the commit records of all tiers. After a roll-back, a near tier may have another save of the same step."""
     for place in repo.places:
         for step in place.step_numbers():
             try:
                 yield place.record(step)
-            except NotFound:  # not committed there
+            except NotFound:  # not committed in this tier
                 continue
 
 

@@ -1,7 +1,8 @@
-"""Copying a committed step from nearer tiers to a further one, byte by byte as it lies.
+"""Copies a committed step from nearer tiers to a further one, without changing its files.
 
-Order, and what a crash between two steps leaves: packs (unreachable, used by the next try or swept) → manifests (the same)
-→ commit record (the step exists). Every block is verified on the way, so that rot is never spread.
+The order is packs, manifests, commit record. A crash before the commit record leaves unreachable files, which the next attempt
+uses or a sweep deletes. The commit record makes the step exist. Every block is verified before it is written, so that damage
+does not spread.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ from ckpt.storage.base.store import ALIGNMENT, Reader, Store
 log = logging.getLogger("ckpt")
 
 PIECE_BYTES = 16 << 20
-"""What is copied at once: a large block."""
+"""The most bytes that are copied at once: a large block."""
 
 
 def promote(
     source: Repository, step: int, target: Session, keep: Keep | None = None, orphaned_files: set[str] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> bool:  # fmt: skip
-    """Make `step` exist in `target` as it is in `source`; whether it was copied. May be called again after any failure.
+    """Copy `step` from `source` to `target`, and return whether it was copied. It may be called again after any failure.
 
-    left_over: the caller's memory of the files that were copied for steps whose copying has failed.
-    progress: called for each piece that was copied.
-    False where the target has this save of the step, or a later one, with all its packs. Raises StepNotFound where the source
-    has it no longer, IntegrityError where no tier of the source has good bytes, or where the later save lacks packs, Fenced,
-    StoreError.
+    keep: which steps the sweep of the target keeps; None deletes none.
+    orphaned_files: files that were copied for steps whose copy failed. The caller passes the same set to the next call.
+    progress: called for each range that was copied.
+
+    Returns False if the target already has this save of the step, or a later one, with all its packs.
+
+    Raises StepNotFound if the source no longer has the step, IntegrityError if no tier of the source has undamaged bytes or a
+    later save in the target lacks packs, Fenced if a newer writer has taken over the target, and StoreError if a store failed.
     """
     began = time.monotonic()
     commit = source.commit(step)
@@ -79,7 +83,7 @@ def promote(
         failpoint("promote.committed")
     finally:
         target.lease.writer.end_attempt(attempt)
-    target.forget_previous()  # what a direct save would refer to
+    target.forget_previous()  # the next direct save to the target must not refer to blocks of an older step
     log.info(
         "promoted step %d from %s to %s: %.3f GB copied, %.2f s",
         step,
@@ -94,7 +98,7 @@ def promote(
 
 
 def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], None]) -> int:
-    """Bring what the step needs; return the bytes of packs that were copied."""
+    """Copy the files that the target lacks; return the bytes of the copied packs."""
     commit, store = checkpoint.commit, target.repo.store
     small = {file.name: checkpoint.verified(file) for file in (*commit.manifests, *commit.trees)}
     missing = missing_packs(target.repo, commit)
@@ -102,7 +106,7 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
         blocks: dict[str | None, list[Row]] = {}
         for row in checkpoint.manifest().by_block():
             blocks.setdefault(row.pack, []).append(row)
-        buffer = memoryview(map_huge_pages(PIECE_BYTES))  # as O_DIRECT wants it
+        buffer = memoryview(map_huge_pages(PIECE_BYTES))  # aligned, as O_DIRECT needs it
         for file in missing:
             failpoint("promote.pack")
             _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer, progress)
@@ -114,13 +118,13 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
 
 
 def missing_packs(repo: Repository, commit: CommitRecord) -> list[FileRecord]:
-    """The packs of a step that a repository lacks, has at another length, or has damaged as far as this process has seen."""
+    """Return the packs of a step that a repository lacks, or has with another length, or that this process found damaged."""
     have, bad = file_lengths(repo.store, [file.name for file in commit.packs]), bad_files(repo.url)
     return [file for file in commit.packs if have.get(file.name) != file.nbytes or file.name in bad]
 
 
 def _copy_ranges(blocks: list[Row], nbytes: int) -> Iterator[tuple[int, int, Row | None]]:
-    """A whole pack as (begin, end, the block that is there). What lies between blocks no step that is copied refers to."""
+    """Yield the ranges of a whole pack as (begin, end, row of the block), with None for a gap between the step's blocks."""
     at = 0
     for row in blocks:
         yield from _gap_ranges(at, row.position)
@@ -155,14 +159,14 @@ def _copy_pack(
 
             from_nearest(checkpoint.store, read, file.name, begin, absent)
             if writer.append(view) != begin:
-                raise StoreError(f"copying {file.name} to {store.url}: a piece came to another place than byte {begin}")
+                raise StoreError(f"copying {file.name} to {store.url}: a range was not written at byte {begin}")
             progress()
         if writer.commit() != file.nbytes:
-            raise StoreError(f"copying {file.name} to {store.url}: it has not {file.nbytes} bytes there")
+            raise StoreError(f"copying {file.name} to {store.url}: the copy does not have {file.nbytes} bytes")
 
 
 class _PackCopies:
-    """The open copies of a pack."""
+    """The open copies of one pack."""
 
     def __init__(self, where: str, name: str) -> None:
         self._where = where
@@ -170,7 +174,7 @@ class _PackCopies:
         self._readers: dict[str, Reader] = {}
 
     def read(self, copy: Store, position: int, buffer: memoryview) -> None:
-        """Fill `buffer`; raise IntegrityError where this copy cannot."""
+        """Fill `buffer` from one copy at a byte position; raise IntegrityError if the copy is missing or damaged there."""
         pack_name = f"{copy.url}/{self._name} of {self._where}"
         try:
             if (reader := self._readers.get(copy.url)) is None:
@@ -194,6 +198,6 @@ class _PackCopies:
 
 
 def _require_not_superseded(repo: Repository, commit: CommitRecord, existing: CommitRecord | None) -> None:
-    """Raise Fenced where what is there is of a later save."""
+    """Raise Fenced if the existing record belongs to a later save."""
     if existing is not None and existing.save_order > commit.save_order:
-        raise Fenced(f"step {commit.step} of {repo.url} was saved by a newer job meanwhile; stop this one")
+        raise Fenced(f"a newer job has saved step {commit.step} of {repo.url}; stop this job")

@@ -1,10 +1,11 @@
-"""Places before the repository of record that are nearer and faster: shared memory, a local disk.
+"""The class TierManager, which saves to the nearest tier and has steps copied to further ones; and `drain` for memory tiers.
 
-A save lands in the nearest place and is acknowledged there; rank 0 copies committed steps on in the background (promoter.py),
-each place at its own rhythm and with its own keep policy. A load takes each block from the nearest good copy (places.py).
+A save ends when the nearest tier has committed it. Rank 0 copies committed steps to further tiers in the background
+(background_copier.py). Each tier has its own `every` and `keep`. A load reads each block from the nearest undamaged copy
+(block_io/replicated_store.py).
 
-The ranks of a group agree without talking: which steps are due follows from their numbers, and the place of a save from how
-the saves before it ended, which every rank has seen.
+The ranks of a group agree without messages. Which steps are due follows from their numbers. The tier of a save follows from the
+results of earlier saves, which every rank knows.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ from ckpt.training.save_interval import Every, interval_seconds
 
 log = logging.getLogger("ckpt")
 
-_MAX_SKIP_EXPONENT = 6  # a place that could not take a save is passed over for 1, 2, 4 … 64 saves
+_MAX_SKIP_EXPONENT = 6  # a tier that failed is skipped for 1, 2, 4 … 64 saves
 
 
 @dataclass(slots=True)
 class _OpenTier:
-    """A tier that is open. The last one is the repository of record."""
+    """A tier with its writer session. The repository of record is the last one."""
 
     spec: Tier
     session: Session
@@ -76,9 +77,8 @@ class _OpenTier:
     promoter: Promoter | None = None
     last_promotion_at: float = field(default_factory=time.monotonic)
     saves_to_skip: int = 0
-    """Saves that pass this place over."""
+    """How many more saves skip this tier."""
     consecutive_failures: int = 0
-    """In a row."""
 
     @property
     def url(self) -> str:
@@ -97,41 +97,43 @@ class _OpenTier:
 
 
 class TierManager:
-    """The places of a Checkpointer. Opening takes the right to write to all of them; every rank of the group must."""
+    """The tiers of a Checkpointer, the repository of record included. It takes the writer leases of all of them."""
 
     def __init__(
         self, url: Url, every: Every, keep: int | Keep | None, tiers: Sequence[Tier], group: Group, keys: Keys = NO_KEYS
     ) -> None:
+        """Open all tiers. Every rank of the group must call it. The arguments are those of `Checkpointer`."""
         record = open_repository(url, keys)
         repos = [*(open_repository(tier_location(tier, record.url), keys) for tier in tiers), record]
         if any(kept is not None and kept.copies > 1 for kept in map(as_keep, (keep, *(tier.keep for tier in tiers)))):
             raise InvalidArgument(
-                "ckpt.Keep(copies=…) with tiers: which steps come to a tier is not known when they are saved, so that all of "
-                "them may refer to the same copy; leave copies= out, or the tiers"
+                "ckpt.Keep(copies=…) with tiers: a save does not know which steps will be copied to a tier, so that all of "
+                "those may refer to the same copy; leave copies= out, or the tiers"
             )
         if len({repo.url for repo in repos}) < len(repos):
-            raise InvalidArgument(f"tiers and {record.url}: a place is named twice; each must be another one")
+            raise InvalidArgument(f"tiers and {record.url}: two of them have the same URL; give each another one")
         self._group = group
         self._open_tiers: list[_OpenTier] = []
         self._last_save: SaveHandle | None = None
         self._step_bytes: int | None = None
-        self._line_and_step: tuple[int, int] | None = None  # line and step: what this job restored, or has saved since
+        self._line_and_step: tuple[int, int] | None = None
+        """Training line and number of the step that this job restored or saved last."""
         self._caught_up = False
         series = SerialCounter(repos)
         try:
-            # Of record first: who is refused there has changed nothing.
+            # The repository of record is first, so that a job which is refused there has changed nothing.
             self._enter_tier(Tier(url, every, keep), record, series, record.store)
             if group.size > 1 and any(map(is_host_memory, tiers)) and not group.one_host():
                 raise InvalidArgument(
                     'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, which '
-                    "keeps it for all hosts, or says what it needs for that, or name nodes that run on them: "
+                    "keeps memory for all hosts, or give the nodes that run on the hosts: "
                     'Tier("ckpt://host1:7070,host2:7070/run?redundancy=2x")'
                 )
             for tier, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
                 try:
                     self._enter_tier(tier, repo, series, record.store)
-                except StoreError as error:  # of a group, every rank is told the same
-                    message = f"the tier {repo.url} is left out, saves go to the next: {error}"
+                except StoreError as error:  # all ranks of a group get the same error
+                    message = f"the tier {repo.url} is not used, and saves go to the next tier: {error}"
                     log.error(message)
                     warnings.warn(message, stacklevel=3)
             entered = [place.session.repo for place in self._open_tiers]
@@ -139,7 +141,7 @@ class TierManager:
             self._previous_memories = previous_memories(record) if any(tier.url == MEMORY for tier in tiers) else []
             near = [r for r in repos[:-1] if r in entered or has_steps_of(r, record)]
             self.repository = TieredRepository([*near, *self._previous_memories, record])
-            # One for all: a save in the nearest place may go on from a step that was restored from another one.
+            # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest
             newest = max(place.session.lineage.newest_step for place in self._open_tiers)
             lineage = Lineage(self.repository, writer.lease.writer.generation, partial(damaged_steps, writer.repo), newest)
@@ -152,14 +154,18 @@ class TierManager:
             raise
 
     def _enter_tier(self, tier: Tier, repo: Repository, series: SerialCounter, rendezvous_store: Store) -> None:
-        """where: the ranks meet at the repository of record, for a tier that can't be written is no place to agree on that."""
+        """Open one tier, in front of those that are open.
+
+        rendezvous_store: where the ranks meet. It is that of the repository of record, so that they can agree that a tier can't
+            be written.
+        """
         if self._open_tiers and self._group.rank == 0:
             repair_marker(repo, tier)
             _remove_freed_commits(repo, self._open_tiers[-1].session.repo)
         self._open_tiers.insert(0, _OpenTier(tier, sessions.enter(repo, self._group, series, rendezvous_store)))
 
     def _start_promoters(self) -> None:
-        """What rank 0 does for all."""
+        """Start copying to all tiers but the nearest, and measure their sizes, on rank 0."""
         for number, place in enumerate(self._open_tiers):
             repo = place.session.repo
             place.session.spared_steps = partial(self._steps_to_promote_from, number)
@@ -180,12 +186,12 @@ class TierManager:
 
     @property
     def every(self) -> Every:
-        """When a save is due in the nearest place."""
+        """When a save to the nearest tier is due."""
         return self._open_tiers[0].spec.every
 
     @property
     def nearest(self) -> Session:
-        """Of the place where saves land."""
+        """The writer session of the nearest tier."""
         return self._open_tiers[0].session
 
     @property
@@ -198,18 +204,21 @@ class TierManager:
         return [place.promoter for place in self._open_tiers if place.promoter is not None]
 
     def _steps_to_promote_from(self, number: int) -> set[int]:
-        """Steps of a place that are still to be copied from it."""
+        """Return the steps that a tier must keep, because they are still to be copied to further tiers."""
         further = (place.promoter for place in self._open_tiers[number + 1 :] if place.promoter is not None)
         return set[int]().union(*(promoter.needed_steps() for promoter in further))
 
     # --- saving ------------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Whether a further place wants this step by its number."""
+        """Return whether a further tier gets this step because of its number."""
         return any(place.spec.counts(step) for place in self._open_tiers[1:])
 
     def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> SaveHandle:
-        """Save in the nearest place that can take it. everywhere: the step is due in all."""
+        """Save to the nearest tier that can take the step, and return the handle.
+
+        all_tiers: whether the step is due in all tiers, whatever its number.
+        """
         for promoter in self._promoters:
             promoter.raise_fenced()
         self.catch_up()
@@ -227,7 +236,7 @@ class TierManager:
                 if number == len(self._open_tiers) - 1 or not self._can_fall_through(error):
                     raise
                 self._skip_after_failure(number, step, error)
-                if self._group.size > 1 and not blocking:  # the others are told later: they are beyond this step then
+                if self._group.size > 1 and not blocking:  # the other ranks learn of the failure only after this step
                     return self._failed_handle(place, step, error)
                 continue
             self._last_save = handle
@@ -251,21 +260,20 @@ class TierManager:
         assert tier.capacity_bytes is not None
         if tier.stored_bytes + self._step_bytes > tier.capacity_bytes:
             raise NoSpace(
-                f"{tier.url} holds {tier.stored_bytes / 1e9:.3f} GB of at most {tier.capacity_bytes / 1e9:.3f} GB, and a "
-                "step has "
-                f"{self._step_bytes / 1e9:.3f} GB: give its Tier a higher limit=, or a lower keep="
+                f"{tier.url} has {tier.stored_bytes / 1e9:.3f} GB of at most {tier.capacity_bytes / 1e9:.3f} GB, and a step "
+                f"has {self._step_bytes / 1e9:.3f} GB: give its Tier a higher limit= or a lower keep="
             )
 
     def skip_step(self, step: int, error: BaseException) -> None:
-        """This rank does not save a step that the others may save."""
+        """Publish that this rank does not save a step that the other ranks may save."""
         number = self._choose_first_tier()
         place = self._open_tiers[number]
         skip_step(place.session, step, error)
-        if number < len(self._open_tiers) - 1:  # the others see this step fail there
+        if number < len(self._open_tiers) - 1:  # for the other ranks, this step fails in the tier
             self._skip(place)
 
     def _choose_first_tier(self) -> int:
-        """Where the next save begins, once the one before has ended: the same on all ranks."""
+        """Wait for the end of the previous save, and return the first tier to try next; it is the same on all ranks."""
         if self._last_save is not None:
             self._last_save.require_end()
         for number, place in enumerate(self._open_tiers[:-1]):
@@ -300,7 +308,7 @@ class TierManager:
             self._release_previous_memories()
 
     def _can_fall_through(self, error: BaseException) -> bool:
-        """Whether the next place may do better. In a group only what all ranks see, for they must choose alike."""
+        """Return whether to try the next tier. In a group only errors that all ranks see count: all must choose alike."""
         if self._group.size == 1:
             return isinstance(error, StoreError)
         full = isinstance(error, NoSpace) or getattr(error.__cause__, "errno", None) == errno.ENOSPC
@@ -331,12 +339,12 @@ class TierManager:
         return handle
 
     def _excuse_until_next_save(self, tier: _OpenTier, handle: SaveHandle) -> None:
-        """The next save makes up for this one, in a further place."""
+        """Excuse the error of this save, because the next save goes to a further tier."""
         handle.excuse()
         tier.session.excused_save = handle
 
     def _release_previous_memories(self) -> None:
-        """There is a newer step: ckpt-run may give that memory free."""
+        """Stop reading the memory of earlier attempts, so that `ckpt-run` may free it: a newer step exists."""
         before, self._previous_memories = self._previous_memories, []
         self.repository = TieredRepository([r for r in self.repository.places if r not in before])
         self.nearest.lineage.repo = self.repository
@@ -347,27 +355,32 @@ class TierManager:
     # --- promoting ---------------------------------------------------------------------------------------------
 
     def load_ended(self, step: int) -> None:
-        """A load has ended: with this step, -1 where there was none. Bad copies that it met are put aside."""
+        """Record the end of a load, and remove the damaged copies that it found.
+
+        step: the loaded step; -1 if there was none.
+        """
         self._line_and_step = self._training_line_of(step), step
         try:
             for name in remove_bad_copies(self.repository.store, partial(is_intact_copy, self.repository)):
-                message = f"{name} was damaged, and is removed: a further tier has a copy, which was read and is whole"
+                message = f"{name} was damaged, and is removed: a further tier has an intact copy, which was read"
                 log.error(message)
                 warnings.warn(message, stacklevel=3)
         except StoreError as error:
-            log.warning("a damaged copy is still there, and is not used: %s", error)
+            log.warning("a damaged copy can't be removed, and is not used: %s", error)
         self.catch_up()
 
     def _training_line_of(self, step: int) -> int:
         try:
             return self.repository.record(step).line if step >= 0 and self.repository.line_numbers() else 0
         except CkptError as error:
-            log.warning("the line of training of step %d is not known: %s", step, error)
+            log.warning("the training line of step %d is unknown: %s", step, error)
             return 0
 
     def catch_up(self) -> None:
-        """Once: promote what an earlier job left in near places, and what is due further on; nothing that a load went back
-        behind."""
+        """Promote, once, the newest step that an earlier job left in a nearer tier and that is due in a further one.
+
+        A step newer than the restored one is abandoned, and is not promoted.
+        """
         if self._caught_up:
             return
         self._caught_up = True
@@ -383,14 +396,14 @@ class TierManager:
                 place.promoter.offer(newest[1])
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
-        """Wait for the saves under way, and until what is due further on is there; raise SaveFailed.
+        """Wait for the running saves, and until each tier has the steps that are due there; raise SaveFailed if one failed.
 
-        progress: called now and then, as long as the copying goes on.
+        progress: called from time to time while a copy makes progress.
         """
         for place in self._open_tiers:
             place.session.wait()
         errors = []
-        for promoter in reversed(self._promoters):  # of record first; each, whatever becomes of the others
+        for promoter in reversed(self._promoters):  # the repository of record first; a failure does not stop the others
             try:
                 promoter.wait(progress)
             except SaveFailed as error:
@@ -400,7 +413,7 @@ class TierManager:
             raise errors[0]
 
     def wait_ignoring_errors(self) -> None:
-        """Wait for what is under way, whatever comes of it."""
+        """Wait for the running saves and copies; a later call raises their errors."""
         for place in self._open_tiers:
             place.session.wait()
         for promoter in self._promoters:
@@ -408,18 +421,22 @@ class TierManager:
                 promoter.wait()
 
     def wait_staged(self) -> None:
+        """Wait until all running saves have copied the state."""
         for place in self._open_tiers:
             place.session.wait_staged()
 
     def raise_failed(self) -> None:
-        """Raise what went wrong in the background and can't be mended by waiting."""
+        """Raise an error of a save, or Fenced, but not an error of a copy, which is retried."""
         for place in self._open_tiers:
             place.session.raise_failed()
             if place.promoter is not None:
                 place.promoter.raise_fenced()
 
     def close(self, promote: bool, progress: Callable[[], None] | None = None) -> None:
-        """End. promote: bring the newest step to the repository of record, and give the memory free."""
+        """Wait for the running saves, and release all writer leases.
+
+        promote: whether to copy the newest step to the repository of record first, and then to free the memory tiers.
+        """
         try:
             for place in self._open_tiers:
                 place.session.wait()
@@ -438,7 +455,7 @@ class TierManager:
             self._leave_sessions()
 
     def _promote_newest(self) -> int:
-        """Begin to copy the newest step to the repository of record. Its number, -1 where there is none."""
+        """Start copying the newest step to the repository of record, and return its number; -1 if there is none."""
         self.catch_up()
         record = self._open_tiers[-1]
         if record.promoter is None:
@@ -454,22 +471,22 @@ class TierManager:
         return step
 
     def _warn_of_unpromoted_step(self) -> None:
-        """Where a program fails, nobody may have the time to wait for a copy."""
+        """Log where the newest step is, after a failure of the program, which does not wait for a copy."""
         record, newest = self._open_tiers[-1].session.repo, self._line_and_step
         if self._group.rank == 0 and newest is not None and newest > (there := record.newest()):
             log.warning(
-                "step %d is in %s, and %s has step %d: the next job with these tiers goes on from there", newest[1],
+                "step %d is in %s, and %s has step %d: give the next job the same tiers to continue from the newest", newest[1],
                 self._open_tiers[0].url, record.url, there[1],
             )  # fmt: skip
 
     def _free_memory(self, step: int) -> None:
-        """Give the memory back, once the repository of record is seen to have the newest step."""
+        """Delete the steps in memory tiers, after a check that the repository of record has the newest step."""
         record = self._open_tiers[-1].session.repo
         try:
             if self._group.rank == 0 and step >= 0 and record.record(step).step != step:
                 raise IntegrityError(f"{record.url}/{commit_name(step)} is not the record of step {step}")
         except CkptError as error:
-            log.warning("the memory is kept: step %d can't be read from %s (%s)", step, record.url, error)
+            log.warning("the memory is not freed, because step %d can't be read from %s (%s)", step, record.url, error)
             return
         for place in self._open_tiers[:-1]:
             store = place.session.repo.store
@@ -482,13 +499,14 @@ class TierManager:
                     store.delete(names)
                     store.sweep_temporaries("")
                 except StoreError as error:
-                    log.warning("the memory at %s is not free yet: %s", place.url, error)
+                    log.warning("the memory at %s could not be freed: %s", place.url, error)
 
 
 def _remove_freed_commits(repo: Repository, record: Repository) -> None:
-    """Remove the commits that `_free` has left for ranks which waited for them: of their steps nothing else is there.
+    """Remove commit records without files, which `_free_memory` has left for ranks that were waiting for them.
 
-    Only where the repository of record has a readable record of the same save or a later one: else this may be the only one.
+    A record is removed only if the repository of record has a readable record of the same save or a later one. Otherwise it may
+    be the only one.
     """
     for step in repo.step_numbers():
         name = commit_name(step)
@@ -500,7 +518,7 @@ def _remove_freed_commits(repo: Repository, record: Repository) -> None:
 
 
 def _publish_durable(tier: _OpenTier, step: int) -> None:
-    """Let `ckpt-run` know that a step is not only in the memory of hosts."""
+    """Publish for `ckpt-run` that a step is not only in the memory of hosts."""
     if tier.spec.url != MEMORY and (page := heartbeat_page.own_page()) is not None:
         page.publish_durable(step)
 
@@ -510,15 +528,22 @@ def _accept_any(step: int) -> bool:
 
 
 def _has_steps(repo: Repository) -> bool:
-    """Whether a step is committed there."""
+    """Return whether a repository has a committed step."""
     return any(repo.store.exists(commit_name(step)) for step in reversed(repo.step_numbers()))
 
 
 def drain(memory: Url, *before: Url) -> str:
-    """Bring the newest step of every repository in a memory folder (the value of CKPT_MEMORY) to where it belongs, without
-    the program that saved it. Says in words what was done, a line each; what went wrong, too.
+    """Copy the newest step of each repository in a memory tier to its repository of record, without the program that saved it.
 
-    before: memory of earlier times, the newest first, for repositories of which there is no step in the later ones.
+        print(ckpt.tiers.drain("/dev/shm/ckpt-1000"))
+
+    memory: the folder or URL of the memory, as in CKPT_MEMORY.
+    before: memory of earlier attempts, the newest first. A repository is copied from there if the later ones have no step of
+        it.
+
+    Returns:
+        A report with one line for each repository that was copied, was already up to date, or failed. It raises no error of a
+        store or a repository; a line of a failure contains "could not be drained".
     """
     messages, drained_names = [], set[str]()
     for each in (memory, *before):
@@ -527,7 +552,7 @@ def drain(memory: Url, *before: Url) -> str:
             names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
         except StoreError as error:
             if drained_names:
-                log.info("%s is not needed any more, and can't be read: %s", store.url, error)
+                log.info("%s can't be read, and is not needed any more: %s", store.url, error)
             else:
                 messages.append(f"{store.url} {NOT_DRAINED}: {error}")
             continue
@@ -545,32 +570,35 @@ def drain(memory: Url, *before: Url) -> str:
 
 
 NOT_DRAINED = "could not be drained"
-"""In what `drain` says of a memory that has to be kept."""
+"""Marks a line of the report of `drain` about memory that must be kept."""
 _ANSWER_SECONDS = 10.0
 
 
 def _require_tier_note(repo: Repository) -> dict[str, Any] | None:
-    """The note of a near place. None where no step can be lost there; raises IntegrityError where the place holds steps and
-    nothing says to which repository they belong."""
+    """Return the note of a tier, or None if the tier has no step that could be lost.
+
+    Raises IntegrityError if the tier has steps, and its note is missing or damaged.
+    """
     try:
         note = read_tier_note(repo)
     except IntegrityError as error:
         if not _has_steps(repo):
             return None
-        raise IntegrityError(f"{error}. {repo.url} holds steps and counts as not drained") from error
+        raise IntegrityError(f"{error}. {repo.url} has steps and counts as not drained") from error
     if note is None and _has_steps(repo):
-        raise IntegrityError(f"{repo.url}/{TIER_NOTE_NAME} is missing, and {repo.url} holds steps: it counts as not drained")
+        raise IntegrityError(f"{repo.url}/{TIER_NOTE_NAME} is missing, and {repo.url} has steps: it counts as not drained")
     return note
 
 
 def _drain_repository(repo: Repository) -> str:
+    """Copy the newest step of one repository in memory to its repository of record; return a line of the report, or ""."""
     note = _require_tier_note(repo)
     if note is None:
         return ""
     repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]
     record = repos[-1]
     if record.identity() != note["id"]:
-        raise InvalidArgument(f"{record.url} is another repository now; copy what is wanted with ckpt-restore")
+        raise InvalidArgument(f"{record.url} is another repository now; copy the steps that you need with ckpt-restore")
     source = TieredRepository([r for r in repos if r is not record])
     newest, there = max(r.newest() for r in source.places), record.newest()
     step = newest[1]
@@ -587,8 +615,8 @@ def _drain_repository(repo: Repository) -> str:
         for near in repos[:-1]:
             try:
                 opened.append(sessions.enter(near, SingleProcessGroup(), series))
-            except StoreError as error:  # as where a host is lost: the right to write to the record is what counts
-                log.info("%s is only read: %s", near.url, error)
+            except StoreError as error:  # e.g. a host is lost; the lease of the repository of record is enough
+                log.info("%s can't be written, and is only read: %s", near.url, error)
         done = promote(source, step, opened[0])
     finally:
         for session in opened:

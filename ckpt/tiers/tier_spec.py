@@ -1,4 +1,4 @@
-"""One place before the repository of record: what a user says of it, where it is, and to which repository it belongs."""
+"""The class Tier, the location of each tier, and the note in a tier of the repository to which it belongs."""
 
 from __future__ import annotations
 
@@ -32,32 +32,40 @@ MEMORY = "memory"
 """The URL of the memory tier."""
 
 MEMORY_VARIABLE = "CKPT_MEMORY"
-"""Names the memory that `ckpt-run` keeps for the job: it outlives the ranks."""
+"""The environment variable with the URL of the memory that `ckpt-run` keeps for the job. It outlives the ranks."""
 
 PREVIOUS_MEMORY_VARIABLE = "CKPT_MEMORY_BEFORE"
-"""Names, with spaces between, memory that the job had before on other hosts. It is only read."""
+"""The environment variable with the URLs, separated by spaces, of memory that earlier attempts used. It is only read."""
 
 MEMORY_WAIT_VARIABLE = "CKPT_MEMORY_WAIT"
-"""SECONDS URL: how long to wait for one of these memories where its hosts do not answer. It may have the newest steps."""
+"""The environment variable "SECONDS URL": how long to wait if the hosts of this memory, which may have the newest steps, do not
+answer."""
 
 TIER_NOTE_NAME = "tier.json"
-"""In a near place: which repository it belongs to."""
+"""The name of the file in a tier that names its repository of record."""
 
 _SHARE_OF_MEMORY = 0.5
 _RETRY_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
-"""Who holds memory and takes longer to answer is taken for lost."""
+"""A host whose memory does not answer within this time counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place before the repository of record.
+    """A store in front of the repository of record, nearer and faster than that.
 
-    url: a directory or any URL; "memory" is shared memory, which outlives the process but not the machine.
-    every: which steps come here: a number of steps, a timedelta, "auto", or None for those of `save` alone.
-    keep: the newest so many steps, or a `ckpt.Keep`; None keeps all.
-    limit: bytes that may be held here; a step that does not fit goes to the next place. None: what is there, of memory half
-        of what is free at the start.
+        tiers = [ckpt.Tier("memory", every=1, keep=2), ckpt.Tier("/nvme/run", every=50, keep=3)]
+        with ckpt.Checkpointer("s3://bucket/run", every=1000, keep=10, tiers=tiers) as ck:
+            ...
+
+    url: a directory or any URL. "memory" is shared memory, which outlives the process but not the machine.
+    every: which steps the tier gets: every so many steps, one after a timedelta, "auto", or None for those of `save` alone.
+    keep: how many of the newest steps to keep, or a `ckpt.Keep`; None keeps all.
+    limit: the most bytes of steps in this tier. A step that does not fit goes to the next tier. None means no limit; for
+        memory, half of the memory that is free at the start.
+
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense.
     """
 
     url: Url
@@ -71,12 +79,12 @@ class Tier:
         checked_bytes("limit", self.limit)
 
     def counts(self, step: int) -> bool:
-        """Whether this step comes here by its number."""
+        """Return whether the tier gets this step because of its number."""
         return isinstance(self.every, int) and (step + 1) % self.every == 0
 
 
 def checked_tiers(tiers: Any) -> tuple[Tier, ...]:
-    """What a user gives as tiers."""
+    """Return the argument tiers= as a tuple; raise InvalidArgument if it contains anything else than tiers."""
     found = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
     if isinstance(tiers, Tier) or not all(isinstance(tier, Tier) for tier in found):
         raise InvalidArgument(f'tiers={tiers!r}: use a list of ckpt.Tier, as in tiers=[ckpt.Tier("memory")]')
@@ -84,7 +92,7 @@ def checked_tiers(tiers: Any) -> tuple[Tier, ...]:
 
 
 def stored_step_bytes(repo: Repository) -> int:
-    """Of all steps."""
+    """Return the bytes of all files of all steps."""
     return sum(entry.nbytes for entry in repo.store.list("steps"))
 
 
@@ -92,11 +100,12 @@ def stored_step_bytes(repo: Repository) -> int:
 
 
 def is_host_memory(tier: Tier) -> bool:
-    """Whether it is memory that no agent keeps: that of this host."""
+    """Return whether the tier is the memory of this host, and not memory that `ckpt-run` keeps for all hosts."""
     return tier.url == MEMORY and not os.environ.get(MEMORY_VARIABLE)
 
 
 def tier_location(tier: Tier, record: str) -> Url:
+    """Return the URL or store of a tier of the repository at the URL `record`."""
     if tier.url != MEMORY:
         return tier.url
     name = memory_folder_name(record)
@@ -106,7 +115,7 @@ def tier_location(tier: Tier, record: str) -> Url:
 
 
 def previous_memories(record: Repository) -> list[Repository]:
-    """Memory on other hosts that holds steps of the repository of record, the newest first."""
+    """Return the memory of earlier attempts that has steps of the repository of record, the newest first."""
     found = []
     seconds, awaited = _memory_wait_from_env()
     for url in os.environ.get(PREVIOUS_MEMORY_VARIABLE, "").split():
@@ -115,14 +124,14 @@ def previous_memories(record: Repository) -> list[Repository]:
             until = time.monotonic() + (seconds if url == awaited else 0.0)
             if _can_have_steps(repo.store, until) and has_steps_of(repo, record):
                 found.append(repo)
-                log.info("%s is read, too: the memory of the attempt before", repo.url)
+                log.info("also reading %s, the memory of the previous attempt", repo.url)
         except StoreError as error:
-            log.warning("what was in the memory of the attempt before is not there: %s", error)
+            log.warning("the memory of the previous attempt is lost: %s", error)
     return found
 
 
 def _memory_wait_from_env() -> tuple[float, str]:
-    """How long to wait, and for which memory."""
+    """Return how many seconds to wait, and for the memory at which URL."""
     text = os.environ.get(MEMORY_WAIT_VARIABLE, "")
     seconds, _, url = text.partition(" ")
     try:
@@ -134,14 +143,14 @@ def _memory_wait_from_env() -> tuple[float, str]:
 
 
 def _can_have_steps(store: Store, deadline: float) -> bool:
-    """Whether steps may be there. A host that is slow is asked again until the moment `until`. Raises Unavailable."""
+    """Return whether a store may have steps; raise Unavailable if it does not answer before `deadline` (time.monotonic)."""
     while True:
         try:
             return store.answers(_ANSWER_SECONDS)
         except Unavailable as error:
             if time.monotonic() >= deadline:
                 raise
-            log.warning("%s; it is asked again for at most %.0f s", error, deadline - time.monotonic())
+            log.warning("%s; retrying for at most %.0f s", error, deadline - time.monotonic())
             time.sleep(_RETRY_SECONDS)
 
 
@@ -151,18 +160,19 @@ def _memory_store(url: str) -> Url:
 
 
 def memory_folder_name(record: str) -> str:
-    """The folder in memory of the repository at a URL: readable, and no other's."""
+    """Return the folder name in memory for the repository at a URL; it is readable, and differs for each URL."""
     words = re.sub(r"[^A-Za-z0-9_-]+", "-", record.rstrip("/").rpartition("/")[2]).strip("-")[:40]
     return f"{words or 'run'}-{hashlib.sha256(record.encode()).hexdigest()[:12]}"
 
 
 def url_of_subfolder(url: str, name: str) -> str:
+    """Return the URL of a folder below a URL, whose query stays at the end."""
     path, mark, query = url.partition("?")
     return f"{path.rstrip('/')}/{name}{mark}{query}"
 
 
 def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
-    """A folder in shared memory that is this user's alone."""
+    """Return a folder in shared memory that belongs to this user alone, and create it if it does not exist."""
     folder = base / f"ckpt-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -181,7 +191,7 @@ def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
 
 
 def capacity_bytes(tier: Tier, repo: Repository) -> int | None:
-    """The bytes that a tier may hold."""
+    """Return the most bytes of steps in a tier; None if there is no limit."""
     limit = tier.limit
     if limit is None and tier.url == MEMORY and isinstance(repo.store, LocalStore):
         limit = int(_SHARE_OF_MEMORY * (_free_bytes(repo.store.root) + stored_step_bytes(repo)))
@@ -193,7 +203,7 @@ def capacity_bytes(tier: Tier, repo: Repository) -> int | None:
 
 
 def _free_bytes(folder: str) -> int:
-    """Of the memory of this host, as a folder that is in it and the kernel have it."""
+    """Return the free bytes of host memory: the smaller of what the file system of `folder` and the kernel report."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -202,18 +212,21 @@ def _free_bytes(folder: str) -> int:
 
 
 def _hosts_per_copy(url: str) -> float:
-    """Of a namespace in the memory of hosts that are alike: how many of them there are for each copy of a step."""
+    """Return the number of hosts divided by the number of copies, for a namespace in the memory of equal hosts."""
     from ckpt.aggregator.cluster.config import parse_namespace_url
 
     config, _ = parse_namespace_url(url)
     return len(config.members) / config.redundancy.overhead
 
 
-# --- what belongs together --------------------------------------------------------------------------------------
+# --- which repository a tier belongs to -------------------------------------------------------------------------
 
 
 def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
-    """Refuse near places that hold steps of another repository; note in each which one it belongs to."""
+    """Raise InvalidArgument if a tier has steps of another repository; write into each tier a note of its repository.
+
+    repos: the tiers, the nearest first; the last is the repository of record.
+    """
     *near, record = repos
     identity = record.identity()
     note = json_records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
@@ -222,12 +235,12 @@ def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
             known = read_tier_note(repo)
         except IntegrityError as error:
             _require_shared_step(repo, record, error)
-            log.warning("%s; it is written again", error)
+            log.warning("%s; writing it again", error)
             continue
         if known is not None and known["id"] != identity and repo.step_numbers():
             raise InvalidArgument(
-                f"{repo.url} holds steps of a repository that was at {known['places'][-1]} before, not of the one that is at "
-                f"{record.url}; delete it if they are not wanted any more, or name another place"
+                f"{repo.url} has steps of the repository that was at {known['places'][-1]}, not of the one at {record.url}; "
+                "delete the folder if nobody needs these steps, or use another URL for this tier"
             )
     if write_notes:
         for repo in near:
@@ -235,10 +248,10 @@ def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
 
 
 def _require_shared_step(repo: Repository, record: Repository, damage: IntegrityError) -> None:
-    """Refuse a near place with steps whose note is damaged, unless something else proves that they belong to this repository:
-    the `keep` of this job deletes steps there.
+    """Raise InvalidArgument if a tier with a damaged note has steps, and nothing else proves that they belong to `record`.
 
-    In memory the name of the folder is derived from the URL of the repository. Elsewhere one step must be the same in both.
+    The `keep` of this job would delete the steps. In memory, the name of the folder is the proof, because it is derived from
+    the URL of the repository. Elsewhere, one step must be the same in both.
     """
     if repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}"):
         return
@@ -249,26 +262,27 @@ def _require_shared_step(repo: Repository, record: Repository, damage: Integrity
                 return
     if steps:
         raise InvalidArgument(
-            f"{damage}. {repo.url} holds steps, and nothing else proves that they belong to {record.url}: delete "
-            f"{TIER_NOTE_NAME} there "
-            "if they do; else name another place, or delete the whole folder"
+            f"{damage}. {repo.url} has steps, and nothing else proves that they belong to {record.url}: if they do, delete "
+            f"{TIER_NOTE_NAME} there; if not, use another URL for this tier, or delete the whole folder"
         )
 
 
 def has_steps_of(repo: Repository, record: Repository) -> bool:
-    """Whether steps of the repository of record can be read there, though it may be that none can be written: of two nodes
-    with a copy each one is lost."""
+    """Return whether steps of the repository of record can be read from a tier.
+
+    Writing may still be impossible, for example if one of two nodes with a copy each is lost.
+    """
     try:
         note = read_tier_note(repo)
         return note is not None and note["id"] == record.identity() and bool(repo.step_numbers())
-    except IntegrityError:  # the name of a folder in memory is derived from the URL of the repository
+    except IntegrityError:  # the name of a folder in memory is proof, too: it is derived from the URL of the repository
         return repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}") and bool(repo.step_numbers())
     except CkptError:
         return False
 
 
 def read_tier_note(repo: Repository) -> dict[str, Any] | None:
-    """The note of a near place, None where it has none. Raises IntegrityError where the note is damaged."""
+    """Return the note of a tier, or None if it has none. Raises IntegrityError if the note is damaged."""
     where = f"{repo.url}/{TIER_NOTE_NAME}"
     try:
         note = json_records.load(repo.store, "tier", TIER_NOTE_NAME)
@@ -280,7 +294,7 @@ def read_tier_note(repo: Repository) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _TierNote:
-    """What a note must hold."""
+    """The fields that a note must have."""
 
     id: str
     places: tuple[str, ...]
@@ -291,29 +305,30 @@ class _TierNote:
 
 
 def repair_marker(repo: Repository, tier: Tier) -> None:
-    """Write the marker of a near place anew where it is damaged, or was removed: its steps are verified by themselves."""
+    """Write the marker of a tier again if it is damaged or was removed. The steps do not depend on it to be verified."""
     try:
         try:
             repo.check()
-        except StepNotFound:  # it is made when the first step is saved there
+        except StepNotFound:  # the first save there writes it
             return
         except FormatError as error:
             if not _was_cleared(repo, tier):
                 return
-            log.warning("%s; it is written anew", error)
+            log.warning("%s; writing it again", error)
             repo.store.put(MARKER, new_marker())
     except IntegrityError as error:
-        log.warning("%s; it is written anew", error)
+        log.warning("%s; writing it again", error)
         with suppress(StoreError):
             repo.store.put(MARKER, new_marker())
-    except StoreError:  # told by what comes next
+    except StoreError:  # the next access to the tier raises it
         pass
 
 
 def _was_cleared(repo: Repository, tier: Tier) -> bool:
-    """Whether somebody has removed the files of a near place while it was written to, and nothing is lost if it is used again.
+    """Return whether the files of a tier were removed during a save, so that the tier can be used again without a loss.
 
-    What still came after that is no step. One there may be that of another repository, but in memory: its name says whose.
+    The files that the save wrote afterwards make no step. A committed step may belong to another repository, except in memory,
+    where the name of the folder identifies the repository.
     """
     names = [entry.name for entry in repo.store.list()]
     ours = all(name == TIER_NOTE_NAME or name.startswith(("steps/", "generations/", "lines/", "meet/")) for name in names)
