@@ -1,5 +1,5 @@
-"""Interfaces of other libraries, one a file.
+"""Adapters for other frameworks, one in each file.
 
-Import the one you need, as in `from ckpt.adapters.torch import ModelState`: each imports its framework. They use the public API
-and what is below it; nothing in ckpt imports them.
+Import the one that you need, as in `from ckpt.adapters.torch import ModelState`. Each imports its framework. Adapters use the
+public API and the packages below it; nothing in ckpt imports them.
 """

@@ -1,11 +1,11 @@
-"""torch.distributed.checkpoint on our packs: its save, async_save and load run unchanged, every byte is verified.
+"""The classes Writer and Reader, with which torch.distributed.checkpoint saves and loads steps of a repository.
 
     dcp.save(state_dict, storage_writer=Writer(url))
     dcp.load(state_dict, storage_reader=Reader(url))
 
-Tensors become leaves under their fully-qualified names, in the packs and manifest of any other step: `ckpt.load` reads what
-dcp.save wrote, and dcp.load what `ckpt.save` did. Of the rest, plain values stand in the tree; what torch has pickled is
-kept as opaque bytes (`Pickled`), which only torch's planner ever unpickles, on dcp.load.
+Tensors become leaves under their fully-qualified names, in the format of any other step. So `ckpt.load` reads what dcp.save
+wrote, and dcp.load reads what `ckpt.save` wrote. Every byte is verified. Plain values are stored in the tree. A value that
+torch has pickled is stored as bytes (`Pickled`). Only torch's planner unpickles it, in dcp.load.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from ckpt.state.tree import INLINE_BYTES, FlatState, Node, decode_key, flatten
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 
 KeyPath = tuple[str | int, ...]
-"""The keys and list positions that lead to an entry; its name is their text joined by dots."""
+"""The keys and list positions from the root to an entry. Its name is their text joined by dots."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pickled:
-    """A value as torch.save wrote it. Nothing here unpickles it."""
+    """The bytes that torch.save wrote for a value. This package never unpickles them."""
 
     data: bytes
 
 
 class _PlannedGroup(Group):
-    """The ranks of one dcp.save. What rank 0 tells the others when a session begins travels with DCP's own plan."""
+    """The ranks of one dcp.save. The message of rank 0 at the start of a session travels in the plan of DCP."""
 
     name = "torch.distributed.checkpoint"
     can_gather = False
@@ -81,14 +81,14 @@ class _PlannedGroup(Group):
         return self.session_message
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        raise GroupError(f"{self!r} makes no gathers of its own")
+        raise GroupError(f"{self!r} can't gather from all ranks")
 
 
 # --- saving ----------------------------------------------------------------------------------------------------
 
 
 class _StepAddressed:
-    """What DCP calls a checkpoint id is the number of a step."""
+    """Interprets the checkpoint id of DCP as the number of a step."""
 
     _step: int | None
 
@@ -102,14 +102,22 @@ class _StepAddressed:
 
 
 class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does not look into torch
-    """Where dcp.save and dcp.async_save write to: the repository at `url`, as one step of it.
+    """The storage writer with which dcp.save and dcp.async_save write one step of the repository at `url`.
 
-    step: its number; None takes the one after the newest. A decimal `checkpoint_id` of dcp.save sets it, so that one Writer
-        serves for many steps.
+        torch.distributed.checkpoint.save(state_dict, storage_writer=Writer("/data/run", step=10))
+
+    url: as for `ckpt.save`.
+    step: the number of the step; None means the number after the newest step. A decimal `checkpoint_id` of dcp.save sets it, so
+        that one Writer can write many steps.
     codec, digest, keep, memory, overwrite, timeout: as for `ckpt.save`.
 
-    The step is committed when the slowest rank has written; no rank makes a collective call beyond those of DCP. Wait for an
-    async_save before the next one to the same URL.
+    The step is committed when the slowest rank has written. No rank makes a collective call besides those of DCP. Wait for the
+    end of an async_save before the next one to the same URL. DCP wraps errors of a save in its CheckpointException; they are
+    those of `ckpt.save`.
+
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense. dcp.save raises it for a planner that caches plans, for
+            use_collectives=False, and for another coordinator than rank 0.
     """
 
     def __init__(
@@ -123,20 +131,22 @@ class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does 
         self._session: Session | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._leave_session()  # of a save that DCP gave up
+        """Close the session of an abandoned save, and raise InvalidArgument for options of dcp.save that are not supported."""
+        self._leave_session()
         if kwargs.get("use_collectives") is False:
-            raise InvalidArgument("a ckpt step is made by all ranks together: call dcp.save with use_collectives=True")
+            raise InvalidArgument("all ranks together make a step of ckpt: call dcp.save with use_collectives=True")
         if is_coordinator and kwargs.get("rank"):
-            raise InvalidArgument(f"rank 0 commits a ckpt step: coordinator_rank={kwargs['rank']} can't be")
+            raise InvalidArgument(f"coordinator_rank={kwargs['rank']}: use 0, because rank 0 commits a step of ckpt")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Remember the items of this rank, and return the plan."""
         self._own_items = frozenset(item.index for item in plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: begin a session, and let the plans tell the other ranks of it."""
+        """Enter a writer session on rank 0, and return the plans with the message that the other ranks need to join it."""
         if not all(getattr(plan, "usable", True) for plan in plans):
-            raise InvalidArgument("a planner that caches plans keeps what each save tells the ranks: do not enable that")
+            raise InvalidArgument("turn off the plan cache of the DCP planner: each save must send new plans to the ranks")
         ranks = _PlannedGroup(0, len(plans))
         session = self._enter_session(ranks)
         step = session.next_step() if self._step is None else self._step
@@ -146,10 +156,10 @@ class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does 
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items, and wait for the commit of the step."""
+        """Write the items of this rank, wait for the commit of the step, and return a completed future."""
         ranks = plan.storage_data
         if not isinstance(ranks, _PlannedGroup):
-            raise InvalidArgument(f"{type(planner).__name__} loses SavePlan.storage_data on the way to the ranks")
+            raise InvalidArgument(f"{type(planner).__name__} drops SavePlan.storage_data; use a planner that keeps it")
         session = self._session or self._enter_session(ranks)
         try:
             try:
@@ -165,7 +175,7 @@ class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does 
         return done
 
     def finish(self, metadata: described.Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: every rank has seen the commit."""
+        """Do nothing, because every rank has waited for the commit."""
 
     def _enter_session(self, ranks: _PlannedGroup) -> Session:
         self._leave_session()
@@ -180,7 +190,7 @@ class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does 
 
 
 def _move_values_to_rank_0(plans: list[SavePlan], items_of_rank_0: frozenset[Any]) -> list[SavePlan]:
-    """The plans, with every value that rank 0 has too written by rank 0: so the lists among them stay together."""
+    """Return the plans so that rank 0 writes every value that it also has. Then the entries of a list stay on one rank."""
     if not plans:
         return plans
 
@@ -193,7 +203,7 @@ def _move_values_to_rank_0(plans: list[SavePlan], items_of_rank_0: frozenset[Any
 
 
 def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
-    """What this rank writes, as leaves. One leaf for each name, whatever memory is shared: DCP divides names among ranks."""
+    """Return the items of this rank as leaves, one for each name, even if they share memory: DCP divides names among ranks."""
     flat = FlatState(None, {})
     shards: dict[str, list[tuple[WriteItem, Any]]] = {}
     nodes: dict[str, Node] = {}
@@ -219,7 +229,7 @@ def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
 
 
 def _value_node(name: str, planner: SavePlanner, item: WriteItem, flat: FlatState) -> Node:
-    """A value that is no tensor: plain where the planner shows it, else the bytes that the planner makes of it."""
+    """Return the node of a value that is no tensor: a plain value if the planner gives it, else the bytes of the planner."""
     kind = type(planner)
     if isinstance(planner, DefaultSavePlanner) and (kind.resolve_data, kind.transform_object) == (
         DefaultSavePlanner.resolve_data,
@@ -244,7 +254,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _nested_tree(entries: Mapping[KeyPath, Node], all_paths: Iterable[KeyPath]) -> Node:
-    """The tree of entries at these paths. A list of which this rank has not all entries becomes a dict by position."""
+    """Return the tree of entries at these paths. A list becomes a dict by position if this rank lacks some of its entries."""
     lengths: dict[KeyPath, int] = {}
     for path in all_paths:
         for i, key in enumerate(path):
@@ -269,13 +279,25 @@ def _nested_tree(entries: Mapping[KeyPath, Node], all_paths: Iterable[KeyPath]) 
 
 
 class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
-    """Where dcp.load reads from: a step of the repository at `url`, by default the newest whose manifest is whole.
+    """The storage reader with which dcp.load reads one step of the repository at `url`.
 
-    step: its number; a decimal `checkpoint_id` of dcp.load sets it.
+        torch.distributed.checkpoint.load(state_dict, storage_reader=Reader("/data/run"))
 
-    Any step will do, whoever wrote it and on however many ranks. Each rank reads the boxes that it needs straight into its
-    tensors. Raises IntegrityError where bytes are damaged; a step that turns out damaged is not passed over, since DCP has
-    planned for it: name an earlier one then. DCP wraps errors in its CheckpointException.
+    url: as for `ckpt.save`.
+    step: the number of the step; None means the newest one whose manifest and tree are complete. A decimal `checkpoint_id` of
+        dcp.load sets it.
+
+    It reads any step, whether DCP or `ckpt.save` wrote it, and on any number of ranks. Each rank reads the boxes that it needs
+    into its tensors. A load does not fall back from damaged bytes to an older step, because DCP has already planned the
+    load: give the number of an older step. DCP wraps these errors of a load in its CheckpointException.
+
+    Raises:
+        InvalidArgument: An argument has a value that makes no sense.
+        StepNotFound: dcp.load found no such committed step.
+        LeafNotFound: dcp.load asked for a tensor that the step does not have.
+        LeafMismatch: Two tensors of the state share memory, but get different bytes.
+        IntegrityError: Stored bytes are damaged.
+        StoreError: The store failed.
     """
 
     def __init__(self, url: Url, step: int | None = None) -> None:
@@ -286,7 +308,7 @@ class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
         self._paths: dict[str, KeyPath] = {}
 
     def read_metadata(self) -> described.Metadata:
-        """Made of manifest and tree: one chunk for each tensor, since any box of it can be read."""
+        """Return DCP's metadata, from manifest and tree. Each tensor is one chunk, because any box of it can be read."""
         try:
             return self._metadata()
         except CkptError as error:
@@ -310,25 +332,30 @@ class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
             size = torch.Size(saved[node["array"]].shape)
             chunk = described.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             found[name] = described.TensorStorageMetadata(described.TensorProperties(dtype=dtype), size, [chunk])
-        # Readers of torch and of others take the field for set; the step is what this reader accepts as a checkpoint id.
+        # torch and other readers need this field; the number of the step is what this reader accepts as a checkpoint id.
         meta = described.StorageMeta(checkpoint_id=str(checkpoint.step))
         return described.Metadata(found, planner_data=self._paths, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: described.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise what kept `read_metadata` from opening the step."""
+        """Raise the error for which `read_metadata` could not open the step."""
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan with the step that this rank has opened."""
         assert self._checkpoint is not None
         return dataclasses.replace(plan, storage_data=self._checkpoint.step)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On one rank: a save that committed while the ranks looked must not give them different steps."""
+        """Return the plans, all with the oldest of the steps that the ranks have opened.
+
+        The steps differ if a save commits while the ranks open them.
+        """
         oldest = min(plan.storage_data for plan in plans)
         return [dataclasses.replace(plan, storage_data=oldest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of this rank into the tensors of the planner, and return a completed future."""
         assert self._checkpoint is not None
         step = self._checkpoint.step if plan.storage_data is None else plan.storage_data
         checkpoint = self._checkpoint if step == self._checkpoint.step else self._open(step)
@@ -336,7 +363,7 @@ class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
         targets: list[Target] = []
         tensors, values = [], []
         for item in plan.items:
-            if item.storage_index.fqn not in self._nodes:  # planned for a newer step than other ranks saw
+            if item.storage_index.fqn not in self._nodes:  # this rank planned for a newer step than other ranks
                 raise LeafNotFound(f"leaf {item.storage_index.fqn} is not in {checkpoint.where}; name the step to load")
             node = self._nodes[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
@@ -369,7 +396,7 @@ class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
 
 
 class _UnreadMetadata(described.Metadata):  # type: ignore[misc]
-    """Raises why it was not read when it is looked at: an error of `read_metadata` DCP would replace by an AssertionError."""
+    """Raises the error of `read_metadata` at the first use; DCP would replace an error raised there by an AssertionError."""
 
     def __init__(self, error: CkptError) -> None:
         self.error = error
@@ -380,7 +407,7 @@ class _UnreadMetadata(described.Metadata):  # type: ignore[misc]
 
 
 def _dcp_entries(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
-    """The entries of a tree as DCP cuts a state: at dicts, and at lists that hold tensors or dicts."""
+    """Yield the entries of a tree as DCP splits a state: at dicts, and at lists that contain tensors or dicts."""
     if isinstance(node, dict) and "object" in node:
         yield from _dcp_entries(node["object"], path)
     elif isinstance(node, dict) and "dict" in node:
@@ -404,13 +431,13 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _torch_dtype(name: str) -> torch.dtype | None:
-    """The torch type of saved elements, None where torch has none: such arrays are handed over pickled."""
+    """Return the torch dtype of a saved dtype; None if torch has none, so that DCP gets such an array pickled."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def _destination_leaf(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> ArrayLeaf:
-    """Where to read a box to: the tensor, or memory of the saved type where the planner's is of another."""
+    """Return the leaf to read a box into: the tensor, or new memory if the saved dtype differs from that of the tensor."""
     saved = _torch_dtype(dtype)
     leaf = as_leaf(tensor if saved is None or tensor.dtype == saved else torch.empty(shape, dtype=saved))
     assert leaf is not None
@@ -418,7 +445,7 @@ def _destination_leaf(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) 
 
 
 def _as_pickled(value: Any) -> io.BytesIO:
-    """A value as DCP's planner wants it."""
+    """Return a value as pickled bytes, which the planner of DCP expects."""
     if isinstance(value, Pickled):
         return io.BytesIO(value.data)
     made = io.BytesIO()
@@ -428,7 +455,7 @@ def _as_pickled(value: Any) -> io.BytesIO:
 
 
 def _rank() -> int:
-    """Of this process, for values of which each rank saved its own."""
+    """Return the rank of this process, which selects values that each rank saved for itself."""
     dist = sys.modules.get("torch.distributed")
     return dist.get_rank() if dist is not None and dist.is_available() and dist.is_initialized() else 0
 
@@ -437,7 +464,7 @@ def _step_of(checkpoint_id: Any) -> int:
     text = str(checkpoint_id)
     if not text.isdecimal():
         raise InvalidArgument(
-            f"checkpoint_id={checkpoint_id!r}: give the number of a step, or none; the URL of the repository is the Writer's "
-            "and the Reader's"
+            f"checkpoint_id={checkpoint_id!r}: give the number of a step, or none; the URL of the repository is an argument of "
+            "Writer and Reader"
         )
     return check_step(int(text))

@@ -1,4 +1,4 @@
-"""A torch model and its optimizers under the names of the bare model, so that any parallelism loads what another saved."""
+"""The class ModelState, which saves a torch model and its optimizers so that any other parallelism can load them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,39 @@ if TYPE_CHECKING:
     import torch
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where torch.compile and activation checkpointing put the module that they wrap."""
+"""The attributes in which torch.compile and activation checkpointing keep the wrapped module."""
 
 _NON_OPTION_KEYS = ("params", "param_names")
 
 
 class ModelState:
-    """A model and its optimizers as one entry of a state, saved and loaded whatever the parallelism.
+    """A model and its optimizers as one entry of a state, under names that do not depend on the parallelism.
 
         state = {"train": ModelState(model, optimizer), "step": 0}
         ckpt.save(state, url)
         ckpt.load(url, like=state)
 
-    Plain `{"model": model, "optimizer": optimizer}` is enough while the names and the order of the parameters stay: in one
-    process, or under DDP that is always DDP. ModelState is for all else: FSDP2, tensor and pipeline parallelism, DDP loaded
-    without DDP, torch.compile, another order or grouping of the parameters. An optimizer that has made no step yet gets its
-    state on load, sharded as its parameters are; one that was saved so has none afterwards.
-
     model: a module, or several, such as the chunks of an interleaved pipeline. FSDP1 is not supported: use fully_shard, or
         `ckpt.adapters.dcp` with torch's get_state_dict.
-    optimizer: one or several, together over each parameter once.
-    group: the ranks that hold this very model, where others hold other ones: for a stage of a pipeline the torch process
-        group or device mesh over which the stage is spread, as in mesh["dp"] or mesh["dp", "tp"]; None where this rank alone
-        has it. "auto": all ranks.
+    optimizer: one or several. Each parameter may belong to only one of them.
+    group: the ranks that have this model, if other ranks have other models. For a stage of a pipeline it is the torch process
+        group or device mesh of the stage, as in mesh["dp"] or mesh["dp", "tp"]. None means this rank alone, and "auto" all
+        ranks.
 
-    The state is {"model": {name: tensor}, "optimizer": {"state": {name: …}, "group_of": {name: group}, "groups": {group:
-    options}}}; a group is called by its first parameter. A load takes what this model has and leaves other stages' alone.
+    The plain state `{"model": model, "optimizer": optimizer}` is enough while names and order of the parameters stay the same:
+    in one process, or under DDP if every run uses DDP. All other cases need ModelState: FSDP2, tensor and pipeline parallelism,
+    DDP loaded without DDP, torch.compile, another order or grouping of the parameters. A load gives an optimizer that has made
+    no step its state, sharded as its parameters are. A load of an optimizer that was saved before its first step leaves it
+    without a state.
+
+    The saved state is {"model": {name: tensor}, "optimizer": {"state": {name: …}, "group_of": {name: group}, "groups": {group:
+    options}}}. The name of a group is that of its first parameter. A load reads the entries of this model, and ignores those of
+    other stages.
+
+    Raises:
+        InvalidArgument: At a save or load, if the model uses FSDP1, two models share a name, an optimizer has a parameter of no
+            model, or `group` is of another type.
+        LeafMismatch: At a load, if the parameters of one group were saved with different options.
     """
 
     def __init__(
@@ -56,7 +63,7 @@ class ModelState:
         self._group = group
 
     def state_dict(self) -> dict[str, Any]:
-        """The tensors themselves, not copies, by name. Changes nothing: a fresh optimizer has no state."""
+        """Return the tensors by name, without a copy. It changes nothing: a new optimizer stays without a state."""
         buffers = {name.removeprefix("model.") for name in self.members().buffers}
         model = self._models_state()
         found: dict[str, Any] = {
@@ -70,16 +77,16 @@ class ModelState:
         return found
 
     def members(self) -> ModuleEntries:
-        """The names in `state_dict` of buffers, which may differ between ranks, and of parameters that are not trained."""
+        """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
         buffers = [f"model.{name}" for model in self._models for name, _ in _named_buffers(model)]
         named = (item for model in self._models for item in _named_parameters(model))
         return ModuleEntries(buffers, [f"model.{name}" for name, parameter in named if not parameter.requires_grad])
 
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
-        """What a load is to fill: this model's entries, and of the optimizer what was saved of its parameters.
+        """Return the state that a load fills: the entries of this model, and the saved optimizer state of its parameters.
 
-        saved: the saved state with a `ckpt.format.manifest.Saved` for each array, only what is to be loaded. everything:
-        whether that is all; else what is not in it keeps its value.
+        saved: the part of the saved state that is loaded, with a `ckpt.format.manifest.Saved` in place of each array.
+        everything: whether that is the whole saved state. Otherwise, entries that are not in it keep their values.
         """
         state = self.state_dict()
         if self._optimizers:
@@ -91,9 +98,11 @@ class ModelState:
         return state
 
     def renamed(self, tree: Node, saved_name: Callable[[str], str], entry: Callable[[Any, str], Node]) -> Node:
-        """What was saved of this model under other names: the optimizer's state follows its parameters.
+        """Return the tree of this model from a step with other names. The optimizer state follows the parameters.
 
-        tree: of the saved state. saved_name: of an entry of this state. entry(value, name): what was saved for that one.
+        tree: the tree of the saved state.
+        saved_name: returns the saved name of an entry of this state.
+        entry: returns the saved tree of a value and its name in this state.
         """
         state = self.state_dict()
         parts = [["model", entry(state["model"], "model")]]
@@ -106,7 +115,7 @@ class ModelState:
         return {"dict": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict_like` gave, filled. Entries of other models are passed over."""
+        """Load the filled state of `state_dict_like` into the models and optimizers; ignore entries of other models."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
         state = _map_nested(state, _unwrap)
@@ -128,12 +137,12 @@ class ModelState:
             _refuse_fsdp1(model)
             state = get_model_state_dict(model)
             if twice := found.keys() & state.keys():
-                raise InvalidArgument(f"two of the models of a ModelState have a {min(twice)}; give each a state of its own")
+                raise InvalidArgument(f"two of the models of a ModelState have a {min(twice)}; give each its own ModelState")
             found.update(state)
         return found
 
     def _names(self) -> dict[Any, str]:
-        """The name of each parameter, the first one where it has several."""
+        """Return the name of each parameter; the first one if it has several."""
         found: dict[Any, str] = {}
         for model in self._models:
             for name, parameter in _named_parameters(model):
@@ -141,9 +150,9 @@ class ModelState:
         return found
 
     # --- the optimizers ----------------------------------------------------------------------------------------
-    # Not torch's get_optimizer_state_dict: that gives a fresh optimizer a state by a step with zero gradients, which
-    # changes the training that goes on after a save; it refuses parameters without a state, such as those of experts that
-    # no token has met; and its list of groups can't be united over the stages of a pipeline.
+    # torch's get_optimizer_state_dict is not used for three reasons. It gives a new optimizer a state by a step with zero
+    # gradients, which changes the training after a save. It refuses parameters without a state, such as those of experts that
+    # got no token yet. And its list of groups can't be merged over the stages of a pipeline.
 
     def _optimizers_state(self) -> dict[str, Any]:
         names = self._names()
@@ -155,7 +164,7 @@ class ModelState:
             packed = optimizer.state_dict()
             for number, values in packed["state"].items():
                 if not isinstance(number, int):
-                    raise InvalidArgument(f"{type(optimizer).__name__} keeps a state for {number!r}, which is no parameter")
+                    raise InvalidArgument(f"{type(optimizer).__name__} has a state for {number!r}, which is no parameter")
                 state[mine[number]] = dict(values)
             for group in packed["param_groups"]:
                 members = [mine[number] for number in group["params"]]
@@ -186,14 +195,14 @@ class ModelState:
         return {"state": {n: values for n, values in state.items() if values}, "group_of": group_of, "groups": groups}
 
     def _optimizer_target(self, key: str, saved: Any, existing: Any, parameter: Any) -> Any:
-        """Where a value of the optimizer's state is to go: the tensor there, or a new one."""
+        """Return the target of a value of the optimizer state: the existing tensor if it matches, or a new one."""
         import torch
 
         if isinstance(saved, dict):
             known = existing if isinstance(existing, dict) else {}
             return {k: self._optimizer_target(k, v, known.get(k), parameter) for k, v in saved.items()}
         if not isinstance(saved, Saved):
-            return None  # a plain value, taken as it was saved
+            return None  # a plain value, which the load replaces by the saved one
         tensor = _unwrap(existing)
         if isinstance(tensor, torch.Tensor) and Saved(str(tensor.dtype)[6:], tuple(tensor.shape)) == saved:
             return existing
@@ -201,9 +210,9 @@ class ModelState:
         return self._with_replica_ranks(empty_leaf("torch", saved.dtype, saved.shape, {}).value if made is None else made)
 
     def _with_replica_ranks(self, value: Any, is_stored_whole: bool = False) -> Any:
-        """A tensor, with those who hold copies of it where neither it nor the rules for plain arrays tell.
+        """Return a tensor with the ranks of its replicas, if neither its type nor the rules for plain arrays determine them.
 
-        whole: the copies may differ, so that the first rank stores all of its own.
+        is_stored_whole: whether the replicas may differ, so that the first rank stores all of its replica.
         """
         import torch
 
@@ -226,7 +235,7 @@ class ModelState:
 
 
 class _ReplicatedShard(Shard):
-    """A tensor or DTensor of which these ranks, this one among them, hold copies of the part that this one has."""
+    """A tensor or DTensor, and the ranks that have replicas of this rank's part of it, this rank included."""
 
     def __init__(
         self, tensor: Any, local: list[Any], shape: Sequence[int], offset: list[tuple[int, ...]], ranks: tuple[int, ...],
@@ -247,7 +256,7 @@ def _rank() -> int:
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
-    """The ranks of a process group or device mesh, or this one alone."""
+    """Return the ranks of a process group or device mesh; for None, this rank alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -265,7 +274,7 @@ def _as_list(optimizer: Any) -> list[Any]:
 
 
 def _map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples with each entry changed."""
+    """Return a copy of nested dicts, lists and tuples with `change` applied to each entry."""
     if isinstance(value, dict):
         return {k: _map_nested(v, change) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -274,12 +283,12 @@ def _map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters by the names that they have without DDP, torch.compile and activation checkpointing around them."""
+    """Yield the parameters with their names in the model without DDP, torch.compile and activation checkpointing."""
     return _walk_tensors(module, "_parameters", "")
 
 
 def _named_buffers(module: Any) -> Iterator[tuple[str, Any]]:
-    """Buffers by such names."""
+    """Yield the buffers with their names, as `_named_parameters` does."""
     return _walk_tensors(module, "_buffers", "")
 
 
@@ -305,8 +314,8 @@ def _refuse_fsdp1(model: Any) -> None:
 
     if FullyShardedDataParallel.fsdp_modules(model):
         raise InvalidArgument(
-            "ModelState does not take FullyShardedDataParallel (FSDP1): shard with fully_shard, or save what torch's "
-            "get_state_dict gives through ckpt.adapters.dcp.Writer"
+            "ModelState does not take FullyShardedDataParallel (FSDP1): shard with fully_shard, or save the result of torch's "
+            "get_state_dict with ckpt.adapters.dcp.Writer"
         )
 
 
@@ -315,27 +324,27 @@ def _group_options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameter_names(optimizer: Any, names: dict[Any, str]) -> list[str]:
-    """The names of an optimizer's parameters, in the order in which its state_dict numbers them."""
+    """Return the names of the parameters of an optimizer, in the order of their numbers in its state_dict."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if unknown := sum(p not in names for p in parameters):
         raise InvalidArgument(
-            f"{unknown} of {len(parameters)} parameters of {type(optimizer).__name__} are none of the model's; make the "
-            "optimizer after the model was wrapped or sharded, or give ModelState all its models"
+            f"{unknown} of {len(parameters)} parameters of {type(optimizer).__name__} are none of the model's; create the "
+            "optimizer after wrapping or sharding the model, or give ModelState all models"
         )
     return [names[p] for p in parameters]
 
 
 class _SavedParameter(NamedTuple):
-    """Where the optimizer's state of a parameter was saved."""
+    """The saved optimizer state of one parameter."""
 
     optimizer: dict[str, dict[str, Node]]
-    """The parts of that optimizer (state, group_of, groups) by their keys."""
+    """The parts of the saved optimizer (state, group_of, groups), each by its keys."""
     name: str
-    """Of the parameter, there."""
+    """The name of the parameter in these parts."""
 
 
 def _saved_parameters(node: Node, path: str) -> Iterator[tuple[str, _SavedParameter]]:
-    """The tensors of every ModelState in a tree that has an optimizer, by their names in the tree."""
+    """Yield the name in the tree and the optimizer state of each tensor of every ModelState that has an optimizer."""
     parts = dict(children(node, ""))
     optimizer = {part: dict(children(n, "")) for part, n in children(parts.get("optimizer"), "")}
     if "model" in parts and optimizer.keys() >= {"state", "group_of", "groups"}:
@@ -347,7 +356,7 @@ def _saved_parameters(node: Node, path: str) -> Iterator[tuple[str, _SavedParame
 
 
 def _optimizer_node(saved_parameters: dict[str, _SavedParameter]) -> Node:
-    """The state of an optimizer over these parameters. A group is called by the first of them that is in it."""
+    """Return the tree of an optimizer over these parameters. The name of a group is that of its first parameter."""
     state, group_of = [], []
     groups: dict[tuple[int, str], list[Node]] = {}
     for name, (optimizer, saved) in saved_parameters.items():
@@ -375,7 +384,7 @@ def _load_optimizer(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]
             )
         groups.append({**group, **(options[0] if options else {})})
     optimizer.load_state_dict({**packed, "state": state, "param_groups": groups})
-    # torch has cast the state to the parameters' type; what was saved is kept, or moments wider than those would be lost.
+    # torch has cast the state to the dtype of the parameters. Restore the saved dtype, or wider moments would lose precision.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in state.items():
         now = optimizer.state[parameters[number]]
