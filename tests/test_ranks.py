@@ -806,7 +806,7 @@ def test_copies_of_which_there_are_more_than_ranks(tmp_path: Path) -> None:
 
     for rank, error in enumerate(on_ranks(2, lambda g: save(g, 3))):
         assert isinstance(error, ckpt.UnsupportedLeaf)
-        assert f"leaf w: its shard is copy {rank} of 3, but 2 ranks save" in str(error)
+        assert f"leaf w: its shard is replica {rank} of 3, but only 2 ranks save" in str(error)
     all_well(on_ranks(2, lambda g: save(g, 2)))
     assert ckpt.open(tmp_path).steps() == [2]
 

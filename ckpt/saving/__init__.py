@@ -1,6 +1,6 @@
 """A save, from the state to the commit record: plan, stage, encode, write, merge the parts of all ranks, commit.
 
 The package is not called `save`, because `ckpt.save` is a function: a package of the same name would replace it when it is
-imported. It imports `repository`, `groups` and what is below, and never `loading`. Start with `pipeline.save`; `write_plan`
-decides which bytes go into which block, and `committer` makes the step exist.
+imported. It imports `repository`, `groups` and the packages below them, and never `loading`. Start with `pipeline.save`;
+`write_plan` decides which bytes go into which block, and `committer` makes the step exist.
 """

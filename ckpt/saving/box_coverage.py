@@ -1,8 +1,8 @@
-"""Whether boxes cover arrays, each element once: exact for boxes of any number of axes, however irregular. Pure.
+"""Pure functions that check that boxes cover arrays exactly, each element once, for any boxes with any number of axes.
 
-A set of boxes tiles an array if and only if their signed corners cancel against those of the array: the mixed difference
-of an indicator function is +1 or -1 at the corners of its box and 0 elsewhere, and a function is known by its
-differences. So a million boxes are checked by sorting their corners, without looking at pairs of them.
+A set of boxes tiles an array if and only if their signed corners cancel against those of the array. The reason is that the
+mixed difference of an indicator function is +1 or -1 at the corners of its box and 0 elsewhere, and its differences determine a
+function. So a million boxes are checked by sorting their corners, without comparing pairs of boxes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _MAX_AXES = 10
-"""Along which one array may be cut to be checked by corners, of which a box has 2**axes."""
+"""The most axes along which an array may be cut to be checked by corners, because a box has 2**axes of them."""
 
 _BATCH_CORNERS = 1 << 23
-"""Corners that are sorted at once."""
+"""The number of corners that are sorted at once."""
 
 _MAX_POINTS = float(1 << 60)
-"""Points that are told apart by one key: numbers of 64 bits, one of them the sign."""
+"""The number of points that one key of 64 bits can distinguish, with one bit for the sign of the corner."""
 
 
 def are_tiled(global_shapes: Ints, starts: Ints, offset: Ints, shape: Ints) -> Flags:
-    """Which of several arrays of one number of axes are covered exactly, each element by one box.
+    """Return which of several arrays with the same number of axes are covered exactly, each element by one box.
 
-    Array i has the boxes starts[i] to starts[i + 1] of `offset` and `shape`, which lie within it. Nothing is empty.
+    global_shapes: shape (arrays, axes).
+    starts: shape (arrays + 1,); array i has the boxes starts[i] to starts[i + 1].
+    offset, shape: shape (boxes, axes), in elements; each box lies within its array, and no array or box is empty.
     """
     counts = np.diff(starts)
     done: Flags = counts == 1
     rows = np.arange(starts[0], starts[-1])
     array = np.repeat(np.arange(len(counts)), counts)
-    # An axis along which all boxes are as long as the array tells nothing; mostly one or two are left.
+    # An axis along which all boxes are as long as the array can be ignored; usually one or two axes are left.
     cut: Flags = np.zeros(global_shapes.shape, bool)
     cut_rows = shape != global_shapes[array]
     if len(rows) and cut.shape[1]:
@@ -85,7 +87,7 @@ def _corners_cancel(global_shapes: Ints, which: Ints, offset: Ints, shape: Ints)
 
 
 def _corners(low: Ints, steps: Ints, sign: int) -> Ints:
-    """All corners as `point * 2 + sign`; `steps` is how far it is to the next one along each axis."""
+    """Return all corners of all boxes as `point * 2 + sign`. `steps` is the distance to the next corner along each axis."""
     keys = (low * 2 + sign)[None]
     for axis in range(steps.shape[1]):
         keys = np.concatenate([keys, (keys + 2 * steps[:, axis]) ^ 1])
@@ -93,7 +95,7 @@ def _corners(low: Ints, steps: Ints, sign: int) -> Ints:
 
 
 def _ranges(begins: Ints, counts: Ints) -> Ints:
-    """begin, begin + 1 … of each, one after the other."""
+    """Return the concatenation of the ranges [begin, begin + count)."""
     return np.arange(np.sum(counts)) + np.repeat(begins - np.cumsum(counts) + counts, counts)
 
 
@@ -102,17 +104,20 @@ def _is_tiled_by_pairs(global_shape: Ints, offset: Ints, shape: Ints) -> bool:
 
 
 def _volume(shapes: Ints) -> int:
-    total: Any = np.sum(np.prod(shapes.astype(object), axis=1))  # whole numbers of any size
+    total: Any = np.sum(np.prod(shapes.astype(object), axis=1))  # Python integers, which can't overflow
     return int(total)
 
 
 def first_overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
-    """Two boxes of one array that have an element in common, or None."""
+    """Return the indices of two boxes of one array that have an element in common, or None.
+
+    offset, shape: shape (boxes, axes).
+    """
     rows = np.flatnonzero(np.all(shape > 0, axis=1))
     low, high = offset[rows], (offset + shape)[rows]
     if low.shape[1] == 0:
         return (int(rows[0]), int(rows[1])) if len(rows) > 1 else None
-    # Pairs that meet along one axis: that with the fewest, found by sorting.
+    # Find by sorting the axis along which the fewest pairs overlap, and compare only those pairs.
     best: tuple[int, Any, Any] | None = None
     for axis in range(low.shape[1]):
         order = np.argsort(low[:, axis], kind="stable")
@@ -135,12 +140,13 @@ def first_overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
 
 
 def first_uncovered_box(global_shape: tuple[int, ...], offset: Ints, shape: Ints) -> Box | None:
-    """The first box of an array that no box covers, as large as it goes, or None. The boxes lie within and are disjoint."""
+    """Return the first uncovered box of an array, as large as possible, or None. The boxes lie within it and are disjoint."""
     if 0 in global_shape:
         return None
     keep = np.all(shape > 0, axis=1)
     low, high = offset[keep], (offset + shape)[keep]
-    # The first element in C order: along each axis the first place where the boxes' cross-sections are too small.
+    # The first uncovered element in C order: along each axis, the first index at which the cross-section of the boxes is too
+    # small.
     point: list[int] = []
     active = np.arange(len(low))
     for axis, length in enumerate(global_shape):

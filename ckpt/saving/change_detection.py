@@ -1,7 +1,7 @@
-"""What a save that copies later remembers of the memory: enough to see that a tensor was changed before its copy was made.
+"""Detects a tensor that was changed before a lazy save copied it, by samples of its memory.
 
-torch counts changes, but not those through `.data` or a numpy view. A digest of everything would take as long as the copy that
-the training loop was spared; both ends of each piece of a leaf, a piece being at most a block, take a few microseconds a block.
+torch counts changes, but not those through `.data` or a numpy view. A digest of all bytes would take as long as the copy that
+lazy staging avoids. So only both ends of each piece of a block are compared, which takes a few microseconds a block.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.leaves.numpy import HostLeaf
 
 END_BYTES = 64
-"""A line of the cache: what is fetched for its first byte anyway."""
+"""The bytes that are compared at each end: a cache line, which reading one byte fetches anyway."""
 
 BlockSample = list[bytes | None]
-"""For each piece of a block; None where its bytes cannot be seen from here."""
+"""The first and last bytes of each piece of a block; None if they can't be read from the host."""
 
 
 def can_be_sampled(leaf: ArrayLeaf) -> bool:
-    """Whether it may be copied later. Strided memory of the host may not: its ends are not those of its bytes in C order."""
+    """Return whether a leaf may be copied later. Strided host memory may not: its ends are not its first and last elements."""
     return leaf.flat is not None or not isinstance(leaf, HostLeaf)
 
 
 def sample_block(block: Block, leaves: Sequence[ArrayLeaf]) -> BlockSample:
-    """What the pieces of a block hold now. Only memory of the host is looked at, and none that never changes."""
+    """Return the current sample of each piece of a block. Only host memory is read, and no frozen leaf."""
     found: BlockSample = []
     for index, _, begin, _, nbytes in block.pieces:
         leaf = leaves[index]
@@ -35,7 +35,7 @@ def sample_block(block: Block, leaves: Sequence[ArrayLeaf]) -> BlockSample:
 
 
 def first_changed_leaf(block: Block, earlier: BlockSample, staged: Bytes) -> int | None:
-    """The first leaf whose staged bytes are not those that were sampled before."""
+    """Return the index of the first leaf whose staged bytes differ from the earlier sample, or None."""
     for (index, _, _, start, nbytes), ends in zip(block.pieces, earlier, strict=True):
         if ends is not None and _ends(staged, start, start + nbytes) != ends:
             return index

@@ -1,11 +1,11 @@
-"""Which small leaves change from save to save: those never share a block with leaves that stay as they are.
+"""Records which small leaves change from save to save, so that they never share a block with leaves that stay the same.
 
-A block is written again if one byte of it changed. Of a plain `state_dict()` nothing says beforehand what training changes. So
-each small leaf counts as one that stays, until a save finds that others of its block have not changed and it has. From the next
-plan on it lies with those that change. Where all of a block change it stays as it is.
+A block is written again if one byte of it changes. A plain `state_dict()` does not show which leaves training changes. So each
+small leaf counts as unchanging until a save finds that it has changed and other leaves of its block have not. From the next
+plan on, it shares blocks only with leaves that change. A block whose leaves all change stays as it is.
 
-A block is looked at leaf by leaf only when it has to be written, and not once it is known that all of it changes. So a state of
-which all changes is digested once more in its first two saves, by the threads that write, and never again.
+The leaves of a block are compared only when the block is written, and no more once all of them are known to change. So a state
+that changes completely is digested once more in its first two saves, by the writer threads, and never again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ _PieceKey = str | tuple[str, tuple[int, ...], int]
 
 
 class ChangingLeaves:
-    """What the saves of this process to one place have found. Safe to use from many threads."""
+    """What the saves of this process to one repository have found. Many threads may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._digests: dict[_PieceKey, int] = {}
-        """Of leaves that stay, when they were last looked at."""
+        """The digests of unchanging leaves when they were last compared. Guarded by `_lock`."""
         self._changing_in_whole_blocks: set[str] = set()
-        """Leaves that change, as do all others of their blocks, while no block is known in which others stay."""
+        """Leaves that change together with all others of their blocks, while there is no block in which only some change."""
         self._fully_changing_blocks: dict[int, list[BlockPiece]] = {}
         """The pieces of blocks of such leaves, by identity: a plan is the same object from save to save."""
         self.changing: frozenset[str] = frozenset()
-        """Names of the leaves that are to be kept from those that stay."""
+        """Names of the leaves that must not share a block with unchanging leaves."""
 
     def compare_block(self, block: Block, specs: Sequence[LeafSpec], data: Bytes) -> None:
-        """Compare the leaves of a block that is to be written with what they were. data: its raw bytes."""
+        """Compare the leaves of a block with their digests of the previous save, before the block is written.
+
+        data: the raw bytes of the block.
+        """
         pieces = block.pieces
-        if len(pieces) < 2 or specs[pieces[0].leaf].kind == "changes":  # there is nothing to keep from each other
+        if len(pieces) < 2 or specs[pieces[0].leaf].kind == "changes":  # there are no leaves to separate
             return
         if self._fully_changing_blocks.get(id(pieces)) is pieces:
             return
@@ -78,7 +81,7 @@ _registry_lock = threading.Lock()
 
 
 def changing_leaves_of(url_and_rank: tuple[str, int]) -> ChangingLeaves:
-    """What is known of saves to this URL by this rank; kept for the last few places only."""
+    """Return the record of the saves of this rank to this URL; only the last few repositories are remembered."""
     with _registry_lock:
         found = _remembered[url_and_rank] = _remembered.pop(url_and_rank) if url_and_rank in _remembered else ChangingLeaves()
         while len(_remembered) > _MAX_REMEMBERED:

@@ -1,6 +1,7 @@
-"""Making a step exist: from the rows of what a rank has written to the commit record that all can see.
+"""The class Committer, which turns the manifest rows of a save attempt into a committed step.
 
-A single process commits its own rows. In a group each rank leaves them as its part, and rank 0 puts the parts together.
+A single process commits its own rows. In a group each rank publishes its rows as a part, and rank 0 merges and commits the
+parts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger("ckpt")
 
 
 class Committer:
-    """Of one attempt at one step."""
+    """Commits one save attempt, or discards it."""
 
     def __init__(
         self, session: Session, attempt: Attempt, step: int, options: Options, flat: FlatState, digests: PublishedDigests
@@ -50,17 +51,20 @@ class Committer:
         self._segment = session.lineage.begin_save(step)
         self._group = session.group
         self._store = session.repo.store
-        # Here and not in the background: one call that holds the GIL for milliseconds, which a training step would feel.
+        # Encoded now and not in the background: the call keeps the GIL for milliseconds, which would delay a training step.
         self._tree = encode_tree(flat.node)
-        self._is_part_offered = False  # our part may be in the store, whatever its put said: rank 0 may commit it
+        # Set before the part is stored: even if the store reports an error, rank 0 may find the part and commit it.
+        self._is_part_offered = False
         self.is_outcome_reported = False
-        """The other ranks need no word of how this attempt went."""
+        """Whether the other ranks need no further report of this attempt."""
         self.replaced_files: set[str] = set()
-        """Files of what was committed as this step before."""
+        """The files of the earlier save of this step that was replaced."""
 
     def refuse_existing(self) -> None:
-        """Raise AlreadyExists where the step is committed, whole, and not abandoned by a roll-back; Fenced where a newer writer
-        is there, for this one is to stop and not to take another number."""
+        """Raise AlreadyExists if the step is committed, intact, and not abandoned by a roll-back.
+
+        Raises Fenced instead if a newer writer exists: this writer must stop, and not use another number.
+        """
         if self._has_intact_step() and self._step not in self._session.repo.order().abandoned:
             self._session.lease.writer.require_newest()
             raise AlreadyExists(
@@ -68,10 +72,13 @@ class Committer:
             )
 
     def commit(self, rows: Any, algorithm: str, packs: dict[str, int], written_bytes: int, *, sharded: bool) -> Checkpoint:
-        """Commit an Arrow table of rows, or as a rank of a group see to it that they are.
+        """Commit the rows of an attempt, and return the checkpoint; in a group, publish them as a part and wait for the commit.
 
-        packs: all that the rows refer to, with their lengths; written: bytes of those that this attempt has made;
-        sharded: the rows may be of parts of arrays.
+        rows: an Arrow table of manifest rows.
+        algorithm: of the digests.
+        packs: the bytes of each pack to which the rows refer.
+        written_bytes: the bytes that this attempt has written into packs.
+        sharded: whether rows may be parts of arrays, which must then be checked to cover them.
         """
         extra = {"format": "1", "digest": algorithm, "step": str(self._step)}
         if self._group.size > 1:
@@ -79,12 +86,12 @@ class Committer:
         with collector_paused():
             table = manifest.write_table(rows, extra)
         raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
-        if sharded:  # some boxes only: they must make whole arrays all the same
+        if sharded:  # the boxes of a single process must cover whole arrays
             raw_bytes = rank_parts.require_complete_leaves(table, self._flat.node, self._step, self._store.url)
         return self._publish_step(table, self._tree, packs, len(self._flat.leaves), raw_bytes, written_bytes, algorithm)
 
     def _commit_in_group(self, rows: Any, extra: dict[str, str], packs: dict[str, int], written_bytes: int) -> Checkpoint:
-        """Leave this rank's part; rank 0 waits for all and commits, the others wait for that."""
+        """Publish the part of this rank; rank 0 then merges all parts and commits, and other ranks wait for the commit."""
         repo, lease, attempt, timeout = self._session.repo, self._session.lease, self._attempt, self._options.timeout
         with collector_paused():
             metadata = rank_parts.part_metadata(self._tree, self._flat, packs, written_bytes, lease, self._digests)
@@ -105,12 +112,12 @@ class Committer:
             leaves, raw_bytes = rank_parts.totals(merged.table)
         checkpoint = self._publish_step(table, tree, merged.packs, leaves, raw_bytes, merged.written_bytes, merged.algorithm)
         self.is_outcome_reported = True
-        with suppress(CkptError, OSError):  # the next generation's sweep takes them otherwise
+        with suppress(CkptError, OSError):  # otherwise a sweep of the next generation deletes them
             self._store.delete(merged.part_files)
         return checkpoint
 
     def _previous_step_tree(self) -> tuple[int, Any] | None:
-        """The newest step below this one, and its tree for all ranks."""
+        """Return the newest step with a lower number, and its tree for all ranks; None if there is none."""
         repo = self._session.repo
         number = next((n for n in reversed(repo.order().steps) if n < self._step), None)
         if number is None:
@@ -121,18 +128,20 @@ class Committer:
     def _publish_step(
         self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written_bytes: int, algorithm: str
     ) -> Checkpoint:
-        """Make the step exist: manifest, tree, commit record. algorithm: of digests."""
+        """Write manifest, tree and commit record, in this order; return the checkpoint.
+
+        The commit record makes the step exist. A crash before it leaves files that the next sweep deletes.
+        """
         line = self._segment.line()
         folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
         for what, data, max_bytes in (
             ("manifest", table, MAX_MANIFEST_BYTES),
             ("description of the state", tree, MAX_TREE_BYTES),
         ):
-            if len(data) > max_bytes:  # no load would take it
+            if len(data) > max_bytes:  # no load would accept it
                 raise StepRefused(
                     f"step {self._step}: its {what} has {len(data)} bytes, and {max_bytes} are the most: put long lists and "
-                    "dicts "
-                    "of plain values into arrays"
+                    "dicts of plain values into arrays"
                 )
         files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
@@ -170,7 +179,7 @@ class Committer:
             self.refuse_existing()
         if existing is not None and existing.step == self._step:
             if existing.generation > self._session.lease.writer.generation:
-                raise Fenced(f"step {self._step} of {self._store.url} was saved by a newer job meanwhile; stop this one")
+                raise Fenced(f"a newer job has saved step {self._step} of {self._store.url}; stop this job")
             self.replaced_files.update(existing.files())
 
     def _has_intact_step(self) -> bool:
@@ -178,34 +187,34 @@ class Committer:
             commit = self._session.repo.commit(self._step)
             Checkpoint(self._store, commit).require_complete()
         except StepNotFound:
-            self._session.lease.writer.require_newest()  # raises where the whole repository was removed
+            self._session.lease.writer.require_newest()  # raises if the whole repository was removed
             return False
-        except SignatureError:  # a step that was saved without a key is not damaged, and nothing replaces it unasked
+        except SignatureError:  # a step that was saved without a key is not damaged, and must not be replaced by default
             raise
-        except IntegrityError as error:  # and nothing else: what can't be read just now may be whole
+        except IntegrityError as error:  # no other error: a step that can't be read now may be intact
             log.warning("step %d is damaged and will be replaced: %s", self._step, error)
             return False
         sizes = {e.name: e.nbytes for e in self._store.list("steps")}
         return has_all_files(commit, sizes)
 
     def discard(self, error: BaseException) -> None:
-        """Remove what this attempt has written; what can't be removed now, the next sweep takes."""
+        """Delete the files of a failed attempt; the next sweep deletes those that can't be deleted now."""
         refused = isinstance(error, StepRefused) and (not isinstance(error, RanksMissing) or error.given_up)
         if self._is_part_offered and self._group.rank and not refused:
-            return  # rank 0 may have our part, and commit it yet
+            return  # rank 0 may have this rank's part, and may still commit it
         folder = f"{step_folder(self._step)}/"
         name = f"/{self._attempt.name}"
         self.is_outcome_reported = (
             self.is_outcome_reported or self._is_part_offered
-        )  # until the record was read: do not say that it failed before it is known
+        )  # do not report a failure before the commit record has been read
         is_outcome_known = False
         with suppress(CkptError, OSError):
             try:
                 if any(name in f.name for f in self._session.repo.commit(self._step).manifests):
                     self.is_outcome_reported = is_outcome_known = True
-                    return  # committed after all, and only the answer got lost
+                    return  # the step is committed, and only the reply was lost
             except (StepNotFound, NotFound):
-                self._session.repo.identity()  # raises where the whole repository was removed: nothing is written there again
+                self._session.repo.identity()  # raises if the whole repository was removed, so that nothing is written there
             self.is_outcome_reported, is_outcome_known = False, True
             to_delete = [e.name for e in self._store.list(folder.rstrip("/")) if name in e.name and "failed" not in e.name]
             self._store.delete(to_delete)

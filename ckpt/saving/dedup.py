@@ -1,4 +1,4 @@
-"""The blocks of the step before, which the next one may refer to."""
+"""The previous blocks: stored blocks of earlier steps to which the next step may refer instead of writing them again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class PreviousBlock:
     stored: int
     codec: str | None
     checksum: int | None
-    """xxh3-64 of the stored bytes, None where those are the raw bytes."""
+    """xxh3-64 of the stored bytes; None if those are the raw bytes."""
     is_verified: bool = False
-    """This process has written it, or read it since: it may be referred to. Another process's may have rotted, and a step
-    that shares it would be no better than the one before."""
+    """Whether this process has written or read the block, so that a step may refer to it. A block of another process may be
+    damaged, and then damage the new step as well."""
 
 
 PreviousBlocks = dict[tuple[bytes, int], PreviousBlock]
@@ -38,16 +38,20 @@ PreviousBlocks = dict[tuple[bytes, int], PreviousBlock]
 
 
 class StepBlocks(NamedTuple):
-    """What a committed step consists of."""
+    """The blocks and packs of a committed step."""
 
     blocks: PreviousBlocks
     packs: dict[str, int]
-    """All that the step names, with their lengths."""
+    """The bytes of each pack of the step, by name."""
 
 
 def referable_blocks(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:
-    """What the next step may refer to, given the last `copies` steps: the blocks of the step `copies` before it that none of
-    those in between refers to. Pure."""
+    """Return the blocks to which the next step may refer. This is a pure function.
+
+    These are the blocks of the step `copies` steps earlier to which none of the steps in between refers.
+
+    newest_first: the last `copies` steps.
+    """
     if len(newest_first) < copies:
         return StepBlocks({}, {})
     found = newest_first[copies - 1]
@@ -61,10 +65,10 @@ def is_block_intact(
     store: Store, algorithm: str, key: tuple[bytes, int], block: PreviousBlock,
     compute_slot: Callable[[], AbstractContextManager[object]],
 ) -> bool:  # fmt: skip
-    """Whether a block is as it was written; if not, it is told in the log, and remembered as bad. Raises StoreError.
+    """Return whether a block has the bytes that were written. A damaged block is logged. Raises StoreError.
 
-    key: its digest and raw length.
-    computing: entered while this works and does not wait for the store.
+    key: the digest and the raw length of the block.
+    compute_slot: a context that is entered while this computes and does not wait for the store.
     """
     stated = StoredBlock(block.pack, block.position, block.stored, key[1], block.codec, key[0], block.checksum, b"")
 

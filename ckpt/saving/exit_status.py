@@ -1,8 +1,8 @@
-"""The end of a program with saves under way, and its exit status where the last one failed in the background.
+"""Gives a program exit status 120 if its last save failed in the background, and runs functions at its end.
 
-Python ignores exceptions of functions that `atexit` runs. It ends with status 120 where the clean-up fails, which it finds out
-by flushing sys.stdout and sys.stderr (`sys.exit`, Python's library reference). A flush that fails is used for that reason:
-unlike os._exit it lets everything else that runs at exit run.
+Python ignores exceptions of functions that `atexit` runs. It ends with status 120 if its clean-up fails, which includes
+flushing sys.stdout and sys.stderr (`sys.exit`, Python's library reference). Therefore a failing flush is used here. Unlike
+os._exit, it lets all other exit functions run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FAILED_CLEANUP_STATUS = 120
 
 
 class _FailingFlushStream:
-    """A text stream that writes as the one below, and whose flush fails."""
+    """A text stream that writes to another one, and whose flush fails."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -40,17 +40,21 @@ class _FailingFlushStream:
 
 
 def fail_cleanup() -> None:
-    """Let this program end with STATUS, from a function that `atexit` runs. An uncaught exception keeps its own status.
+    """Make this program end with FAILED_CLEANUP_STATUS. Call it from a function that `atexit` runs.
 
-    A status that was given to sys.exit can't be seen from here, and becomes STATUS.
+    After an uncaught exception the status stays as it is. A status that was given to sys.exit is replaced, because it is not
+    visible here.
     """
-    if getattr(sys, "last_value", None) is None:  # set by Python where an uncaught exception ends the program
+    if getattr(sys, "last_value", None) is None:  # Python sets it if an uncaught exception ends the program
         sys.stderr = _FailingFlushStream(sys.stderr)
 
 
 def register_before_thread_shutdown(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a function that the end of the program calls before the executors of concurrent.futures end, and before any
-    function of `atexit`: saves need the executors, and what other packages release there."""
+    """Register a function that runs at the end of the program, before the executors of concurrent.futures end and before
+    `atexit`.
+
+    Saves need these executors, and resources that other packages release in `atexit`.
+    """
     register = getattr(threading, "_register_atexit", None) or atexit.register
     register(function)
     return function

@@ -1,7 +1,7 @@
-"""The line of training that the saves of a session belong to.
+"""The class Lineage, which decides to which training line the saves of a session belong.
 
-Which save goes on from which is decided in the order in which saves begin, without a look at the repository. What the
-repository holds is read when the first of them is committed, by the process that commits.
+Which save continues which is decided when a save begins, without reading the repository. The committing process reads the
+repository when the first save of a segment is committed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class _SegmentStart:
-    """Where a stretch of saves begins."""
+    """How a segment of saves begins."""
 
     first_step: int
     """The first step that is saved."""
     restored_step: int | None = None
-    """The step that it goes on from, where it was restored in this process."""
+    """The step from which the segment continues, if this process has restored one."""
     previous: LineSegment | None = None
-    """The saves before in this process, behind which it goes back without a restore."""
+    """The earlier segment of this process, if the loop went back behind its steps without a restore."""
     is_new_run: bool = False
-    """What this process has saved before counts as saved by another run."""
+    """Whether earlier saves of this process count as those of another run."""
 
 
 class LineSegment:
-    """Saves in a row, all on one line."""
+    """Consecutive saves of a session, all on one training line."""
 
     def __init__(self, repo: Repository, generation: int, damaged: Callable[[], Collection[int]], start: _SegmentStart) -> None:
         self._repo = repo
@@ -50,7 +50,7 @@ class LineSegment:
         self._line: TrainingLine | None = None
 
     def line(self) -> TrainingLine:
-        """The line of these saves. Reads the repository the first time."""
+        """Return the training line of these saves. The first call reads the repository."""
         with self._lock:
             if self._line is None:
                 self._line = self._determine_line()
@@ -60,7 +60,7 @@ class LineSegment:
         if self._previous is not None:
             line = self._previous.line()
             opened = line.after_lower_step(self._next_number(line), self._first_step)
-            log.info("step %d goes back behind steps of this run: line %d of training begins", self._first_step, opened.number)
+            log.info("step %d is lower than saved steps of this run: training line %d begins", self._first_step, opened.number)
             return opened
         if self._is_single_line():
             return TrainingLine()
@@ -76,8 +76,8 @@ class LineSegment:
                 self._next_number(order.newest_line), lines[self._restored_step], self._restored_step
             )
             log.warning(
-                "%s: step %d goes on from step %d, and step %d was saved after that: line %d of training begins, and what was "
-                "saved after step %d is abandoned",
+                "%s: step %d continues from step %d, and step %d was saved after that: training line %d begins, and the steps "
+                "saved after step %d are abandoned",
                 self._repo.url,
                 self._first_step,
                 self._restored_step,
@@ -87,7 +87,7 @@ class LineSegment:
             )
             return opened
         later = {step for step in order.history() if step > self._first_step and step in lines}
-        skipped = later.intersection(self._damaged())  # by a load of this process
+        skipped = later.intersection(self._damaged())  # a load of this process has skipped them
         if not all(map(self._is_of_this_writer, later - skipped)):
             self._warn_not_restored(newest)
             return TrainingLine(self._next_number(order.newest_line))
@@ -96,7 +96,7 @@ class LineSegment:
         return order.newest_line
 
     def _is_single_line(self) -> bool:
-        """Whether all is on one line and goes on there. At nearly every start, and no record is read for that."""
+        """Return whether all steps are on one line and the segment continues it. Almost every start does; no record is read."""
         last = self._first_step if self._restored_step is None else self._restored_step
         if (
             any(number > last for number in self._repo.step_numbers() if number != self._first_step)
@@ -106,7 +106,7 @@ class LineSegment:
         return self._restored_step is None or not self._repo.store.exists(commit_name(self._first_step))
 
     def _is_of_this_writer(self, step: int) -> bool:
-        """Whether this process, or its group, has saved the step: through another group it may do so at the same time."""
+        """Return whether this process or a group of it has saved the step; several groups may save at the same time."""
         if self._is_new_run:
             return False
         try:
@@ -115,33 +115,34 @@ class LineSegment:
             return False
 
     def _next_number(self, line: TrainingLine) -> int:
-        """Above all that are known, and not below the generation of the writer: jobs that can't see each other's tiers open
-        lines of different numbers."""
+        """Return a number above all known lines, and not below the generation of the writer.
+
+        So jobs that can't see each other's tiers open lines with different numbers.
+        """
         return max(self._generation, 1 + max([line.number, *self._repo.line_numbers()]))
 
     def _warn_not_restored(self, newest: int) -> None:
         message = (
             f"{self._repo.url} has steps up to step {newest} already, and step {self._first_step} is saved without a "
-            "restore: it "
-            "counts as the newest from now on. The older steps are set aside: `keep` does not delete them, and a new save "
-            "of the same number replaces one. To go on from a step restore it first (Checkpointer.restore). To begin a new "
-            "run name a new folder, or delete the old steps"
+            "restore: it counts as the newest from now on. The older steps are set aside: `keep` does not delete them, and a "
+            "new save of the same number replaces one. To continue from a step, restore it first (Checkpointer.restore). To "
+            "begin a new run, use a new folder, or delete the old steps"
         )
         log.warning(message)
-        warnings.warn(message, stacklevel=2)  # of a thread of the save: there is no line of the user's to name
+        warnings.warn(message, stacklevel=2)  # raised in a thread of the save, which has no line of the user's code
 
 
 class Lineage:
-    """Of a session. May be used by several threads.
-
-    generation: of the writer. damaged: returns the steps that loads of this process have found damaged so far.
-    newest: the last step of a lineage that this one takes the place of.
-    """
+    """The training line of the saves of one session. Several threads may use it."""
 
     def __init__(self, repo: Repository, generation: int, damaged: Callable[[], Collection[int]], newest: int = -1) -> None:
+        """generation: of the writer lease.
+        damaged: returns the steps that loads of this process have found damaged so far.
+        newest: the last step of the lineage that this one replaces; -1 if none.
+        """
         self.repo = repo
         self.base_step: int | None = None
-        """The step that was restored, as long as none was committed after that."""
+        """The restored step, until a step is committed after it."""
         self._generation = generation
         self._damaged = damaged
         self._lock = threading.Lock()
@@ -149,32 +150,34 @@ class Lineage:
         self._previous_segment: LineSegment | None = None
         self._segment: LineSegment | None = None
         self.newest_step = newest
-        """Of the saves that have begun since the last restore."""
+        """The newest step of the saves since the last restore."""
         self._is_new_run = False
 
     def note_restored(self, step: int) -> None:
-        """What is saved from now on goes on from this step, -1 for none."""
+        """Record that the next saves continue from this step; -1 for none."""
         with self._lock:
             self._restored_step = self.base_step = None if step < 0 else step
             self._previous_segment = self._segment = None
             self.newest_step, self._is_new_run = step, False
 
     def note_went_back(self) -> None:
-        """A loop goes back behind steps that it has saved, without a restore."""
+        """Record that a loop saves a lower step than before, without a restore."""
         with self._lock:
             if self._segment is not None:
                 self._previous_segment, self._segment = self._segment, None
 
     def note_joined(self, step: int) -> None:
-        """Another loop of this process begins to save here with this step, and has restored nothing: a new run, where there
-        are later ones, as when a cell of a notebook is run again."""
+        """Record that another loop of this process begins to save with this step, and has restored nothing.
+
+        If there are later steps, this is a new run, for example because a cell of a notebook was run again.
+        """
         with self._lock:
             if step < self.newest_step:
                 self._restored_step = self.base_step = self._previous_segment = self._segment = None
                 self.newest_step, self._is_new_run = step, True
 
     def begin_save(self, step: int) -> LineSegment:
-        """A save of this step begins."""
+        """Record that a save of this step begins, and return its segment."""
         with self._lock:
             self.newest_step = max(self.newest_step, step)
             if self._segment is None:

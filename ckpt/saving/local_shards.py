@@ -1,4 +1,4 @@
-"""What this process holds of a state: whole leaves and shards, told to the plan by name, place and copies."""
+"""The local shards: the whole leaves and shards of a state that this process has, and their description for the write plan."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from ckpt.state.tree import FlatState
 
 
 class LocalShard(NamedTuple):
-    """Memory that this process holds: a whole leaf, or a shard of one."""
+    """A whole leaf, or one shard of it, in the memory of this process."""
 
     name: str
     leaf: ArrayLeaf
     part: LeafShard | None
-    """Where it lies in the global array."""
+    """The box of the shard in the global array; None for a whole leaf."""
     shape: tuple[int, ...]
-    """Of the global array."""
+    """The shape of the global array."""
 
 
 def local_shards(flat: FlatState, group: Group) -> list[LocalShard]:
-    """All that a state holds here, in the order of the tree. Raises UnsupportedLeaf where this process saves alone and holds
-    nothing of a leaf."""
+    """Return all leaves and shards of a state in this process, in the order of the tree.
+
+    Raises UnsupportedLeaf if this process saves alone and has no part of a leaf.
+    """
     found = []
-    make = tuple.__new__  # half the time of the constructor, for tens of thousands of leaves while the caller waits
+    make = tuple.__new__  # half the time of the constructor: the caller waits, for up to tens of thousands of leaves
     for name, leaf in flat.leaves.items():
         shards = leaf.shards()
-        if shards is None or (not shards and 0 in leaf.shape):  # of an array without elements every rank holds all
+        if shards is None or (not shards and 0 in leaf.shape):  # every rank has all of an array without elements
             found.append(make(LocalShard, (name, leaf, None, leaf.shape)))
         elif not shards and group.size == 1:
             raise UnsupportedLeaf(
@@ -48,14 +50,20 @@ def local_shards(flat: FlatState, group: Group) -> list[LocalShard]:
 def leaf_specs(
     flat: FlatState, shards: list[LocalShard], codec_option: CodecOption, group: Group, changing: Collection[str] = frozenset()
 ) -> list[LeafSpec]:
-    """What a plan needs to know of each, this rank being one of a group. changing: names of leaves that are known to change."""
+    """Return what a write plan needs to know of each local shard.
+
+    changing: the names of leaves that are known to change from save to save.
+
+    Raises UnsupportedLeaf if a shard has more replicas than the group has ranks.
+    """
     codec_of = parse_option(codec_option)
-    # Of arrays that do not say otherwise every rank has an equal copy, as data parallelism keeps them.
+    # An array whose type does not describe its shards counts as replicated on every rank, as in data parallelism.
     everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
-    # Buffers of a module may differ by rank (the statistics of a BatchNorm under DDP) and belong together: all are rank 0's.
+    # The buffers of a module may differ by rank (BatchNorm statistics under DDP) and belong together: rank 0 stores all of its
+    # own.
     of_rank_0 = everywhere._replace(is_stored_whole=True) if everywhere is not None else None
     own, buffers, frozen = flat.per_rank, flat.buffers, flat.frozen
-    make = tuple.__new__  # as above
+    make = tuple.__new__  # as in local_shards
     found = []
     for name, x, part, shape in shards:
         kind: LeafKind = "buffer" if name in buffers else "frozen" if name in frozen else ""
@@ -63,11 +71,10 @@ def leaf_specs(
             kind = "changes"
         codec = codec_of(name)
         if part is not None:
-            if part.replica.total > group.size > 1:  # the shares of the others would be missing
+            if part.replica.total > group.size > 1:  # the shares of the missing replicas would not be written
                 raise UnsupportedLeaf(
-                    f"leaf {name}: its shard is copy {part.replica.number} of {part.replica.total}, but {group.size} ranks "
-                    "save; "
-                    "of replica=(i, n) each copy must be on a rank"
+                    f"leaf {name}: its shard is replica {part.replica.number} of {part.replica.total}, but only {group.size} "
+                    "ranks save; with replica=(i, n), each of the n replicas must be on a rank"
                 )
             replica = part.replica if part.replica.total > 1 and group.size > 1 else None
             spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec, shape, part.box.offset, replica, kind)

@@ -1,6 +1,6 @@
-"""The rows of all ranks as one manifest, and the proof that they make a whole step: every element there, and once.
+"""Merges the rows of all ranks into one manifest, and checks that they store every element of every leaf exactly once.
 
-No Python object is made of a row: a million rows of ten thousand ranks are merged in seconds.
+No Python object is made for a row, so a million rows of ten thousand ranks are merged in seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from ckpt.support import arrow_columns
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_REPLICA_HINT = "give each rank a box of its own, or say that they hold copies: ckpt.Shard(…, replica=(i, n))"
+_REPLICA_HINT = "give each rank another box, or declare the boxes as replicas: ckpt.Shard(…, replica=(i, n))"
 
 
 def merge_rows(parts: Sequence[tuple[int, pa.Table]], descriptions: Mapping[str, LeafDescription] | None = None) -> pa.Table:
-    """The manifest of a step, given each rank's number and rows; the same whatever order they come in.
+    """Return the manifest of a step from the rows of each rank. The result does not depend on the order of `parts`.
 
-    held: what ranks take leaves for of which they may have stored nothing.
+    parts: the number and the rows of each rank.
+    descriptions: dtype and shape of leaves of which a rank may have stored nothing.
 
-    The rows of a leaf lie together, by rank; leaves come in the order of the lowest rank that has them. Rows of boxes
-    without elements are left out, and rows of a box that a lower rank stored with the same bytes. Raises StepRefused
-    where ranks contradict each other, where a box was stored twice, and where one is missing.
+    The rows of a leaf are adjacent, in the order of the ranks. The leaves are in the order of the lowest rank that has them.
+    Rows of boxes without elements are left out, as are rows of a box that a lower rank has stored with the same bytes.
+
+    Raises StepRefused if dtypes, shapes or digest algorithms of ranks differ, if a box was stored twice, or if one is missing.
     """
     import pyarrow as pa
 
@@ -52,7 +54,7 @@ def merge_rows(parts: Sequence[tuple[int, pa.Table]], descriptions: Mapping[str,
 
 
 def _check_digests(parts: Sequence[tuple[int, pa.Table]]) -> None:
-    """Raise StepRefused where two ranks' digests are of different algorithms."""
+    """Raise StepRefused if two ranks have used different digest algorithms."""
     rank_by_algorithm: dict[bytes, int] = {}
     for rank, table in parts:
         rank_by_algorithm.setdefault((table.schema.metadata or {}).get(b"digest", b"?"), rank)
@@ -64,11 +66,11 @@ def _check_digests(parts: Sequence[tuple[int, pa.Table]]) -> None:
 
 
 def _concatenated(parts: list[pa.Table]) -> pa.Table:
-    """All rows as one table, each column in one chunk."""
+    """Return all rows as one table, with each column in one chunk."""
     import pyarrow as pa
 
     plain = [part.replace_schema_metadata(None) for part in parts] or [tables.empty_table(tables.COLUMNS)]
-    if len({part.schema for part in plain}) > 1:  # text, in some of them by number
+    if len({part.schema for part in plain}) > 1:  # some have dictionary-encoded text, and others do not
         plain = [tables.as_plain_table(part) for part in plain]
     return pa.concat_tables(plain).combine_chunks()
 
@@ -95,7 +97,7 @@ class _Rows:
         self.byte_columns = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
 
     def select_rows(self, descriptions: Mapping[str, LeafDescription]) -> Ints:
-        """Which rows the manifest needs; raise StepRefused where those are not exactly what makes the leaves."""
+        """Return the indices of the rows for the manifest; raise StepRefused if they do not cover the leaves exactly."""
         self._check_dtypes_and_shapes()
         self._check_descriptions(descriptions)
         self._check_bounds()
@@ -109,7 +111,7 @@ class _Rows:
                 raise self._diagnose(int(suspects[0]), keep)
         return np.flatnonzero(keep)
 
-    # --- what ranks say of a leaf -------------------------------------------------------------------------------
+    # --- dtypes, shapes and bounds ------------------------------------------------------------------------------
 
     def _check_dtypes_and_shapes(self) -> None:
         axes = np.diff(self.at)
@@ -144,7 +146,7 @@ class _Rows:
             )
 
     def _nonempty_rows(self) -> Flags:
-        """All rows but those of boxes without elements, of which a leaf without elements needs one."""
+        """Select all rows except those of empty boxes; a leaf without elements keeps one row."""
         keep = np.ones(len(self.leaf), bool)
         keep[_row_of(self.at, np.flatnonzero(self.shape == 0))] = False
         empty_leaves = self.leaf[_row_of(self.at, np.flatnonzero(self.whole == 0))]
@@ -154,7 +156,7 @@ class _Rows:
     # --- boxes ---------------------------------------------------------------------------------------------------
 
     def _is_tiled(self, leaves: Ints, keep: Flags) -> Flags:
-        """Which of the leaves the kept rows cover exactly."""
+        """Return which of the leaves the kept rows cover exactly."""
         kept = np.concatenate([[0], np.cumsum(keep)])
         counts = (kept[self.starts[1:]] - kept[self.starts[:-1]])[leaves]
         axes = np.diff(self.at)[self.first[leaves]]
@@ -172,7 +174,7 @@ class _Rows:
         return done
 
     def _without_copies(self, leaves: Ints, keep: Flags) -> Flags:
-        """Leave out rows of a box that an earlier one has; raise StepRefused unless their bytes are provably equal."""
+        """Deselect rows of a box that an earlier row has; raise StepRefused if their bytes may differ."""
         keep = keep.copy()
         suspect = np.zeros(len(self.names), bool)
         suspect[leaves] = True
@@ -182,7 +184,7 @@ class _Rows:
             mine = rows[axes[rows] == count]
             boxes = [_matrix(values, self.at[mine], count) for values in (self.offset, self.shape)]
             keys = [self.leaf[mine], *boxes[0].T, *boxes[1].T]
-            order = np.lexsort(keys[::-1])  # stable: the lowest rank first
+            order = np.lexsort(keys[::-1])  # stable, so the lowest rank comes first
             mine = mine[order]
             same = np.all([key[order][1:] == key[order][:-1] for key in keys], axis=0)
             head = np.concatenate([[True], ~same])
@@ -194,9 +196,8 @@ class _Rows:
                 at = int(np.argmin(equal))
                 a, b = int(first[at]), int(copy[at])
                 raise StepRefused(
-                    f"leaf {self._name(a)}: ranks {self.ranks[a]} and {self.ranks[b]} both stored "
-                    f"{_slice_text(self._box(a))} of "
-                    f"shape {self._shape(a)}, an overlap of what may be different bytes; {_REPLICA_HINT}"
+                    f"leaf {self._name(a)}: ranks {self.ranks[a]} and {self.ranks[b]} both stored {_slice_text(self._box(a))} "
+                    f"of shape {self._shape(a)}, an overlap whose bytes may differ; {_REPLICA_HINT}"
                 )
             keep[copy] = False
         return keep
@@ -210,7 +211,7 @@ class _Rows:
         return equal
 
     def _diagnose(self, leaf: int, keep: Flags) -> StepRefused:
-        """What is wrong with a leaf that is not covered exactly."""
+        """Return the error for a leaf that is not covered exactly: the first overlap or the first gap."""
         rows = np.flatnonzero(keep[self.starts[leaf] : self.starts[leaf + 1]]) + self.starts[leaf]
         shape = self._shape(int(self.starts[leaf]))
         offset, extent = (_matrix(values, self.at[rows], len(shape)) for values in (self.offset, self.shape))
@@ -231,12 +232,12 @@ class _Rows:
             f", {ranks_text(np.unique(self.ranks[adjacent]).tolist())} stored what lies beside it" if len(adjacent) else ""
         )
         return StepRefused(
-            f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; if only some ranks hold this "
-            "leaf, or each holds a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
+            f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; if only some ranks have this "
+            "leaf, or each has a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
             "where a Shard says replica=(i, n), a rank must bring each i"
         )
 
-    # --- words ---------------------------------------------------------------------------------------------------
+    # --- for messages --------------------------------------------------------------------------------------------
 
     def _name(self, row: int) -> str:
         return self.names[int(self.leaf[row])]
@@ -255,19 +256,19 @@ class _Rows:
 
 
 def _matrix(flat: Ints, begins: Ints, count: int) -> Ints:
-    """`count` numbers from each place on, as rows."""
+    """Return `count` numbers from each begin on, as rows."""
     matrix: Ints = flat[begins[:, None] + np.arange(count)]
     return matrix
 
 
 def _row_of(begins: Ints, positions: Ints) -> Ints:
-    """The rows that places in the flat numbers belong to."""
+    """Return the rows to which positions in the flattened numbers belong."""
     rows: Ints = np.searchsorted(begins, positions, "right") - 1
     return rows
 
 
 def _slice_text(box: Box | None) -> str:
-    """A box as a slice: [0:4, 16:32]."""
+    """Return a box as the text of a slice: [0:4, 16:32]."""
     assert box is not None
     ranges = zip(box.offset, box.shape, strict=False)
     return "[" + ", ".join(f"{begin}:{begin + length}" for begin, length in ranges) + "]"

@@ -1,6 +1,6 @@
-"""Looks for NaN in what a save has staged, in the background, at a cost that does not show beside the digest.
+"""Finds NaN in staged blocks, in the background, at a cost that is small beside that of the digest.
 
-Of small pieces every element is looked at, of a large one windows that are spread over it: what diverges turns whole
+Every element of a small piece is checked. In a large piece, only some windows are checked: a training that diverges turns whole
 tensors into NaN, and a few windows find that. A single NaN between the windows is not found.
 """
 
@@ -14,18 +14,18 @@ import numpy as np
 from ckpt.state.leaves.base import Bytes
 
 NanOption = Literal["warn", "refuse", "allow"]
-"""What to do about a NaN: one warning, no save, or nothing."""
+"""What to do about a NaN: log one warning, refuse the save, or do not check."""
 
 FULL_CHECK_BYTES = 64 << 10
-"""Pieces of at most so many bytes are looked at in full."""
+"""The largest piece in bytes of which every element is checked."""
 WINDOW_BYTES = 4 << 10
 WINDOWS = 16
-"""Of a larger piece so many windows are looked at, the first and the last bytes among them."""
+"""The number of checked windows of a larger piece, which include its first and its last bytes."""
 _CHUNK_BYTES = 256 << 10
 
 
 class _FloatFormat(NamedTuple):
-    """How to tell a NaN by its bits: without the sign, as a whole number, it lies above `limit`."""
+    """How to recognise a NaN by its bits: as an unsigned integer without the sign bit, it is greater than `limit`."""
 
     bits: str
     limit: int
@@ -41,22 +41,23 @@ _FLOAT_FORMATS = {
     "float8_e5m2": _FloatFormat("u1", 0xF8),
     "float8_e4m3fn": _FloatFormat("u1", 0xFC),
 }
-"""Limits are shifted by one bit, as the numbers are, which drops the sign."""
+"""Limits are shifted left by one bit, as the numbers are, which drops the sign."""
 
 
 class CheckedRange(NamedTuple):
-    """What is looked at as one: a large piece of a block, or small ones of one element type that follow each other."""
+    """Bytes that are checked in one call: a large piece of a block, or consecutive small pieces of one element type."""
 
     dtype: str
     begin: int
     end: int
     first: int
-    """Number of the first piece."""
+    """The index of the first piece."""
     last: int
+    """The index of the last piece."""
 
 
 def has_nan(data: Bytes, dtype: str) -> bool:
-    """Whether a NaN is found in bytes of an element type, from an element's first one on."""
+    """Return whether whole elements of a dtype, given as bytes, contain a NaN."""
     bits, limit = _FLOAT_FORMATS[dtype]
     numbers = data.view(bits)
     one = numbers.dtype.type(1)
@@ -65,7 +66,7 @@ def has_nan(data: Bytes, dtype: str) -> bool:
 
 
 def has_nan_in_windows(data: Bytes, dtype: str) -> bool:
-    """The same for the windows of a large piece."""
+    """Return whether the windows of a large piece contain a NaN."""
     bits, limit = _FLOAT_FORMATS[dtype]
     numbers = data.view(bits)
     length = WINDOW_BYTES // numbers.itemsize
@@ -76,9 +77,9 @@ def has_nan_in_windows(data: Bytes, dtype: str) -> bool:
 
 
 def checked_ranges(pieces: Sequence[tuple[str, int, int]]) -> list[CheckedRange]:
-    """What to look at in a block, given element type, first byte and end of each of its pieces."""
+    """Return the ranges of a block to check, given dtype, first byte and end of each of its pieces."""
     found: list[CheckedRange] = []
-    small_pieces: tuple[str, int, int] | None = None  # element type, first byte and number of the first of small pieces
+    small_pieces: tuple[str, int, int] | None = None  # dtype, first byte and index of the first of consecutive small pieces
     for number, (dtype, begin, end) in enumerate([*pieces, ("", 0, 0)]):
         small = end - begin <= FULL_CHECK_BYTES
         if small_pieces is not None and not (small and dtype == small_pieces[0]):
@@ -94,12 +95,12 @@ def checked_ranges(pieces: Sequence[tuple[str, int, int]]) -> list[CheckedRange]
 
 
 def first_nan(data: Bytes, pieces: Sequence[tuple[str, int, int]], ranges: Sequence[CheckedRange]) -> int | None:
-    """The number of the first piece of a block in which a NaN is found, or None."""
+    """Return the index of the first piece of a block in which a NaN is found, or None."""
     for dtype, begin, end, first, last in ranges:
         if end - begin > FULL_CHECK_BYTES and first == last:
             if has_nan_in_windows(data[begin:end], dtype):
                 return first
-        elif has_nan(data[begin:end], dtype):  # between pieces there are zeros
+        elif has_nan(data[begin:end], dtype):  # gaps between pieces are zero
             while first < last:
                 middle = (first + last) // 2
                 if has_nan(data[pieces[first][1] : pieces[middle][2]], dtype):
@@ -111,13 +112,13 @@ def first_nan(data: Bytes, pieces: Sequence[tuple[str, int, int]], ranges: Seque
 
 
 CheckedBlocks = dict[int, tuple[list[tuple[str, int, int]], list[CheckedRange]]]
-"""By the number of a block its pieces and what is looked at of them."""
+"""The pieces and the checked ranges of each block, by its index."""
 
 _recent: list[tuple[object, CheckedBlocks]] = []
 
 
 def checked_ranges_of_plan(blocks: object) -> CheckedBlocks:
-    """What has been found out of these very blocks: a training loop saves one plan over and over."""
+    """Return the remembered ranges of the blocks of a plan: a training loop saves the same plan again and again."""
     for known, looked in _recent:
         if known is blocks:
             return looked

@@ -1,10 +1,10 @@
-"""How the ranks of a group make one step without talking: each leaves its part in the store, and one of them commits.
+"""The parts by which the ranks of a group make one step through the store: each rank writes a part, and rank 0 merges them.
 
-A part is a file `steps/<step>/part/<rank>-<generation>-<serial>-<number>-<digest>.arrow`: the rows of what the rank has
-written, with its tree and its packs in the metadata. It is written when those packs are durable. Rank 0 waits for the parts
-of all ranks, of its own generation and of the same try of the step, merges and commits. The others wait for the commit
-record. A rank that fails leaves `…-failed.json` with the reason instead, so that nobody waits in vain; of rank 0 that is the
-word that this try is given up. The same goes through the group as a note, for it may be the store that fails.
+A part is a file `steps/<step>/part/<rank>-<generation>-<serial>-<number>-<digest>.arrow`. It contains the manifest rows of the
+rank, with its tree and its packs in the metadata. It is written when those packs are durable. Rank 0 waits for the parts of all
+ranks, of its own generation and of the same attempt, merges them and commits. The others wait for the commit record. A rank
+that fails writes `…-failed.json` with the reason instead, so that the committer stops waiting for it. From rank 0, that file
+means that the attempt is abandoned. The same report goes through the group as a note, because the store itself may fail.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 TIMEOUT_SECONDS = 600.0
-"""How long the committer waits for the last rank. The others wait twice as long for its answer."""
+"""How long the committer waits for the last rank. The other ranks wait twice as long for the commit."""
 
-_POLL_SECONDS = (0.002, 0.5)  # seconds between looks: at first, and at most
-_FENCE_CHECK_SECONDS = 1.0  # between looks for a newer generation
+_POLL_SECONDS = (0.002, 0.5)  # the first and the longest interval between two polls
+_FENCE_CHECK_SECONDS = 1.0  # the interval between two checks for a newer generation
 T = TypeVar("T")
 
-_READ_THREADS = 8  # parts read at once: a store far away answers each in its own time
+_READ_THREADS = 8  # parts are read in parallel, because a remote store has a high latency
 
 _PART_NAME = re.compile(
     r"(?P<rank>\d+)-(?P<generation>\d+)-(?P<serial>\d+)-(?P<number>\d+)-(?:(?P<digest>[0-9a-f]{32}|[0-9a-f]{64})\.arrow|failed\.json)"
@@ -68,35 +68,35 @@ _PART_NAME = re.compile(
 
 
 class ListedPart(NamedTuple):
-    """A file of a part folder, by what its name says."""
+    """A file in the part folder of a step, as its name describes it."""
 
     name: str
     rank: int
     digest: str | None
-    """xxh3-128 of the file, or its HMAC where the rank has a key. None for the word of a rank that failed."""
+    """xxh3-128 of the file, or its HMAC if the rank has a key. None for the report of a rank that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedStep:
-    """A step put together of all its parts."""
+    """A step merged from the parts of all ranks."""
 
     table: pa.Table
     tree: Node
     packs: dict[str, int]
-    """Lengths by name."""
+    """The bytes of each pack, by name."""
     written_bytes: int
     algorithm: str
     part_files: list[str]
-    """The files it was made of, of no use after the commit."""
+    """The files of the parts, which nobody needs after the commit."""
 
 
-# --- what each rank leaves -------------------------------------------------------------------------------------
+# --- what each rank publishes ----------------------------------------------------------------------------------
 
 
 def part_metadata(
     tree: bytes, flat: FlatState, packs: Mapping[str, int], written_bytes: int, lease: GroupLease, digests: PublishedDigests
 ) -> dict[str, str]:
-    """What a part carries beside its rows."""
+    """Return the metadata of a part: the tree, descriptions of the leaves, the packs and the digests of replicas."""
     return {
         "tree": tree.decode(),
         "held": describe_leaves(flat),
@@ -109,7 +109,7 @@ def part_metadata(
 
 
 def publish_part(repo: Repository, attempt: Attempt, table: bytes) -> None:
-    """Leave a part, once the packs that it names are durable."""
+    """Write a part into the store. The packs that it names must be durable."""
     failpoint("ranks.part")
     stem = _part_stem(attempt)
     signature = repo.keys.sign("part", _signed_bytes(stem, table))
@@ -118,17 +118,17 @@ def publish_part(repo: Repository, attempt: Attempt, table: bytes) -> None:
 
 
 def _signed_bytes(stem: str, table: bytes) -> bytes:
-    """What the code in the name of a part covers: its rank, try and step too, so that it can't be taken for another part."""
+    """Return the bytes that the HMAC in a part's name covers: rank, attempt and step too, so that no other part matches."""
     return b"\n".join((stem.encode(), table))
 
 
 def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
-    """Report that this rank will not bring its part: to the group first, for the store may take long to fail."""
+    """Report that this rank will write no part: first to the group, because the store may take long to fail."""
     reason = str(error) or type(error).__name__
     unreachable = isinstance(error, (StoreError, OSError))
     if unreachable and store.url not in reason:
         reason = f"{store.url}: {reason}"
-    # Of another rank the committer says it. Other errors of ours are what rank 0 found out about all ranks.
+    # For another rank, the committer adds this text. Other errors of rank 0 already describe what is wrong with all ranks.
     if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
         reason = _give_up_reason(attempt, 0, reason)
     failure = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank}
@@ -138,9 +138,9 @@ def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Atte
 
 
 def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
-    """Of rank 0: report that the store failed while the step was committed, so that the other ranks look once more and end."""
+    """Report, from rank 0, that the store failed during the commit, so that the other ranks check the record once more."""
     reason = (
-        f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step is there: "
+        f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step exists: "
         f"{error}"
     )
     failure = {"reason": reason, "missing": False, "rank": 0}
@@ -148,13 +148,13 @@ def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt:
 
 
 def note_ended(lease: GroupLease, group: Group) -> None:
-    """Report that this rank has ended its saves, where the store can't be reached: nobody need wait for more of it."""
+    """Report through the group that this rank saves no more, in case the store can't be reached."""
     if group.size > 1:
         group.leave_note(_end_key(lease, lease.rank == 0), str(lease.rank).encode())
 
 
 def _note_key(lease: GroupLease, attempt: Attempt, from_rank_0: bool) -> str:
-    """The key of a note about an attempt: from rank 0 to all, or from another rank to rank 0."""
+    """Return the key of a note about an attempt, from rank 0 to all or from another rank to rank 0."""
     return f"{lease.writer.token}/{lease.number}/{attempt.step}/{attempt.number}/{'given-up' if from_rank_0 else 'failed'}"
 
 
@@ -163,7 +163,7 @@ def _end_key(lease: GroupLease, from_rank_0: bool) -> str:
 
 
 def _noted_failure(lease: GroupLease, group: Group, attempt: Attempt) -> StepRefused | None:
-    """What a note says of this attempt: on rank 0 that another rank failed, elsewhere that rank 0 gave it up."""
+    """Return the error in a note about this attempt: on rank 0 of another rank that failed, elsewhere of rank 0."""
     data = group.note(_note_key(lease, attempt, lease.rank != 0))
     if data is None:
         return None
@@ -171,7 +171,7 @@ def _noted_failure(lease: GroupLease, group: Group, attempt: Attempt) -> StepRef
         failure = json_records.decode("failure", data, "a note of another rank")
         reason, missing, rank = str(failure["reason"]), bool(failure["missing"]), int(failure["rank"])
     except (CkptError, KeyError, TypeError, ValueError) as error:
-        log.debug("a note is passed over: %s", error)
+        log.debug("ignoring a note of another rank: %s", error)
         return None
     if lease.rank == 0:
         return StepRefused(_give_up_reason(attempt, rank, reason))
@@ -191,7 +191,7 @@ def _part_stem(attempt: Attempt) -> str:
 
 
 def _list_parts(store: Store, attempt: Attempt) -> Iterator[ListedPart]:
-    """What has come for this try of the step."""
+    """Yield the parts and failure reports of this attempt in the store."""
     for entry in store.list(_part_folder(attempt.step)):
         found = _PART_NAME.fullmatch(entry.name.rpartition("/")[2])
         if found and (int(found["generation"]), int(found["number"])) == (attempt.generation, attempt.number):
@@ -199,9 +199,9 @@ def _list_parts(store: Store, attempt: Attempt) -> Iterator[ListedPart]:
 
 
 def _other_step_text(store: Store, attempt: Attempt, ranks: Collection[int]) -> str:
-    """Of which other step the first of these ranks has brought a part that nobody committed, in words; "" if of none."""
+    """Return a text that names another, uncommitted step for which one of these ranks has written a part; "" if none."""
     newest: dict[int, tuple[int, int]] = {}
-    with suppress(CkptError):  # what is to be told is that they are missing
+    with suppress(CkptError):  # the error to report is that these ranks are missing
         names = {entry.name for entry in store.list("steps")}
         for name in names:
             folder, _, file = name.partition("/part/")
@@ -215,7 +215,7 @@ def _other_step_text(store: Store, attempt: Attempt, ranks: Collection[int]) -> 
 
 
 def _read_failure(store: Store, name: str) -> StepRefused:
-    """What a rank has left instead of its part."""
+    """Return the error that a rank has reported instead of its part."""
     try:
         failure = json_records.load(store, "failure", name)
         return _refusal(str(failure["reason"]), bool(failure.get("missing")))
@@ -237,10 +237,10 @@ def _refusal(reason: str, missing: bool) -> StepRefused:
 def gather_parts(
     repo: Repository, lease: GroupLease, group: Group, attempt: Attempt, timeout_seconds: float
 ) -> list[ListedPart]:
-    """Wait for the parts of all ranks; return them by rank.
+    """Wait for the parts of all ranks, and return them in the order of the ranks.
 
-    Raises StepRefused where a rank says that it failed, RanksMissing after `timeout` seconds, or where a rank has ended its
-    saves, Fenced where a newer generation has begun.
+    Raises StepRefused if a rank reports that it failed, RanksMissing after `timeout_seconds` or if a rank has ended its saves,
+    and Fenced if a newer generation has begun.
     """
     found: dict[int, ListedPart] = {}
 
@@ -263,7 +263,8 @@ def gather_parts(
     def give_up_error() -> StepRefused | None:
         if (noted := _noted_failure(lease, group, attempt)) is not None:
             return noted
-        ended = lease.ended_ranks() | _ended_ranks(lease, group)  # what these had brought is there by now
+        # Read before the parts are listed: those of an ended rank are stored by now.
+        ended = lease.ended_ranks() | _ended_ranks(lease, group)
         if ended and find_all_parts() is None and (missing := sorted(ended - found.keys())):
             return missing_error(missing, f"and {'has' if len(missing) == 1 else 'have'} ended")
         return None
@@ -276,20 +277,20 @@ def gather_parts(
 
 
 def _ended_ranks(lease: GroupLease, group: Group) -> set[int]:
-    """A rank that has ended its saves, by a note: on rank 0 one of the others, elsewhere rank 0."""
+    """Return the rank that has ended its saves by a note: on rank 0 one of the others, elsewhere rank 0."""
     text = group.note(_end_key(lease, lease.rank != 0)) or b""
     return {int(text)} if text.isdigit() else set()
 
 
 def merge_parts(repo: Repository, step: int, listed: Sequence[ListedPart]) -> MergedStep:
-    """Read, verify and merge the parts; raise StepRefused where they do not make a whole step."""
+    """Read, verify and merge the parts; raise StepRefused if they do not make a whole step."""
     with _naming_step(step):
         return _merge_parts(repo, listed)
 
 
 @contextmanager
 def _naming_step(step: int) -> Iterator[None]:
-    """Say of which step something is refused."""
+    """Add the number of the step to the message of StepRefused."""
     try:
         yield
     except StepRefused as error:
@@ -334,7 +335,7 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
     require_equal_replicas(copies)
     if cause := missing_copies_text(
         sharer_texts, lambda names: _ranks_storing(names, ranks, tables)
-    ):  # first, for a gap may be of any leaf
+    ):  # checked before the boxes: a missing replica may leave a gap in any leaf
         raise StepRefused(cause)
     require_equal_samples(samples)
     table = merge_rows(
@@ -345,7 +346,7 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
 
 
 def _read_parts(repo: Repository, listed: Sequence[ListedPart]) -> list[Any]:
-    """The tables of the parts, read by several threads."""
+    """Read the tables of the parts with several threads."""
     with DaemonThreadPool(min(_READ_THREADS, len(listed) or 1), "ckpt-parts") as pool:
         return list(pool.map(lambda part: _read_part(repo, part), listed))
 
@@ -379,7 +380,7 @@ def _require_same_value(what: str, rank_by_value: dict[str, int]) -> None:
 
 
 def _require_same_verify(ranks_by_option: Mapping[str, Sequence[int]]) -> None:
-    """Copies are compared where every rank has digested its own in the same way."""
+    """Raise StepRefused if verify_replicas differs between ranks: digests can be compared only if all ranks made the same."""
     if len(ranks_by_option) > 1:
         options = sorted(ranks_by_option.items(), reverse=True)
         chosen = ", ".join(f"{json.loads(option)} on {ranks_text(ranks)}" for option, ranks in options)
@@ -387,7 +388,7 @@ def _require_same_verify(ranks_by_option: Mapping[str, Sequence[int]]) -> None:
 
 
 def _ranks_storing(names: Collection[str], ranks: Sequence[int], tables: Sequence[pa.Table]) -> dict[str, set[int]]:
-    """The ranks that have stored something of these leaves."""
+    """Return, for each of these leaves, the ranks that have stored a part of it."""
     found: dict[str, set[int]] = {}
     for rank, table in zip(ranks, tables, strict=True):
         for name in _leaf_names(table) & set(names):
@@ -400,12 +401,12 @@ def _leaf_names(table: pa.Table) -> set[str]:
 
 
 def totals(table: pa.Table) -> tuple[int, int]:
-    """The number of leaves of a merged table, and their bytes."""
+    """Return the number of leaves of a merged table, and their bytes."""
     return len(_leaf_names(table)), int(np.sum(arrow_columns.numpy_array(table["nbytes"])))
 
 
 def require_complete_leaves(data: bytes, tree: Node, step: int, where: str) -> int:
-    """The bytes of the leaves of a single process; raise StepRefused where its shards do not make whole leaves."""
+    """Return the bytes of the leaves of a single process; raise StepRefused if its shards do not make whole leaves."""
     from ckpt.format.manifest import read_table
     from ckpt.saving.manifest_merge import merge_rows
 
@@ -416,24 +417,26 @@ def require_complete_leaves(data: bytes, tree: Node, step: int, where: str) -> i
 
 
 def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
-    """Raise StepRefused where a pack that the step would name is not there whole."""
+    """Raise StepRefused if a pack that the step would name is missing or has another length."""
     stored_bytes = file_lengths(store, packs)
     for name, nbytes in packs.items():
         if stored_bytes.get(name) != nbytes:
             raise StepRefused(f"step {step} refers to {store.url}/{name}, which is missing or cut; save the step again")
 
 
-# --- the others ------------------------------------------------------------------------------------------------
+# --- the other ranks -------------------------------------------------------------------------------------------
 
 
 def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Attempt, timeout_seconds: float) -> CommitRecord:
-    """Wait until rank 0 has committed this try of the step, and return the record.
+    """Wait until rank 0 has committed this attempt, and return the commit record.
 
-    Raises StepRefused with the reason where rank 0 gave it up, RanksMissing where it says nothing for `timeout` seconds.
+    Raises StepRefused with the reason if rank 0 abandons the attempt, RanksMissing if rank 0 does neither within
+    `timeout_seconds`, and Fenced if a newer generation has begun.
     """
 
     def find_commit() -> CommitRecord | None:
-        listed = list(_list_parts(repo.store, attempt))  # before the record: rank 0 gives up only what it has not committed
+        # Listed before the record is read: rank 0 abandons only an attempt that it has not committed.
+        listed = list(_list_parts(repo.store, attempt))
         try:
             commit = repo.record(attempt.step)
             if (commit.generation, commit.attempt) == (attempt.generation, attempt.number):
@@ -456,10 +459,8 @@ def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Att
     if commit is None:
         raise RanksMissing(
             f"rank 0 of {lease.size} has not committed step {attempt.step} within {timeout_seconds:g} s; look at its log. "
-            "Every rank "
-            f"of the group must save the same steps{_other_step_text(repo.store, attempt, [0])}; to save from one rank "
-            "alone pass "
-            "group=None"
+            f"Every rank of the group must save the same steps{_other_step_text(repo.store, attempt, [0])}; to save from one "
+            "rank alone pass group=None"
         )
     return commit
 
@@ -467,10 +468,10 @@ def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Att
 def _poll(
     find: Callable[[], T | None], lease: GroupLease, timeout_seconds: float, give_up_error: Callable[[], StepRefused | None]
 ) -> T | None:
-    """What `look` finds, asked more and more slowly; None when the time is up.
+    """Poll `find` at growing intervals, and return its first result; None after `timeout_seconds`.
 
-    Raises Fenced where a newer generation has begun, StoreError where the repository is gone, and what `given_up` says; but
-    looks once more before.
+    Raises Fenced if a newer generation has begun, StoreError if the repository is gone, and the error of `give_up_error`.
+    Before it raises, it calls `find` once more.
     """
     deadline = time.monotonic() + timeout_seconds
     pause = _POLL_SECONDS[0]

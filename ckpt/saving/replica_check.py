@@ -1,9 +1,9 @@
-"""Whether the copies of a shard are copies. Each rank says what it holds, the committer compares.
+"""Checks that the replicas of a leaf are equal: each rank publishes what it has, and the committer compares.
 
-Dtype and shape are compared always: of a small array one rank writes all, and the rows say nothing of what others hold. Of the
-bytes a sample by default (replica_samples.py): equal names do not make equal copies, and ranks that each write their share of
-arrays that differ would store a mixture that none of them had. All bytes on request (`verify_replicas=True`), since every rank
-then reads all of its state once more before the save returns.
+Dtype and shape are always compared: one rank writes all of a small array, so the rows do not show what the others have. Of the
+bytes, a sample is compared by default (replica_samples.py). Equal names do not guarantee equal replicas, and ranks that each
+write their share of arrays that differ would store a mixture that no rank had. All bytes are compared on request
+(`verify_replicas=True`), because every rank then reads its whole state once more before the save returns.
 """
 
 from __future__ import annotations
@@ -28,34 +28,38 @@ from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.tree import FlatState
 
 _MAX_TEXT_BYTES = 256 << 20
-"""The longest description of the copies of one rank, decoded."""
+"""The most bytes of a decoded description of one rank."""
 
 _LEAVES_PER_CALL = 500
-"""Leaves of one call that holds the GIL: beside training steps, a millisecond."""
+"""Leaves that are encoded in one call, which keeps the GIL from training steps for about a millisecond."""
 
 # --- dtype and shape -------------------------------------------------------------------------------------------
 
 
 class LeafDescription(NamedTuple):
-    """What a rank takes a leaf for."""
+    """Dtype and global shape of a leaf on one rank."""
 
     rank: int
     dtype: str
     shape: tuple[int, ...]
-    """Of the global array."""
+    """The shape of the global array."""
 
 
 def describe_leaves(flat: FlatState) -> str:
-    """Name, dtype and global shape of each leaf of which this rank may store nothing; its rows tell of the others.
+    """Return name, dtype and global shape of each leaf of which this rank may store nothing. Its rows describe the others.
 
-    One compressed text, the same for ranks that hold the same: of ten thousand the committer opens a few.
+    The result is a compressed text, equal on ranks with equal leaves. So the committer decodes only a few of ten thousand
+    texts.
     """
     return _compressed_text([(name, leaf.dtype, leaf.shape) for name, leaf in _possibly_unstored(flat)])
 
 
 def describe_sharers(flat: FlatState) -> str:
-    """The sets of ranks that divide copies of the same leaves, this rank being one of each: by set the names of those that have
-    elements, in a text. Ranks of a set have one text; where they have several, the committer looks which leaf one lacks."""
+    """Return, for each set of ranks that share replicas with this rank, the names of the shared leaves with elements, as a
+    text.
+
+    All ranks of a set should have the same text. If they do not, the committer finds the leaf that one of them lacks.
+    """
     names: dict[str, list[str]] = {}
     for name, leaf in _possibly_unstored(flat):
         if 0 not in leaf.shape:
@@ -77,7 +81,7 @@ def _compressed_text(items: Sequence[object]) -> str:
 
 
 def _is_stored(leaf: ArrayLeaf) -> bool:
-    """Whether this rank stores something of a leaf for sure."""
+    """Return whether this rank certainly stores a part of a leaf."""
     return any(part.replica.total == 1 and part.leaf.nbytes for part in leaf.shards() or ())
 
 
@@ -85,7 +89,7 @@ _ALL_RANKS = "all"
 
 
 def _sharer_names(leaf: ArrayLeaf) -> list[str]:
-    """The sets of ranks that divide copies of a leaf among them, this rank being one of each."""
+    """Return the names of the sets of ranks that share replicas of a leaf with this rank."""
     parts = leaf.shards()
     if parts is None:
         return [_ALL_RANKS]
@@ -98,15 +102,15 @@ def _rank_set_name(ranks: tuple[int, ...]) -> str:
 
 
 def _parse_text(text: str) -> list[Any]:
-    """What was put into a text."""
+    """Return the items of a text that `_compressed_text` made."""
     found: list[Any] = json.loads(inflate(base64.b64decode(text), _MAX_TEXT_BYTES)) if text else []
     return found
 
 
 def agreed_descriptions(rank_by_text: Mapping[str, int]) -> dict[str, LeafDescription]:
-    """What all ranks take their leaves for, by name; raise StepRefused where two contradict each other.
+    """Return the description of each leaf, by name; raise StepRefused if those of two ranks differ.
 
-    told: what `describe` gave, each different text with the lowest rank that told it.
+    rank_by_text: the results of `describe_leaves`, each different text with the lowest rank that published it.
     """
     descriptions: dict[str, LeafDescription] = {}
     for text, rank in rank_by_text.items():
@@ -118,27 +122,29 @@ def agreed_descriptions(rank_by_text: Mapping[str, int]) -> dict[str, LeafDescri
 
 
 def require_same_description(name: str, a: LeafDescription, b: LeafDescription) -> None:
-    """Raise StepRefused where two ranks take a leaf for different things."""
+    """Raise StepRefused if a leaf has another dtype or shape on two ranks."""
     if a[1:] != b[1:]:
         raise StepRefused(
             f"leaf {name} is {a.dtype} of global shape {a.shape} on rank {a.rank} and {b.dtype} of global shape {b.shape} on "
             f"rank {b.rank}; give leaves that are not one array different names, or the same global_shape in ckpt.Shard; "
-            "what each rank has for itself belongs in ckpt.PerRank"
+            "wrap what each rank has for itself in ckpt.PerRank"
         )
 
 
 _MAX_NAMED = 3
-"""Leaves in one message."""
+"""The most leaves that one message names."""
 
 
 def missing_copies_text(
     ranks_by_text: Mapping[str, Sequence[int]], find_storing_ranks: Callable[[Collection[str]], Mapping[str, set[int]]]
 ) -> str:
-    """Which leaves some ranks have, and others that should have copies lack, in words; "" where there is none.
+    """Return a message about leaves that some ranks have and others lack, although all should have replicas; "" if none.
 
-    Ranks with copies divide all of these among them. Where one lacks a leaf the others' cuts are not its own any more, and
-    what is then missing is of any leaf, or of none: a small one is written by one rank. told: what `sharers` gave, and the
-    ranks that told it; storing: which ranks have stored something of leaves.
+    ranks_by_text: the results of `describe_sharers`, each with the ranks that published it.
+    find_storing_ranks: returns which ranks have stored a part of each of the given leaves.
+
+    The ranks of a set split the bytes of all their shared leaves. If one rank lacks a leaf, its cuts differ from those of the
+    others. The missing bytes may then belong to any leaf, or to none, because one rank writes all of a small leaf.
     """
     texts: dict[str, dict[str, list[int]]] = {_ALL_RANKS: {}}
     for sharers_text, ranks in ranks_by_text.items():
@@ -154,14 +160,13 @@ def missing_copies_text(
         return ""
     more = f" and {len(found) - _MAX_NAMED} more leaves" if len(found) > _MAX_NAMED else ""
     return (
-        f"{', '.join(found[:_MAX_NAMED])}{more}, where each should have an equal copy under the same name; "
-        "what only some ranks "
-        "hold belongs in ckpt.Shard, what each rank has for itself in ckpt.PerRank"
+        f"{', '.join(found[:_MAX_NAMED])}{more}, where each should have an equal copy under the same name; wrap what only some "
+        "ranks have in ckpt.Shard, and what each rank has for itself in ckpt.PerRank"
     )
 
 
 def _partly_missing_leaves(by_text: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, set[int], set[int]]]:
-    """Leaves that some ranks of a set named, and others did not; with those and these."""
+    """Yield each leaf that only some ranks of a set have, with the ranks that have it and those that lack it."""
     members = {rank for tellers in by_text.values() for rank in tellers}
     ranks_by_leaf: dict[str, set[int]] = {}
     for text, ranks in by_text.items():
@@ -175,19 +180,19 @@ def _partly_missing_leaves(by_text: Mapping[str, Sequence[int]]) -> Iterator[tup
 # --- bytes -----------------------------------------------------------------------------------------------------
 
 ReplicaDigests = list[tuple[str, list[int], list[int], str]]
-"""Name, offset, shape and digest of each shard of which there are several copies."""
+"""Name, offset, shape and digest of each shard that has several replicas."""
 
 
 class PublishedDigests(NamedTuple):
-    """What a rank publishes of the bytes of its copies."""
+    """The digests of a rank's replicas, which it publishes for the committer."""
 
     verify: bool | None
-    """The option `verify_replicas`: everything, nothing, or a sample (None)."""
+    """The option `verify_replicas`: all bytes (True), none (False), or a sample (None)."""
     replica_digests: ReplicaDigests
     samples: Samples
 
     def metadata(self, flat: FlatState) -> dict[str, str]:
-        """For the rank's part of the step. Ranks that hold the same bytes have the same text."""
+        """Return the metadata of the rank's part of the step. Ranks with equal bytes have equal texts."""
         return {
             "verify": json.dumps(self.verify),
             "copies": json.dumps(self.replica_digests),
@@ -198,14 +203,14 @@ class PublishedDigests(NamedTuple):
 def compute_digests(
     flat: FlatState, specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf], verify: bool | None
 ) -> PublishedDigests:
-    """Read now what the option asks for."""
+    """Read the leaves, and return the digests that `verify` selects."""
     return PublishedDigests(
         verify, digest_replicas(specs, leaves) if verify else [], samples_of(flat) if verify is None else {}
     )
 
 
 def digest_replicas(specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf]) -> ReplicaDigests:
-    """What this rank holds of shards that others hold as well."""
+    """Return the digests of all shards of this rank that have several replicas."""
     found = []
     for spec, leaf in zip(specs, leaves, strict=True):
         if spec.replica is not None and spec.nbytes:
@@ -222,7 +227,7 @@ def _leaf_bytes(leaf: ArrayLeaf) -> Bytes:
 
 
 def require_equal_replicas(digests_by_rank: Sequence[tuple[int, ReplicaDigests]]) -> None:
-    """Raise StepRefused for the first shard of which two ranks hold different bytes. told: by rank."""
+    """Raise StepRefused for the first shard that differs between two ranks."""
     first: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, str]] = {}
     for rank, copies in digests_by_rank:
         for name, offset, shape, found in copies:
@@ -230,8 +235,8 @@ def require_equal_replicas(digests_by_rank: Sequence[tuple[int, ReplicaDigests]]
             if expected != found:
                 raise StepRefused(
                     f"leaf {name}{_box_text(Box(tuple(offset), tuple(shape)))} differs between rank {other} and "
-                    f"rank {rank}, which should hold equal copies. Find out where they drifted apart; what each rank has for "
-                    "itself belongs in ckpt.PerRank"
+                    f"rank {rank}, which should hold equal copies. Find out where they drifted apart; wrap what each rank has "
+                    "for itself in ckpt.PerRank"
                 )
 
 
@@ -240,9 +245,11 @@ def _box_text(box: Box) -> str:
 
 
 def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]]) -> None:
-    """Raise StepRefused where ranks have arrays of one name whose samples differ. told: what `describe` gave with the text of
-    the samples, and the ranks that published both."""
-    if len(ranks_by_texts) < 2:  # the usual case: all ranks hold the same
+    """Raise StepRefused if the samples of arrays of one name differ between ranks.
+
+    ranks_by_texts: the results of `describe_leaves` and the texts of the samples, each pair with the ranks that published it.
+    """
+    if len(ranks_by_texts) < 2:  # the usual case: all ranks have equal bytes
         return
     found: dict[str, dict[bytes, list[int]]] = {}
     for (described, text), ranks in ranks_by_texts.items():
@@ -263,6 +270,6 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
 
 
 def _differing_ranks_text(holders: Collection[Sequence[int]]) -> str:
-    """Which ranks hold something else than the first one."""
+    """Return a text that names the ranks whose bytes differ from those of the first rank."""
     first, *others = sorted(sorted(ranks) for ranks in holders)
     return f"{ranks_text(sorted(rank for ranks in others for rank in ranks))} than on {ranks_text(first)}"

@@ -1,7 +1,7 @@
-"""Digests of what each rank has under a name, so that a save refuses arrays that differ where equal copies are expected.
+"""Computes digests of samples of replicated leaves, so that a save refuses arrays that differ but should be equal replicas.
 
-Every save of a group computes them while the caller waits, so they must be cheap: all bytes of a small array, some elements
-of a larger one. Which elements depends on the size alone, so that all ranks look at the same ones.
+Every save of a group computes them while the caller waits, so they must be cheap: all bytes of a small array, and some elements
+of a larger one. The choice of the elements depends only on the size, so that all ranks choose the same ones.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ckpt.state.leaves.base import ArrayLeaf, StridedElements
 from ckpt.state.tree import FlatState
 
 FULL_DIGEST_BYTES = 4096
-"""An array of at most this size is digested as a whole: one microsecond, as much as a few cache lines of a larger one."""
+"""The largest array that is digested as a whole. That takes one microsecond, as long as a few cache lines of a larger one."""
 
 RUN_BYTES = 64
-"""Elements of a larger one are taken in runs of a cache line."""
+"""The size of one run of sampled elements: a cache line."""
 
-_RUN_COUNTS = (4, 1024)  # at least, and at most
-_STRIDE_BYTES = 256 << 10  # about so far from one run to the next
+_RUN_COUNTS = (4, 1024)  # the least and the most runs of an array
+_STRIDE_BYTES = 256 << 10  # the approximate distance from one run to the next
 
 DIGEST_BYTES = 8
 _NO_DIGEST = bytes(DIGEST_BYTES)
@@ -33,10 +33,10 @@ Samples = dict[str, bytes]
 
 
 def samples_of(flat: FlatState) -> Samples:
-    """The digests of the leaves of which every other rank with that name should have an equal copy.
+    """Return the digests of the leaves of which every other rank should have an equal replica under the same name.
 
-    Not of shards, of what belongs to one rank, of what is stored whole from one rank, and of arrays whose framework
-    describes their copies (a DTensor).
+    It skips shards, leaves that belong to one rank, leaves that one rank stores as a whole, and arrays whose framework
+    describes their replicas (a DTensor).
     """
     digest: Any = xxhash.xxh3_64_digest
     skipped = flat.per_rank | flat.buffers
@@ -57,7 +57,7 @@ def samples_of(flat: FlatState) -> Samples:
 
 
 def _digests_of_nonflat_leaves(leaves: Mapping[str, ArrayLeaf]) -> Iterator[tuple[str, bytes]]:
-    """The digests of leaves whose bytes are not one piece of host memory."""
+    """Yield the digests of leaves whose bytes are not contiguous in host memory."""
     by_kind: dict[type[ArrayLeaf], list[tuple[str, ArrayLeaf, StridedElements]]] = {}
     for name, leaf in leaves.items():
         if (copy := leaf.full_copy()) is not None and copy.nbytes:
@@ -69,7 +69,7 @@ def _digests_of_nonflat_leaves(leaves: Mapping[str, ArrayLeaf]) -> Iterator[tupl
 
 @lru_cache(maxsize=4096)
 def sampled_elements(nbytes: int, itemsize: int) -> StridedElements:
-    """Which elements of an array are digested: all of a small one, else runs from the first one on to the end."""
+    """Return which elements of an array are digested: all of a small one, otherwise runs from the first element to the last."""
     count = nbytes // itemsize
     if nbytes <= FULL_DIGEST_BYTES:
         return StridedElements(1, count, 0, 0, np.dtype(f"V{nbytes}"))
@@ -81,11 +81,11 @@ def sampled_elements(nbytes: int, itemsize: int) -> StridedElements:
 
 
 def pack_samples(samples: Samples, names: Iterator[str]) -> bytes:
-    """The digests in the order of names, zeros for a name without one."""
+    """Return the digests in the order of `names`, with zeros for a name without one."""
     return b"".join(samples.get(name, _NO_DIGEST) for name in names)
 
 
 def unpack_samples(data: bytes, names: list[str]) -> Samples:
-    """The other way round."""
+    """Return the digests by name, from the result of `pack_samples`."""
     digests = [data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
     return {name: one for name, one in zip(names, digests, strict=True) if one != _NO_DIGEST}

@@ -1,9 +1,10 @@
-"""Which part of a shard each of its copies writes. Pure, and computed by each rank alone from what all of them know.
+"""Pure functions that decide which part of a shard each of its replicas writes. Each rank computes its part alone.
 
-Where the ranks that hold the copies are known, all shards with the same ranks are laid end to end, ordered by name and
-place, and cut into as many equal ranges as there are ranks: one cut for thousands of leaves, and bytes even to within one
-cut unit. The ranks of that set see exactly the same shards, since each names all who hold it. Where only the number of the
-copies is known, two shards of the same number may be held by different ranks, so that each is cut by itself.
+If the ranks of the replicas are known, all shards with the same set of ranks are placed end to end, in the order of name and
+offset, and cut into as many equal ranges as there are ranks. So there is one cut for thousands of leaves, and the bytes of the
+ranks differ by at most one cut unit. All ranks of such a set see the same shards, because each shard names all its ranks. If
+only the number of replicas is known, two shards with the same number may be on different ranks. So each of those is cut by
+itself.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import NamedTuple
 from ckpt.state.boxes import Box, Replica, flat_boxes
 
 CUT_BYTES = 4096
-"""Bytes below which nothing is cut: a page."""
+"""The smallest range in bytes that results from a cut: a page."""
 
-_MIN_ROWS_PER_SHARE = 50  # cuts move to the next row where that shifts less than one part in so many of a rank's share
+_MIN_ROWS_PER_SHARE = 50  # a cut moves to the start of a row if a share has at least this many rows
 
 
 class ShardReplica(NamedTuple):
-    """A shard that this rank holds a copy of."""
+    """A shard of which this rank has a replica."""
 
     name: str
     offset: tuple[int, ...]
@@ -33,11 +34,11 @@ class ShardReplica(NamedTuple):
 
 
 ShardRange = tuple[int, Box]
-"""A box within a shard, contiguous in it, and its first element there."""
+"""The index of the first element in the flattened shard, and a box within the shard that is contiguous there."""
 
 
 def own_ranges(shards: Sequence[ShardReplica | None]) -> list[list[ShardRange] | None]:
-    """For each shard the ranges that this rank writes; None for all of it."""
+    """Return, for each shard, the ranges that this rank writes; None for the whole shard."""
     found: list[list[ShardRange] | None] = [None] * len(shards)
     by_rank_set: dict[tuple[int, ...], list[int]] = {}
     for i, shard in enumerate(shards):
@@ -60,7 +61,7 @@ def _shard_sort_key(shard: ShardReplica | None) -> tuple[str, tuple[int, ...]]:
 
 
 def _cut_for_rank_set(shards: Sequence[ShardReplica | None], members: list[int], found: list[list[ShardRange] | None]) -> None:
-    """The share of one set of ranks: bytes [total · i / n, total · (i + 1) / n) of its shards end to end."""
+    """Set the ranges of rank i in a set of n ranks: bytes [total · i / n, total · (i + 1) / n) of its shards end to end."""
     rank_set_shards = [s for i in members if (s := shards[i]) is not None]
     total = sum(s.nbytes for s in rank_set_shards)
     replica = rank_set_shards[0].replica
@@ -76,7 +77,7 @@ def _cut_for_rank_set(shards: Sequence[ShardReplica | None], members: list[int],
 
 
 def _cut_by_itself(shard: ShardReplica) -> list[ShardRange]:
-    """The share of a shard by itself. Small ones are not cut finer than a unit: who begins is drawn by the name."""
+    """Return this rank's ranges of one shard. A small shard has fewer parts than replicas; its name decides who writes them."""
     count = shard.replica.total
     pieces = min(count, max(1, shard.nbytes // CUT_BYTES))
     start = zlib.crc32(f"{shard.name} {shard.offset}".encode()) % count if pieces < count else 0
@@ -89,7 +90,7 @@ def _cut_by_itself(shard: ShardReplica) -> list[ShardRange]:
 
 
 def _cut_unit(shard: ShardReplica, share: int) -> int:
-    """Bytes at whose multiples a shard is cut: a row where rows are small, so that a range is one box."""
+    """Return the bytes at whose multiples a shard is cut: whole rows if they are small, so that a range is one box."""
     row = math.prod(shard.shape[1:]) * shard.itemsize
     if row <= max(CUT_BYTES, share // _MIN_ROWS_PER_SHARE):
         return row * max(1, CUT_BYTES // row)

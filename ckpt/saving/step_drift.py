@@ -1,7 +1,7 @@
-"""Ranks that no longer save the same moment: a number that all had in common, such as a step, and that differs now.
+"""Detects ranks that no longer save the same moment, by a number such as a step that was equal on all ranks and now differs.
 
-Parts of a step belong together by how often each rank has saved. One that has left out a save can't be told from one that is
-slow, but by what it says itself.
+The parts of a step are matched by how many saves each rank has made. A rank that has left out a save looks like a slow one.
+Only the values in its state show the difference.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from ckpt.state.tree import Node
 log = logging.getLogger("ckpt")
 
 NodePath = tuple[Any, ...]
-"""Tags, keys and numbers that lead to a node."""
+"""The tags, keys and list positions from the root of a tree to a node."""
 
 _NESTING_TAGS = ("tuple", "namedtuple", "dataclass", "object")
 _MAX_ITEMS = 64
-"""A longer list of numbers is no place for a step: the state of a random generator, for one."""
+"""Longer lists of numbers are skipped: they are no step counters, but for example the state of a random generator."""
 
 
 class DriftDetector:
-    """What the ranks of a session say, step by step."""
+    """Compares the numbers in the trees of the steps of one session."""
 
     def __init__(self) -> None:
         self._differing_paths: set[NodePath] = set()
         self._has_warned = False
 
     def check(self, step: int, tree: Node, read_previous: Callable[[], tuple[int, Node] | None]) -> None:
-        """Warn, once, of a number that differs between the ranks in the tree of a step, and did not in the step before.
+        """Warn, once, of a number that differs between the ranks in this step and was equal in the previous one.
 
-        before: the number and tree of that; asked only where something differs anew.
+        tree: the tree of this step for all ranks.
+        read_previous: returns number and tree of the previous step; called only if another number differs than before.
         """
         try:
             self._check(step, tree, read_previous)
-        except Exception as error:  # it only warns: nothing that it meets may be what a save fails for
-            log.debug("whether the ranks save the same moment is not known: %r", error)
+        except Exception as error:  # the check only warns, so its errors must not fail the save
+            log.debug("can't check whether the ranks save the same moment: %r", error)
 
     def _check(self, step: int, tree: Node, read_previous: Callable[[], tuple[int, Node] | None]) -> None:
         if self._has_warned:
@@ -50,38 +51,38 @@ class DriftDetector:
             return
         number, old = earlier
         if any(is_integer(value_at(old, path)) and value_at(old, path) != value for path, value in common_numbers(tree)):
-            return  # something that counts on is still the same on all: these differ for a reason of their own
+            return  # another counter is still equal on all ranks, so these numbers differ for another reason
         for path in sorted(new, key=str):
             if is_integer(was := value_at(old, path)):
                 self._has_warned = True
                 shown = "; ".join(f"{value} on rank {rank}" for rank, value in list(values_by_path[path].items())[:4])
                 log.warning(
-                    "step %d: %s was the same on all ranks in step %d (%s), and is not now (%s): see whether one of them has "
-                    "left out a save, for then it saves other moments than the others; name the steps (step=), or end this job",
+                    "step %d: %s was the same on all ranks in step %d (%s), and is not now (%s): check whether a rank has left "
+                    "out a save, and so saves other moments than the others; give each step its number (step=), or end the job",
                     step, path_text(path), number, was, shown,
                 )  # fmt: skip
                 return
 
 
 def is_integer(node: Node) -> bool:
-    """Whether it may count something."""
+    """Return whether a node is a whole number, which may count steps."""
     return type(node) is int
 
 
 def differing_numbers(node: Node) -> Iterator[tuple[NodePath, dict[str, int]]]:
-    """The numbers that differ between ranks: where they are, and what each rank has."""
+    """Yield the path of each number that differs between ranks, and its value on each rank."""
     for path, value in numbers(node):
         if isinstance(value, dict) and all(map(is_integer, value.values())) and len(set(value.values())) > 1:
             yield path, value
 
 
 def common_numbers(node: Node) -> Iterator[tuple[NodePath, int]]:
-    """The numbers that are the same on all ranks."""
+    """Yield the path and the value of each number that is equal on all ranks."""
     return ((path, value) for path, value in numbers(node) if is_integer(value))
 
 
 def numbers(node: Node, path: NodePath = ()) -> Iterator[tuple[NodePath, Any]]:
-    """Where a number is, or something that each rank has of its own: that, or a dict of what each rank has."""
+    """Yield the path of each number and its value, and of each value that differs by rank, with a dict of it by rank."""
     if is_integer(node):
         yield path, node
     elif isinstance(node, list):
@@ -99,7 +100,7 @@ def numbers(node: Node, path: NodePath = ()) -> Iterator[tuple[NodePath, Any]]:
 
 
 def value_at(node: Node, path: NodePath) -> Node:
-    """What is there; None where nothing is."""
+    """Return the node at a path, or None if there is none."""
     for part in path:
         if isinstance(part, int):
             node = node[part] if isinstance(node, list) and part < len(node) else None
@@ -113,5 +114,5 @@ def value_at(node: Node, path: NodePath) -> Node:
 
 
 def path_text(path: NodePath) -> str:
-    """As a user would say it."""
+    """Return a path as the name of a leaf, without the tags."""
     return ".".join(str(part) for part in path if part not in ("dict", *_NESTING_TAGS))

@@ -1,7 +1,7 @@
-"""Which bytes of the state go into which block. Pure: computed from names, types and shapes alone.
+"""Pure functions that decide which bytes of a state go into which block, from names, types and shapes alone.
 
-A block is the unit of compression, checksum and reference: part of one leaf, or several small leaves together. Of a shard
-that several ranks hold each takes its share of the bytes (share.py), so that no two write the same.
+A block is the unit of compression, checksum and reference. It contains a part of one leaf, or several small leaves. If several
+ranks have replicas of a shard, each rank writes its share of the bytes (replica_split.py), so that no bytes are written twice.
 Measured on the reference machine: below 4 MiB the cost of a call shows, above 16 MiB staging and writing overlap less.
 """
 
@@ -18,16 +18,17 @@ from ckpt.state.boxes import Box, Replica, contiguous_start, split_into_boxes, w
 from ckpt.state.leaves.base import ArrayLeaf
 
 PIECE_ALIGNMENT = 64
-"""Where a leaf starts within a shared block: a cache line, so that it can be used in place by any vector code."""
+"""The alignment of a leaf within a shared block: a cache line, so that any vector code can use it in place."""
 
 
 LeafKind = Literal["", "frozen", "buffer", "changes"]
-"""What tells whether training changes a leaf: frozen parameters stay, most buffers are constants or change by themselves. Of
-some leaves earlier saves have found that they change where others of their block stay (`changes.py`)."""
+"""Whether training is expected to change a leaf. Frozen parameters stay the same, and most buffers are constants or change
+independently. "changes" means that an earlier save has found it changed, but not all leaves of its block
+(`changing_leaves.py`)."""
 
 
 class LeafSpec(NamedTuple):
-    """All that a plan depends on."""
+    """What the plan needs to know of one leaf or shard."""
 
     name: str
     dtype: str
@@ -35,33 +36,34 @@ class LeafSpec(NamedTuple):
     itemsize: int
     nbytes: int
     codec: str | None
-    """The wish for its codec; leaves with different wishes never share a block."""
+    """The requested codec; leaves with different requested codecs never share a block."""
     global_shape: tuple[int, ...] | None = None
-    """Of the whole array where this is a shard of it; `shape` and `nbytes` are of the shard then."""
+    """For a shard, the shape of the whole array; `shape` and `nbytes` are then those of the shard."""
     offset: tuple[int, ...] = ()
-    """Of the shard."""
+    """The offset of the shard in the array, in elements."""
     replica: Replica | None = None
-    """Which copy this is, where several ranks hold it."""
+    """Which replica this is, if several ranks have one."""
     kind: LeafKind = ""
     """Leaves of different kinds never share a block: if one of them changes, the others need not be written again."""
 
 
 class BlockPiece(NamedTuple):
-    """A box of one leaf and where its bytes lie in the raw block."""
+    """A box of one leaf, and the position of its bytes in the raw block."""
 
     leaf: int
-    """Which leaf, in the order of the specs."""
+    """The index of the leaf in the specs."""
     box: Box
-    """Within the shard."""
+    """The box within the shard."""
     begin: int
-    """First byte of the box in the leaf's own bytes, C order."""
+    """The first byte of the box in the bytes of the leaf, in C order."""
     start: int
-    """First byte in the raw block."""
+    """The first byte of the box in the raw block."""
     nbytes: int
 
 
 class Block(NamedTuple):
-    """Pieces that are stored together. All are of one codec wish, one element size, as shuffling codecs need, and one kind."""
+    """Pieces that are stored together. They have the same requested codec, the same kind, and the same element size, which
+    shuffling codecs need."""
 
     pieces: list[BlockPiece]
     nbytes: int
@@ -70,7 +72,7 @@ class Block(NamedTuple):
 
 
 class WritePlan(NamedTuple):
-    """The blocks of a state, and the columns of its manifest that are known before anything is written."""
+    """The blocks of a state, and the columns of its manifest that are known before the write."""
 
     blocks: list[Block]
     columns: PlannedColumns
@@ -79,7 +81,7 @@ class WritePlan(NamedTuple):
 def plan_blocks(specs: Sequence[LeafSpec]) -> WritePlan:
     """Return the plan for leaves of these specs.
 
-    A training loop saves one structure over and over: the plan of the last two is remembered.
+    A training loop saves the same structure again and again, so the last two plans are remembered.
     """
     specs = list(specs)
     for known, made in _recent_plans:
@@ -100,7 +102,7 @@ def _plan_blocks(specs: list[LeafSpec]) -> WritePlan:
     open_blocks: dict[tuple[int, str | None, LeafKind], _OpenBlock] = {}
     for i, (spec, ranges) in enumerate(zip(specs, _own_ranges(specs), strict=True)):
         if spec.nbytes == 0:
-            if not math.prod(spec.global_shape or (0,)):  # else only this shard is empty, and others hold the array
+            if not math.prod(spec.global_shape or (0,)):  # otherwise only this shard of the array is empty
                 empty.append(i)
             continue
         for first, within in [(0, whole_box(spec.shape))] if ranges is None else ranges:
@@ -118,7 +120,7 @@ def _plan_blocks(specs: list[LeafSpec]) -> WritePlan:
                 continue
             for box in split_into_boxes(within.shape, spec.itemsize, BLOCK_BYTES):
                 at = contiguous_start(box, within.shape)
-                assert at is not None  # split makes only such boxes
+                assert at is not None  # split_into_boxes returns only contiguous boxes
                 length = box.size * spec.itemsize
                 piece = BlockPiece(i, box.moved(within.offset), begin + at * spec.itemsize, 0, length)
                 blocks.append(Block([piece], length, spec.itemsize, spec.codec))
@@ -127,7 +129,7 @@ def _plan_blocks(specs: list[LeafSpec]) -> WritePlan:
 
 
 def _own_ranges(specs: list[LeafSpec]) -> list[list[ShardRange] | None]:
-    """For each leaf what of it this rank writes, None for all of it."""
+    """Return, for each leaf, the ranges that this rank writes; None for the whole leaf."""
     if not any(spec.replica for spec in specs):
         return [None] * len(specs)
     shards = [
@@ -164,7 +166,7 @@ class _OpenBlock:
 
 
 def stage_block(block: Block, leaves: Sequence[ArrayLeaf], out: Any) -> None:
-    """Copy the block's raw bytes to `out` (uint8, at least `block.nbytes`); gaps and the rest become zero."""
+    """Copy the raw bytes of a block to `out` (uint8, at least `block.nbytes` long); gaps and the rest become zero."""
     end = 0
     for index, box, begin, start, nbytes in block.pieces:
         if end != start:
