@@ -272,7 +272,7 @@ def test_batches_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ({"rank": 0, "world_size": 4, "size": 21}, "1 sample for 4 ranks; use last='drop' or 'pad'"),
         ({"rank": 4, "world_size": 4}, "rank=4 is no rank"),
         ({"rank": 0, "world_size": None}, "or neither"),
-        ({"sampler": None, "drop_last": True}, "drop_last, sampler: Loader sees to"),
+        ({"sampler": None, "drop_last": True}, "drop_last, sampler: leave this out"),
         ({"last": "drop", "size": 3}, "3 samples make no batch of 4"),
         ({"last": "some"}, "use 'short', 'drop' or 'pad'"),
         ({"dataset": iter([1])}, "use ckpt.data.Stream"),

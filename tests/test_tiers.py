@@ -215,14 +215,14 @@ def test_steps_of_another_repository_are_refused(places: Places) -> None:
     shutil.rmtree(places.run)
     with pytest.raises(ckpt.InvalidArgument) as told:
         places.open()
-    one_line(told, str(places.memory), "not of the one that is at", "delete it")
+    one_line(told, str(places.memory), "not of the one at", "delete the folder")
 
 
 @pytest.mark.parametrize(
     ("tiers", "word"),
     [
-        (lambda p: [ckpt.Tier(p.run)], "named twice"),
-        (lambda p: [ckpt.Tier("memory"), ckpt.Tier("memory")], "named twice"),
+        (lambda p: [ckpt.Tier(p.run)], "have the same URL"),
+        (lambda p: [ckpt.Tier("memory"), ckpt.Tier("memory")], "have the same URL"),
     ],
 )
 def test_a_place_twice(places: Places, tiers: Any, word: str) -> None:
@@ -574,7 +574,7 @@ def test_the_limit_of_a_tier(places: Places, caplog: pytest.LogCaptureFixture) -
 def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
     """A broken disk must not keep a job from training."""
     places.nvme.write_text("no folder")
-    with pytest.warns(UserWarning, match="the tier .*nvme is left out"):
+    with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
         ck = places.open()
     with ck:
         train(ck, range(5))
@@ -583,7 +583,7 @@ def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
         assert ckpt.open(places.run).steps() == [3]
     shutil.rmtree(places.memory)
     places.memory.write_text("no folder")
-    with pytest.warns(UserWarning, match="is left out"):
+    with pytest.warns(UserWarning, match="is not used"):
         ck = places.open()
     with ck:
         assert ck.restore(state_of(0))[1] == 5
@@ -601,7 +601,7 @@ def test_a_tier_that_can_only_be_read(places: Places) -> None:
     assert [steps[-1] for steps in places.steps()] == [5, 5, 3]
     shutil.rmtree(places.memory)
     broken = FailingStore(LocalStore(places.nvme), "put_new", 1)
-    with pytest.warns(UserWarning, match="the tier .*nvme is left out"):
+    with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
         ck = places.open(near=broken)
     with ck:
         state, start = ck.restore(state_of(0))

@@ -54,7 +54,7 @@ def check_aliasing(
                 if not (_has_saved_aliasing(a, b, alias_notes) or _has_equal_blocks(a, b, manifest)):
                     names = " and ".join(dict.fromkeys((a.key.name, b.key.name)))
                     raise LeafMismatch(
-                        f"leaf {names} of {where}: `like` has one memory for what was saved as two arrays; give each its own "
+                        f"leaf {names} of {where}: `like` has the same memory for two saved arrays; give each its own "
                         "array (untie them), or load one of them with only="
                     )
 
