@@ -11,6 +11,7 @@ from ckpt.support import interrupts as interrupts  # first: Ctrl-C during the ot
 
 # isort: split
 from ckpt import data, pulse
+from ckpt import dtypes as dtypes
 from ckpt.api import load, open, save
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import (
