@@ -100,7 +100,6 @@ def test_a_file_imports_only_the_rooms_that_its_own_may_import(module: str):
     assert rooms.forbidden(module) == []
 
 
-@pytest.mark.xfail(strict=True, reason="the namespace still imports its maintenance")
 def test_rooms_import_each_other_without_a_cycle():
     assert code_map.cycles(code_map.room_edges()) == []
 

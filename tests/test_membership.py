@@ -24,8 +24,8 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance
 from ckpt.aggregator.maintenance import repair as repairs
 from ckpt.aggregator.maintenance import scrub as surveys
-from ckpt.aggregator.maintenance.reconfigure import change_ring, complete_ring_change
 from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.registers.base import NO_BALLOT, Ballot, DirectChange, Record, Registers, RegisterValue

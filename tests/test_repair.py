@@ -23,9 +23,9 @@ from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import rebalance
 from ckpt.aggregator.maintenance import repair as repairs
 from ckpt.aggregator.maintenance import scrub as surveys
-from ckpt.aggregator.maintenance.reconfigure import change_ring
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord
+from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import InvalidArgument, NoSpace, StoreError
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.registers.base import DamagedRecord, Record

@@ -22,8 +22,8 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance
 from ckpt.aggregator.maintenance import repair as repairs
 from ckpt.aggregator.maintenance import scrub as surveys
-from ckpt.aggregator.maintenance.reconfigure import change_ring, complete_ring_change
 from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import InvalidArgument, Outdated, StoreError, Unavailable
 from ckpt.storage.registers.base import Ballot, DirectChange, Record, RegisterValue, final_record
 from ckpt.storage.registers.sqlite import SqliteRegisters
@@ -143,7 +143,7 @@ def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
     members = ", ".join(f'{{url = "{tmp_path}/disk{i}", name = "disk{i}"}}' for i in range(5))
     config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
     program = (
-        "from ckpt.aggregator.file_io.namespace import *; from ckpt.aggregator.maintenance.reconfigure import change_ring\n"
+        "from ckpt.aggregator.file_io.namespace import *; from ckpt.aggregator.records.ring_change import change_ring\n"
         "n, _ = open_namespace('ckpt://lab/'); change_ring(n, [s for s in n.locations if s.name != 'disk2'])"
     )
     environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "CKPT_CONFIG": str(config)}

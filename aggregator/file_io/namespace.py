@@ -10,28 +10,28 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.aggregator.cluster.config import NamespaceConfig, parse_namespace_url
 from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
 from ckpt.aggregator.file_io.reader import FileReader
-from ckpt.aggregator.file_io.recently_collected import is_collected_since
+from ckpt.aggregator.file_io.rebuild import rebuild_fragments
 from ckpt.aggregator.file_io.writer import FileWriter, LostFragments, MembersRemoved, ObjectsCollected, new_version
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import INLINE_BYTES, FileLayout, PathRecord, RecordHead
-from ckpt.aggregator.records.membership import Membership
-from ckpt.aggregator.records.paxos import Decide, ReplicaSet, ReplicatedRegisters
+from ckpt.aggregator.records.namespace_records import NamespaceRecords
+from ckpt.aggregator.records.recently_collected import is_collected_since
+from ckpt.aggregator.records.record_collection import TombstoneCollector
+from ckpt.aggregator.records.ring_change import ensure_record_redundancy
 from ckpt.storage.base.errors import (
     AlreadyExists,
     Changed,
     CkptError,
     InvalidName,
     NotFound,
-    Outdated,
     StoreError,
     Unavailable,
 )
@@ -40,26 +40,13 @@ from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Buffer, require_length
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.registers.base import (
-    ABSENT_NAME,
     NO_BALLOT,
     Ballot,
     DamagedRecord,
-    Record,
-    RegisterAnswer,
-    Registers,
     RegisterValue,
 )
 
-if TYPE_CHECKING:
-    from ckpt.aggregator.maintenance.record_collection import TombstoneCollector
-
 log = logging.getLogger("ckpt")
-
-ScannedRecords = Mapping[str, Sequence[tuple[str, RegisterAnswer]]]
-"""Names and records, by member."""
-
-OnOutdated = Callable[[bool, int], None]
-"""Called with whether a member may have taken a change already, and the fence number that counts by now."""
 
 PATH_BYTES = 1024
 MAX_TOMBSTONES = 500
@@ -86,7 +73,7 @@ def check_path(path: str) -> str:
     return path
 
 
-class Namespace(Membership):
+class Namespace(NamespaceRecords):
     """A namespace, opened. Safe to use from many threads."""
 
     def __init__(self, config: NamespaceConfig) -> None:
@@ -94,24 +81,16 @@ class Namespace(Membership):
         seconds = config.credentials.deadline_seconds
         self.append_timeout_seconds = seconds
         """A member that takes longer for an append is passed over."""
-        self.commit_timeout_seconds = 4 * seconds
         self.read_timeout_seconds = 2 * seconds
         self.hedge_after_seconds = 0.5
         """A read that takes longer is asked of another member too."""
         self.read_fan_out = FanOut(self.fan_out.health)
         self._scratch: list[np.ndarray] = []
         self._scratch_lock = threading.Lock()
-        self._replicated_registers = ReplicatedRegisters(
-            self._member_registers, self._replica_sets, self.fan_out, seconds, self.invalidate_ring
-        )
         self._is_few_members_warned = False
         self._collector: TombstoneCollector | None = None
         self._under_replication_warned_at = -math.inf
         self._checked_infos: Mapping[str, MemberInfo] | None = None
-
-    def _replica_sets(self, paths: Sequence[str]) -> dict[str, ReplicaSet]:
-        now = self.ring
-        return {path: now.replica_set(path) for path in paths}
 
     def take_scratch(self, nbytes: int) -> np.ndarray:
         """Memory for fragments, used again and again: as O_DIRECT wants it."""
@@ -183,51 +162,9 @@ class Namespace(Membership):
         """Let tombstones be collected in the background where a listing meets too many."""
         deleted = sum(head.kind == "deleted" for head in found.values())
         if deleted > max(MAX_TOMBSTONES, len(found) - deleted):
-            from ckpt.aggregator.maintenance.record_collection import TombstoneCollector
-
             if self._collector is None:
                 self._collector = TombstoneCollector(self)
             self._collector.start()
-
-    def scan(self, prefix: str, wait_for_all: bool = True) -> tuple[ScannedRecords, dict[str, StoreError]]:
-        """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
-
-        everyone: whether to wait also for members whose answers can be done without. Raises Unavailable where so many of them
-        are missing that a name could be overlooked.
-        """
-        return self._replicated_registers.retry_outdated(partial(self._scan_by_ring, prefix, wait_for_all))
-
-    def _scan_by_ring(self, prefix: str, wait_for_all: bool) -> tuple[ScannedRecords, dict[str, StoreError]]:
-        now = self.ring
-
-        def read(registers: Registers) -> tuple[list[tuple[str, RegisterAnswer]], bool]:
-            (absent,) = registers.read([ABSENT_NAME], now.fence_number)
-            return list(registers.scan_all(prefix, now.fence_number)), isinstance(absent, Record)
-
-        calls = {name: partial(read, self._member_registers[name]) for name in now.all_members}
-
-        def complete(answers: Mapping[str, tuple[object, bool]]) -> bool:
-            return now.can_list([name for name, (_, whole) in answers.items() if whole])
-
-        def ask(spare: bool) -> tuple[dict[str, tuple[list[tuple[str, RegisterAnswer]], bool]], dict[str, StoreError]]:
-            will_do = complete if not wait_for_all else lambda _: False
-            return self.fan_out.ask(calls, self.commit_timeout_seconds, is_acceptable=will_do, skip_failed=spare)
-
-        answers, errors = ask(spare=True)
-        if not complete(answers):  # those that did not answer lately are needed after all
-            answers, errors = ask(spare=False)
-        for error in errors.values():
-            if isinstance(error, Outdated):
-                raise error
-        if not complete(answers):
-            reasons = [f"{name}: {error}" for name, error in errors.items()]
-            reasons += [
-                f"{n}: its records were lost and are not all back" for n, (_, is_complete) in answers.items() if not is_complete
-            ]
-            raise Unavailable(
-                f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
-            )
-        return {name: records for name, (records, _) in answers.items()}, errors
 
     def _prepare_write(self, redundancy: Redundancy) -> None:
         """Before anything is written: know where to, and see to it that its record outlives as many members as its redundancy
@@ -237,8 +174,6 @@ class Namespace(Membership):
             self.check_devices([spot.name for spot in self.locations])
             self._checked_infos = infos
         if not self.ring.can_tolerate(redundancy.tolerated_losses, len(self.locations)):
-            from ckpt.aggregator.maintenance.reconfigure import ensure_record_redundancy
-
             ensure_record_redundancy(self, redundancy)
         if (member_count := len(self.ring.members)) < 2 * redundancy.tolerated_losses and not self._is_few_members_warned:
             self._is_few_members_warned = True
@@ -285,7 +220,7 @@ class Namespace(Membership):
         Unavailable: it may be there, or have been. What a repair has moved meanwhile is the same as before.
 
         number: the fence number that this client knew before it made, or read of, the objects of the file. renewed: called
-        where another number counts by now; it returns the file with objects that exist (`aggregator/file_io/eras.py`), or
+        where another number counts by now; it returns the file with objects that exist (`aggregator/file_io/relink.py`), or
         raises. unsettled: the fence number by which a member may have taken this version in an earlier try.
         """
         check_path(path)
@@ -372,8 +307,6 @@ class Namespace(Membership):
 
     def _move_off_members(self, path: str, file: PathRecord, members: Collection[str]) -> None:
         """Move what lies on these members to others, unless somebody else does so, or the path is something else by now."""
-        from ckpt.aggregator.maintenance.repair import current_record, replace_layout
-
         version = file.head.version
         while members:
             assert file.layout is not None
@@ -597,50 +530,9 @@ class Namespace(Membership):
     def rebuild_fragments(
         self, path: str, version: str, layout: FileLayout, lost: LostFragments, allow_partial: bool = False
     ) -> FileLayout:
-        """The layout with what is gone made anew on other members; see `restoring.restore`."""
-        from ckpt.aggregator.file_io.rebuild import rebuild_fragments
-
+        """The layout with what is gone made anew on other members; see `rebuild`."""
         self.update_domains()
         return rebuild_fragments(self, path, version, layout, lost, allow_partial=allow_partial)
-
-    # --- for repairs -------------------------------------------------------------------------------------------
-
-    def read_records(self, names: Sequence[str]) -> dict[str, RegisterValue | None]:
-        """Values by register name, tombstones too."""
-        return self._replicated_registers.read(names)
-
-    def update_record(self, path: str, decide: Decide) -> RegisterValue | None:
-        """Change a record; what it is after that."""
-        return self._replicated_registers.update([f"/{path}"], decide)[f"/{path}"]
-
-    def update_record_fenced(
-        self, fence_number: int, path: str, decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
-    ) -> RegisterValue | None:
-        """Change a record by a fence number; what it is after that. outdated: called where another number counts by now; what
-        the change refers to must exist after that, or it raises."""
-        return self._update_fenced(fence_number, [f"/{path}"], decide, on_outdated, expect_absent)[f"/{path}"]
-
-    def _update_fenced(
-        self, fence_number: int, names: Sequence[str], decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
-    ) -> dict[str, RegisterValue | None]:
-        until = time.monotonic() + 2 * self.commit_timeout_seconds
-        while True:
-            try:
-                return self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent)
-            except Outdated as error:
-                if time.monotonic() > until:
-                    raise Unavailable(f"{self.url}: {error}; members still change, try again") from error
-                self.invalidate_ring()
-                fence_number = self.ring.fence_number
-                on_outdated(error.unsettled, fence_number)
-
-    def update_register(self, name: str, decide: Decide) -> RegisterValue | None:
-        """Change a register of the namespace itself, whose name no path has; what it is after that."""
-        return self._replicated_registers.update([name], decide)[name]
-
-    def settle(self, names: Sequence[str], on_all_members: bool = True) -> None:
-        """Give a quorum of the members that keep these registers, or all that answer, the newest value."""
-        self._replicated_registers.settle(names, on_all_members)
 
     def close(self) -> None:
         self.fan_out.close()

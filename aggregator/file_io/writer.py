@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.aggregator.cluster.fanout import commit_or_abort
+from ckpt.aggregator.file_io.relink import relink_objects
 from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members
@@ -325,8 +326,6 @@ class FileWriter(Writer):
 
     def _relink_after_fence(self, file: PathRecord) -> PathRecord:
         """The file after an era began: with second names for its objects, and without those that are gone by now."""
-        from ckpt.aggregator.file_io.eras import relink_objects
-
         if file.layout is None:
             return file
         number = self._namespace.ring.fence_number

@@ -9,23 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt.aggregator.cluster.fanout import run_in_order
-from ckpt.aggregator.file_io.eras import begin_era, relink_objects
+from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import rebuild_fragments
-from ckpt.aggregator.maintenance.reconfigure import complete_ring_change, ensure_record_redundancy
-from ckpt.aggregator.maintenance.record_collection import collect_tombstones
 from ckpt.aggregator.maintenance.scrub import ByteProgress, FileHealth, ScrubReport, scrub_namespace
-from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records import record_ring as rings
-from ckpt.aggregator.records.file_record import FileLayout, MemberObject, PathRecord, drop_unused_objects, min_fragments
+from ckpt.aggregator.records.eras import begin_era
+from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_unused_objects, min_fragments
+from ckpt.aggregator.records.record_collection import collect_tombstones
+from ckpt.aggregator.records.ring_change import complete_ring_change, ensure_record_redundancy
 from ckpt.storage.base.errors import CkptError, StoreError
-from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord, RegisterValue
+from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord
 
 log = logging.getLogger("ckpt")
 
@@ -103,7 +102,7 @@ def repair_namespace(
 
 
 def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
-    """Delete the objects that no record names; how many. See `aggregator/file_io/eras.py` for the order.
+    """Delete the objects that no record names; how many. See `aggregator/records/eras.py` for the order.
 
     Looked at twice: what was renamed while the records were read once is named then. What old records named that are settled
     now is found here, too.
@@ -139,17 +138,6 @@ def _admit_restored_members(namespace: Namespace) -> None:
         registers[member].mark_complete()
 
 
-def current_record(namespace: Namespace, path: str, expected: PathRecord) -> PathRecord | None:
-    """What a path is now: `known` itself where it still is that, or where nobody can tell."""
-    try:
-        now = namespace.stat_all([path])[path]
-    except CkptError:
-        return expected
-    return (
-        expected if now is not None and file_record.encode_record(now).body == file_record.encode_record(expected).body else now
-    )
-
-
 def select_fragments(layout: FileLayout, is_selected: Callable[[int, MemberObject], bool]) -> frozenset[tuple[str, int]]:
     """The fragments, as object and position, of those holders that are taken, asked with the number of the piece."""
     return frozenset(
@@ -183,47 +171,6 @@ def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgres
         except StoreError as error:
             log.info("%s on %s can't be put aside: %s", name, member, error)
     return now
-
-
-def replace_layout(
-    namespace: Namespace, path: str, old: PathRecord, layout: FileLayout, fence_number: int, kept_objects: Collection[str] = ()
-) -> bool:
-    """Say where a file is now, if it still is the same file at the same place. Else the new objects go again. Whether nobody
-    needs the old objects any more.
-
-    number: the fence number that was known before the new objects were made. kept: old objects that are not deleted.
-    """
-    assert old.layout is not None
-    before = {h.name for h in old.layout.objects}
-    proposed_layouts = [drop_unused_objects(layout)]  # the last is proposed; the others have the same objects by other names
-    same = file_record.encode_record(old).body
-
-    def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
-        return (
-            file_record.encode_record(replace(old, layout=proposed_layouts[-1]))
-            if value is not None and value.body == same
-            else None
-        )
-
-    def outdated(_: bool, __: int) -> None:
-        now, unlinked = relink_objects(namespace, proposed_layouts[-1], {h.name for h in proposed_layouts[-1].objects} - before)
-        if unlinked:
-            raise StoreError(f"{path}: a repair that stood still has lost what it made; the file stays where it is")
-        proposed_layouts.append(now)
-
-    failpoint("repair.record")
-    after = namespace.update_record_fenced(fence_number, path, decide, outdated)
-    current = None if after is None else file_record.decode_record(path, after)
-    named = {h.name for h in current.layout.objects} if current is not None and current.layout is not None else set()
-    new = {h.name for each in proposed_layouts for h in each.objects}
-    done = bool(named & (new - before)) and not old.rename_token
-    if current is not None and current.head.version == old.head.version and not (old.rename_token or current.rename_token):
-        namespace.discard_layout(old.layout, {*named, *kept_objects, *new})
-    if not named & (new - before):
-        log.info("%s was changed while it was repaired; it is left to the next repair", path)
-    for each in proposed_layouts:
-        namespace.discard_layout(each, named | before)  # what this repair has made, and nobody names
-    return done and current is not None and not current.rename_token and not named & set(kept_objects)
 
 
 class ByteRateLimiter:

@@ -12,8 +12,8 @@ import threading
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair as repairs
 from ckpt.aggregator.maintenance import scrub as surveys
-from ckpt.aggregator.maintenance.leader_election import REPAIR_LEADER_REGISTER, Election
-from ckpt.aggregator.maintenance.record_collection import collect_tombstones
+from ckpt.aggregator.records.leader_election import REPAIR_LEADER_REGISTER, Election
+from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.storage.base.errors import CkptError
 
 log = logging.getLogger("ckpt.node")

@@ -15,7 +15,7 @@ ballot takes no direct change of what its proposer may have read. So a direct ch
 later promise of a quorum, as the newest value or as the root of that; one that fewer have taken is a value whose author
 still waits, and finds out in two phases whether it stands.
 
-While the members that keep records change (`aggregator/maintenance/reconfigure.py`), a path has two groups of members: what
+While the members that keep records change (`aggregator/records/ring_change.py`), a path has two groups of members: what
 is agreed must be agreed in both, in two phases.
 """
 

@@ -4,7 +4,7 @@ Fragments may lie anywhere, for a record says where. A record must be found with
 place may not differ between clients. Each ring is a register of its own, `ring/<number>`, under a name that no path has: the
 members of the ring before agree on it, once and for ever, and all that is agreed by others is agreed in another register. So
 the newest ring is the one at the end of the chain, and who knows an old one is led on.
-`aggregator/maintenance/reconfigure.py` makes the next.
+`aggregator/records/ring_change.py` makes the next.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A number has two parts. The *ring* is the number of the record ring, the list of members that keep records
 (`aggregator/records/record_ring.py`). The *era* counts how often clients agreed to delete unreferenced data
-(`aggregator/file_io/eras.py`). Before each such deletion, every member is fenced by the next era. So a client that was stopped
+(`aggregator/records/eras.py`). Before each such deletion, every member is fenced by the next era. So a client that was stopped
 meanwhile is refused, and must read again what it relied on.
 
 In era 0 the number is the ring alone. In later eras the ring is above the lowest 32 bits, and the era is in them.

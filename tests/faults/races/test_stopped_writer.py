@@ -10,10 +10,10 @@ import pytest
 from cluster import Process
 from stopped_client import Stopped
 
-from ckpt.aggregator.file_io.eras import begin_era
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import scrub as surveys
-from ckpt.aggregator.maintenance.record_collection import collect_tombstones
+from ckpt.aggregator.records.eras import begin_era
+from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.storage.base.errors import NotFound
 from ckpt.storage.testing import random_bytes
 

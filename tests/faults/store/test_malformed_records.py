@@ -22,9 +22,8 @@ import pytest
 import ckpt
 from ckpt.aggregator.cluster import etcd
 from ckpt.aggregator.cluster.etcd_client import EtcdItem
-from ckpt.aggregator.maintenance import leader_election
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
-from ckpt.aggregator.records import file_record, record_ring
+from ckpt.aggregator.records import file_record, leader_election, record_ring
 from ckpt.aggregator.records.file_record import PathRecord, RecordHead
 from ckpt.format import json_records
 from ckpt.groups import hello

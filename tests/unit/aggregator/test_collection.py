@@ -16,12 +16,12 @@ from cluster import directories
 from test_registers import Flaky
 
 from ckpt.aggregator.file_io import namespace as namespaces
-from ckpt.aggregator.file_io import recently_collected
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import rebalance, record_collection
+from ckpt.aggregator.maintenance import rebalance
 from ckpt.aggregator.maintenance import repair as repairs
 from ckpt.aggregator.maintenance import scrub as surveys
-from ckpt.aggregator.maintenance.record_collection import collect_tombstones
+from ckpt.aggregator.records import recently_collected, record_collection
+from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.registers.base import ABSENT_NAME, Ballot, RegisterAnswer, RegisterValue, floor_ballot
 from ckpt.storage.registers.sqlite import SqliteRegisters

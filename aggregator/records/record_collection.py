@@ -1,12 +1,12 @@
 """Collecting the records of deleted files, so that a listing costs what exists, and not what ever existed.
 
 A deleted file leaves a record that says so (a tombstone). Without it a member that was away would bring the file back. It may
-go once no member can: in this order, which `aggregator/file_io/eras.py` and `storage/registers/fence_numbers.py` prepare.
+go once no member can: in this order, which `aggregator/records/eras.py` and `storage/registers/fence_numbers.py` prepare.
 
 1. All members that keep records are listed. Where a member still has something older than the tombstone, it gets the tombstone.
 2. A new era begins, whose floor is above every ballot of these registers. All members are fenced, so that no call of before
    arrives late.
-3. The names are agreed (`aggregator/file_io/recently_collected.py`), so that a client that finds no record knows that it may
+3. The names are agreed (`aggregator/records/recently_collected.py`), so that a client that finds no record knows that it may
 have been collected.
 4. All members are read by the new number. A tombstone is collected only where each member that keeps its register has it with
    the same ballot, or has no value, and no other member has anything left of it.
@@ -27,11 +27,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from ckpt.aggregator.file_io.eras import begin_era
-from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.recently_collected import record_collection
-from ckpt.aggregator.maintenance.leader_election import Election
 from ckpt.aggregator.records import file_record
+from ckpt.aggregator.records.eras import begin_era
+from ckpt.aggregator.records.leader_election import Election
+from ckpt.aggregator.records.namespace_records import NamespaceRecords
+from ckpt.aggregator.records.recently_collected import record_collection
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import ABSENT_NAME, NO_BALLOT, Ballot, Record, RegisterAnswer
@@ -47,38 +47,38 @@ _BATCH = 1_000
 _ELECTION_REGISTER = "collector"
 
 
-def collect_tombstones(namespace: Namespace, age_seconds: float | None = None) -> int:
+def collect_tombstones(records: NamespaceRecords, age_seconds: float | None = None) -> int:
     """Forget the records of files that were deleted at least so long ago; of how many.
 
     0 where a member that keeps records does not answer, or others do the same. Raises Unavailable.
     """
-    if namespace.ring.previous is not None:
+    if records.ring.previous is not None:
         return 0
-    found = _list_tombstones(namespace, MIN_AGE_SECONDS if age_seconds is None else age_seconds)
+    found = _list_tombstones(records, MIN_AGE_SECONDS if age_seconds is None else age_seconds)
     if not found:
         return 0
     above = max((max(r.promised.round, r.accepted.round) for each in found.values() for r in each.values()), default=0)
-    number = begin_era(namespace, above)
-    if number is None or namespace.ring.fence_number != number:
+    number = begin_era(records, above)
+    if number is None or records.ring.fence_number != number:
         return 0
     if names := [name for name, each in found.items() if any(r.accepted != NO_BALLOT for r in each.values())]:
-        record_collection(namespace, number, names)
+        record_collection(records, number, names)
     collected = 0
     for batch in _batches(sorted(found)):
-        collected += _forget_registers(namespace, _confirm_collectable(namespace, batch, found, number), number)
-    log.info("%s: the records of %d deleted files were collected", namespace.url, collected)
+        collected += _forget_registers(records, _confirm_collectable(records, batch, found, number), number)
+    log.info("%s: the records of %d deleted files were collected", records.url, collected)
     return collected
 
 
-def _list_tombstones(namespace: Namespace, age_seconds: float) -> dict[str, dict[str, Record]]:
+def _list_tombstones(records: NamespaceRecords, age_seconds: float) -> dict[str, dict[str, Record]]:
     """What the members that keep a register have in it, by name, of what was deleted, or has never had a value. Nothing where a
     member is missing."""
-    listed = _scan_registers(namespace)
+    listed = _scan_registers(records)
     if lagging := [
         name for name, each in listed.items() if _is_deleted(name, each, age_seconds) and _has_different_values(each)
     ]:
-        namespace.settle(lagging)
-        listed = _scan_registers(namespace)
+        records.settle(lagging)
+        listed = _scan_registers(records)
     return {
         name: {m: r for m, r in each.items() if isinstance(r, Record)}
         for name, each in listed.items()
@@ -86,14 +86,14 @@ def _list_tombstones(namespace: Namespace, age_seconds: float) -> dict[str, dict
     }
 
 
-def _scan_registers(namespace: Namespace) -> dict[str, dict[str, RegisterAnswer]]:
-    answers, errors = namespace.scan("/")
+def _scan_registers(records: NamespaceRecords) -> dict[str, dict[str, RegisterAnswer]]:
+    answers, errors = records.scan("/")
     found: dict[str, dict[str, RegisterAnswer]] = defaultdict(dict)
     for member, given in answers.items() if not errors else ():
         for name, answer in given:
-            records = found[name]  # what others have left from before does not count, but the name does
-            if member in namespace.ring.replica_set(name).members:
-                records[member] = answer
+            by_member = found[name]  # what others have left from before does not count, but the name does
+            if member in records.ring.replica_set(name).members:
+                by_member[member] = answer
     return found
 
 
@@ -117,17 +117,17 @@ def _has_different_values(answers: Mapping[str, RegisterAnswer]) -> bool:
 
 
 def _confirm_collectable(
-    namespace: Namespace, names: Sequence[str], found: Mapping[str, Mapping[str, Record]], fence_number: int
+    records: NamespaceRecords, names: Sequence[str], found: Mapping[str, Mapping[str, Record]], fence_number: int
 ) -> dict[str, list[tuple[str, Ballot]]]:
     """What each member may forget, as all of them say by the new number."""
-    ring = namespace.ring
-    registers = {name: namespace.open_members[name].registers for name in ring.all_members}
+    ring = records.ring
+    registers = {name: records.open_members[name].registers for name in ring.all_members}
     calls = {m: partial(each.read, [ABSENT_NAME, *names], fence_number) for m, each in registers.items()}
-    answers, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    answers, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
     if errors or any(not isinstance(given[0], Record) for given in answers.values()):  # or its registers were lost
         return {}
     by_name = {name: {m: given[i] for m, given in answers.items()} for i, name in enumerate(names, 1)}
-    _drop_strays(namespace, by_name, fence_number)
+    _drop_strays(records, by_name, fence_number)
     collectable: dict[str, list[tuple[str, Ballot]]] = defaultdict(list)
     for name, each in by_name.items():
         (ballot,) = {r.accepted for r in found[name].values() if r.accepted != NO_BALLOT} or {NO_BALLOT}
@@ -140,27 +140,29 @@ def _confirm_collectable(
     return collectable
 
 
-def _drop_strays(namespace: Namespace, by_name: dict[str, dict[str, RegisterAnswer]], fence_number: int) -> None:
+def _drop_strays(records: NamespaceRecords, by_name: dict[str, dict[str, RegisterAnswer]], fence_number: int) -> None:
     """Let members forget registers that they do not keep, as after a change of the ring that did not reach them."""
-    ring = namespace.ring
+    ring = records.ring
     strays: dict[str, list[str]] = defaultdict(list)
     for name, each in by_name.items():
         replicas = ring.replica_set(name).members
         for member, answer in each.items():
             if member not in replicas and isinstance(answer, Record) and answer.accepted != NO_BALLOT:
                 strays[member].append(name)
-    calls = {m: partial(namespace.open_members[m].registers.drop, names, fence_number) for m, names in strays.items()}
-    dropped, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    calls = {m: partial(records.open_members[m].registers.drop, names, fence_number) for m, names in strays.items()}
+    dropped, _ = records.fan_out.ask(calls, records.commit_timeout_seconds)
     for member in dropped:
         for name in strays[member]:
             by_name[name][member] = Record()
 
 
-def _forget_registers(namespace: Namespace, collectable: Mapping[str, Sequence[tuple[str, Ballot]]], fence_number: int) -> int:
+def _forget_registers(
+    records: NamespaceRecords, collectable: Mapping[str, Sequence[tuple[str, Ballot]]], fence_number: int
+) -> int:
     """Of how many files the tombstone is forgotten. A member that fails here keeps it until the next time."""
     failpoint("collection.forget")
-    calls = {m: partial(namespace.open_members[m].registers.collect, each, fence_number) for m, each in collectable.items()}
-    _, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    calls = {m: partial(records.open_members[m].registers.collect, each, fence_number) for m, each in collectable.items()}
+    _, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
     for member, error in errors.items():
         log.info("records of deleted files stay on %s: %s", member, error)
     return len({name for each in collectable.values() for name, ballot in each if ballot != NO_BALLOT})
@@ -174,9 +176,9 @@ def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
 class TombstoneCollector:
     """Collects in the background when a listing has met too many tombstones; one client of a namespace at a time."""
 
-    def __init__(self, namespace: Namespace) -> None:
-        self._namespace = namespace
-        self._election = Election(namespace, secrets.token_hex(8), 6 * _PAUSE_SECONDS, _ELECTION_REGISTER)
+    def __init__(self, records: NamespaceRecords) -> None:
+        self._records = records
+        self._election = Election(records, secrets.token_hex(8), 6 * _PAUSE_SECONDS, _ELECTION_REGISTER)
         self._lock = threading.Lock()
         self._next_start_at = 0.0
 
@@ -191,6 +193,6 @@ class TombstoneCollector:
     def _collect_if_elected(self) -> None:
         try:
             if self._election.try_lead():
-                collect_tombstones(self._namespace)
+                collect_tombstones(self._records)
         except (CkptError, RuntimeError) as error:  # the latter when the process ends
-            log.info("the records of deleted files stay in %s for now: %s", self._namespace.url, error)
+            log.info("the records of deleted files stay in %s for now: %s", self._records.url, error)

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.aggregator.records import record_ring as rings
+from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.record_ring import RecordRing
 from ckpt.storage.base.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
@@ -38,7 +38,7 @@ _BATCH_RECORDS = 1_000
 
 
 def change_ring(
-    namespace: Namespace, locations: Iterable[MemberLocation], removed_member: str = "", is_destroyed: bool = False,
+    records: NamespaceRecords, locations: Iterable[MemberLocation], removed_member: str = "", is_destroyed: bool = False,
     progress: RecordProgress = lambda _: None, tolerated_losses: int = 0,
 ) -> RecordRing:  # fmt: skip
     """Let these members keep the records from now on. progress: called with the number of records just moved.
@@ -48,74 +48,72 @@ def change_ring(
     gone: a member that is taken out, to which nobody writes any more. destroyed: it never comes back, which must be said for
     a namespace of two, where the other can't decide alone.
     """
-    namespace.invalidate_ring()
-    old = namespace.ring
+    records.invalidate_ring()
+    old = records.ring
     members = tuple(MemberLocation(s.name, s.domain) for s in sorted(locations, key=lambda s: s.name))
     names = {s.name for s in members}
     removed_members = tuple(sorted(({*old.removed_members, removed_member} - names) - {""}))
     tolerated_losses = max(tolerated_losses, old.tolerated_losses)
     if set(members) == set(old.members) and (removed_members, tolerated_losses) == (old.removed_members, old.tolerated_losses):
-        return complete_ring_change(namespace, removed_member if is_destroyed else "", progress)
+        return complete_ring_change(records, removed_member if is_destroyed else "", progress)
     if not members:
-        raise InvalidArgument(f"{namespace.url}: someone must keep the records; name a member that stays")
+        raise InvalidArgument(f"{records.url}: someone must keep the records; name a member that stays")
     if names != {s.name for s in old.members}:
-        namespace.update_domains(namespace.config.credentials.deadline_seconds, wait_for_all=True)
-        namespace.check_devices(names)
-        _prepare_members(namespace, old, names)
+        records.update_domains(records.config.credentials.deadline_seconds, wait_for_all=True)
+        records.check_devices(names)
+        _prepare_members(records, old, names)
     previous = old.previous or replace(old, agreed_by=None, member_fence_number=0)
     if is_destroyed and len(previous.members) == 2:  # the other has all that was ever agreed, for it took both
         previous = replace(previous, members=tuple(s for s in previous.members if s.name != removed_member))
     _agree_on_ring(
-        namespace,
+        records,
         old,
         rings.next_ring(old, members, previous, removed_members, tolerated_losses),
         removed_member if is_destroyed else "",
     )
-    return complete_ring_change(namespace, removed_member if is_destroyed else "", progress)
+    return complete_ring_change(records, removed_member if is_destroyed else "", progress)
 
 
-def ensure_record_redundancy(namespace: Namespace, redundancy: Redundancy) -> None:
+def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) -> None:
     """See to it that records outlive as many members as what is written with this redundancy: if the namespace was made for
     less, more members keep each record from now on. One of those who find that at the same time does it, the others wait.
 
     Raises Unavailable where too few of them answer.
     """
-    tolerated, patience = redundancy.tolerated_losses, namespace.config.credentials.deadline_seconds
+    tolerated, patience = redundancy.tolerated_losses, records.config.credentials.deadline_seconds
     last_epoch, takeover_at = 0, 0.0
-    while not (ring := namespace.ring).can_tolerate(tolerated, len(namespace.locations)):
-        members = list(namespace.with_known_domains(ring.members))
+    while not (ring := records.ring).can_tolerate(tolerated, len(records.locations)):
+        members = list(records.with_known_domains(ring.members))
         if len(members) < 2 * tolerated:
-            members += [s for s in namespace.locations if s.name not in ring.all_members]
+            members += [s for s in records.locations if s.name not in ring.all_members]
         if ring.epoch > last_epoch:
             last_epoch, takeover_at = ring.epoch, time.monotonic() + patience * random.uniform(0.5, 1)
         if ring.previous is not None and time.monotonic() < takeover_at:  # somebody is at it, or was killed
             time.sleep(0.05)
-            namespace.invalidate_ring()
+            records.invalidate_ring()
             continue
-        log.warning("%s was made for less than %s: more members keep each record now", namespace.url, redundancy)
+        log.warning("%s was made for less than %s: more members keep each record now", records.url, redundancy)
         try:
-            change_ring(namespace, members, tolerated_losses=tolerated)
+            change_ring(records, members, tolerated_losses=tolerated)
         except Changed:
-            namespace.invalidate_ring()
+            records.invalidate_ring()
         except Unavailable as error:
-            namespace.invalidate_ring()
-            message = (
-                f"{namespace.url} was made for less than {redundancy}, and more members can't keep its records now: {error}"
-            )
+            records.invalidate_ring()
+            message = f"{records.url} was made for less than {redundancy}, and more members can't keep its records now: {error}"
             raise Unavailable(message) from error
 
 
-def _prepare_members(namespace: Namespace, old: RecordRing, names: set[str]) -> None:
+def _prepare_members(records: NamespaceRecords, old: RecordRing, names: set[str]) -> None:
     """See to it that all who are to keep records can: a change towards members that do not answer would come to no end."""
 
     foreign_members: list[str] = []
 
     def ask(name: str) -> None:
-        registers = namespace.open_members[name].registers
+        registers = records.open_members[name].registers
         (absent_answer,) = registers.read([ABSENT_NAME])
         if name in old.all_members:
             if isinstance(absent_answer, DamagedRecord):
-                raise Unavailable(f"its records were lost; repair {namespace.url} first")
+                raise Unavailable(f"its records were lost; repair {records.url} first")
             return
         finals = [r.value for _, r in registers.scan(rings.RING_PREFIX) if isinstance(r, Record) and r.value and is_final(r)]
         is_foreign = any(rings.decode_ring(value).namespace != old.namespace for value in finals)
@@ -127,7 +125,7 @@ def _prepare_members(namespace: Namespace, old: RecordRing, names: set[str]) -> 
         )  # who votes on the rings that come must know of those that were
         registers.join_ring(old.next_fence_number, rings.RING_PREFIX)
 
-    _, errors = namespace.fan_out.ask({name: partial(ask, name) for name in names}, namespace.commit_timeout_seconds)
+    _, errors = records.fan_out.ask({name: partial(ask, name) for name in names}, records.commit_timeout_seconds)
     if foreign_members:
         raise InvalidArgument(
             f"{', '.join(sorted(foreign_members))} holds records of another namespace; empty its folder, or leave it out"
@@ -137,55 +135,55 @@ def _prepare_members(namespace: Namespace, old: RecordRing, names: set[str]) -> 
     failpoint("ring.joined")
 
 
-def complete_ring_change(namespace: Namespace, destroyed: str = "", progress: RecordProgress = lambda _: None) -> RecordRing:
+def complete_ring_change(
+    records: NamespaceRecords, destroyed: str = "", progress: RecordProgress = lambda _: None
+) -> RecordRing:
     """Complete a change that is under way, if there is one."""
-    namespace.invalidate_ring()
-    moving = namespace.ring
+    records.invalidate_ring()
+    moving = records.ring
     if moving.previous is None:
         return moving
     failpoint("ring.moving")
-    _fence_ring(namespace, moving.previous, moving.epoch, destroyed)
+    _fence_ring(records, moving.previous, moving.epoch, destroyed)
     failpoint("ring.fenced")
-    answers, _ = namespace.scan("")
-    found = {name for records in answers.values() for name, _ in records}
+    answers, _ = records.scan("")
+    found = {name for scanned in answers.values() for name, _ in scanned}
     names = sorted(name for name in found if not name.startswith(rings.RING_PREFIX))
     for start in range(0, len(names), _BATCH_RECORDS):
         batch = names[start : start + _BATCH_RECORDS]
-        namespace.settle(batch, on_all_members=False)
+        records.settle(batch, on_all_members=False)
         progress(len(batch))
         failpoint("ring.settled")
     moved = rings.next_ring(moving, moving.members, None, moving.removed_members, moving.tolerated_losses)
-    _agree_on_ring(namespace, moving, moved, destroyed)
+    _agree_on_ring(records, moving, moved, destroyed)
     failpoint("ring.moved")
-    _fence_ring(namespace, moving.previous, moved.epoch, destroyed)
-    _drop_moved_records(namespace, moving, moved, names)
-    log.warning("the records of %s are kept by %s now", namespace.url, ", ".join(s.name for s in moved.members))
+    _fence_ring(records, moving.previous, moved.epoch, destroyed)
+    _drop_moved_records(records, moving, moved, names)
+    log.warning("the records of %s are kept by %s now", records.url, ", ".join(s.name for s in moved.members))
     return moved
 
 
-def _agree_on_ring(namespace: Namespace, old: RecordRing, new: RecordRing, destroyed: str) -> None:
-    registers = {name: namespace.open_members[name].registers for name in {**old.all_members, **new.all_members}}
-    seconds = namespace.config.credentials.deadline_seconds
-    registers_of_rings = rings.ring_registers(registers, rings.ring_electors(old, destroyed), namespace.fan_out, seconds)
+def _agree_on_ring(records: NamespaceRecords, old: RecordRing, new: RecordRing, destroyed: str) -> None:
+    registers = {name: records.open_members[name].registers for name in {**old.all_members, **new.all_members}}
+    seconds = records.config.credentials.deadline_seconds
+    registers_of_rings = rings.ring_registers(registers, rings.ring_electors(old, destroyed), records.fan_out, seconds)
     proposed = rings.encode_ring(new)
     value = registers_of_rings.update(
         [new.register_name], lambda _, there: proposed if there is None else None, expect_absent=True
     )[new.register_name]
-    namespace.invalidate_ring()
+    records.invalidate_ring()
     if value != proposed:
-        raise Changed(f"the members that keep the records of {namespace.url} were changed by someone else; look, and try again")
+        raise Changed(f"the members that keep the records of {records.url} were changed by someone else; look, and try again")
     failpoint("ring.decided")
-    informed = rings.publish_ring(registers, new, namespace.fan_out, seconds)
+    informed = rings.publish_ring(registers, new, records.fan_out, seconds)
     if new.previous is None and 2 * sum(s.name in informed for s in new.members) <= len(new.members):
         raise Unavailable(f"most of the new members, {', '.join(new.all_members)}, do not answer any more; start them")
 
 
-def _fence_ring(namespace: Namespace, ring: RecordRing, epoch: int, destroyed: str) -> None:
+def _fence_ring(records: NamespaceRecords, ring: RecordRing, epoch: int, destroyed: str) -> None:
     """See to it that nobody agrees on anything by an older ring."""
-    calls = {
-        s.name: partial(namespace.open_members[s.name].registers.fence, epoch) for s in ring.members if s.name != destroyed
-    }
-    _, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    calls = {s.name: partial(records.open_members[s.name].registers.fence, epoch) for s in ring.members if s.name != destroyed}
+    _, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
     if len(errors) >= min(ring.quorum.write, ring.quorum.read):
         raise Unavailable(
             f"too many members that keep records are missing to change who keeps them: {_join_errors(errors)}; start them, "
@@ -193,16 +191,16 @@ def _fence_ring(namespace: Namespace, ring: RecordRing, epoch: int, destroyed: s
         )
 
 
-def _drop_moved_records(namespace: Namespace, moving: RecordRing, moved: RecordRing, names: list[str]) -> None:
+def _drop_moved_records(records: NamespaceRecords, moving: RecordRing, moved: RecordRing, names: list[str]) -> None:
     """Let members forget records that they do not keep any more. What can't be forgotten now does no harm."""
 
     def forget(member: str) -> None:
-        registers = namespace.open_members[member].registers
+        registers = records.open_members[member].registers
         registers.fence(moved.epoch)
         moved_names = [name for name in names if member not in moved.replica_set(name).members]
         registers.drop(moved_names, moved.epoch)
 
-    _, errors = namespace.fan_out.ask({m: partial(forget, m) for m in moving.all_members}, namespace.commit_timeout_seconds)
+    _, errors = records.fan_out.ask({m: partial(forget, m) for m in moving.all_members}, records.commit_timeout_seconds)
     for member, error in errors.items():
         log.info("%s keeps old records: %s", member, error)
 

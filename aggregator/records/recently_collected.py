@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgpack
 import xxhash
 
+from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.storage.base.checked_decode import Malformed, decode
 from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.registers.fence_numbers import order_key
-
-if TYPE_CHECKING:
-    from ckpt.aggregator.file_io.namespace import Namespace
 
 COLLECTED_REGISTER = "collected"
 """The register's name, which no path has."""
@@ -48,7 +45,7 @@ class _CollectionLog:
     collections: tuple[_Collection, ...]
 
 
-def record_collection(namespace: Namespace, fence_number: int, names: Collection[str]) -> None:
+def record_collection(records: NamespaceRecords, fence_number: int, names: Collection[str]) -> None:
     """Agree with all members that these records are collected by this number from now on."""
     collection = _Collection(order_key(fence_number), b"".join(map(_hash, sorted(names))))
 
@@ -60,13 +57,13 @@ def record_collection(namespace: Namespace, fence_number: int, names: Collection
             else _encode_log(_drop_oldest(replace(collection_log, collections=(*collection_log.collections, collection))))
         )
 
-    namespace.update_register(COLLECTED_REGISTER, add)
+    records.update_register(COLLECTED_REGISTER, add)
 
 
-def is_collected_since(namespace: Namespace, path: str, fence_number: int) -> bool:
+def is_collected_since(records: NamespaceRecords, path: str, fence_number: int) -> bool:
     """Whether the record of a deleted file may have been collected since a client published the path by this number."""
     collection_log, since = (
-        _decode_log(namespace.read_records([COLLECTED_REGISTER])[COLLECTED_REGISTER]),
+        _decode_log(records.read_records([COLLECTED_REGISTER])[COLLECTED_REGISTER]),
         order_key(fence_number),
     )
     if collection_log is None or since < collection_log.above:

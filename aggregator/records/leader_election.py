@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.storage.base.checked_decode import Malformed, decode
 from ckpt.storage.registers.base import RegisterValue
 
@@ -29,9 +29,9 @@ class Election:
     """
 
     def __init__(
-        self, namespace: Namespace, process_id: str, term_seconds: float, register: str = REPAIR_LEADER_REGISTER
+        self, records: NamespaceRecords, process_id: str, term_seconds: float, register: str = REPAIR_LEADER_REGISTER
     ) -> None:
-        self._namespace = namespace
+        self._records = records
         self._register = register
         self._process_id = process_id
         self._term_seconds = term_seconds
@@ -50,7 +50,7 @@ class Election:
                 return None
             return RegisterValue(msgpack.packb([self._process_id, holder.term + 1]))
 
-        value = self._namespace.update_register(self._register, decide)
+        value = self._records.update_register(self._register, decide)
         if value is None:
             return False
         if value.head != self._last_value:  # what was agreed: decide is shown what a single member knows, too

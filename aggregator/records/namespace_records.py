@@ -1,0 +1,112 @@
+"""All records of a namespace: read, listed, changed and settled on the members that keep them, whatever ring these go by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from ckpt.aggregator.cluster.config import NamespaceConfig
+from ckpt.aggregator.records.membership import Membership
+from ckpt.aggregator.records.paxos import Decide, ReplicaSet, ReplicatedRegisters
+from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
+from ckpt.storage.registers.base import ABSENT_NAME, Record, RegisterAnswer, Registers, RegisterValue
+
+ScannedRecords = Mapping[str, Sequence[tuple[str, RegisterAnswer]]]
+"""Names and records, by member."""
+
+OnOutdated = Callable[[bool, int], None]
+"""Called with whether a member may have taken a change already, and the fence number that counts by now."""
+
+
+class NamespaceRecords(Membership):
+    """The members of a namespace and the records that they keep. Safe to use from many threads."""
+
+    def __init__(self, config: NamespaceConfig) -> None:
+        super().__init__(config)
+        seconds = config.credentials.deadline_seconds
+        self.commit_timeout_seconds = 4 * seconds
+        self._replicated_registers = ReplicatedRegisters(
+            self._member_registers, self._replica_sets, self.fan_out, seconds, self.invalidate_ring
+        )
+
+    def _replica_sets(self, paths: Sequence[str]) -> dict[str, ReplicaSet]:
+        now = self.ring
+        return {path: now.replica_set(path) for path in paths}
+
+    def scan(self, prefix: str, wait_for_all: bool = True) -> tuple[ScannedRecords, dict[str, StoreError]]:
+        """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
+
+        wait_for_all: whether to wait also for members whose answers are not needed. Raises Unavailable where so many of them
+        are missing that a name could be overlooked.
+        """
+        return self._replicated_registers.retry_outdated(partial(self._scan_by_ring, prefix, wait_for_all))
+
+    def _scan_by_ring(self, prefix: str, wait_for_all: bool) -> tuple[ScannedRecords, dict[str, StoreError]]:
+        now = self.ring
+
+        def read(registers: Registers) -> tuple[list[tuple[str, RegisterAnswer]], bool]:
+            (absent,) = registers.read([ABSENT_NAME], now.fence_number)
+            return list(registers.scan_all(prefix, now.fence_number)), isinstance(absent, Record)
+
+        calls = {name: partial(read, self._member_registers[name]) for name in now.all_members}
+
+        def complete(answers: Mapping[str, tuple[object, bool]]) -> bool:
+            return now.can_list([name for name, (_, whole) in answers.items() if whole])
+
+        def ask(spare: bool) -> tuple[dict[str, tuple[list[tuple[str, RegisterAnswer]], bool]], dict[str, StoreError]]:
+            will_do = complete if not wait_for_all else lambda _: False
+            return self.fan_out.ask(calls, self.commit_timeout_seconds, is_acceptable=will_do, skip_failed=spare)
+
+        answers, errors = ask(spare=True)
+        if not complete(answers):  # those that did not answer lately are needed after all
+            answers, errors = ask(spare=False)
+        for error in errors.values():
+            if isinstance(error, Outdated):
+                raise error
+        if not complete(answers):
+            reasons = [f"{name}: {error}" for name, error in errors.items()]
+            reasons += [
+                f"{n}: its records were lost and are not all back" for n, (_, is_complete) in answers.items() if not is_complete
+            ]
+            raise Unavailable(
+                f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
+            )
+        return {name: records for name, (records, _) in answers.items()}, errors
+
+    def read_records(self, names: Sequence[str]) -> dict[str, RegisterValue | None]:
+        """Values by register name, tombstones too."""
+        return self._replicated_registers.read(names)
+
+    def update_record(self, path: str, decide: Decide) -> RegisterValue | None:
+        """Change a record; what it is after that."""
+        return self._replicated_registers.update([f"/{path}"], decide)[f"/{path}"]
+
+    def update_record_fenced(
+        self, fence_number: int, path: str, decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
+    ) -> RegisterValue | None:
+        """Change a record by a fence number; what it is after that. on_outdated: called where another number counts by now;
+        what the change refers to must exist after that, or it raises."""
+        return self._update_fenced(fence_number, [f"/{path}"], decide, on_outdated, expect_absent)[f"/{path}"]
+
+    def _update_fenced(
+        self, fence_number: int, names: Sequence[str], decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
+    ) -> dict[str, RegisterValue | None]:
+        until = time.monotonic() + 2 * self.commit_timeout_seconds
+        while True:
+            try:
+                return self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent)
+            except Outdated as error:
+                if time.monotonic() > until:
+                    raise Unavailable(f"{self.url}: {error}; members still change, try again") from error
+                self.invalidate_ring()
+                fence_number = self.ring.fence_number
+                on_outdated(error.unsettled, fence_number)
+
+    def update_register(self, name: str, decide: Decide) -> RegisterValue | None:
+        """Change a register of the namespace itself, whose name no path has; what it is after that."""
+        return self._replicated_registers.update([name], decide)[name]
+
+    def settle(self, names: Sequence[str], on_all_members: bool = True) -> None:
+        """Give a quorum of the members that keep these registers, or all that answer, the newest value."""
+        self._replicated_registers.settle(names, on_all_members)
