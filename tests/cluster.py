@@ -118,8 +118,8 @@ def nodes_config(nodes: list[Any], **table: Any) -> NamespaceConfig:
 def quick(config: NamespaceConfig) -> Namespace:
     """A namespace that does not wait long."""
     namespace = Namespace(config)
-    namespace.append_timeout_seconds = 2.0
-    namespace.hedge_after_seconds = 0.2
+    namespace.member_io.append_timeout_seconds = 2.0
+    namespace.member_io.hedge_after_seconds = 0.2
     return namespace
 
 

@@ -22,13 +22,14 @@ import ckpt
 from ckpt.aggregator.cluster import config
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.cluster.member_facts import failure_domains
-from ckpt.aggregator.file_io.namespace import Namespace, check_path, open_namespace
+from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.interfaces.store import NamespaceStore
 from ckpt.aggregator.maintenance import rebalance
 from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members, max_parts_per_domain
 from ckpt.aggregator.records import file_record
+from ckpt.aggregator.records.paths import check_path
 from ckpt.storage.base.errors import (
     AlreadyExists,
     IntegrityError,

@@ -31,7 +31,7 @@ from ckpt.storage.base.errors import AlreadyExists
 from ckpt.storage.testing import random_bytes
 me, members = sys.argv[1], json.loads(sys.argv[2])
 namespace = Namespace(config_from_table("test", {"members": members, "redundancy": "2x", "deadline_seconds": 2.0}, "the test"))
-namespace.append_timeout_seconds, namespace.hedge_after_seconds = 1.0, 0.2
+namespace.member_io.append_timeout_seconds, namespace.member_io.hedge_after_seconds = 1.0, 0.2
 won = []
 for i in range(int(sys.argv[3])):
     namespace.put(f"{me}/{i}", random_bytes(100_000 + i, i))

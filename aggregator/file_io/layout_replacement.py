@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.relink import relink_objects
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, drop_unused_objects
+from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import RegisterValue
 
-if TYPE_CHECKING:
-    from ckpt.aggregator.file_io.namespace import Namespace
-
 log = logging.getLogger("ckpt")
 
 
-def current_record(namespace: Namespace, path: str, expected: PathRecord) -> PathRecord | None:
+def current_record(records: NamespaceRecords, path: str, expected: PathRecord) -> PathRecord | None:
     """What a path is now: `expected` itself where it still is that, or where nobody can tell."""
     try:
-        now = namespace.stat_all([path])[path]
+        now = records.stat_all([path])[path]
     except CkptError:
         return expected
     return (
@@ -32,8 +30,9 @@ def current_record(namespace: Namespace, path: str, expected: PathRecord) -> Pat
 
 
 def replace_layout(
-    namespace: Namespace, path: str, old: PathRecord, layout: FileLayout, fence_number: int, kept_objects: Collection[str] = ()
-) -> bool:
+    records: NamespaceRecords, member_io: MemberIO, path: str, old: PathRecord, layout: FileLayout, fence_number: int,
+    kept_objects: Collection[str] = (),
+) -> bool:  # fmt: skip
     """Say where a file is now, if it still is the same file at the same place. Else the new objects go again. Whether nobody
     needs the old objects any more.
 
@@ -52,21 +51,21 @@ def replace_layout(
         )
 
     def outdated(_: bool, __: int) -> None:
-        now, unlinked = relink_objects(namespace, proposed_layouts[-1], {h.name for h in proposed_layouts[-1].objects} - before)
+        now, unlinked = relink_objects(member_io, proposed_layouts[-1], {h.name for h in proposed_layouts[-1].objects} - before)
         if unlinked:
             raise StoreError(f"{path}: a repair that stood still has lost what it made; the file stays where it is")
         proposed_layouts.append(now)
 
     failpoint("repair.record")
-    after = namespace.update_record_fenced(fence_number, path, decide, outdated)
+    after = records.update_record_fenced(fence_number, path, decide, outdated)
     current = None if after is None else file_record.decode_record(path, after)
     named = {h.name for h in current.layout.objects} if current is not None and current.layout is not None else set()
     new = {h.name for each in proposed_layouts for h in each.objects}
     done = bool(named & (new - before)) and not old.rename_token
     if current is not None and current.head.version == old.head.version and not (old.rename_token or current.rename_token):
-        namespace.discard_layout(old.layout, {*named, *kept_objects, *new})
+        member_io.discard_layout(old.layout, {*named, *kept_objects, *new})
     if not named & (new - before):
         log.info("%s was changed while it was repaired; it is left to the next repair", path)
     for each in proposed_layouts:
-        namespace.discard_layout(each, named | before)  # what this repair has made, and nobody names
+        member_io.discard_layout(each, named | before)  # what this repair has made, and nobody names
     return done and current is not None and not current.rename_token and not named & set(kept_objects)

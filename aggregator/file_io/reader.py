@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.records.file_record import FileLayout, Fragment, PathRecord, Stripe, fragment_bytes
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
@@ -21,17 +21,14 @@ from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Reader
 
-if TYPE_CHECKING:
-    from ckpt.aggregator.file_io.namespace import Namespace
-
 log = logging.getLogger("ckpt")
 
 
 class FileReader(Reader):
     """A file, opened for reading. It stays what it was when it was opened, or the reading fails."""
 
-    def __init__(self, namespace: Namespace, path: str, file: PathRecord) -> None:
-        self._namespace = namespace
+    def __init__(self, member_io: MemberIO, path: str, file: PathRecord) -> None:
+        self._member_io = member_io
         self._path = path
         self.file = file
         self._stripes: Sequence[Stripe] = ()
@@ -93,7 +90,7 @@ class FileReader(Reader):
             read_ranges = {share: (ranges[share][0], data) for share, data in got.items()}
             self._rebuild_ranges(layout, stripe, length, {s: ranges[s] for s in failed}, read_ranges, failed)
         for data in got.values():
-            self._namespace.return_scratch(data)
+            self._member_io.scratch.give_back(data)
 
     def _read_fragments(
         self, layout: FileLayout, stripe: Stripe, ranges: Mapping[int, tuple[int, int]], length: int, hedge: bool
@@ -106,13 +103,13 @@ class FileReader(Reader):
 
         def read(share: int) -> np.ndarray:
             begin, end = ranges[share]
-            into = self._namespace.take_scratch(end - begin)
+            into = self._member_io.scratch.take(end - begin)
             self._read_fragment(layout, stripe, share, begin, end, into.data, length)
             return into
 
         calls = {m: functools.partial(read, s) for m, s in by_member.items()}
-        seconds = self._namespace.hedge_after_seconds if hedge else self._namespace.read_timeout_seconds
-        answers, errors = self._namespace.read_fan_out.ask(calls, seconds, skip_failed=hedge, mark_late=not hedge)
+        seconds = self._member_io.hedge_after_seconds if hedge else self._member_io.read_timeout_seconds
+        answers, errors = self._member_io.read_fan_out.ask(calls, seconds, skip_failed=hedge, mark_late=not hedge)
         return {by_member[m]: data for m, data in answers.items()}, {by_member[m]: e for m, e in errors.items()}
 
     def _read_any_copy(self, layout: FileLayout, stripe: Stripe, first: int, last: int, out: memoryview) -> None:
@@ -130,7 +127,7 @@ class FileReader(Reader):
         failed: dict[int, StoreError] = {}
         asked: dict[Future[None], tuple[int, memoryview]] = {}
         first_view: memoryview | None = None
-        until = time.monotonic() + self._namespace.read_timeout_seconds
+        until = time.monotonic() + self._member_io.read_timeout_seconds
         while True:
             if copies:
                 copy = copies.pop(0)
@@ -138,12 +135,12 @@ class FileReader(Reader):
                 if not asked:
                     first_view = into
                 call = functools.partial(self._read_fragment, layout, stripe, copy, first, last, into, stripe.nbytes)
-                asked[self._namespace.read_fan_out.submit(self._member_of(layout, stripe, copy), call)] = copy, into
+                asked[self._member_io.read_fan_out.submit(self._member_of(layout, stripe, copy), call)] = copy, into
             timeout_seconds: float | None = max(0.0, until - time.monotonic())
             if any(into is first_view and self._is_on_this_host(layout, stripe, c) for c, into in asked.values()):
                 timeout_seconds = None  # a system call that writes into the caller's memory can't be called back
             elif copies:
-                timeout_seconds = min(timeout_seconds or 0.0, self._namespace.hedge_after_seconds)
+                timeout_seconds = min(timeout_seconds or 0.0, self._member_io.hedge_after_seconds)
             done, _ = wait(asked, timeout_seconds, FIRST_COMPLETED)
             for future in done:
                 copy, got = asked.pop(future)
@@ -194,14 +191,14 @@ class FileReader(Reader):
             if (b, e) == (begin, end):
                 into[share] = np.frombuffer(target, np.uint8)
             else:
-                into[share] = self._namespace.take_scratch(end - begin)
+                into[share] = self._member_io.scratch.take(end - begin)
                 scratch.append(into[share])
         erasure.erasure_code(k, layout.redundancy.parity_fragments).reconstruct(usable, into)
         for share, (b, e, target) in ranges.items():
             if (b, e) != (begin, end):
                 np.copyto(np.frombuffer(target, np.uint8), into[share][b - begin : e - begin])
         for data in scratch:
-            self._namespace.return_scratch(data)
+            self._member_io.scratch.give_back(data)
 
     # --- one fragment ------------------------------------------------------------------------------------------
 
@@ -222,7 +219,7 @@ class FileReader(Reader):
             holder = layout.objects[fragment.object_index]
             how = "damaged" if got == len(data) else "cut"
             problem = f"{holder.name} on {holder.member} is {how} at {fragment.position + begin}"
-            log.warning("%s of %s: %s; reading it from elsewhere", self._path, self._namespace.url, problem)
+            log.warning("%s of %s: %s; reading it from elsewhere", self._path, self._member_io.url, problem)
             raise Unavailable(problem)
         if not direct:
             out[:] = data[first - begin : last - begin]
@@ -231,9 +228,9 @@ class FileReader(Reader):
         reader = self._readers.get(fragment.object_index)
         if reader is None:
             holder = layout.objects[fragment.object_index]
-            open_member = self._namespace.open_members.get(holder.member)
+            open_member = self._member_io.open_members.get(holder.member)
             if open_member is None:
-                raise Unavailable(f"{holder.member} is no member of {self._namespace.url} any more")
+                raise Unavailable(f"{holder.member} is no member of {self._member_io.url} any more")
             reader = open_member.store.open(holder.name)
             with self._lock:
                 kept = self._readers.setdefault(fragment.object_index, reader)
@@ -244,7 +241,7 @@ class FileReader(Reader):
 
     def _is_on_this_host(self, layout: FileLayout, stripe: Stripe, number: int) -> bool:
         """Whether a fragment lies in a directory of this host."""
-        open_member = self._namespace.open_members.get(self._member_of(layout, stripe, number))
+        open_member = self._member_io.open_members.get(self._member_of(layout, stripe, number))
         return open_member is not None and open_member.member.folder is not None
 
     def _member_of(self, layout: FileLayout, stripe: Stripe, number: int) -> str:
@@ -261,7 +258,7 @@ class FileReader(Reader):
 
         def cost(number: int) -> tuple[bool, int]:
             member = self._member_of(layout, stripe, number)
-            return self._namespace.fan_out.health.is_down(member), -self._namespace.shared_domains(member)
+            return self._member_io.fan_out.health.is_down(member), -self._member_io.shared_domains(member)
 
         return sorted(present, key=cost)
 
@@ -271,7 +268,7 @@ class FileReader(Reader):
         present_count = sum(f is not None for f in stripe.fragments)
         damaged = bool(failed) and all("damaged" in str(e) or "cut" in str(e) for e in failed.values())
         message = (
-            f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {self._path} in {self._namespace.url} can't be read: "
+            f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {self._path} in {self._member_io.url} can't be read: "
             f"{layout.redundancy.data_fragments} of {len(stripe.fragments)} fragments are needed, "
             f"{present_count - len(failed)} answer ({reasons})"
         )

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.aggregator.cluster.fanout import commit_or_abort, run_in_order
-from ckpt.aggregator.file_io.writer import LostFragments, new_version, object_name
+from ckpt.aggregator.file_io.lost_fragments import LostFragments
+from ckpt.aggregator.file_io.member_io import MemberIO
+from ckpt.aggregator.file_io.object_names import new_version, object_name
 from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, Fragment, MemberObject, Stripe, drop_unused_objects, fragment_bytes
@@ -20,9 +21,6 @@ from ckpt.storage.base.checksums import cell_checksums, find_bad_cells
 from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import ALIGNMENT, Reader, Writer
-
-if TYPE_CHECKING:
-    from ckpt.aggregator.file_io.namespace import Namespace
 
 log = logging.getLogger("ckpt")
 
@@ -33,7 +31,7 @@ _THREADS = 4  # pieces at once: one waits for a disk while another is on the wir
 
 
 def rebuild_fragments(
-    namespace: Namespace,
+    member_io: MemberIO,
     path: str,
     version: str,
     layout: FileLayout,
@@ -52,7 +50,7 @@ def rebuild_fragments(
     for _ in range(_MAX_TRIES):
         avoided |= {h.member for h in layout.objects if h.name in lost.objects}
         remaining = lost.removed_from(layout)
-        layout, failed = _rebuild_once(namespace, path, version, remaining, before, avoided, excluded, allow_partial, progress)
+        layout, failed = _rebuild_once(member_io, path, version, remaining, before, avoided, excluded, allow_partial, progress)
         if not failed:
             return drop_unused_objects(_with_previous_fragments(layout, before) if allow_partial else layout)
         lost = LostFragments(frozenset(failed))  # members that failed meanwhile: once more, without them
@@ -78,7 +76,7 @@ def _unless_on_members(layout: FileLayout, fragment: Fragment | None, members: C
 
 
 def _rebuild_once(
-    namespace: Namespace,
+    member_io: MemberIO,
     path: str,
     version: str,
     layout: FileLayout,
@@ -90,8 +88,8 @@ def _rebuild_once(
 ) -> tuple[FileLayout, set[str]]:
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
     lost = sum(fragment_bytes(p.nbytes, layout.redundancy) * p.fragments.count(None) for p in layout.stripes)
-    objects = _NewObjects(namespace, path, layout, lost // len(namespace.locations) // ALIGNMENT * ALIGNMENT)
-    sources = _SourceObjects(namespace)
+    objects = _NewObjects(member_io, path, layout, lost // len(member_io.locations) // ALIGNMENT * ALIGNMENT)
+    sources = _SourceObjects(member_io)
     pieces = list(layout.stripes)
 
     def mend(index: int) -> None:
@@ -99,14 +97,14 @@ def _rebuild_once(
         missing = [i for i, f in enumerate(piece.fragments) if f is None]
         failpoint("repair.piece")
         used = [layout.objects[f.object_index].member for f in piece.fragments if f is not None]
-        targets = _choose_targets(namespace, f"{version}/{index}", len(missing), used, avoided, excluded, allow_partial)
-        new = _assign_fragments(namespace, previous, index, missing, [t for t in targets if objects.is_writable(t)])
+        targets = _choose_targets(member_io, f"{version}/{index}", len(missing), used, avoided, excluded, allow_partial)
+        new = _assign_fragments(member_io, previous, index, missing, [t for t in targets if objects.is_writable(t)])
         missing = list(new)
         if not missing:
             return
         count = layout.redundancy.data_fragments + len(missing)
         pages = max(1, -(-fragment_bytes(piece.nbytes, layout.redundancy) // ALIGNMENT))
-        scratch = namespace.take_scratch(count * pages * ALIGNMENT)
+        scratch = member_io.scratch.take(count * pages * ALIGNMENT)
         memory = list(scratch.reshape(count, -1))
         shares = _make_missing_fragments(sources, path, layout, piece, missing, previous, index, memory)
         fragments = list(piece.fragments)
@@ -115,7 +113,7 @@ def _rebuild_once(
                 fragments[i] = Fragment(*at, _fragment_checksums(layout, piece, i, shares[i]))
                 progress(len(shares[i]))
         pieces[index] = replace(piece, fragments=tuple(fragments))
-        namespace.return_scratch(scratch)
+        member_io.scratch.give_back(scratch)
 
     broken = [index for index, piece in enumerate(layout.stripes) if None in piece.fragments]
     try:
@@ -134,8 +132,8 @@ class _NewObjects:
     """New objects on the members that take what is restored, one on each, of about `size_hint` bytes. Safe to use from many
     threads."""
 
-    def __init__(self, namespace: Namespace, path: str, layout: FileLayout, size_hint: int) -> None:
-        self._namespace = namespace
+    def __init__(self, member_io: MemberIO, path: str, layout: FileLayout, size_hint: int) -> None:
+        self._member_io = member_io
         self._size_hint = size_hint
         self._path = path
         self._lock = threading.Lock()
@@ -169,7 +167,7 @@ class _NewObjects:
                     holder = len(self.objects) - 1
                 writer: Writer = _FailedWriter()
                 try:
-                    writer = self._namespace.open_members[member].store.create(name, self._size_hint)
+                    writer = self._member_io.open_members[member].store.create(name, self._size_hint)
                 except StoreError as error:
                     self._mark_failed(member, holder, error)
                 self._writers[member] = holder, writer
@@ -177,13 +175,13 @@ class _NewObjects:
 
     def _mark_failed(self, member: str, holder: int, error: StoreError) -> None:
         log.warning("%s: %s takes no more: %s", self._path, member, error)
-        self._namespace.fan_out.health.record_failure(member, error)
+        self._member_io.fan_out.health.record_failure(member, error)
         self.failed.add(self.objects[holder].name)
 
     def commit(self) -> None:
         """Make durable what can be made so."""
         calls = {member: commit_or_abort(writer) for member, (_, writer) in self._writers.items()}
-        _, errors = self._namespace.fan_out.ask(calls, self._namespace.commit_timeout_seconds)
+        _, errors = self._member_io.fan_out.ask(calls, self._member_io.commit_timeout_seconds)
         for member, error in errors.items():
             self._mark_failed(member, self._writers[member][0], error)
 
@@ -207,7 +205,7 @@ class _FailedWriter(Writer):
 
 
 def _choose_targets(
-    namespace: Namespace,
+    member_io: MemberIO,
     key: str,
     count: int,
     used: list[str],
@@ -217,8 +215,8 @@ def _choose_targets(
 ) -> list[str]:
     """Members for new fragments: such as hold nothing of the piece, answer, and did not just lose something, if possible; in no
     case those to leave. partly: for some of them, if there are no more."""
-    every = [s for s in namespace.locations if s.name not in excluded]
-    responsive = [s for s in every if not namespace.fan_out.health.is_down(s.name)]
+    every = [s for s in member_io.locations if s.name not in excluded]
+    responsive = [s for s in every if not member_io.fan_out.health.is_down(s.name)]
     found: list[str] = []
     for spots in (
         [s for s in responsive if s.name not in avoided],
@@ -235,7 +233,7 @@ def _choose_targets(
 
 
 def _assign_fragments(
-    namespace: Namespace, previous: FileLayout, index: int, missing: list[int], targets: list[str]
+    member_io: MemberIO, previous: FileLayout, index: int, missing: list[int], targets: list[str]
 ) -> dict[int, str]:
     """Which of the missing fragments of a piece each target takes: the one that it had, as no member may have two, then those
     that are gone rather than those of members which do not answer now and may be back."""
@@ -243,21 +241,21 @@ def _assign_fragments(
     had = {i: previous.objects[f.object_index].member for i in missing if (f := fragments[i]) is not None}
     own = {member: i for i, member in had.items()}
     new = {own[t]: t for t in targets if t in own}
-    rest = sorted((i for i in missing if i not in new), key=lambda i: i in had and namespace.fan_out.health.is_down(had[i]))
+    rest = sorted((i for i in missing if i not in new), key=lambda i: i in had and member_io.fan_out.health.is_down(had[i]))
     return new | dict(zip(rest, (t for t in targets if t not in own), strict=False))
 
 
 class _SourceObjects:
     """The objects that are read from, each opened once. Safe to use from many threads."""
 
-    def __init__(self, namespace: Namespace) -> None:
-        self._namespace = namespace
+    def __init__(self, member_io: MemberIO) -> None:
+        self._member_io = member_io
         self._lock = threading.Lock()
         self._readers: dict[MemberObject, Reader] = {}
 
     def read(self, holder: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
         """Fill `data` with a fragment, verified. Raises StoreError, IntegrityError."""
-        open_member = self._namespace.open_members.get(holder.member)
+        open_member = self._member_io.open_members.get(holder.member)
         if open_member is None:
             raise Unavailable("no member any more")
         with self._lock:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
 from ckpt.aggregator.cluster.fanout import commit_or_abort
+from ckpt.aggregator.file_io.lost_fragments import LostFragments
+from ckpt.aggregator.file_io.member_io import MemberIO
+from ckpt.aggregator.file_io.object_names import new_version, object_name
+from ckpt.aggregator.file_io.publication import Condition, MembersRemoved, Publication, Publisher
+from ckpt.aggregator.file_io.rebuild import rebuild_fragments
 from ckpt.aggregator.file_io.relink import relink_objects
 from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.placement.redundancy import Redundancy
@@ -34,58 +37,28 @@ from ckpt.storage.base.errors import AlreadyExists, Changed, NoSpace, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import ALIGNMENT, Writer
 
-if TYPE_CHECKING:
-    from ckpt.aggregator.file_io.namespace import Namespace
-
 log = logging.getLogger("ckpt")
 
 _ABORT_SECONDS = 1.0
-
-
-def new_version() -> str:
-    """Of a content; begins with the time, so that what nobody refers to can be told from what is being written."""
-    return f"{int(time.time()):010x}{secrets.token_hex(11)}"
-
-
-def object_name(version: str) -> str:
-    """Of the object that holds a member's fragments of a file; spread over folders."""
-    return f"{version[-2:]}/{version}-{secrets.token_hex(2)}"
-
-
-class MembersRemoved(StoreError):
-    """Members were taken out of the namespace while a file was written to them."""
-
-    def __init__(self, members: Collection[str], file: PathRecord, base: PathRecord | None, unsettled: int | None) -> None:
-        super().__init__(f"{', '.join(sorted(members))} were taken out of the namespace meanwhile; write it anew")
-        self.members = members
-        self.file = file
-        self.base = base
-        """What was to be published, and on what, as that is now."""
-        self.unsettled = unsettled
-        """The fence number by which a member may have taken it."""
-
-
-class ObjectsCollected(StoreError):
-    """Objects of a file were deleted before it was published, for its writer stood still."""
+_PUBLISH_TRIES = 3
 
 
 class FileWriter(Writer):
     """One file on its way. `append` may be called from several threads; the file exists after `commit`."""
 
     def __init__(
-        self, namespace: Namespace, path: str, redundancy: Redundancy, size_hint: int = 0, *, new: bool = False,
-        aligned: bool = True, base: PathRecord | None = None, replaces: str | None = None,
+        self, member_io: MemberIO, publisher: Publisher, path: str, redundancy: Redundancy, condition: Condition, *,
+        size_hint: int = 0, aligned: bool = True,
     ) -> None:  # fmt: skip
-        self._namespace = namespace
+        self._member_io = member_io
+        self._publisher = publisher
         self._path = path
         self._redundancy = redundancy
-        self._new = new
-        self._base = base
-        self._replaces = replaces
+        self._condition = condition
         self._alignment = ALIGNMENT if aligned else 1
         self._size_hint = size_hint
         self._version = new_version()
-        self._fence_number = namespace.ring.fence_number
+        self._fence_number = publisher.fence_number
         self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before an era began
         self._lock = threading.Lock()
         self._stripes: list[Stripe | None] = []
@@ -98,6 +71,7 @@ class FileWriter(Writer):
         self._opening_locks: dict[str, threading.Lock] = {}
         self._failed_members: dict[str, StoreError] = {}
         self._is_finished = False
+        base = condition.base
         if base is not None and base.inline_data is not None:  # what is appended to
             self._inline_data = base.inline_data
             self._next_position = self._length = len(base.inline_data)
@@ -163,7 +137,7 @@ class FileWriter(Writer):
         while unwritten:
             failpoint("namespace.append")
             calls = {m: self._append_call(m, shares[i]) for i, m in unwritten.items()}
-            answers, errors = self._namespace.fan_out.ask(calls, self._namespace.append_timeout_seconds)
+            answers, errors = self._member_io.fan_out.ask(calls, self._member_io.append_timeout_seconds)
             for i, member in list(unwritten.items()):
                 if member in answers:
                     holder, position = answers[member]
@@ -175,7 +149,7 @@ class FileWriter(Writer):
                 used = [self._objects[f.object_index].member for f in fragments if f is not None]
                 unwritten = dict(zip(unwritten, self._choose_members(index, len(unwritten), used), strict=False))
         if scratch is not None and not self._failed_members:  # else a thread may still be reading it
-            self._namespace.return_scratch(scratch)
+            self._member_io.scratch.give_back(scratch)
         self._stripes[index] = Stripe(start, len(data), tuple(fragments), len(data))
 
     def _make_fragments(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:
@@ -186,7 +160,7 @@ class FileWriter(Writer):
         length = fragment_bytes(len(data), self._redundancy)
         whole = len(data) // length
         needed = (k - whole + m) * length
-        scratch = self._namespace.take_scratch(needed)
+        scratch = self._member_io.scratch.take(needed)
         extra = scratch[: (k - whole) * length]
         source = np.frombuffer(data, np.uint8)
         rest = source[whole * length :]
@@ -203,7 +177,7 @@ class FileWriter(Writer):
         """Where to put so many fragments of a piece, or at least as many as a write settles for. Raises Unavailable, or
         NoSpace, where there are not as many members."""
         host_domain, key, min_members = (
-            self._namespace.host_domain,
+            self._member_io.host_domain,
             f"{self._version}/{index}",
             self._redundancy.min_write_fragments - len(excluded),
         )
@@ -216,11 +190,11 @@ class FileWriter(Writer):
 
     def _candidates(self) -> list[MemberLocation]:
         """The members that may take something."""
-        return [s for s in self._namespace.locations if s.weight > 0 and s.name not in self._failed_members]
+        return [s for s in self._member_io.locations if s.weight > 0 and s.name not in self._failed_members]
 
     def _responsive_candidates(self) -> list[MemberLocation]:
         """Those of them that answer."""
-        return [s for s in self._candidates() if not self._namespace.fan_out.health.is_down(s.name)]
+        return [s for s in self._candidates() if not self._member_io.fan_out.health.is_down(s.name)]
 
     def _too_few_members_error(self) -> StoreError:
         full = any(isinstance(e, NoSpace) for e in self._failed_members.values())
@@ -228,13 +202,13 @@ class FileWriter(Writer):
         return (NoSpace if full else Unavailable)(
             f"{self._path} needs {self._redundancy.min_write_fragments} members for {self._redundancy}, "
             f"{len(self._candidates())} of "
-            f"{len(self._namespace.locations)} take anything{reasons}; start or add members, or write with less redundancy"
+            f"{len(self._member_io.locations)} take anything{reasons}; start or add members, or write with less redundancy"
         )
 
     def _mark_failed(self, member: str, error: StoreError) -> None:
         if member not in self._failed_members:
             self._failed_members[member] = error
-            log.warning("%s of %s is written without %s: %s", self._path, self._namespace.url, member, error)
+            log.warning("%s of %s is written without %s: %s", self._path, self._member_io.url, member, error)
 
     def _append_call(self, member: str, share: memoryview) -> Callable[[], tuple[int, int]]:
         def send() -> tuple[int, int]:
@@ -253,7 +227,7 @@ class FileWriter(Writer):
             if member in self._object_by_member:
                 return self._object_by_member[member]
             name = object_name(self._version)
-            writer = self._namespace.open_members[member].store.create(name, self._object_size_hint())
+            writer = self._member_io.open_members[member].store.create(name, self._object_size_hint())
             with self._lock:
                 if not self._is_finished:
                     self._objects.append(MemberObject(member, name))
@@ -266,7 +240,7 @@ class FileWriter(Writer):
     def _object_size_hint(self) -> int:
         """The share of one member in all that is expected."""
         pieces = max(1, -(-self._size_hint // (8 << 20)))
-        members = min(len(self._namespace.locations), pieces * self._redundancy.total_fragments)
+        members = min(len(self._member_io.locations), pieces * self._redundancy.total_fragments)
         return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
 
     # --- the end -----------------------------------------------------------------------------------------------
@@ -306,53 +280,52 @@ class FileWriter(Writer):
     def _publish_record(self, file: PathRecord) -> PathRecord:
         """Publish, elsewhere where a member was taken out meanwhile."""
         unsettled_number = None
-        for _ in range(3):
+        removed: MembersRemoved | None = None
+        for _ in range(_PUBLISH_TRIES):
             number = None if file.layout is None else self._fence_number
-            try:
-                published = self._namespace.publish(
-                    self._path, file, self._new, self._base, number, self._relink_after_fence, self._replaces, unsettled_number
-                )
-            except MembersRemoved as error:
-                last = error
-                file, self._base, unsettled_number = error.file, error.base, error.unsettled
-                assert file.layout is not None
-                lost = LostFragments(frozenset(h.name for h in file.layout.objects if h.member in error.members))
-                file = replace(file, layout=self._rebuild_lost(file.layout, lost))
-            else:
+            publication = Publication(self._path, file, self._condition, number, unsettled_number)
+            outcome = self._publisher.publish(publication, self._relink_after_fence)
+            if isinstance(outcome, PathRecord):
                 for layout in self._previous_layouts:
-                    self._namespace.discard_layout(self._own_objects(layout), _object_names(published.layout))
-                return published
-        raise last
+                    self._member_io.discard_layout(self._own_objects(layout), _object_names(outcome.layout))
+                return outcome
+            removed, rest = outcome, outcome.publication
+            file, self._condition, unsettled_number = rest.file, rest.condition, rest.unsettled_number
+            assert file.layout is not None
+            lost = LostFragments(frozenset(h.name for h in file.layout.objects if h.member in outcome.members))
+            file = replace(file, layout=self._rebuild_lost(file.layout, lost))
+        assert removed is not None
+        raise removed.error()
 
-    def _relink_after_fence(self, file: PathRecord) -> PathRecord:
-        """The file after an era began: with second names for its objects, and without those that are gone by now."""
+    def _relink_after_fence(self, file: PathRecord) -> PathRecord | None:
+        """The file after an era began: with second names for its objects, and without those that are gone by now; None where
+        too many are gone."""
         if file.layout is None:
             return file
-        number = self._namespace.ring.fence_number
-        layout, unlinked = relink_objects(self._namespace, file.layout, _object_names(self._own_objects(file.layout)))
+        number = self._publisher.fence_number
+        layout, unlinked = relink_objects(self._member_io, file.layout, _object_names(self._own_objects(file.layout)))
         self._previous_layouts.append(file.layout)
         remaining = LostFragments(unlinked).removed_from(layout)
         if (
             file_record.min_fragments(remaining) < self._redundancy.data_fragments
             and file_record.min_fragments(file.layout) >= self._redundancy.data_fragments
         ):
-            raise ObjectsCollected(
-                f"{self._path}: a repair has deleted what was written of it, because no record named it and its writer stood "
-                "still; it was not published now, write it anew"
-            )
+            return None
         self._fence_number = number
         return replace(file, layout=self._rebuild_lost(layout, LostFragments(unlinked)) if unlinked else layout)
 
     def _own_objects(self, layout: FileLayout) -> FileLayout:
         """A layout with the objects alone that were made for this file: not those of what it is written on."""
-        before = _object_names(self._base.layout if self._base is not None else None)
+        base = self._condition.base
+        before = _object_names(base.layout if base is not None else None)
         return replace(layout, objects=tuple(h for h in layout.objects if h.name not in before), stripes=())
 
     def _rebuild_lost(self, layout: FileLayout, lost: LostFragments) -> FileLayout:
         """The layout without what is gone, and with what is missing on other members, as far as there are any: else a repair
         does that once there are. Raises Unavailable, or NoSpace, where that is less than a write settles for."""
         remaining, asked = lost.removed_from(layout), self._redundancy
-        before = len(self._base.layout.stripes) if self._base is not None and self._base.layout is not None else 0
+        base = self._condition.base
+        before = len(base.layout.stripes) if base is not None and base.layout is not None else 0
         touched = [i for i, piece in enumerate(remaining.stripes) if i >= before or piece != layout.stripes[i]]
 
         def there() -> int:
@@ -360,13 +333,14 @@ class FileWriter(Writer):
 
         if there() < asked.min_write_fragments or there() < asked.total_fragments <= len(self._responsive_candidates()):
             with suppress(Unavailable):
+                self._member_io.update_domains()
                 remaining = lost.removed_from(
-                    self._namespace.rebuild_fragments(self._path, self._version, layout, lost, allow_partial=True)
+                    rebuild_fragments(self._member_io, self._path, self._version, layout, lost, allow_partial=True)
                 )
         if there() < asked.min_write_fragments:
             raise self._too_few_members_error()
         if there() < asked.total_fragments:
-            self._namespace.warn_under_replicated(self._path, there(), asked)
+            self._member_io.warn_under_replicated(self._path, there(), asked)
         return file_record.drop_unused_objects(remaining)
 
     def _commit_objects(self) -> set[str]:
@@ -374,12 +348,12 @@ class FileWriter(Writer):
         used = {f.object_index for piece in self._stripes if piece is not None for f in piece.fragments if f is not None}
         own_writers = {i: writer for i, writer in enumerate(self._writers) if writer is not None}
         commits = {self._objects[i].member: commit_or_abort(writer) for i, writer in own_writers.items() if i in used}
-        _, errors = self._namespace.fan_out.ask(commits, self._namespace.commit_timeout_seconds)
+        _, errors = self._member_io.fan_out.ask(commits, self._member_io.commit_timeout_seconds)
         for member, error in errors.items():
             self._mark_failed(member, error)
         empty = {self._objects[i].member: writer.abort for i, writer in own_writers.items() if i not in used}
         # Where nobody answers it expires, or a scrub finds it; what is open here goes in any case.
-        self._namespace.fan_out.ask(empty, _ABORT_SECONDS, mark_late=False)
+        self._member_io.fan_out.ask(empty, _ABORT_SECONDS, mark_late=False)
         return {self._objects[i].name for i in own_writers if self._objects[i].member in errors}
 
     def abort(self) -> None:
@@ -395,7 +369,7 @@ class FileWriter(Writer):
         for holder, began in zip(self._objects, self._writers, strict=True):
             if began is not None:
                 names.setdefault(holder.member, []).append(holder.name)
-        self._namespace.discard(names)
+        self._member_io.discard(names)
 
 
 def _object_names(layout: FileLayout | None) -> set[str]:
@@ -410,30 +384,3 @@ def _truncate_stripes(stripes: Sequence[Stripe], length: int) -> tuple[Stripe, .
         for p in stripes
         if p.start < length
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LostFragments:
-    """Fragments of a file that can't be read any more."""
-
-    objects: frozenset[str] = frozenset()
-    """Whole objects, by name."""
-    fragments: frozenset[tuple[str, int]] = frozenset()
-    """Single ones: object and position."""
-    is_incomplete: bool = False
-    """The layout says itself that some are missing."""
-
-    def __bool__(self) -> bool:
-        return bool(self.objects or self.fragments or self.is_incomplete)
-
-    def removed_from(self, layout: FileLayout) -> FileLayout:
-        """The layout with these fragments missing."""
-
-        def left(fragment: Fragment | None) -> Fragment | None:
-            if fragment is None:
-                return None
-            name = layout.objects[fragment.object_index].name
-            return None if name in self.objects or (name, fragment.position) in self.fragments else fragment
-
-        pieces = (replace(p, fragments=tuple(left(f) for f in p.fragments)) for p in layout.stripes)
-        return replace(layout, stripes=tuple(pieces))

@@ -7,12 +7,10 @@ import os
 import time
 from collections.abc import Callable
 
-from ckpt.aggregator.file_io.namespace import Namespace, check_path
-from ckpt.aggregator.file_io.writer import new_version
-from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import PathRecord, RecordHead
+from ckpt.aggregator.file_io.deletion import Deletion
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.records.paths import check_path
 from ckpt.storage.base.errors import AlreadyExists
-from ckpt.storage.registers.base import RegisterValue
 
 _CACHE_SECONDS = 5.0
 _CACHE_ENTRIES = 10_000
@@ -57,29 +55,15 @@ def is_folder(namespace: Namespace, path: str) -> bool:
 
 def remove_folder(namespace: Namespace, path: str) -> None:
     """Remove a folder that is empty, and nothing else. Raises OSError: ENOENT, ENOTDIR or ENOTEMPTY."""
-    version = new_version()
-    before: PathRecord | None = None
-
-    def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
-        nonlocal before
-        current = None if value is None else file_record.decode_record(path, value)
-        if file_record.has_version(current, version):
-            return None  # done already, in a try that seemed to fail
-        before = current
-        if current is None or current.head.kind != "folder":
-            return None
-        now = time.time()
-        return file_record.encode_record(
-            PathRecord(file_record.next_head(RecordHead("deleted", 0, now, now, version), current))
-        )
-
     if not path:
         raise OSError(errno.EBUSY, "the root of a namespace can't be removed", path)
     file = namespace.stat(path)
     if (file is None or file.head.kind == "folder") and namespace.list(path):
         raise OSError(errno.ENOTEMPTY, "the folder is not empty", path)
+    deletion = Deletion(lambda current: current.head.kind == "folder")
     if file is not None:
-        namespace.update_record(path, decide)
+        namespace.update_record(path, deletion.decide)
+    before = deletion.seen.get(path)
     if before is None or not before.exists:
         raise FileNotFoundError(errno.ENOENT, "no such folder", path)
     if before.head.kind != "folder":

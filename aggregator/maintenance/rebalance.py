@@ -10,9 +10,9 @@ from dataclasses import replace
 from ckpt.aggregator.cluster import etcd
 from ckpt.aggregator.cluster.fanout import run_in_order
 from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
+from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import rebuild_fragments
-from ckpt.aggregator.file_io.writer import LostFragments
 from ckpt.aggregator.maintenance.repair import (
     FILES_AT_ONCE,
     RepairReport,
@@ -141,8 +141,8 @@ def _move_fragments(
     def move(path: str, file: PathRecord) -> None:
         if (layout := file.layout) is not None and (leaves := gone(file, layout)):
             number = namespace.ring.fence_number
-            rebuilt = rebuild_fragments(namespace, path, file.head.version, layout, leaves, advance, excluded)
-            replace_layout(namespace, path, file, rebuilt, number)
+            rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, leaves, advance, excluded)
+            replace_layout(namespace, namespace.member_io, path, file, rebuilt, number)
             with lock:
                 done.files += 1
 

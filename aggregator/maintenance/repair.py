@@ -113,7 +113,7 @@ def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
     second_report, count = scrub_namespace(namespace, grace_seconds=grace_seconds), 0
     for member, names in first_report.orphans.items():
         confirmed_orphans = sorted(set(names) & set(second_report.orphans.get(member, ())))
-        namespace.discard({member: confirmed_orphans}, wait_for_slow_nodes=True)
+        namespace.member_io.discard({member: confirmed_orphans}, wait_for_slow_nodes=True)
         count += len(confirmed_orphans)
     return count
 
@@ -158,10 +158,12 @@ def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgres
     rotten = select_fragments(layout, lambda _, holder: holder.name in damaged_names)
     lost = replace(health.lost, fragments=health.lost.fragments | rotten)
     number = namespace.ring.fence_number
-    rebuilt = rebuild_fragments(namespace, health.path, health.file.head.version, layout, lost, advance, allow_partial=True)
+    rebuilt = rebuild_fragments(
+        namespace.member_io, health.path, health.file.head.version, layout, lost, advance, allow_partial=True
+    )
     now = lost.removed_from(rebuilt)
     if rebuilt == drop_unused_objects(layout) or not replace_layout(
-        namespace, health.path, health.file, rebuilt, number, damaged_names
+        namespace, namespace.member_io, health.path, health.file, rebuilt, number, damaged_names
     ):
         return now
     for member, name in health.damaged_objects:

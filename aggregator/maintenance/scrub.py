@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.writer import LostFragments
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord, fragment_bytes
@@ -260,7 +260,7 @@ def _verify_objects(
                 if damaged:
                     damaged_positions[path].setdefault(name, set()).update(batch[i][0] for i in damaged)
 
-    namespace.read_fan_out.ask({member: partial(check, member) for member in jobs}, float(1 << 30))
+    namespace.member_io.read_fan_out.ask({member: partial(check, member) for member in jobs}, float(1 << 30))
     return damaged_positions
 
 

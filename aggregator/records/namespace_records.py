@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ckpt.aggregator.cluster.config import NamespaceConfig
+from ckpt.aggregator.records import file_record
+from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.membership import Membership
+from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.paxos import Decide, ReplicaSet, ReplicatedRegisters
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.registers.base import ABSENT_NAME, Record, RegisterAnswer, Registers, RegisterValue
@@ -33,6 +36,22 @@ class NamespaceRecords(Membership):
     def _replica_sets(self, paths: Sequence[str]) -> dict[str, ReplicaSet]:
         now = self.ring
         return {path: now.replica_set(path) for path in paths}
+
+    def stat(self, path: str) -> PathRecord | None:
+        """What is known of a path; None where there is nothing."""
+        return self.stat_all([path])[path]
+
+    def stat_all(self, paths: Sequence[str]) -> dict[str, PathRecord | None]:
+        """The same of many at once."""
+        for path in paths:
+            check_path(path)
+        if not self.exists():
+            return dict.fromkeys(paths)
+        found: dict[str, PathRecord | None] = {}
+        for name, value in self._replicated_registers.read([f"/{path}" for path in paths]).items():
+            file = None if value is None else file_record.decode_record(name[1:], value)
+            found[name[1:]] = file if file is not None and file.exists else None
+        return found
 
     def scan(self, prefix: str, wait_for_all: bool = True) -> tuple[ScannedRecords, dict[str, StoreError]]:
         """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
@@ -87,11 +106,12 @@ class NamespaceRecords(Membership):
     ) -> RegisterValue | None:
         """Change a record by a fence number; what it is after that. on_outdated: called where another number counts by now;
         what the change refers to must exist after that, or it raises."""
-        return self._update_fenced(fence_number, [f"/{path}"], decide, on_outdated, expect_absent)[f"/{path}"]
+        return self.update_records_fenced(fence_number, [f"/{path}"], decide, on_outdated, expect_absent)[f"/{path}"]
 
-    def _update_fenced(
+    def update_records_fenced(
         self, fence_number: int, names: Sequence[str], decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
     ) -> dict[str, RegisterValue | None]:
+        """The same of many registers, by name."""
         until = time.monotonic() + 2 * self.commit_timeout_seconds
         while True:
             try:

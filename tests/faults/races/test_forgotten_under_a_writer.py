@@ -97,7 +97,7 @@ def test_the_file_is_moved_while_its_writer_moves_it(tmp_path: Path) -> None:
         member = file.layout.objects[0].member
         assert not rebalance.remove_member(admin, member).failed  # the only copy that the writer knows is gone
         writer.invalidate_ring()
-        writer._move_off_members("f", file, {member})
+        writer._publisher._move_off_members("f", file, {member})
         assert writer.get("f") == random_bytes(1 << 20, 2)
     finally:
         for each in (writer, admin, *here):
