@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from ckpt.aggregator.cluster.fanout import FanOut, MemberHealth
 from ckpt.aggregator.placement.redundancy import Quorum, quorum
-from ckpt.aggregator.records.paxos import ReplicaSet, ReplicatedRegisters, VotingGroup
+from ckpt.aggregator.records.paxos import ReplicatedRegisters
+from ckpt.aggregator.records.replica_set import ReplicaSet, VotingGroup
 from ckpt.storage.base.errors import Changed, Outdated, StoreError, Unavailable
 from ckpt.storage.registers.base import (
     NO_BALLOT,

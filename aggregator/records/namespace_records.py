@@ -11,7 +11,9 @@ from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.membership import Membership
 from ckpt.aggregator.records.paths import check_path
-from ckpt.aggregator.records.paxos import Decide, ReplicaSet, ReplicatedRegisters
+from ckpt.aggregator.records.paxos import ReplicatedRegisters
+from ckpt.aggregator.records.register_update import Decide, Superseded
+from ckpt.aggregator.records.replica_set import ReplicaSet
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.registers.base import ABSENT_NAME, Record, RegisterAnswer, Registers, RegisterValue
 
@@ -114,14 +116,15 @@ class NamespaceRecords(Membership):
         """The same of many registers, by name."""
         until = time.monotonic() + 2 * self.commit_timeout_seconds
         while True:
-            try:
-                return self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent)
-            except Outdated as error:
-                if time.monotonic() > until:
-                    raise Unavailable(f"{self.url}: {error}; members still change, try again") from error
-                self.invalidate_ring()
-                fence_number = self.ring.fence_number
-                on_outdated(error.unsettled, fence_number)
+            outcome = self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent)
+            if not isinstance(outcome, Superseded):
+                return outcome
+            if time.monotonic() > until:
+                reason = outcome.reason
+                raise Unavailable(f"{self.url}: {reason}; members still change, try again") from reason
+            self.invalidate_ring()
+            fence_number = self.ring.fence_number
+            on_outdated(outcome.may_be_taken, fence_number)
 
     def update_register(self, name: str, decide: Decide) -> RegisterValue | None:
         """Change a register of the namespace itself, whose name no path has; what it is after that."""

@@ -29,12 +29,19 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ckpt.aggregator.cluster.fanout import FanOut
-from ckpt.aggregator.placement.redundancy import Quorum
+from ckpt.aggregator.records.register_update import Decide, RegisterUpdate, Superseded, choose_values, keep_value
+from ckpt.aggregator.records.replica_set import (
+    ReplicaSet,
+    is_decided,
+    is_unanimous,
+    no_quorum_error,
+    promises_given,
+    undamaged_records,
+)
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import (
@@ -48,16 +55,11 @@ from ckpt.storage.registers.base import (
     Registers,
     RegisterValue,
     floor_ballot,
-    is_final,
 )
 
 log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
-
-Decide = Callable[[str, RegisterValue | None], RegisterValue | None]
-"""From the path and its value to the new value, or None to leave it. Asked again where others compete, and it must then
-know a value that it made itself."""
 
 _BATCH_PATHS = 1_000
 
@@ -68,47 +70,11 @@ _CHANGE_SECONDS = 2.0
 """How long a direct change waits for the first member before the others agree without it; longer for many paths."""
 
 
-@dataclass(frozen=True, slots=True)
-class VotingGroup:
-    """Members that keep the register of a path, and how many of them decide."""
-
-    members: tuple[str, ...]
-    quorum: Quorum
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSet:
-    """The groups of a path: one, or while its record moves two. What is agreed is agreed in each."""
-
-    groups: tuple[VotingGroup, ...]
-    fence_number: int = 0
-    """Of the ring that says so."""
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        if len(self.groups) == 1:
-            return self.groups[0].members
-        return tuple(dict.fromkeys(m for group in self.groups for m in group.members))
-
-    def can_write(self, members: Collection[str]) -> bool:
-        """Whether these are a quorum for a change."""
-        return all(sum(m in members for m in g.members) >= g.quorum.write for g in self.groups)
-
-    def can_read(self, members: Collection[str]) -> bool:
-        """Whether these are a quorum for reading."""
-        return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
-
-    def newest(self, records: Mapping[str, Record]) -> Record:
-        """The one that counts: of the first group, where there are two, for all that was agreed is there; what the new keepers
-        have from an earlier time is nothing."""
-        return max((r for m, r in records.items() if m in self.groups[0].members), key=lambda r: r.accepted)
-
-
 class ReplicatedRegisters:
     """The values of paths.
 
-    keepers: who keeps these paths, all by one ring. renew: called where they say that it is others. direct: whether all
-    callers agree on who the first member of a path is.
+    replica_sets: returns who keeps these paths, all by one ring. invalidate_ring: called where members answer that others do.
+    is_direct: whether all callers agree on who the first member of a path is.
     """
 
     def __init__(
@@ -151,18 +117,18 @@ class ReplicatedRegisters:
             return registers.read(names, fence_number)
 
         def enough(path: str, got: Mapping[str, RegisterAnswer]) -> bool:
-            return _is_unanimous(got, replica_sets[path].can_write)
+            return is_unanimous(got, replica_sets[path].can_write)
 
         # As many as a change needs, of those that answer; the others only if these are too few to read, or do not agree.
         first_members = {path: self._preferred_members(kept) for path, kept in replica_sets.items()}
         answers, errors = self._call_members(first_members, read, enough, _FIRST_READ_SECONDS)
-        undecided = [path for path in paths if not _is_unanimous(answers[path], replica_sets[path].can_read)]
+        undecided = [path for path in paths if not is_unanimous(answers[path], replica_sets[path].can_read)]
         if undecided:
             rest = {path: [m for m in replica_sets[path].members if m not in answers[path]] for path in undecided}
             more, failed = self._call_members(
                 rest, read, lambda path, got: enough(path, {**answers[path], **got}),
                 # or two phases settle it
-                is_acceptable=lambda path, got: replica_sets[path].can_read(_undamaged_records({**answers[path], **got})),
+                is_acceptable=lambda path, got: replica_sets[path].can_read(undamaged_records({**answers[path], **got})),
             )  # fmt: skip
             for path in undecided:
                 answers[path] |= more[path]
@@ -170,9 +136,9 @@ class ReplicatedRegisters:
         found: dict[str, RegisterValue | None] = {}
         unsettled: list[str] = []
         for path in paths:
-            records = _undamaged_records(answers[path])
+            records = undamaged_records(answers[path])
             if not replica_sets[path].can_read(records):
-                raise _no_quorum_error(path, replica_sets[path], False, answers[path], errors)
+                raise no_quorum_error(path, replica_sets[path], False, answers[path], errors)
             newest = replica_sets[path].newest(records)
             same = {m for m, r in records.items() if r.accepted == newest.accepted}
             # One of two that is left alone can't settle anything. What it has may be half-done: later it may not be seen for a
@@ -183,13 +149,16 @@ class ReplicatedRegisters:
                 unsettled.append(path)
             found[path] = newest.value
         if unsettled:  # a change was left half-done: first the newest value is made the one for all
-            found |= self._run_two_phases(unsettled, lambda _, value: None)
+            found |= self._run_two_phases(unsettled, RegisterUpdate(keep_value))
         return found
 
     def settle(self, paths: Sequence[str], on_all_members: bool = True) -> None:
         """Give a quorum, or every member that answers, the newest value of these paths."""
         for batch in _batches(paths):
-            self.retry_outdated(functools.partial(self._run_two_phases, batch, lambda _, value: None, on_all_members))
+            self.retry_outdated(functools.partial(self._settle_batch, batch, on_all_members))
+
+    def _settle_batch(self, paths: Sequence[str], on_all_members: bool) -> None:
+        self._run_two_phases(paths, RegisterUpdate(keep_value, on_all_members=on_all_members))
 
     def retry_outdated(self, call: Callable[[], T]) -> T:
         """Do some work, again where it went by an old ring."""
@@ -206,96 +175,66 @@ class ReplicatedRegisters:
     # --- changing ----------------------------------------------------------------------------------------------
 
     def update(self, paths: Sequence[str], decide: Decide, expect_absent: bool = False) -> dict[str, RegisterValue | None]:
-        """Change the values of paths; what each is after that. fresh: nothing is expected to be there yet."""
+        """Change the values of paths; what each is after that. expect_absent: nothing is expected to be
+        there yet."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
-            found |= self.retry_outdated(functools.partial(self._update_batch, batch, decide, expect_absent))
+            found |= self.retry_outdated(functools.partial(self._try_update, batch, decide, expect_absent))
         return found
+
+    def _try_update(self, paths: Sequence[str], decide: Decide, expect_absent: bool) -> dict[str, RegisterValue | None]:
+        return self._update_batch(paths, RegisterUpdate(decide, expect_absent))
 
     def update_fenced(
         self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False
-    ) -> dict[str, RegisterValue | None]:
-        """As `update`, by this fence number and no other. Raises Outdated, which says whether a member may have taken the
-        change: once another number counts, what the new values refer to may be gone."""
+    ) -> dict[str, RegisterValue | None] | Superseded:
+        """As `update`, by this fence number and no other: once another one counts, what the new values refer to may be gone."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
-            found |= self._update_batch(batch, decide, expect_absent, fence_number)
+            update = RegisterUpdate(decide, expect_absent, fence_number)
+            try:
+                found |= self._update_batch(batch, update)
+            except Outdated as error:
+                return Superseded(error, bool(update.possibly_changed))
         return found
 
-    def _update_batch(
-        self, paths: Sequence[str], decide: Decide, expect_absent: bool, fence_number: int | None = None
-    ) -> dict[str, RegisterValue | None]:
-        found: dict[str, RegisterValue | None] = {}
-        possibly_changed: set[str] = set()
-        try:
-            remaining = (
-                self._change_directly(paths, decide, expect_absent, found, fence_number, possibly_changed)
-                if self._is_direct
-                else paths
-            )
-            return (
-                found | self._run_two_phases(remaining, decide, False, fence_number, possibly_changed) if remaining else found
-            )
-        except Outdated as error:
-            error.unsettled = bool(possibly_changed)
-            raise
+    def _update_batch(self, paths: Sequence[str], update: RegisterUpdate) -> dict[str, RegisterValue | None]:
+        remaining = self._change_directly(paths, update) if self._is_direct else paths
+        if remaining:
+            self._run_two_phases(remaining, update)
+        return update.found
 
-    def _require_replica_sets(self, paths: Sequence[str], fence_number: int | None) -> dict[str, ReplicaSet]:
+    def _require_replica_sets(self, paths: Sequence[str], update: RegisterUpdate) -> tuple[dict[str, ReplicaSet], int]:
+        """The replica sets, and the fence number by which they keep the paths."""
         replica_sets = self._replica_sets(paths)
-        if fence_number is not None and _fence_number(replica_sets) != fence_number:
-            raise Outdated(f"members go by {_fence_number(replica_sets)} now, and not by {fence_number}")
-        return replica_sets
+        fence_number = _fence_number(replica_sets)
+        if update.required_number is not None and fence_number != update.required_number:
+            raise Outdated(f"members go by {fence_number} now, and not by {update.required_number}")
+        return replica_sets, fence_number
 
-    def _change_directly(
-        self,
-        paths: Sequence[str],
-        decide: Decide,
-        expect_absent: bool,
-        found: dict[str, RegisterValue | None],
-        required_number: int | None,
-        possibly_changed: set[str],
-    ) -> list[str]:
-        """The paths that could not be changed so. sent: gets those whose new value a member may have."""
-        all_replica_sets = self._require_replica_sets(paths, required_number)
-        fence_number = _fence_number(all_replica_sets)
+    def _change_directly(self, paths: Sequence[str], update: RegisterUpdate) -> list[str]:
+        """The paths that could not be changed so."""
+        all_replica_sets, fence_number = self._require_replica_sets(paths, update)
         replica_sets = {
             path: replicas
             for path, replicas in all_replica_sets.items()
             if len(replicas.groups) == 1 and not self._fan_out.health.is_down(replicas.members[0])
         }
+        timeout_seconds = min(self._deadline_seconds, _CHANGE_SECONDS * (1 + len(replica_sets) / 50))
+        changes = self._propose_changes(replica_sets, update, fence_number, timeout_seconds)
         remaining = [path for path in paths if path not in replica_sets]
-        paths = list(replica_sets)
-        timeout_seconds = min(self._deadline_seconds, _CHANGE_SECONDS * (1 + len(paths) / 50))
-        answers: dict[str, dict[str, RegisterAnswer]] = {path: {} for path in paths}
-        if not expect_absent:
-            firsts = {path: kept.members[:1] for path, kept in replica_sets.items()}
-            answers, _ = self._call_members(
-                firsts, lambda registers, names: registers.read(names, fence_number), timeout_seconds=timeout_seconds
-            )
-        changes: dict[str, DirectChange] = {}
-        for path in paths:
-            record = Record() if expect_absent else answers[path].get(replica_sets[path].members[0])
-            if not isinstance(record, Record):
-                remaining.append(path)
-                continue
-            new = decide(path, record.value)
-            # None: to be sure, for the first member may not know the newest. Nothing there, in a ring that is not the first: a
-            # member may hold a first value that it took by an earlier ring, whose first member was another, and nobody else.
-            if new is None or (record.accepted == NO_BALLOT and fence_number > 1):
-                remaining.append(path)
-                continue
-            changes[path] = DirectChange(path, record.accepted, new)
+        remaining += [path for path in replica_sets if path not in changes]
 
         def change(registers: Registers, names: list[str]) -> list[bool]:
             return registers.change([changes[name] for name in names], self._proposer_id, fence_number)
 
         if len({replica_sets[path].members[0] for path in changes}) > 1:  # one may take its part where another refuses
-            possibly_changed.update(changes)
+            update.possibly_changed.update(changes)
         failpoint("ledger.change")
         first_answers, _ = self._call_members(
             {path: replica_sets[path].members[:1] for path in changes}, change, timeout_seconds=timeout_seconds
         )
-        possibly_changed.update(path for path in changes if False not in first_answers[path].values())
+        update.possibly_changed.update(path for path in changes if False not in first_answers[path].values())
         remaining += [path for path in changes if True not in first_answers[path].values()]
         changed_on_first = {path: replica_sets[path] for path in changes if True in first_answers[path].values()}
         failpoint("ledger.changed")
@@ -306,24 +245,42 @@ class ReplicatedRegisters:
         others, _ = self._call_members({path: kept.members[1:] for path, kept in changed_on_first.items()}, change, enough)
         for path in changed_on_first:
             if enough(path, others[path]):
-                found[path] = changes[path].value
+                update.found[path] = changes[path].value
             else:
                 remaining.append(path)
         return remaining
 
-    def _run_two_phases(
-        self, paths: Sequence[str], decide: Decide, on_all_members: bool = False, fence_number: int | None = None,
-        possibly_changed: set[str] | None = None,
-    ) -> dict[str, RegisterValue | None]:  # fmt: skip
+    def _propose_changes(
+        self, replica_sets: Mapping[str, ReplicaSet], update: RegisterUpdate, fence_number: int, timeout_seconds: float
+    ) -> dict[str, DirectChange]:
+        """The direct changes by path, decided on what the first member of each path has. The other paths need two phases."""
+        answers: dict[str, dict[str, RegisterAnswer]] = {path: {} for path in replica_sets}
+        if not update.expect_absent:
+            answers, _ = self._call_members(
+                {path: replicas.members[:1] for path, replicas in replica_sets.items()},
+                lambda registers, names: registers.read(names, fence_number),
+                timeout_seconds=timeout_seconds,
+            )
+        changes: dict[str, DirectChange] = {}
+        for path, replicas in replica_sets.items():
+            record = Record() if update.expect_absent else answers[path].get(replicas.members[0])
+            if not isinstance(record, Record):
+                continue
+            new = update.decide(path, record.value)
+            # None: to be sure, for the first member may not know the newest. Nothing there, in a ring that is not the first: a
+            # member may hold a first value that it took by an earlier ring, whose first member was another, and nobody else.
+            if new is not None and (record.accepted != NO_BALLOT or fence_number <= 1):
+                changes[path] = DirectChange(path, record.accepted, new)
+        return changes
+
+    def _run_two_phases(self, paths: Sequence[str], update: RegisterUpdate) -> dict[str, RegisterValue | None]:
         until = time.monotonic() + self._deadline_seconds
-        found: dict[str, RegisterValue | None] = {}
         highest = floor_ballot(_fence_number(self._replica_sets(paths)))
         pause, tries = 0.005, 0
-        possibly_changed = set() if possibly_changed is None else possibly_changed
         while paths:
             # Never twice the same: two proposals of one ballot could both be accepted somewhere.
             ballot = Ballot(highest.round + 1, f"{self._proposer_id}{next(self._proposals):x}")
-            paths, highest = self._run_round(paths, decide, ballot, found, on_all_members, fence_number, possibly_changed)
+            paths, highest = self._run_round(paths, ballot, update)
             tries += 1
             if paths and tries > 4 and time.monotonic() > until:
                 raise Unavailable(
@@ -332,70 +289,39 @@ class ReplicatedRegisters:
             if paths:
                 time.sleep(random.uniform(0, pause))
                 pause = min(2 * pause, 0.5)
-        return found
+        return update.found
 
-    def _run_round(
-        self,
-        paths: Sequence[str],
-        decide: Decide,
-        ballot: Ballot,
-        found: dict[str, RegisterValue | None],
-        on_all_members: bool,
-        required_number: int | None,
-        possibly_changed: set[str],
-    ) -> tuple[list[str], Ballot]:
+    def _run_round(self, paths: Sequence[str], ballot: Ballot, update: RegisterUpdate) -> tuple[list[str], Ballot]:
         """One try; the paths to try again, and the highest ballot that stood in the way."""
-        replica_sets = self._require_replica_sets(paths, required_number)
-        fence_number = _fence_number(replica_sets)
+        replica_sets, fence_number = self._require_replica_sets(paths, update)
         failpoint("ledger.prepare")
         promises, errors = self._call_members(
             {path: replicas.members for path, replicas in replica_sets.items()},
             lambda registers, names: registers.prepare(names, ballot, fence_number),
-            lambda path, got: not on_all_members and _is_decided(_promises_given(got, ballot), replica_sets[path]),
+            lambda path, got: not update.on_all_members and is_decided(promises_given(got, ballot), replica_sets[path]),
         )
-        undecided: list[str] = []
-        highest = ballot
-        values: dict[str, RegisterValue] = {}
-        promised: dict[str, set[str]] = {}
         for path in paths:
-            records = {m: r for m, r in promises[path].items() if isinstance(r, Record)}
-            if not replica_sets[path].can_write(records):
-                raise _no_quorum_error(path, replica_sets[path], True, promises[path], errors)
-            if (settled := next((r for r in records.values() if is_final(r)), None)) is not None:
-                found[path] = settled.value
-                continue
-            highest = max([highest, *(r.promised for r in records.values())])
-            promising = {m: r for m, r in records.items() if r.promised == ballot}
-            if not replica_sets[path].can_write(promising):
-                undecided.append(path)
-                continue
-            newest = replica_sets[path].newest(promising)
-            new = decide(path, newest.value)
-            if new is None:
-                if newest.value is None:
-                    found[path] = None
-                    continue
-                new = newest.value  # told to nobody before a quorum has it
-            values[path] = new
-            promised[path] = set(promising)
-        possibly_changed.update(values)
+            if not replica_sets[path].can_write(undamaged_records(promises[path])):
+                raise no_quorum_error(path, replica_sets[path], True, promises[path], errors)
+        proposals, undecided, highest = choose_values(replica_sets, promises, ballot, update)
+        update.possibly_changed.update(proposals)
         failpoint("ledger.accept")
         accepted, _ = self._call_members(
-            {path: replica_sets[path].members for path in values},
+            {path: replica_sets[path].members for path in proposals},
             lambda registers, names: registers.accept(
-                [(name, values[name]) for name in names], ballot, fence_number=fence_number
+                [(name, proposals[name].value) for name in names], ballot, fence_number=fence_number
             ),
             lambda path, got: (
-                not on_all_members
+                not update.on_all_members
                 # A damaged register says no whatever the ballot.
-                and _is_decided({m: yes for m, yes in got.items() if yes or m in promised[path]}, replica_sets[path])
+                and is_decided({m: yes for m, yes in got.items() if yes or m in proposals[path].promising}, replica_sets[path])
             ),
         )
         failpoint("ledger.accepted")
-        for path, value in values.items():
+        for path, proposal in proposals.items():
             if replica_sets[path].can_write({m for m, yes in accepted[path].items() if yes}):
-                found[path] = value
-                self._repair_damaged(path, value, ballot, promises[path], fence_number)
+                update.found[path] = proposal.value
+                self._repair_damaged(path, proposal.value, ballot, promises[path], fence_number)
             else:
                 undecided.append(path)
         return undecided, highest
@@ -431,7 +357,7 @@ class ReplicatedRegisters:
     ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
         """Ask every member for all of its paths at once: the answers by path and member, and the errors by member.
 
-        patience: seconds after which those are given that are there. will_do: of a path, whether it could go on with these.
+        timeout_seconds: after that, the answers so far are returned. is_acceptable: of a path, whether these answers would do.
         """
         names: dict[str, list[str]] = defaultdict(list)
         for path, replicas in members.items():
@@ -462,43 +388,6 @@ class ReplicatedRegisters:
 
 def _fence_number(replica_sets: Mapping[str, ReplicaSet]) -> int:
     return next((replicas.fence_number for replicas in replica_sets.values()), 0)
-
-
-def _no_quorum_error(
-    path: str, replica_set: ReplicaSet, is_write: bool, answers: Mapping[str, RegisterAnswer], errors: Mapping[str, StoreError]
-) -> Unavailable:
-    """The error of the first group that has no quorum."""
-    have = {m for m, a in answers.items() if isinstance(a, Record)}
-    needed = {g: g.quorum.write if is_write else g.quorum.read for g in replica_set.groups}
-    group = next(g for g in replica_set.groups if len(have.intersection(g.members)) < needed[g])
-    reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, DamagedRecord)]
-    reasons += [f"{m}: {e}" for m, e in errors.items() if m in group.members]
-    return Unavailable(
-        f"can't {'change' if is_write else 'read'} {path}: {len(have.intersection(group.members))} of the {len(group.members)} "
-        f"members that keep its record answer, {needed[group]} are needed ({'; '.join(reasons)}); start the missing ones"
-    )
-
-
-def _is_unanimous(got: Mapping[str, RegisterAnswer], is_quorum: Callable[[Collection[str]], bool]) -> bool:
-    """Whether these answers to a read are enough, and all the same."""
-    records = _undamaged_records(got)
-    return is_quorum(records) and len({r.accepted for r in records.values()}) == 1
-
-
-def _undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Record]:
-    """The answers that are no damaged ones."""
-    return {m: a for m, a in got.items() if isinstance(a, Record)}
-
-
-def _promises_given(got: Mapping[str, RegisterAnswer], ballot: Ballot) -> dict[str, bool]:
-    return {m: a.promised == ballot for m, a in got.items() if isinstance(a, Record)}
-
-
-def _is_decided(votes: Mapping[str, bool], replica_set: ReplicaSet) -> bool:
-    """Whether no more votes need be waited for: a quorum is for it, or a higher ballot has stood in the way."""
-    return replica_set.can_write({m for m, yes in votes.items() if yes}) or (
-        replica_set.can_write(votes) and not all(votes.values())
-    )
 
 
 def _batches(paths: Sequence[str]) -> list[Sequence[str]]:

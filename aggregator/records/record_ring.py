@@ -21,7 +21,8 @@ import msgpack
 from ckpt.aggregator.cluster.fanout import FanOut
 from ckpt.aggregator.placement.redundancy import Quorum, quorum
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members
-from ckpt.aggregator.records.paxos import ReplicaSet, ReplicatedRegisters, VotingGroup
+from ckpt.aggregator.records.paxos import ReplicatedRegisters
+from ckpt.aggregator.records.replica_set import ReplicaSet, VotingGroup
 from ckpt.storage.base.errors import Changed, IntegrityError, InvalidArgument, Refused, Unavailable
 from ckpt.storage.registers import fence_numbers
 from ckpt.storage.registers.base import ABSENT_NAME, Ballot, Record, RegisterAnswer, Registers, RegisterValue, is_final

@@ -48,9 +48,6 @@ class Outdated(StoreError):
     Either the members have changed, or records and objects were collected meanwhile.
     """
 
-    unsettled = False
-    """Whether some member may have made a part of the refused change."""
-
 
 class Unavailable(StoreError):
     """A node or a service does not answer in time, or accepts nothing at the moment. Another one may."""
