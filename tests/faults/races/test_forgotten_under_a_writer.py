@@ -55,7 +55,7 @@ def test_the_only_member_that_took_the_record_is_forgotten(
         namespace.delete(["a"])
         assert collect_tombstones(namespace, 0.0) == 1
     path = kept_first_by(namespace, nodes[2])
-    writer = Stopped(url_of(nodes), f"namespace.put({path!r}, pattern({nbytes}, 2))", point)
+    writer = Stopped(url_of(nodes), f"namespace.put({path!r}, random_bytes({nbytes}, 2))", point)
     try:
         nodes[2].kill()
         rest, _ = open_namespace(url_of(nodes))
@@ -77,7 +77,7 @@ def test_an_era_begins_under_a_writer(nodes: list[Process], collects: bool) -> N
     assert begin_era(namespace) is not None
     if collects:
         namespace.delete(["a"])
-    writer = Stopped(url_of(nodes), "namespace.put('b', pattern(1 << 20, 2))", "ledger.accept")
+    writer = Stopped(url_of(nodes), "namespace.put('b', random_bytes(1 << 20, 2))", "ledger.accept")
     try:
         assert collect_tombstones(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
         ended = writer.goes_on()

@@ -58,17 +58,17 @@ def whole(namespace: Namespace) -> None:
     assert not found.missing_members, found
 
 
-PUT = "namespace.put('a', pattern(1 << 20, 2))"
-PUT_NEW = "namespace.put('b', pattern(1 << 20, 2), new=True)"
+PUT = "namespace.put('a', random_bytes(1 << 20, 2))"
+PUT_NEW = "namespace.put('b', random_bytes(1 << 20, 2), new=True)"
 MANY_APPENDS = """
 with namespace.create('a', None, 0, aligned=False) as writer:
     for number in range(8):
-        writer.append(memoryview(pattern(1 << 17, number)))
+        writer.append(memoryview(random_bytes(1 << 17, number)))
     writer.commit()
 """
 APPEND = """
 with namespace.create('a', aligned=False, base=namespace.stat('a')) as writer:
-    writer.append(memoryview(pattern(1 << 20, 2)))
+    writer.append(memoryview(random_bytes(1 << 20, 2)))
     writer.commit()
 """
 
