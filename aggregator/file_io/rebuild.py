@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from ckpt.storage.base.store import ALIGNMENT, Reader, Writer
 log = logging.getLogger("ckpt")
 
 ByteProgress = Callable[[int], None]
+"""Called with the bytes just done, from many threads."""
 
 _MAX_TRIES = 4
 _THREADS = 4  # pieces at once: one waits for a disk while another is on the wire
@@ -43,14 +44,15 @@ def rebuild_fragments(
     """The layout without what is gone, and with those fragments in new objects on other members, not on those to leave.
 
     Each fragment is checked against its sums, the new ones too. Raises Unavailable where too little is left, or where there are
-    too few members; partly: what no member takes stays where it was, be it gone for ever, or till somebody is back.
+    too few members; allow_partial: what no member takes stays where it was, be it gone for ever, or till somebody is back.
     """
     avoided = set(excluded)
     before = layout
     for _ in range(_MAX_TRIES):
         avoided |= {h.member for h in layout.objects if h.name in lost.objects}
         remaining = lost.removed_from(layout)
-        layout, failed = _rebuild_once(member_io, path, version, remaining, before, avoided, excluded, allow_partial, progress)
+        targets = _Targets(member_io, frozenset(avoided), frozenset(excluded), allow_partial)
+        layout, failed = _rebuild_once(targets, path, version, remaining, before, progress)
         if not failed:
             return drop_unused_objects(_with_previous_fragments(layout, before) if allow_partial else layout)
         lost = LostFragments(frozenset(failed))  # members that failed meanwhile: once more, without them
@@ -75,18 +77,42 @@ def _unless_on_members(layout: FileLayout, fragment: Fragment | None, members: C
     return None if fragment is None or layout.objects[fragment.object_index].member in members else fragment
 
 
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Where new fragments may go."""
+
+    member_io: MemberIO
+    avoided: frozenset[str]
+    """Members that just lost something: taken only if there are no others."""
+    excluded: frozenset[str]
+    """Members that are to be left: never taken."""
+    allow_partial: bool
+    """Whether some of the fragments will do, if there are no more members."""
+
+    def choose(self, key: str, count: int, used: list[str]) -> list[str]:
+        """Members for new fragments of a stripe: such as hold nothing of it, answer, and are not avoided, if possible."""
+        every = [s for s in self.member_io.locations if s.name not in self.excluded]
+        responsive = [s for s in every if not self.member_io.fan_out.health.is_down(s.name)]
+        found: list[str] = []
+        for spots in (
+            [s for s in responsive if s.name not in self.avoided],
+            [s for s in every if s.name not in self.avoided],
+            responsive,
+            every,
+        ):
+            found = choose_members(key, spots, count, (), used)
+            if len(found) == count:
+                return found
+            if self.allow_partial and spots is responsive:  # who does not answer is no help
+                return found
+        raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
+
+
 def _rebuild_once(
-    member_io: MemberIO,
-    path: str,
-    version: str,
-    layout: FileLayout,
-    previous: FileLayout,
-    avoided: set[str],
-    excluded: Collection[str],
-    allow_partial: bool,
-    progress: ByteProgress,
+    targets: _Targets, path: str, version: str, layout: FileLayout, previous: FileLayout, progress: ByteProgress
 ) -> tuple[FileLayout, set[str]]:
     """The layout with what it misses in new objects, and the names of those that could not be made durable."""
+    member_io = targets.member_io
     lost = sum(fragment_bytes(p.nbytes, layout.redundancy) * p.fragments.count(None) for p in layout.stripes)
     objects = _NewObjects(member_io, path, layout, lost // len(member_io.locations) // ALIGNMENT * ALIGNMENT)
     sources = _SourceObjects(member_io)
@@ -97,8 +123,8 @@ def _rebuild_once(
         missing = [i for i, f in enumerate(piece.fragments) if f is None]
         failpoint("repair.piece")
         used = [layout.objects[f.object_index].member for f in piece.fragments if f is not None]
-        targets = _choose_targets(member_io, f"{version}/{index}", len(missing), used, avoided, excluded, allow_partial)
-        new = _assign_fragments(member_io, previous, index, missing, [t for t in targets if objects.is_writable(t)])
+        members = [m for m in targets.choose(f"{version}/{index}", len(missing), used) if objects.is_writable(m)]
+        new = _assign_fragments(member_io, previous, index, missing, members)
         missing = list(new)
         if not missing:
             return
@@ -202,34 +228,6 @@ class _FailedWriter(Writer):
 
     def abort(self) -> None:
         """There is nothing."""
-
-
-def _choose_targets(
-    member_io: MemberIO,
-    key: str,
-    count: int,
-    used: list[str],
-    avoided: set[str],
-    excluded: Collection[str],
-    allow_partial: bool,
-) -> list[str]:
-    """Members for new fragments: such as hold nothing of the piece, answer, and did not just lose something, if possible; in no
-    case those to leave. partly: for some of them, if there are no more."""
-    every = [s for s in member_io.locations if s.name not in excluded]
-    responsive = [s for s in every if not member_io.fan_out.health.is_down(s.name)]
-    found: list[str] = []
-    for spots in (
-        [s for s in responsive if s.name not in avoided],
-        [s for s in every if s.name not in avoided],
-        responsive,
-        every,
-    ):
-        found = choose_members(key, spots, count, (), used)
-        if len(found) == count:
-            return found
-        if allow_partial and spots is responsive:  # who does not answer is no help
-            return found
-    raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
 
 
 def _assign_fragments(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import io
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +35,6 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         location = self._location = fs.resolve(path)
         self._reader: Any = None
         self._writer: Any = None
-        self._unused_lock = threading.Lock()
         if mode not in ("rb", "wb", "ab", "xb"):
             raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; a file that is there can't be changed in its middle")
         if mode == "rb":

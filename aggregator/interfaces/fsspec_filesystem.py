@@ -31,14 +31,13 @@ from fsspec.utils import other_paths, stringify_path
 
 from ckpt.aggregator.cluster.config import NAMESPACE_SCHEME, full_path, is_full_path, join_url, split_full_path, split_url
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
+from ckpt.aggregator.interfaces.file_transfer import copy_file, download_file, read_range, upload_file
 from ckpt.aggregator.interfaces.folders import ParentCheck, move_folder, parent_folders, remove_folder
 from ckpt.aggregator.interfaces.fsspec_file import CkptFile, call_with_os_errors
 from ckpt.aggregator.records.file_record import RecordHead
 from ckpt.storage.base.threads import DaemonThreadPool
 
 T = TypeVar("T")
-
-_COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +222,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         at = self.resolve(path)
-
-        def read() -> bytes:
-            with at.namespace.open(at.path) as reader:
-                size = reader.file.head.nbytes
-                first, last = _clip_range(size, start, end)
-                data = bytearray(max(0, last - first))
-                reader.read_into(first, memoryview(data))
-                return bytes(data)
-
-        found: bytes = await self._call_in_thread(path, read)
+        found: bytes = await self._call_in_thread(path, read_range, at.namespace, at.path, start, end)
         return found
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
@@ -249,39 +239,15 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if os.path.isdir(lpath):
             await self._makedirs(rpath, exist_ok=True)
             return
-
-        def put() -> None:
-            size = os.path.getsize(lpath)
-            callback.set_size(size)
-            new = mode == "create"
-            at.parent_check.check(at.path)
-            with open(lpath, "rb") as source, at.namespace.create(at.path, None, size, new=new, aligned=False) as writer:
-                while data := source.read(_COPY_BYTES):
-                    writer.append(memoryview(data))
-                    callback.relative_update(len(data))
-                writer.commit()
-
-        await self._call_in_thread(rpath, put)
+        new = mode == "create"
+        await self._call_in_thread(rpath, upload_file, lpath, at.namespace, at.path, at.parent_check, new, callback)
 
     async def _get_file(self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_: Any) -> None:
         at = self.resolve(rpath)
         if (await self._info(rpath))["type"] == "directory":
             os.makedirs(lpath, exist_ok=True)
             return
-
-        def get() -> None:
-            with at.namespace.open(at.path) as reader:
-                size = reader.file.head.nbytes
-                callback.set_size(size)
-                os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
-                with open(lpath, "wb") as target:
-                    buffer = memoryview(bytearray(min(size, _COPY_BYTES) or 1))
-                    for position in range(0, size, _COPY_BYTES):
-                        count = reader.read_into(position, buffer[: min(_COPY_BYTES, size - position)])
-                        target.write(buffer[:count])
-                        callback.relative_update(count)
-
-        await self._call_in_thread(rpath, get)
+        await self._call_in_thread(rpath, download_file, at.namespace, at.path, lpath, callback)
 
     async def _cp_file(self, path1: str, path2: str, **_: Any) -> None:
         source, target = self.resolve(path1), self.resolve(path2)
@@ -291,14 +257,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
         def copy() -> None:
             target.parent_check.check(target.path)
-            with source.namespace.open(source.path) as reader:
-                size = reader.file.head.nbytes
-                with target.namespace.create(target.path, None, size, aligned=False) as writer:
-                    for position in range(0, size, _COPY_BYTES):
-                        buffer = memoryview(bytearray(min(_COPY_BYTES, size - position)))
-                        reader.read_into(position, buffer)
-                        writer.append(buffer)
-                    writer.commit()
+            copy_file(source.namespace, source.path, target.namespace, target.path)
 
         await self._call_in_thread(path1, copy)
 
@@ -432,12 +391,6 @@ def _raise_unless_missing(error: OSError) -> None:
     """Of a listing: a folder may go while its parent is walked through."""
     if not isinstance(error, FileNotFoundError):
         raise error
-
-
-def _clip_range(size: int, start: int | None, end: int | None) -> tuple[int, int]:
-    first = 0 if start is None else start if start >= 0 else max(0, size + start)
-    last = size if end is None else end if end >= 0 else max(0, size + end)
-    return first, min(last, size)
 
 
 def _call_sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: Any) -> Any:

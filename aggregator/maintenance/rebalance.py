@@ -12,14 +12,14 @@ from ckpt.aggregator.cluster.fanout import run_in_order
 from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.rebuild import rebuild_fragments
+from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
 from ckpt.aggregator.maintenance.repair import (
     FILES_AT_ONCE,
     RepairReport,
     repair_namespace,
     select_fragments,
 )
-from ckpt.aggregator.maintenance.scrub import ByteProgress, require_exists, scrub_namespace
+from ckpt.aggregator.maintenance.scrub import require_exists, scrub_namespace
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
 from ckpt.aggregator.records.ring_change import change_ring

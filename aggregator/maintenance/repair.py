@@ -16,8 +16,8 @@ from functools import partial
 from ckpt.aggregator.cluster.fanout import run_in_order
 from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.rebuild import rebuild_fragments
-from ckpt.aggregator.maintenance.scrub import ByteProgress, FileHealth, ScrubReport, scrub_namespace
+from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
+from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport, scrub_namespace
 from ckpt.aggregator.records import record_ring as rings
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_unused_objects, min_fragments

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.file_io.rebuild import ByteProgress
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord, fragment_bytes
@@ -21,9 +22,6 @@ from ckpt.storage.base.errors import CkptError, NotFound, StoreError
 from ckpt.storage.registers.base import DamagedRecord, Record
 
 log = logging.getLogger("ckpt")
-
-ByteProgress = Callable[[int], None]
-"""Called with the bytes just done."""
 
 GRACE_SECONDS = 3600.0
 """An object that no record names may belong to a write under way for as long as this, after it was made durable."""

@@ -1,0 +1,60 @@
+"""Whole files and ranges of them between a namespace and this host, or another namespace. `callback` is that of fsspec."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.interfaces.folders import ParentCheck
+
+_COPY_BYTES = 8 << 20
+
+
+def read_range(namespace: Namespace, path: str, start: int | None, end: int | None) -> bytes:
+    """A range of a file, cut as Python cuts a slice: negative positions count from the end."""
+    with namespace.open(path) as reader:
+        size = reader.file.head.nbytes
+        first = 0 if start is None else start if start >= 0 else max(0, size + start)
+        last = min(size, size if end is None else end if end >= 0 else max(0, size + end))
+        data = bytearray(max(0, last - first))
+        reader.read_into(first, memoryview(data))
+        return bytes(data)
+
+
+def upload_file(local_path: str, namespace: Namespace, path: str, parent_check: ParentCheck, new: bool, callback: Any) -> None:
+    """Write a file of this host to the namespace; with `new` only where nothing is."""
+    size = os.path.getsize(local_path)
+    callback.set_size(size)
+    parent_check.check(path)
+    with open(local_path, "rb") as source, namespace.create(path, None, size, new=new, aligned=False) as writer:
+        while data := source.read(_COPY_BYTES):
+            writer.append(memoryview(data))
+            callback.relative_update(len(data))
+        writer.commit()
+
+
+def download_file(namespace: Namespace, path: str, local_path: str, callback: Any) -> None:
+    """Write a file of the namespace to this host, with the folders above it."""
+    with namespace.open(path) as reader:
+        size = reader.file.head.nbytes
+        callback.set_size(size)
+        os.makedirs(os.path.dirname(os.path.abspath(local_path)), exist_ok=True)
+        with open(local_path, "wb") as target:
+            buffer = memoryview(bytearray(min(size, _COPY_BYTES) or 1))
+            for position in range(0, size, _COPY_BYTES):
+                count = reader.read_into(position, buffer[: min(_COPY_BYTES, size - position)])
+                target.write(buffer[:count])
+                callback.relative_update(count)
+
+
+def copy_file(source: Namespace, path: str, target: Namespace, target_path: str) -> None:
+    """Copy a file to another path, which may be of another namespace."""
+    with source.open(path) as reader:
+        size = reader.file.head.nbytes
+        with target.create(target_path, None, size, aligned=False) as writer:
+            for position in range(0, size, _COPY_BYTES):
+                buffer = memoryview(bytearray(min(_COPY_BYTES, size - position)))
+                reader.read_into(position, buffer)
+                writer.append(buffer)
+            writer.commit()
