@@ -9,7 +9,7 @@ import sys
 
 CLIENT = """
 import sys
-from ckpt.aggregator.maintenance import rebalance as moving, repair, scrub as survey
+from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.testing import random_bytes

@@ -162,7 +162,10 @@ def test_a_renaming_that_stops(url: str, namespace: Namespace) -> None:
     whole(namespace)
 
 
-@pytest.mark.parametrize("work", ["repair.repair(namespace, survey.survey(namespace))", "moving.drain(namespace, MEMBER)"])
+@pytest.mark.parametrize(
+    "work",
+    ["repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))", "rebalance.drain_member(namespace, MEMBER)"],
+)
 def test_a_repair_or_a_drain_that_stops(url: str, namespace: Namespace, work: str) -> None:
     """It has made fragments on other members, and another repair deletes them before a record names them."""
     file = namespace.stat("a")
