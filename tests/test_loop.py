@@ -28,7 +28,7 @@ import ckpt
 from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
 from ckpt.recovery.policy.loss_rollback import MAX_SKIPS, RollBack, roll_back, rollback_environment
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.local.directory import O_DIRECT
+from ckpt.storage.local.writer import O_DIRECT
 from ckpt.training import heartbeat_page as pulses
 from ckpt.training import loss_spikes
 from ckpt.training.data_position import SKIP_VARIABLE, is_in_ranges, parse_ranges

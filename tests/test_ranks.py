@@ -35,7 +35,8 @@ from ckpt.state.boxes import Box, flat_boxes
 from ckpt.state.tree import encode_tree, flatten
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.base.store import Reader
-from ckpt.storage.local.directory import O_DIRECT, LocalStore, temporary_name
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.writer import O_DIRECT, temporary_name
 from ckpt.training.save_schedule import LEAD_SECONDS, next_step
 
 Work = Callable[[Group], Any]

@@ -23,7 +23,8 @@ from support import drop_cache, is_cached
 from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.base.huge_pages import map_huge_pages
-from ckpt.storage.local.directory import O_DIRECT, LocalStore
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.writer import O_DIRECT
 from ckpt.storage.testing import object_lengths, random_bytes, write_object
 from ckpt.storage.urls import open_store
 

@@ -2,18 +2,14 @@
 
 Order of a publish, and what a crash between two steps leaves: temporary file (swept later) → fsync of it (still
 temporary) → rename or link to the name (whole, though perhaps not yet there after a power loss) → fsync of the folder.
-After a failed fsync the kernel may have dropped the dirty pages (see "fsyncgate"), so it is never retried: the object
-fails.
+`durability.py` says why a failed fsync is never retried.
 """
 
 from __future__ import annotations
 
 import builtins
-import ctypes
 import errno
-import functools
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -22,87 +18,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt.storage.base.call_timeout import call_in_thread, can_block_on, interruptible
-from ckpt.storage.base.errors import Changed, NotFound, StoreError
+from ckpt.storage.base.errors import Changed, NotFound
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.fd_io import AppendFile, DescriptorReader, convert_os_errors, in_page_cache, write_all
+from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors, in_page_cache, write_all
 from ckpt.storage.base.store import (
-    ALIGNMENT,
     Buffer,
     Entry,
     Reader,
     Store,
     Version,
-    Writer,
     check_name,
     is_name,
     require_length,
 )
+from ckpt.storage.local.durability import make_directory, make_durable_root, sync_file, sync_folder
+from ckpt.storage.local.writer import O_DIRECT, LocalWriter, is_temporary, temporary_name, try_open_direct
 
 T = TypeVar("T")
 
-O_DIRECT = getattr(os, "O_DIRECT", 0)
-
 _MAX_ADVICE_BYTES = 1 << 20
 """Linux takes no more of one advice than the device's largest request or its read-ahead, and forgets the rest."""
-
-
-def _fsync(fd: int, path: str) -> None:
-    with convert_os_errors("making durable", path):
-        failpoint("local.fsync")
-        os.fsync(fd)
-
-
-def sync_folder(path: str) -> None:
-    """Make the names in a folder durable."""
-    with convert_os_errors("making durable", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _fsync(fd, path)
-    finally:
-        os.close(fd)
-
-
-_durable_roots: set[str] = set()
-"""Folders from the roots of stores upwards that this process has seen to be durable in their parents."""
-
-_NO_FSYNC_ERRNOS = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
-"""A folder that this user can't open, or a file system that can't make a folder durable by itself."""
-
-
-def _fsync_if_possible(folder: str) -> None:
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in _NO_FSYNC_ERRNOS:
-            raise
-
-
-def _make_durable_root(root: str) -> None:
-    """Make the root of a store and the folders above it, each durable in its parent, as far as the next mount point."""
-    folder, chain = root, list[str]()
-    while not (folder in _durable_roots and os.path.isdir(folder)) and folder != os.path.dirname(folder):
-        chain.append(folder)
-        folder = os.path.dirname(folder)
-    for folder in reversed(chain):
-        parent = os.path.dirname(folder)
-        if not os.path.isdir(folder):
-            with convert_os_errors("making the directory", folder), suppress(FileExistsError):
-                _make_directory(folder)
-            sync_folder(parent)
-        elif _is_same_file_system(folder, parent):
-            with convert_os_errors("making durable", parent):
-                _fsync_if_possible(parent)
-        _durable_roots.add(folder)
-
-
-def _is_same_file_system(folder: str, parent: str) -> bool:
-    """Whether a folder is part of its parent, and not the root of another file system."""
-    with convert_os_errors("looking up", folder):
-        return os.stat(folder).st_dev == os.stat(parent).st_dev
 
 
 class LocalStore(Store):
@@ -198,7 +133,7 @@ class LocalStore(Store):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             write_all(fd, memoryview(data).cast("B"), 0, path)
-            _fsync(fd, path)
+            sync_file(fd, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -220,10 +155,10 @@ class LocalStore(Store):
             path = os.path.dirname(path)
         for folder in reversed(unknown):
             if folder == self.root:
-                _make_durable_root(folder)
+                make_durable_root(folder)
             else:
                 with convert_os_errors("making the directory", folder), suppress(FileExistsError):
-                    _make_directory(folder)
+                    make_directory(folder)
                 sync_folder(os.path.dirname(folder))
             self._durable_folders.add(folder)
 
@@ -252,7 +187,7 @@ class LocalStore(Store):
         path = self._path(name)
         fd = _open_to_read(path)
         # By its descriptor: another may have the name by now.
-        return DescriptorReader(fd, path, _try_open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
+        return DescriptorReader(fd, path, try_open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
 
     @interruptible
     def descriptor(self, name: str) -> int:
@@ -361,20 +296,6 @@ class LocalStore(Store):
         return self._path(prefix) if prefix else self.root
 
 
-_TEMPORARY_SUFFIX = ".ckpt-tmp"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file of this name is half-written."""
-    return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
-
-
-def temporary_name(path: str) -> str:
-    """A name beside `path` for a file that is not whole."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}")
-
-
 def _link_new(temporary: str, path: str) -> None:
     """Publish under `path` unless it exists. link(2) fails on an existing name; rename(2) would replace it."""
     try:
@@ -389,108 +310,6 @@ def _link_new(temporary: str, path: str) -> None:
         except BaseException:
             os.unlink(path)
             raise
-
-
-class LocalWriter(Writer):
-    """reuse: puts a file whose pages may be written over at a path, if it has one. publish: gives a whole file its name."""
-
-    def __init__(
-        self, path: str, size_hint: int, direct: bool, reuse: Callable[[str, int], bool] | None = None,
-        publish: Callable[[str, str], None] = os.replace,
-    ) -> None:  # fmt: skip
-        self._path = path
-        self._publish = publish
-        self._temporary = temporary_name(path)
-        self._reserved_bytes = 0
-        self._is_published = False
-        with convert_os_errors("creating", path):
-            reused = reuse is not None and reuse(self._temporary, size_hint)
-            fd = os.open(self._temporary, os.O_WRONLY | (0 if reused else os.O_CREAT | os.O_EXCL), 0o666)
-        self._file = AppendFile(fd, _try_open_direct(self._temporary, os.O_WRONLY) if direct else None, path)
-        try:
-            self.reserve(size_hint)
-        except BaseException:
-            self.abort()
-            raise
-
-    def reserve(self, nbytes: int) -> None:
-        """Take so many bytes of the disk, for all of the object. Raises NoSpace."""
-        # A full disk is found before the first byte, and parallel O_DIRECT writes into unwritten extents need no
-        # exclusive inode lock, as writes that extend the file do on ext4.
-        if nbytes > self._reserved_bytes:
-            with convert_os_errors("reserving space for", self._path):
-                _allocate(self._file.fd, self._reserved_bytes, nbytes - self._reserved_bytes)
-            self._reserved_bytes = nbytes
-
-    def descriptors(self) -> list[int]:
-        """For another process to write the object through, which then says to `commit` how long it is: one for buffered
-        writes and, where there is that, one for O_DIRECT."""
-        return [fd for fd in (self._file.fd, self._file.direct_fd) if fd is not None]
-
-    def append(self, data: memoryview) -> int:
-        with self._file.reserve_range(len(data)) as position:
-            self._file.write(data, position)
-        return position
-
-    def commit(self, length: int | None = None) -> int:
-        """length: of what was written through the descriptors."""
-        if length is None:
-            length = self._file.length
-        elif (written_bytes := os.fstat(self._file.fd).st_size) <= length - ALIGNMENT:  # less is what an empty append adds
-            raise StoreError(f"{self._path} has {written_bytes} bytes, {length} were to be written; write it anew")
-        with convert_os_errors("cutting to length", self._path):
-            os.ftruncate(self._file.fd, length)
-        _fsync(self._file.fd, self._path)
-        self._file.close()
-        with convert_os_errors("publishing", self._path):
-            failpoint("local.rename")
-            self._publish(self._temporary, self._path)
-        self._is_published = True
-        sync_folder(os.path.dirname(self._path))
-        return length
-
-    def abort(self) -> None:
-        if not self._is_published:
-            with suppress(OSError):  # another process may keep it open for long: its bytes go now
-                os.ftruncate(self._file.fd, 0)
-            with suppress(OSError):
-                os.unlink(self._temporary)
-        self._file.close()
-
-
-def _try_open_direct(path: str, flags: int) -> int | None:
-    try:
-        return os.open(path, flags | O_DIRECT)
-    except OSError:  # tmpfs before Linux 6.6, some network and FUSE file systems
-        return None
-
-
-def _allocate(fd: int, start: int, nbytes: int) -> None:
-    fallocate = _load_fallocate()
-    if fallocate is not None and fallocate(fd, 0, start, nbytes):
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise OSError(number, os.strerror(number))
-
-
-def _make_directory(folder: str) -> None:
-    try:
-        os.mkdir(folder)
-    except FileNotFoundError as error:
-        if os.path.isdir(os.path.dirname(folder)):
-            raise PermissionError(errno.EPERM, "that file system takes no directories", folder) from error
-        raise
-
-
-@functools.cache
-def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
-    """fallocate(2). Where a file system has none, posix_fallocate(3) writes a byte into every block instead."""
-    try:
-        found = ctypes.CDLL(None, use_errno=True).fallocate
-    except (OSError, AttributeError):  # not Linux
-        return None
-    found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
-    return found  # type: ignore[no-any-return]
 
 
 def _open_to_read(path: str) -> int:

@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from ckpt.storage.local.directory import LocalStore, LocalWriter, temporary_name
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.writer import LocalWriter, temporary_name
 
 REUSED_SUFFIX = ".pack"
 

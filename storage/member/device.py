@@ -19,7 +19,9 @@ from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
 from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.store import Store
-from ckpt.storage.local.directory import LocalStore, is_temporary, sync_folder
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.durability import sync_folder
+from ckpt.storage.local.writer import is_temporary
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
 OBJECTS = "objects"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -18,9 +18,9 @@ from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_name, require_length
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.node import wire
+from ckpt.storage.node.client_registers import NodeRegisters
 from ckpt.storage.node.credentials import NodeCredentials, require_encryption
 from ckpt.storage.node.fd_passing_client import FdPassingClient
-from ckpt.storage.registers.base import Ballot, DirectChange, RegisterAnswer, Registers, RegisterValue
 
 _BATCH_BYTES = 2 << 20
 """An append goes in batches of this size, so that sending and receiving overlap."""
@@ -28,15 +28,9 @@ _BATCH_BYTES = 2 << 20
 _READ_BYTES = 32 << 20
 """What one call reads at most: so long an answer comes within the deadline on a slow wire too."""
 
-_CHANGE_BATCH_BYTES = 16 << 20
-"""Values of registers in one call."""
-
-T = TypeVar("T")
-
 _INFO_FIELDS = ("identity", "used_bytes", "free_bytes", "state", "labels", "uploads")
 """What an answer to info holds behind the version; a newer node may add some."""
 
-_DELETE_NAMES = 10_000
 _CONNECTIONS = 4
 """TCP connections to one node; threads take them in turns. One carries about 2 GB/s."""
 
@@ -52,7 +46,7 @@ class NodeStore(Store):
         self._clients: list[flight.FlightClient | None] = [None] * _CONNECTIONS
         self._last_connection = 0
         self._lock = threading.Lock()
-        self.registers = NodeRegisters(self)
+        self.registers = NodeRegisters(self.call, self.url)
         self._fd_client = FdPassingClient(self, self._credentials.deadline_seconds)
 
     def info(self, seconds: float | None = None) -> MemberInfo:
@@ -139,8 +133,8 @@ class NodeStore(Store):
 
     def delete(self, names: Iterable[str]) -> None:
         every = [check_name(name) for name in names]
-        for start in range(0, len(every), _DELETE_NAMES):
-            self.call("delete", every[start : start + _DELETE_NAMES])
+        for start in range(0, len(every), wire.NAMES_PER_CALL):
+            self.call("delete", every[start : start + wire.NAMES_PER_CALL])
 
     def exists(self, name: str) -> bool:
         found: bool = self.call("exists", check_name(name))
@@ -340,95 +334,3 @@ class _NodeWriter(Writer):
             self._open = False
             with suppress(StoreError):  # it expires by itself
                 self._store.call("abort", self._key)
-
-
-class NodeRegisters(Registers):
-    """The registers of a node."""
-
-    def __init__(self, store: NodeStore) -> None:
-        self._store = store
-
-    def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
-        return self._decode_answers(self._store.call("registers.read", list(names), fence_number), len(names))
-
-    def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
-        return self._decode_answers(self._store.call("registers.prepare", list(names), list(ballot), fence_number), len(names))
-
-    def accept(
-        self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
-    ) -> list[bool]:
-        found: list[bool] = []
-        for batch in _batch_by_bytes(values, lambda item: item[1]):
-            encoded = [[name, wire.encode_value(value)] for name, value in batch]
-            found += self._check_flags(
-                self._store.call("registers.accept", encoded, list(ballot), repair_damaged, fence_number), len(batch)
-            )
-        return found
-
-    def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
-        found: list[bool] = []
-        for batch in _batch_by_bytes(changes, lambda change: change.value):
-            encoded = wire.encode_changes(batch)
-            found += self._check_flags(self._store.call("registers.change", encoded, writer, fence_number), len(batch))
-        return found
-
-    def scan(
-        self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
-    ) -> list[tuple[str, RegisterAnswer]]:
-        names, answers = self._store.call("registers.scan", prefix, after, limit, fence_number)
-        return list(zip(names, self._decode_answers(answers, len(names)), strict=True))
-
-    def reset(self) -> None:
-        self._store.call("registers.anew")
-
-    def mark_complete(self) -> None:
-        self._store.call("registers.complete")
-
-    def fence(self, fence_number: int) -> bool:
-        return bool(self._store.call("registers.fence", fence_number))
-
-    def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
-        done = 0
-        for start in range(0, len(expected_ballots), _DELETE_NAMES):
-            batch = [[name, list(ballot)] for name, ballot in expected_ballots[start : start + _DELETE_NAMES]]
-            done += int(self._store.call("registers.collect", batch, fence_number))
-        return done
-
-    def learn(self, name: str, value: RegisterValue) -> None:
-        self._store.call("registers.learn", name, wire.encode_value(value))
-
-    def join_ring(self, fence_number: int, kept_prefix: str) -> None:
-        self._store.call("registers.join", fence_number, kept_prefix)
-
-    def drop(self, names: Sequence[str], fence_number: int) -> None:
-        for start in range(0, len(names), _DELETE_NAMES):
-            self._store.call("registers.drop", list(names[start : start + _DELETE_NAMES]), fence_number)
-
-    def _decode_answers(self, data: Any, expected: int) -> list[RegisterAnswer]:
-        try:
-            answers = wire.decode_answers(data)
-        except (TypeError, IndexError) as error:
-            raise Unavailable(f"{self._store.url} answers with something else than records: {error}") from error
-        if len(answers) != expected:
-            raise Unavailable(f"{self._store.url} answers for {len(answers)} of {expected} registers")
-        return answers
-
-    def _check_flags(self, data: Any, expected: int) -> list[bool]:
-        if not isinstance(data, list) or len(data) != expected:
-            raise Unavailable(f"{self._store.url} answers for something else than {expected} registers")
-        return data
-
-
-def _batch_by_bytes(items: Sequence[T], value: Callable[[T], RegisterValue]) -> Iterator[Sequence[T]]:
-    """In parts that a message holds."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        size = len(value(item).head) + len(value(item).body)
-        if batch and total + size > _CHANGE_BATCH_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += size
-    if batch:
-        yield batch

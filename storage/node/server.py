@@ -23,11 +23,12 @@ from ckpt.storage.base.buffer_pool import BufferPool
 from ckpt.storage.base.checksums import transfer_digest
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.store import Reader, check_name
+from ckpt.storage.base.store import check_name
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import fd_passing_server, wire
+from ckpt.storage.node.outgoing_object import OutgoingObject
+from ckpt.storage.node.register_verbs import RegisterVerbs
 from ckpt.storage.node.upload_leases import UploadLeases
-from ckpt.storage.registers.base import Ballot, RegisterValue
 
 log = logging.getLogger("ckpt.node")
 
@@ -82,11 +83,10 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self.identity = device.identity()
         self.uploads = UploadLeases(device.store, self._unpromised_bytes, options.lease_seconds)
         self.counters: dict[tuple[str, str], float] = {}
-        self._outgoing: set[_OutgoingObject] = set()
+        self._outgoing: set[OutgoingObject] = set()
         self._count_lock = threading.Lock()
         self.is_draining = False
-        verbs = [name.removeprefix("_verb_") for name in dir(self) if name.startswith("_verb_")]
-        self._handlers: dict[str, Callable[..., Any]] = {v.replace("_", "."): getattr(self, f"_verb_{v}") for v in verbs}
+        self._handlers = _handlers_of(self) | _handlers_of(RegisterVerbs(device.registers, options.read_only))
         device.lock()
         self._fd_server = (
             fd_passing_server.start_fd_passing(self._open_descriptors, options.lease_seconds, options.tokens or tuple)
@@ -191,7 +191,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         if min(position, nbytes) < 0:
             raise InvalidArgument(f"{name} has no {nbytes} bytes at {position}")
         failpoint("node.get")
-        sending = _OutgoingObject(name, self._device.store.open(name))
+        sending = OutgoingObject(name, self._device.store.open(name))
 
         def batches() -> Iterator[pa.RecordBatch]:
             done = 0
@@ -211,7 +211,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         return flight.GeneratorStream(wire.SCHEMA, self._run_handler("get.read", batches))
 
     @contextmanager
-    def _track_outgoing(self, outgoing: _OutgoingObject) -> Iterator[None]:
+    def _track_outgoing(self, outgoing: OutgoingObject) -> Iterator[None]:
         """An object is on its way to a client."""
         with self._count_lock:
             self._outgoing.add(outgoing)
@@ -346,95 +346,11 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         else:
             raise InvalidArgument(f"this node gives no descriptors to {verb!r}")
 
-    # --- registers ---------------------------------------------------------------------------------------------
 
-    def _verb_registers_read(self, names: list[str], fence_number: int) -> list[Any]:
-        return wire.encode_answers(self._device.registers.read(names, fence_number))
-
-    def _verb_registers_prepare(self, names: list[str], ballot: list[Any], fence_number: int) -> list[Any]:
-        self._require_registers_writable()
-        return wire.encode_answers(self._device.registers.prepare(names, Ballot(*ballot), fence_number))
-
-    def _verb_registers_accept(
-        self, values: list[Any], ballot: list[Any], repair_damaged: bool, fence_number: int
-    ) -> list[bool]:
-        self._require_registers_writable()
-        return self._device.registers.accept(
-            [(n, RegisterValue(*v)) for n, v in values], Ballot(*ballot), repair_damaged, fence_number
-        )
-
-    def _verb_registers_change(self, changes: list[Any], writer: str, fence_number: int) -> list[bool]:
-        self._require_registers_writable()
-        return self._device.registers.change(wire.decode_changes(changes), writer, fence_number)
-
-    def _verb_registers_scan(self, prefix: str, after: str, limit: int, fence_number: int) -> list[Any]:
-        found = self._device.registers.scan(prefix, after, min(limit, 10_000), fence_number)
-        return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
-
-    def _verb_registers_anew(self) -> None:
-        self._require_registers_writable()
-        self._device.registers.reset()
-
-    def _verb_registers_complete(self) -> None:
-        self._require_registers_writable()
-        self._device.registers.mark_complete()
-
-    def _verb_registers_fence(self, fence_number: int) -> bool:
-        self._require_registers_writable()
-        return self._device.registers.fence(fence_number)
-
-    def _verb_registers_collect(self, expected_ballots: list[Any], fence_number: int) -> int:
-        self._require_registers_writable()
-        return self._device.registers.collect([(name, Ballot(*ballot)) for name, ballot in expected_ballots], fence_number)
-
-    def _verb_registers_learn(self, name: str, value: list[bytes]) -> None:
-        self._require_registers_writable()
-        self._device.registers.learn(name, RegisterValue(*value))
-
-    def _verb_registers_join(self, fence_number: int, kept_prefix: str) -> None:
-        self._require_registers_writable()
-        self._device.registers.join_ring(fence_number, kept_prefix)
-
-    def _verb_registers_drop(self, names: list[str], fence_number: int) -> None:
-        self._require_registers_writable()
-        self._device.registers.drop(names, fence_number)
-
-    def _require_registers_writable(self) -> None:
-        if self._options.read_only:
-            raise Unavailable("this node is read-only")
-
-
-class _OutgoingObject:
-    """An object that a client reads. Flight has no way to end the call of one that takes nothing, but the file need not stay
-    open for it: who deletes it wants its space."""
-
-    def __init__(self, name: str, reader: Reader) -> None:
-        self.name = name
-        self._reader: Reader | None = reader
-        self._lock = threading.Lock()
-        self._last_read_at = time.monotonic()
-
-    def read_into(self, position: int, buffer: memoryview) -> int:
-        with self._lock:
-            if self._reader is None:
-                raise Unavailable(f"{self.name} was closed, for nothing of it was taken for too long; read it again")
-            got = self._reader.read_into(position, buffer)
-            self._last_read_at = time.monotonic()
-            return got
-
-    def expire(self, seconds: float) -> bool:
-        """Close the file where nothing was asked of it for so long."""
-        with self._lock:
-            if self._reader is None or time.monotonic() - self._last_read_at < seconds:
-                return False
-        self.close()
-        return True
-
-    def close(self) -> None:
-        with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
+def _handlers_of(source: object) -> dict[str, Callable[..., Any]]:
+    """The methods that answer calls, by verb: `_verb_a_b` answers a.b."""
+    names = [name for name in dir(source) if name.startswith("_verb_")]
+    return {name.removeprefix("_verb_").replace("_", "."): getattr(source, name) for name in names}
 
 
 def _log_and_convert_error(verb: str, error: Exception) -> CkptError:

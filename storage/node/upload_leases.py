@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
-from ckpt.storage.local.directory import LocalStore, LocalWriter
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.writer import LocalWriter
 
 
 class LeasedUpload:

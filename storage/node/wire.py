@@ -31,6 +31,9 @@ MESSAGE_BYTES = 64 << 20
 FRAME_BYTES = 1 << 20
 """What Flight adds to a message, at most."""
 
+NAMES_PER_CALL = 10_000
+"""Names of objects or registers in one action, at most; more go in several."""
+
 _MAX_LIST_ITEMS = 200_000  # the longest list in a message: more than any call has use for
 
 _LONG_MESSAGE_BYTES = 1 << 20

@@ -1,0 +1,84 @@
+"""Making files, names and folders durable, from the root of a store up to its mount point.
+
+After a failed fsync the kernel may have dropped the dirty pages (see "fsyncgate"), so it is never retried: the object
+fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.fd_io import convert_os_errors
+
+
+def sync_file(fd: int, path: str) -> None:
+    """Make the content of a file durable."""
+    with convert_os_errors("making durable", path):
+        failpoint("local.fsync")
+        os.fsync(fd)
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable."""
+    with convert_os_errors("making durable", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync_file(fd, path)
+    finally:
+        os.close(fd)
+
+
+_durable_roots: set[str] = set()
+"""Folders from the roots of stores upwards that this process has seen to be durable in their parents."""
+
+_NO_FSYNC_ERRNOS = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
+"""A folder that this user can't open, or a file system that can't make a folder durable by itself."""
+
+
+def _fsync_if_possible(folder: str) -> None:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC_ERRNOS:
+            raise
+
+
+def make_durable_root(root: str) -> None:
+    """Make the root of a store and the folders above it, each durable in its parent, as far as the next mount point."""
+    folder, chain = root, list[str]()
+    while not (folder in _durable_roots and os.path.isdir(folder)) and folder != os.path.dirname(folder):
+        chain.append(folder)
+        folder = os.path.dirname(folder)
+    for folder in reversed(chain):
+        parent = os.path.dirname(folder)
+        if not os.path.isdir(folder):
+            with convert_os_errors("making the directory", folder), suppress(FileExistsError):
+                make_directory(folder)
+            sync_folder(parent)
+        elif _is_same_file_system(folder, parent):
+            with convert_os_errors("making durable", parent):
+                _fsync_if_possible(parent)
+        _durable_roots.add(folder)
+
+
+def _is_same_file_system(folder: str, parent: str) -> bool:
+    """Whether a folder is part of its parent, and not the root of another file system."""
+    with convert_os_errors("looking up", folder):
+        return os.stat(folder).st_dev == os.stat(parent).st_dev
+
+
+def make_directory(folder: str) -> None:
+    """As os.mkdir; PermissionError where the file system takes no directories."""
+    try:
+        os.mkdir(folder)
+    except FileNotFoundError as error:
+        if os.path.isdir(os.path.dirname(folder)):
+            raise PermissionError(errno.EPERM, "that file system takes no directories", folder) from error
+        raise

@@ -1,0 +1,108 @@
+"""The caller of a node's registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.node import wire
+from ckpt.storage.registers.base import Ballot, DirectChange, RegisterAnswer, Registers, RegisterValue
+
+_CHANGE_BATCH_BYTES = 16 << 20
+"""Values of registers in one call."""
+
+T = TypeVar("T")
+
+
+class NodeRegisters(Registers):
+    """The registers of a node. call: calls a verb of the node, with its arguments."""
+
+    def __init__(self, call: Callable[..., Any], url: str) -> None:
+        self._call = call
+        self._url = url
+
+    def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
+        return self._decode_answers(self._call("registers.read", list(names), fence_number), len(names))
+
+    def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
+        return self._decode_answers(self._call("registers.prepare", list(names), list(ballot), fence_number), len(names))
+
+    def accept(
+        self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
+    ) -> list[bool]:
+        found: list[bool] = []
+        for batch in _batch_by_bytes(values, lambda item: item[1]):
+            encoded = [[name, wire.encode_value(value)] for name, value in batch]
+            found += self._check_flags(
+                self._call("registers.accept", encoded, list(ballot), repair_damaged, fence_number), len(batch)
+            )
+        return found
+
+    def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
+        found: list[bool] = []
+        for batch in _batch_by_bytes(changes, lambda change: change.value):
+            encoded = wire.encode_changes(batch)
+            found += self._check_flags(self._call("registers.change", encoded, writer, fence_number), len(batch))
+        return found
+
+    def scan(
+        self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
+    ) -> list[tuple[str, RegisterAnswer]]:
+        names, answers = self._call("registers.scan", prefix, after, limit, fence_number)
+        return list(zip(names, self._decode_answers(answers, len(names)), strict=True))
+
+    def reset(self) -> None:
+        self._call("registers.anew")
+
+    def mark_complete(self) -> None:
+        self._call("registers.complete")
+
+    def fence(self, fence_number: int) -> bool:
+        return bool(self._call("registers.fence", fence_number))
+
+    def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
+        done = 0
+        for start in range(0, len(expected_ballots), wire.NAMES_PER_CALL):
+            batch = [[name, list(ballot)] for name, ballot in expected_ballots[start : start + wire.NAMES_PER_CALL]]
+            done += int(self._call("registers.collect", batch, fence_number))
+        return done
+
+    def learn(self, name: str, value: RegisterValue) -> None:
+        self._call("registers.learn", name, wire.encode_value(value))
+
+    def join_ring(self, fence_number: int, kept_prefix: str) -> None:
+        self._call("registers.join", fence_number, kept_prefix)
+
+    def drop(self, names: Sequence[str], fence_number: int) -> None:
+        for start in range(0, len(names), wire.NAMES_PER_CALL):
+            self._call("registers.drop", list(names[start : start + wire.NAMES_PER_CALL]), fence_number)
+
+    def _decode_answers(self, data: Any, expected: int) -> list[RegisterAnswer]:
+        try:
+            answers = wire.decode_answers(data)
+        except (TypeError, IndexError) as error:
+            raise Unavailable(f"{self._url} answers with something else than records: {error}") from error
+        if len(answers) != expected:
+            raise Unavailable(f"{self._url} answers for {len(answers)} of {expected} registers")
+        return answers
+
+    def _check_flags(self, data: Any, expected: int) -> list[bool]:
+        if not isinstance(data, list) or len(data) != expected:
+            raise Unavailable(f"{self._url} answers for something else than {expected} registers")
+        return data
+
+
+def _batch_by_bytes(items: Sequence[T], value: Callable[[T], RegisterValue]) -> Iterator[Sequence[T]]:
+    """In parts that a message holds."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = len(value(item).head) + len(value(item).body)
+        if batch and total + size > _CHANGE_BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
