@@ -6,6 +6,8 @@ A third party proves its store by three lines:
         @pytest.fixture
         def store(self):
             return MyStore(...)        # empty; a new one for each test
+
+The file is long because the contract is one class, so that a subclass gets all of it.
 """
 
 from __future__ import annotations

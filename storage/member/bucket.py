@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgpack
@@ -57,11 +58,22 @@ _FACTS_NAME = "registers.json"
 _FACTS_BYTES = 64 << 10
 _RECORD_BYTES = BODY_BYTES + (1 << 20)
 """The most bytes of registers.json and of a register's object."""
-_COMPLETE_FACTS = {"complete": 1, "epoch": 0}
-"""Facts with which a register is read as it is stored, regardless of the facts of the bucket."""
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class _RegisterFacts:
+    """What holds for all registers of a bucket; `registers.json` has it."""
+
+    is_complete: bool = False
+    """Whether a register that is missing has never had a value."""
+    fence_number: int = 0
+
+
+_COMPLETE_FACTS = _RegisterFacts(is_complete=True)
+"""Facts with which a register is read as it is stored, regardless of the facts of the bucket."""
 
 
 class Bucket:
@@ -169,16 +181,16 @@ class BucketRegisters(Registers):
         return self._change_records(take, [change.name for change in changes], fence_number)
 
     def reset(self) -> None:
-        self._change_facts(lambda facts: facts | {"complete": 0})
+        self._change_facts(lambda facts: replace(facts, is_complete=False))
         for entry in list(self._store.list(_REGISTERS_FOLDER)):
             self._store.move(entry.name, f"{QUARANTINE}/{entry.name.replace('/', '_')}-{secrets.token_hex(4)}")
 
     def mark_complete(self) -> None:
-        self._change_facts(lambda facts: facts | {"complete": 1})
+        self._change_facts(lambda facts: replace(facts, is_complete=True))
 
     def fence(self, fence_number: int) -> bool:
-        before = self._change_facts(lambda facts: facts | {"epoch": advance_fence(facts["epoch"], fence_number)})
-        return order_key(before["epoch"]) < order_key(fence_number)
+        before = self._change_facts(lambda facts: replace(facts, fence_number=advance_fence(facts.fence_number, fence_number)))
+        return order_key(before.fence_number) < order_key(fence_number)
 
     def learn(self, name: str, value: RegisterValue) -> None:
         for _ in range(_MAX_TRIES):
@@ -190,22 +202,24 @@ class BucketRegisters(Registers):
         raise Unavailable(f"{self._store.url}/{_object_key(name)} changes all the time; try again")
 
     def join_ring(self, fence_number: int, kept_prefix: str) -> None:
-        def is_earlier(facts: dict[str, int]) -> bool:
-            return order_key(facts["epoch"]) < order_key(fence_number)
+        def is_earlier(facts: _RegisterFacts) -> bool:
+            return order_key(facts.fence_number) < order_key(fence_number)
 
         if is_earlier(self._read_facts()):
             found = self._map_in_threads(lambda entry: self._read_listed(entry.name), list(self._store.list(_REGISTERS_FOLDER)))
             names = [each[0] for each in found if each is not None and not each[0].startswith(kept_prefix)]
             self._map_in_threads(lambda name: self._forget_record(name, lambda _, facts: is_earlier(facts)), names)
-            joined = {"complete": 1, "epoch": fence_number}
             self._change_facts(
-                lambda facts: joined | {"epoch": advance_fence(facts["epoch"], fence_number)} if is_earlier(facts) else facts
+                lambda facts: (
+                    _RegisterFacts(True, advance_fence(facts.fence_number, fence_number)) if is_earlier(facts) else facts
+                )
             )
 
     def drop(self, names: Sequence[str], fence_number: int) -> None:
         self._require_current_fence(fence_number)
         self._map_in_threads(
-            lambda name: self._forget_record(name, lambda _, facts: order_key(facts["epoch"]) <= order_key(fence_number)), names
+            lambda name: self._forget_record(name, lambda _, facts: order_key(facts.fence_number) <= order_key(fence_number)),
+            names,
         )
 
     def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
@@ -213,7 +227,7 @@ class BucketRegisters(Registers):
 
         def empty(each: tuple[str, Ballot]) -> bool:
             name, ballot = each
-            return self._forget_record(name, lambda there, facts: can_collect(there, ballot, facts["epoch"]))
+            return self._forget_record(name, lambda there, facts: can_collect(there, ballot, facts.fence_number))
 
         return sum(self._map_in_threads(empty, expected_ballots))
 
@@ -224,7 +238,7 @@ class BucketRegisters(Registers):
         return found[:limit]
 
     def scan_all(self, prefix: str, fence_number: int = 0) -> Iterator[tuple[str, RegisterAnswer]]:
-        number = self._require_current_fence(fence_number)["epoch"]
+        number = self._require_current_fence(fence_number).fence_number
         folders = [f"{_REGISTERS_FOLDER}/{part}" for part in _key_folders(prefix)]
         keys = [entry.name for folder in folders for entry in self._store.list(folder)]
         found = [
@@ -234,7 +248,7 @@ class BucketRegisters(Registers):
         for name, answer in sorted(found, key=lambda each: each[0]):
             yield name, with_floor_promise(answer, number) if isinstance(answer, Record) else answer
 
-    def _forget_record(self, name: str, can_forget: Callable[[RegisterAnswer, dict[str, int]], bool]) -> bool:
+    def _forget_record(self, name: str, can_forget: Callable[[RegisterAnswer, _RegisterFacts], bool]) -> bool:
         """Empty a register if `can_forget` allows it and the register did not change since it was read; return whether it was.
 
         The facts are read after the register: a client that changes it by a later ring writes that ring to the facts first.
@@ -259,7 +273,7 @@ class BucketRegisters(Registers):
         fence_number: int,
     ) -> list[U]:
         facts = self._require_current_fence(fence_number)
-        if advance_fence(facts["epoch"], fence_number) != facts["epoch"]:
+        if advance_fence(facts.fence_number, fence_number) != facts.fence_number:
             self.fence(fence_number)
             facts = self._require_current_fence(fence_number)
         answers = self._map_in_threads(lambda name: self._replace_record(name, step(name), facts), names)
@@ -267,7 +281,7 @@ class BucketRegisters(Registers):
         self._require_current_fence(fence_number)
         return answers
 
-    def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Record | None, U]], facts: dict[str, int]) -> U:
+    def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Record | None, U]], facts: _RegisterFacts) -> U:
         for _ in range(_MAX_TRIES):
             record, tag = self._read_record(name, facts)
             new, answer = step(record)
@@ -275,17 +289,17 @@ class BucketRegisters(Registers):
                 return answer
         raise Unavailable(f"{self._store.url}/{_object_key(name)} changes all the time; try again")
 
-    def _read_record(self, name: str, facts: dict[str, int]) -> tuple[RegisterAnswer, Any]:
+    def _read_record(self, name: str, facts: _RegisterFacts) -> tuple[RegisterAnswer, Any]:
         try:
             data, tag = self._store.get_tagged(_object_key(name), _RECORD_BYTES)
         except NotFound:
-            return with_floor_promise(Record(), facts["epoch"]) if facts["complete"] else REGISTERS_INCOMPLETE, None
+            return with_floor_promise(Record(), facts.fence_number) if facts.is_complete else REGISTERS_INCOMPLETE, None
         except IntegrityError as error:
             return DamagedRecord(str(error)), self._store.tag(_object_key(name))
         stored_name, answer = _decode_record(data)
         if stored_name != name:
             return DamagedRecord(f"it is that of {stored_name!r}"), tag
-        return (with_floor_promise(answer, facts["epoch"]) if isinstance(answer, Record) else answer), tag
+        return (with_floor_promise(answer, facts.fence_number) if isinstance(answer, Record) else answer), tag
 
     def _read_listed(self, key: str) -> tuple[str, RegisterAnswer] | None:
         try:
@@ -300,30 +314,32 @@ class BucketRegisters(Registers):
             return (_register_name(key), DamagedRecord("it can't be read")) if _register_name(key) else None
         return (name, answer) if answer != Record() else None  # an empty record is a dropped register
 
-    def _require_current_fence(self, fence_number: int) -> dict[str, int]:
+    def _require_current_fence(self, fence_number: int) -> _RegisterFacts:
         facts = self._read_facts()
-        if fence_number and order_key(fence_number) < order_key(fence := facts["epoch"]):
+        if fence_number and order_key(fence_number) < order_key(fence := facts.fence_number):
             raise Outdated(outdated_message(fence, fence_number))
         return facts
 
-    def _read_facts(self) -> dict[str, int]:
+    def _read_facts(self) -> _RegisterFacts:
         return self._read_tagged_facts()[0]
 
-    def _read_tagged_facts(self) -> tuple[dict[str, int], Any]:
+    def _read_tagged_facts(self) -> tuple[_RegisterFacts, Any]:
         try:
             data, tag = self._store.get_tagged(_FACTS_NAME, _FACTS_BYTES)
             found = json.loads(data)
-            return {"complete": int(found["complete"]), "epoch": int(found["epoch"])}, tag
+            return _RegisterFacts(bool(int(found["complete"])), int(found["epoch"])), tag
         except NotFound:
-            return {"complete": 0, "epoch": 0}, None
+            return _RegisterFacts(), None
         except (IntegrityError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self._store.url}/{_FACTS_NAME} is damaged ({error}); delete it, and run a repair") from error
 
-    def _change_facts(self, change: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, int]:
+    def _change_facts(self, change: Callable[[_RegisterFacts], _RegisterFacts]) -> _RegisterFacts:
         """Change the facts; return what they were before."""
         for _ in range(_MAX_TRIES):
             facts, tag = self._read_tagged_facts()
-            if change(facts) == facts or self._store.put_if(_FACTS_NAME, json.dumps(change(facts)).encode(), tag):
+            new = change(facts)
+            data = json.dumps({"complete": int(new.is_complete), "epoch": new.fence_number}).encode()
+            if new == facts or self._store.put_if(_FACTS_NAME, data, tag):
                 return facts
         raise Unavailable(f"{self._store.url}/{_FACTS_NAME} changes all the time; try again")
 
