@@ -79,3 +79,11 @@ def test_each_verb_of_the_wire_is_described() -> None:
 def test_the_picture_is_the_one_that_its_program_draws() -> None:
     draw = runpy.run_path(str(ROOT / ".ci/site/picture.py"))
     assert draw["FILE"].read_text() == draw["picture"](), "run python .ci/site/picture.py"
+
+
+def test_files_of_the_code_that_pages_name_exist() -> None:
+    folders = "ckpt|storage|aggregator|recovery|tools|tests|examples|benchmarks"
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
+    named = {name for page in pages for name in re.findall(rf"\b(?:{folders})/[\w/]+\.py\b", page.read_text())}
+    assert len(named) > 40
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
