@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,12 +101,13 @@ def _helps(name: str, command: click.Command, parent: click.Context | None) -> I
 def errors_page() -> str:
     """Each error class below CkptError, in a tree, with its docstring."""
     import ckpt
+    from ckpt import errors
 
     rows = []
 
     def show(kind: type[ckpt.CkptError], depth: int) -> None:
-        public = getattr(ckpt, kind.__name__, None) is kind
-        name = f"ckpt.{kind.__name__}" if public else f"{kind.__module__}.{kind.__name__}"
+        where = next(module for module in (ckpt, errors, sys.modules[kind.__module__]) if hasattr(module, kind.__name__))
+        name = f"{where.__name__}.{kind.__name__}"
         also = [base.__name__ for base in kind.__bases__ if not issubclass(base, ckpt.CkptError)]
         doc = " ".join((kind.__doc__ or "").split())
         rows.append(f"| {'&emsp;' * depth}`{name}` | {doc} | {', '.join(f'`{b}`' for b in also if b != 'Exception')} |")
