@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt.recovery.coordinator.dry_run import predict_entries
 from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
 from ckpt.recovery.policy.decide import Budget, Failure, choose_hosts, decide, next_restore_limit, suspected_hosts
-from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import (
     LOST_SECONDS,
     REPORT_SECONDS,
@@ -25,7 +25,8 @@ from ckpt.recovery.run_log.agent_reports import (
 )
 from ckpt.recovery.run_log.base import Draft, LogEntry
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, is_newer
-from ckpt.recovery.run_log.run_state import RunSpec, RunState
+from ckpt.recovery.run_log.run_spec import RunSpec
+from ckpt.recovery.run_log.run_state import RunState
 
 CAUSES = ["exit", "signal", "hang", "stopped"]
 
@@ -47,7 +48,7 @@ class World:
     course: RunState = field(default_factory=RunState)
 
     def __post_init__(self) -> None:
-        self.append(0, [courses.draft_run(0, "r", self.spec), Draft(0, "lead", "", {"name": min(self.agents)})])
+        self.append(0, [entry_drafts.draft_run(0, "r", self.spec), Draft(0, "lead", "", {"name": min(self.agents)})])
 
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
         if after != len(self.log) or not drafts:
@@ -276,8 +277,8 @@ def test_so_does_the_next_run_of_the_same_job(command: str) -> None:
     """What was saved may have been spoiled in between; of another job nothing is known."""
     run = world()
     run.turn()
-    ended = [courses.draft_failure(0, failure("a", 25, "asked")), Draft(0, "end", "as drain asked", {"status": 0})]
-    again = [courses.draft_run(1, "s", replace(run.spec, command=(command,))), Draft(1, "lead", "", {"name": "a"})]
+    ended = [entry_drafts.draft_failure(0, failure("a", 25, "asked")), Draft(0, "end", "as drain asked", {"status": 0})]
+    again = [entry_drafts.draft_run(1, "s", replace(run.spec, command=(command,))), Draft(1, "lead", "", {"name": "a"})]
     run.append(len(run.log), [*ended, *again])
     run.follow()
     for _ in range(2):
@@ -426,7 +427,7 @@ def play(places: Iterable[int], every: int, spoiled: int, oldest: int = 0, broke
             fail = failure("a", last, step=place, restored=restored)
             decision = decide([*course.failures, fail], course.budget, (), course.before)
             facts = {"action": decision.action, "before": decision.before}
-            course = written(course, courses.draft_failure(0, fail), Draft(0, "decision", decision.reason, facts))
+            course = written(course, entry_drafts.draft_failure(0, fail), Draft(0, "decision", decision.reason, facts))
             if decision.action == "halt":
                 return [*gone_on, -2]
             kept = [n for n in saved if n >= oldest]
@@ -450,7 +451,7 @@ def test_kills_are_no_fault_of_a_step() -> None:
         decision = decide([*course.failures, kill], course.budget, (), course.before)
         assert (decision.action, decision.before) == ("restart", None)
         facts = {"action": decision.action, "before": decision.before}
-        course = written(course, courses.draft_failure(0, kill), Draft(0, "decision", decision.reason, facts))
+        course = written(course, entry_drafts.draft_failure(0, kill), Draft(0, "decision", decision.reason, facts))
 
 
 def test_lost_hosts_use_up_the_restarts_and_no_more() -> None:
@@ -470,7 +471,7 @@ def test_what_lies_behind_is_not_restored_after_a_kill() -> None:
     kill = replace(failure("a", 24, "signal", step=26, restored=19), detail="was killed by SIGKILL")
     assert next_restore_limit(24, kill, course.budget) == 25
     assert "from a step before 25" in decide([kill], course.budget, (), 24).reason
-    after = written(course, courses.draft_failure(0, kill))
+    after = written(course, entry_drafts.draft_failure(0, kill))
     assert after.before == 25
     assert next_restore_limit(after.before, kill, course.budget) == 25, "a coordinator that comes between decides the same"
 
@@ -498,7 +499,7 @@ def test_what_was_made_anew_is_trusted() -> None:
     ]:  # fmt: skip
         failed = failure("a", committed, cause, 33, restored=19)
         assert next_restore_limit(24, failed, course.budget) == before
-        assert written(course, courses.draft_failure(0, failed)).before == before
+        assert written(course, entry_drafts.draft_failure(0, failed)).before == before
 
 
 @pytest.mark.parametrize(("cause", "steps"), [("lost", 1), ("stopped", 1), ("out of memory", 1), ("exit", 100), ("hang", 100)])

@@ -37,8 +37,9 @@ from ckpt.recovery.goodput.ledger import (
     total_seconds_by_category,
 )
 from ckpt.recovery.policy.decide import Failure
-from ckpt.recovery.run_log import run_state
+from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE as RECORD
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.storage.base.errors import CkptError
@@ -178,11 +179,11 @@ def asked(tmp_path: Path) -> Path:
     """A run on two hosts that b led from the middle on, and that was asked to end."""
     record = SqliteRunLog(tmp_path)
     drafts = [
-        run_state.draft_run(0, "r", run_state.RunSpec(("true",), 2, hosts=2)),
+        entry_drafts.draft_run(0, "r", RunSpec(("true",), 2, hosts=2)),
         Draft(0, "lead", "a coordinates", {"name": "a"}),
         Draft(0, "start", "4 ranks on a, b: true", {"members": [], "memory": []}),
         Draft(0, "lead", "b coordinates from now on, as a is gone", {"name": "b"}),
-        run_state.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
+        entry_drafts.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
         Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
     ]
     assert record.append(0, drafts)

@@ -41,10 +41,10 @@ from ckpt.recovery.ranks.launch import LaunchSpec, free_port
 from ckpt.recovery.ranks.launch import start as start_ranks
 from ckpt.recovery.ranks.launch import stop as stop_ranks
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
-from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import Draft, LogEntry
-from ckpt.recovery.run_log.run_state import AttemptHost, RunSpec
+from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.http_pages import HttpPage, HttpPages
@@ -1108,10 +1108,11 @@ def test_status_shows_the_ranks_of_this_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A host whose ranks were ended still has their pages: as a spare, or until its next ones run."""
-    drafts = [courses.draft_run(0, "r", RunSpec(("true",), 1, hosts=2, least=1))]
+    drafts = [entry_drafts.draft_run(0, "r", RunSpec(("true",), 1, hosts=2, least=1))]
     for attempt, hosts in enumerate(("ab", "b")):
         members = [asdict(AttemptHost(name, f"{name}-1", i, 1)) for i, name in enumerate(hosts)]
-        drafts.append(Draft(attempt, "start", "ranks", {"members": members, "memory": []}))
+        facts = {"ranks": len(members), "members": members, "address": "a", "port": 1, "memory": []}
+        drafts.append(Draft(attempt, "start", "ranks", facts))
     entries = [LogEntry(1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
     reports = {}
     for name, attempt in (("a", 0), ("b", 1)):

@@ -15,7 +15,7 @@ from ckpt.tools.command_options import CommandFunction, gather_options
 
 if TYPE_CHECKING:
     from ckpt.recovery.policy.hang_limits import HangLimits
-    from ckpt.recovery.run_log.run_state import RunSpec
+    from ckpt.recovery.run_log.run_spec import RunSpec
 
 _FILE_TYPE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 
@@ -160,7 +160,7 @@ class JobOptions:
 
     def run_spec(self, hosts: int, directory: str | None) -> RunSpec:
         """What the hosts agree on, for the log of the run. directory: as all hosts name it."""
-        from ckpt.recovery.run_log.run_state import RunSpec
+        from ckpt.recovery.run_log.run_spec import RunSpec
 
         return RunSpec(
             self.command, self.ranks, hosts, self.least or hosts, self.restarts, self.grace, self.patience, self.give_up,

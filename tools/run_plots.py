@@ -12,6 +12,7 @@ from typing import Any
 from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, LedgerSpan, TimeCategory, goodput
 from ckpt.recovery.goodput.simulator import SweepPoint
 from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.entry_facts import FailureSummary, StartFacts, facts_of
 from ckpt.recovery.run_log.run_state import is_failure
 from ckpt.storage.base.plural import format_count
 
@@ -265,18 +266,18 @@ def _failure_marks(spans: Sequence[LedgerSpan], starts: Sequence[float], entries
 
 
 def _describe_cause(entry: LogEntry) -> str:
-    ranks = [str(rank) for rank in entry.facts.get("ranks", ())]
-    who = (
-        f"rank {ranks[0]}" if len(ranks) == 1 else format_count(len(ranks), "rank") if ranks else f"host {entry.facts['host']}"
-    )
+    failure = facts_of(entry, FailureSummary)
+    ranks = failure.ranks
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else format_count(len(ranks), "rank") if ranks else f"host {failure.host}"
     text = entry.text.partition(";")[0]
     return f"{who} {text if len(text) <= 60 else text[:59] + '…'}"
 
 
 def _title(entries: Sequence[LogEntry]) -> str:
-    facts = next((entry.facts for entry in entries if entry.kind == "start"), {})
-    words = [PurePath(word).name if word.startswith("/") else word for word in facts.get("command", ())]
-    text = f"{format_count(facts.get('ranks', 0), 'rank')}: {' '.join(words)}"
+    start = next((facts_of(entry, StartFacts) for entry in entries if entry.kind == "start"), None)
+    command, ranks = ((), 0) if start is None else (start.command, start.ranks)
+    words = [PurePath(word).name if word.startswith("/") else word for word in command]
+    text = f"{format_count(ranks, 'rank')}: {' '.join(words)}"
     return text if len(text) <= 120 else text[:119] + "…"
 
 

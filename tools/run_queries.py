@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -50,10 +50,21 @@ def why(run_dir: Path, state: str | None, as_json: bool) -> int:
             emit(lines(entry))
         elif entry.kind not in ("run", "failure") and not again:
             at = datetime.datetime.fromtimestamp(entry.at).strftime("%H:%M:%S")
-            what = f"{entry.facts['action']}: " if entry.kind == "decision" else ""
-            where = f", after step {entry.facts['step']}" if entry.kind == "stop" and entry.facts["agreed"] else ""
+            what, where = _describe_facts(entry)
             emit(f"{at}  attempt {entry.attempt}  {entry.kind}  {what}{common.printable(entry.text)}{where}")
     return 0
+
+
+def _describe_facts(entry: LogEntry) -> tuple[str, str]:
+    """What stands before and after the text of an entry."""
+    from ckpt.recovery.policy.coordinated_stop import StopRequest
+    from ckpt.recovery.run_log.entry_facts import DecisionFacts, facts_of
+
+    if entry.kind == "decision":
+        return f"{facts_of(entry, DecisionFacts).action}: ", ""
+    if entry.kind == "stop" and (request := facts_of(entry, StopRequest)).agreed:
+        return "", f", after step {request.step}"
+    return "", ""
 
 
 @click.command("ckpt-run status", context_settings=SETTINGS)
@@ -296,10 +307,11 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
 def _hosts_without_ledger(run_dir: Path, entries: Sequence[LogEntry]) -> list[str]:
     """The hosts of a run on several that led it, and whose ledgers are not in this folder."""
     from ckpt.recovery.goodput.ledger import ledger_file_name
+    from ckpt.recovery.run_log.entry_facts import LeadFacts, RunFacts, facts_of
 
-    spec: dict[str, Any] = next((entry.facts["spec"] for entry in reversed(entries) if entry.kind == "run"), {})
-    led = {str(entry.facts["name"]) for entry in entries if entry.kind == "lead"}
-    return sorted(name for name in led if spec.get("hosts", 1) > 1 and not (run_dir / ledger_file_name(name)).exists())
+    hosts = next((facts_of(entry, RunFacts).spec.hosts for entry in reversed(entries) if entry.kind == "run"), 1)
+    led = {facts_of(entry, LeadFacts).name for entry in entries if entry.kind == "lead"}
+    return sorted(name for name in led if hosts > 1 and not (run_dir / ledger_file_name(name)).exists())
 
 
 def _format_step(step: int) -> str:

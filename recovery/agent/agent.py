@@ -26,6 +26,7 @@ from ckpt.recovery.coordinator.coordinator import Coordinator
 from ckpt.recovery.goodput.ledger import TimeCategory, total_seconds_by_category
 from ckpt.recovery.memory_tier import local
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, NodeSecurity, nodes_with_objects
+from ckpt.recovery.policy.coordinated_stop import StopRequest
 from ckpt.recovery.policy.decide import describe_failure
 from ckpt.recovery.policy.hang_limits import HangLimits
 from ckpt.recovery.ranks import launch, processes
@@ -36,7 +37,6 @@ from ckpt.recovery.ranks.rank_environment import allowed_environment
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
 from ckpt.recovery.ranks.signals import Signals
 from ckpt.recovery.run_log import memory_placement
-from ckpt.recovery.run_log import run_state as courses
 from ckpt.recovery.run_log.agent_reports import (
     LOST_SECONDS,
     REPORT_SECONDS,
@@ -45,8 +45,11 @@ from ckpt.recovery.run_log.agent_reports import (
     decode_reports,
     find_living_agents,
 )
-from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog
-from ckpt.recovery.run_log.run_state import AttemptHost, RunSpec, RunState
+from ckpt.recovery.run_log.base import LogEntry, RunLog
+from ckpt.recovery.run_log.entry_drafts import draft_end, draft_lead, draft_memory, draft_note, draft_run
+from ckpt.recovery.run_log.entry_facts import EndFacts, RunFacts, StartFacts, facts_of, memories_of
+from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
+from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.http_pages import HttpPages
@@ -238,7 +241,7 @@ class Agent:
             and not has_undrained_memory
         ):
             assert run_state.last is not None
-            self._status = int(run_state.last.facts["status"])
+            self._status = facts_of(run_state.last, EndFacts).status
             self._print(f"the run has ended: {run_state.last.text}; to begin another, give --again")
             return True
         if (
@@ -253,8 +256,8 @@ class Agent:
             )
         self._run_id = secrets.token_hex(6)
         drafts = [
-            courses.draft_run(run_state.attempt + 1, self._run_id, self._spec, _unfinished_reports(run_state, reports)),
-            Draft(run_state.attempt + 1, "lead", f"{self._options.name} coordinates", {"name": self._options.name}),
+            draft_run(run_state.attempt + 1, self._run_id, self._spec, _unfinished_reports(run_state, reports)),
+            draft_lead(run_state.attempt + 1, f"{self._options.name} coordinates", self._options.name),
         ]
         own_report = self._make_report()
         self._state.publish_report(
@@ -287,11 +290,11 @@ class Agent:
         if self._is_log_fresh():
             return False
         for entry in self._read_log():
-            if entry.kind == "run" and entry.facts["run"] != self._run_id:
+            if entry.kind == "run" and facts_of(entry, RunFacts).run != self._run_id:
                 raise CkptError("another run was begun there, and this one is over; give each its own --run-dir or --state")
             self._print_entry(entry)
             if entry.kind == "end":
-                self._status = int(entry.facts["status"])
+                self._status = facts_of(entry, EndFacts).status
                 return True
         run_state, last = self._run_state, self._run_state.last
         assert last is not None
@@ -308,7 +311,8 @@ class Agent:
             self._start_ranks(run_state.members[own_index], own_index, last)
             return True
         if last.kind == "stop" and self._monitor is not None:
-            self._monitor.request_stop(int(last.facts["step"]), bool(last.facts["agreed"]))
+            request = facts_of(last, StopRequest)
+            self._monitor.request_stop(request.step, request.agreed)
         return False
 
     def _is_log_fresh(self) -> bool:
@@ -321,7 +325,7 @@ class Agent:
 
     def _print_entry(self, entry: LogEntry) -> None:
         """What the user should know at once."""
-        given_up = entry.kind == "end" and entry.facts["status"] == 1 and entry.text != self._last_printed
+        given_up = entry.kind == "end" and facts_of(entry, EndFacts).status == 1 and entry.text != self._last_printed
         remark = entry.kind == "note" and entry.facts
         if entry.kind == "stop" and self._printed_stop_attempt != entry.attempt:
             self._printed_stop_attempt = entry.attempt
@@ -333,10 +337,10 @@ class Agent:
     def _start_ranks(self, member: AttemptHost, number: int, entry: LogEntry) -> None:
         self._attempt, self._failure = entry.attempt, None
         self._lease.begin_attempt()
-        facts, logs = entry.facts, self._options.folder / "logs" / str(entry.attempt)
+        facts, logs = facts_of(entry, StartFacts), self._options.folder / "logs" / str(entry.attempt)
         launch_spec = LaunchSpec(
-            self._run_state.run, entry.attempt, member.first, member.count, int(facts["ranks"]), number, facts["address"],
-            int(facts["port"]), {**allowed_environment(facts.get("environment", {})), **self._host_environment()},
+            self._run_state.run, entry.attempt, member.first, member.count, facts.ranks, number, facts.address,
+            facts.port, {**allowed_environment(facts.environment), **self._host_environment()},
         )  # fmt: skip
         self._launch_spec = launch_spec
         failpoint("agent.start")
@@ -349,7 +353,7 @@ class Agent:
                 "exit", tuple(range(member.first, member.first + member.count)), f"did not start: {error}"
             )
             if self._spec.hosts == 1 and not isinstance(error, Unavailable):
-                self._state.append(self._run_state.number, [Draft(entry.attempt, "end", str(error), {"status": 1})])
+                self._state.append(self._run_state.number, [draft_end(entry.attempt, str(error), 1)])
                 raise
             return
         for rank in ranks:
@@ -388,11 +392,7 @@ class Agent:
         """Nodes that hold objects, and that no entry of the log names: nothing proves that nobody needs them."""
         if self._memory_nodes is None:
             return frozenset()
-        listed = {
-            at
-            for entry in self._log
-            for at in memory_placement.node_addresses(memory_placement.from_facts(entry.facts.get("memory") or []))
-        }
+        listed = {at for entry in self._log for at in memory_placement.node_addresses(memories_of(entry))}
         found = (
             frozenset(self._memory_nodes.node_address(path) for path in nodes_with_objects(self._memory_nodes.folder)) - listed
         )
@@ -425,7 +425,7 @@ class Agent:
         if "has step" not in text:
             self._print(text)
         with contextlib.suppress(StoreError):
-            self._state.append(self._run_state.number, [Draft(max(0, self._run_state.attempt), "note", text)])
+            self._state.append(self._run_state.number, [draft_note(max(0, self._run_state.attempt), text)])
 
     def _wait_for_drain(self) -> None:
         """Until it is done, or one is asked once more to end."""
@@ -439,7 +439,7 @@ class Agent:
                 else:
                     self._coordinator.coordinate(self._run_state, own_report)
                 for entry in self._read_log():
-                    if entry.kind == "memory" and (local.BROUGHT_TEXT in entry.text or entry.facts["memory"]):
+                    if entry.kind == "memory" and (local.BROUGHT_TEXT in entry.text or memories_of(entry)):
                         self._print(entry.text)
                 until = time.monotonic() + self._spec.give_up_seconds
             except StoreError as error:
@@ -454,7 +454,7 @@ class Agent:
         done, text = local.drain_urls([each.url() for each in run_state.memory if each.nodes])
         failpoint("agent.home")
         kept = () if done else run_state.memory
-        self._state.append(run_state.number, [courses.draft_memory(run_state, kept, text or "no step was only in memory")])
+        self._state.append(run_state.number, [draft_memory(run_state, kept, text or "no step was only in memory")])
 
     def _is_drain_pending(self) -> bool:
         """Whether the run has ended, and what is only in memory was not looked after yet."""

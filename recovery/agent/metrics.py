@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, goodput
 from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.entry_facts import DecisionFacts, FailureSummary, NoteFacts, facts_of
 from ckpt.recovery.run_log.run_state import is_failure
 from ckpt.storage.base.http_pages import HttpPage, HttpPages
 from ckpt.training.heartbeat_page import RankHeartbeat
@@ -62,8 +63,8 @@ def serve(host: str, port: int, render: Callable[[], str]) -> HttpPages:
 
 
 def _entry_families(entries: Sequence[LogEntry], is_up: bool) -> list[_Family]:
-    failures = Counter(str(e.facts["cause"]) for e in entries if is_failure(e))
-    decisions = Counter(str(e.facts["action"]) for e in entries if e.kind == "decision")
+    failures = Counter(facts_of(e, FailureSummary).cause for e in entries if is_failure(e))
+    decisions = Counter(str(facts_of(e, DecisionFacts).action) for e in entries if e.kind == "decision")
     return [
         _Family("ckpt_run_up", "gauge", "Whether it runs.", [({}, int(is_up))]),
         _Family("ckpt_run_attempt", "gauge", "The attempt under way, or the last one.", _attempt_samples(entries)),
@@ -82,8 +83,13 @@ def _entry_families(entries: Sequence[LogEntry], is_up: bool) -> list[_Family]:
 
 def _straggler_samples(entries: Sequence[LogEntry]) -> list[tuple[_Labels, float]]:
     """Those of the attempt under way."""
-    found = [e.facts for e in entries if e.kind == "note" and "straggler" in e.facts and e.attempt == _last_attempt(entries)]
-    return [({"rank": str(facts["straggler"]), "host": facts["host"]}, facts["times"]) for facts in found]
+    last = _last_attempt(entries)
+    notes = [facts_of(e, NoteFacts) for e in entries if e.kind == "note" and e.attempt == last]
+    return [
+        ({"rank": str(note.straggler), "host": note.host}, note.times)
+        for note in notes
+        if note.straggler is not None and note.host is not None and note.times is not None
+    ]
 
 
 def _attempt_samples(entries: Sequence[LogEntry]) -> list[tuple[_Labels, float]]:

@@ -11,6 +11,7 @@ from ckpt.recovery.coordinator.coordinator import Coordinator
 from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, TimeCategory, ledger_file_name, read_ledger_file
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
 from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.entry_facts import LeadFacts, facts_of
 from ckpt.recovery.run_log.run_state import RunState
 
 
@@ -32,7 +33,7 @@ class TimeAccounting:
         assert last is not None
         assert spec is not None
         if last.kind not in ("start", "stop"):
-            for_hosts = spec.hosts > 1 or last.facts.get("wait", 0) > 0
+            for_hosts = spec.hosts > 1 or run_state.wait_seconds > 0
             self.account(run_state, "wait" if for_hosts else "spawn" if last.kind == "run" else "decide")
             return
         living = self._coordinator.reports()
@@ -82,7 +83,7 @@ class TimeAccounting:
         if self._single_host:
             return None
         leads = [entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log)) if entry.kind == "lead"]
-        leaders = [entry.facts["name"] for entry in leads]
+        leaders = [facts_of(entry, LeadFacts).name for entry in leads]
         ledgers = {name: read_ledger_file(self._folder / ledger_file_name(name)) for name in set(leaders)}
         until = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}
         now = time.monotonic()

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
 from ckpt.recovery.run_log.agent_reports import AgentLiveness, AgentReport, decode_reports
-from ckpt.recovery.run_log.base import Draft, RunLog
+from ckpt.recovery.run_log.base import RunLog
+from ckpt.recovery.run_log.entry_drafts import draft_lead
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.failpoints import failpoint
 
@@ -104,8 +105,6 @@ class Coordinator:
             return False
         failpoint("coordinator.lead")
         text = f"{own_report.name} coordinates from now on" + (f", as {run_state.leader} is gone" if run_state.leader else "")
-        written = self._state.append(
-            run_state.number, [Draft(max(0, run_state.attempt), "lead", text, {"name": own_report.name})]
-        )
+        written = self._state.append(run_state.number, [draft_lead(max(0, run_state.attempt), text, own_report.name)])
         failpoint("coordinator.lead.written")
         return written

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
 from ckpt.recovery.policy.decide import Cause, Failure, choose_hosts, decide, suspected_hosts
@@ -18,8 +18,19 @@ from ckpt.recovery.policy.stragglers import DEFAULT_FACTOR, find_stragglers
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
 from ckpt.recovery.run_log.base import Draft
-from ckpt.recovery.run_log.run_state import AttemptHost, RunSpec, RunState, draft_failure, draft_memory
-from ckpt.storage.base.checked_decode import decode
+from ckpt.recovery.run_log.entry_drafts import (
+    AttemptStart,
+    draft_decision,
+    draft_end,
+    draft_failure,
+    draft_memory,
+    draft_note,
+    draft_start,
+    draft_stop,
+)
+from ckpt.recovery.run_log.entry_facts import DecisionFacts, NoteFacts, facts_of
+from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
+from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.plural import format_count
 
 _STOP_AHEAD_SECONDS = 0.5
@@ -69,9 +80,9 @@ def draft_next_entries(view: DecisionInput) -> list[Draft]:
         return _draft_decision(view, view.run_state.failures)
     if last.kind in ("start", "stop"):
         return _draft_while_running(view)
-    if last.kind == "decision" and last.facts["action"] == "halt":
-        final = view.run_state.failures[-1].cause != "asked"
-        return [Draft(last.attempt, "end", last.text, {"status": last.facts["status"], "final": final})]
+    if last.kind == "decision" and (decision := facts_of(last, DecisionFacts)).action == "halt":
+        assert decision.status is not None
+        return [draft_end(last.attempt, last.text, decision.status, view.run_state.failures[-1].cause != "asked")]
     return _draft_start(view) if last.kind in ("run", "decision") else []
 
 
@@ -87,7 +98,7 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     staying = {name: report for name, report in view.living.items() if not report.leaving}
     if run_state.end_request or (asked and not staying):
         return [_draft_end(run_state, run_state.end_request or "it was asked to end", asked)]
-    if view.waited_seconds < float(last.facts.get("wait", 0.0)):
+    if view.waited_seconds < run_state.wait_seconds:
         return []
     if any(report.doing != "idle" for report in view.maybe_living.values()):
         return []  # what is left of the attempt before must have ended
@@ -109,23 +120,11 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
         return []
     attempt = run_state.attempt + 1
     members = [AttemptHost(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)]
-    first = staying[choice.hosts[0]]
-    total = len(members) * spec.ranks
+    start = AttemptStart(attempt, members, staying[choice.hosts[0]], run_state.environment, memory)
+    ranks = format_count(len(members) * spec.ranks, "rank")
     where = "" if spec.hosts == 1 else f" on {', '.join(choice.hosts)}"
     changed = f", {choice.reason}" if choice.reason else ""
-    facts = {
-        "ranks": total,
-        "command": list(spec.command),
-        "members": [asdict(member) for member in members],
-        "address": first.address,
-        "port": first.port,
-        "pages": first.pages,
-        "logs": f"{first.logs}/{attempt}",
-        "pid": first.pid,
-        "environment": run_state.environment,
-        "memory": memory_placement.to_facts(memory),
-    }
-    return [Draft(attempt, "start", f"{format_count(total, 'rank')}{where}{changed}: {' '.join(spec.command)}", facts)]
+    return [draft_start(start, f"{ranks}{where}{changed}: {' '.join(spec.command)}", spec.command)]
 
 
 def _hosts_awaited_for_memory(view: DecisionInput) -> tuple[str, ...]:
@@ -141,7 +140,7 @@ def _draft_memory_wait_note(run_state: RunState, hosts: tuple[str, ...]) -> list
         return []
     steps, seconds = format_count(run_state.newest.at_stake, "step"), run_state.memory_wait_seconds
     text = f"waiting up to {seconds:.0f} s for {', '.join(hosts)}: silent, and {steps} may be in the memory there alone"
-    return [Draft(max(0, run_state.attempt), "note", text, {"awaited": list(hosts)})]
+    return [draft_note(max(0, run_state.attempt), text, NoteFacts(awaited=hosts))]
 
 
 def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> list[Draft]:
@@ -156,7 +155,7 @@ def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> l
     where = "with the same --state (agents of one host: --run-dir)"
     more = f"start the same command on {spec.hosts - arrived} more, {where}"
     text = f"{arrived} of {spec.hosts} hosts are here; {more}; {then}"
-    return [Draft(max(0, view.run_state.attempt), "note", text, {"came": arrived})]
+    return [draft_note(max(0, view.run_state.attempt), text, NoteFacts(came=arrived))]
 
 
 # --- and goes wrong, or well -------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
             [] if follows and view.silent_since_failure & reports_by_host.keys() else _draft_failure_and_decision(view, cause)
         )
     if ended:
-        return [Draft(run_state.attempt, "end", "all ranks have ended well", {"status": 0, "final": True})]
+        return [draft_end(run_state.attempt, "all ranks have ended well", 0, final=True)]
     if asked or run_state.end_request:
         name = run_state.end_request or signal.Signals(max(report.leaving for report in asked)).name
         return [_draft_stop(run_state, reports, name)]
@@ -205,7 +204,7 @@ def _draft_stop(run_state: RunState, reports: Sequence[AgentReport], text: str) 
     newest = max((report.newest for report in reports), default=-1)
     step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
     ahead = 1 + math.ceil(min(_STOP_AHEAD_SECONDS / step_seconds, 1e6)) if several else 1
-    return Draft(run_state.attempt, "stop", text, asdict(StopRequest(newest + ahead, False, ahead)))
+    return draft_stop(run_state.attempt, text, StopRequest(newest + ahead, False, ahead))
 
 
 def _draft_fallback_note(run_state: RunState, reports: Sequence[AgentReport]) -> list[Draft]:
@@ -218,7 +217,7 @@ def _draft_fallback_note(run_state: RunState, reports: Sequence[AgentReport]) ->
         f"the ranks go on from step {restored}, as no later one is whole: {run_state.committed} was saved. Or the program has "
         "restored that step by name. Their logs say more"
     )
-    return [Draft(run_state.attempt, "note", text, {"restored": restored})]
+    return [draft_note(run_state.attempt, text, NoteFacts(restored=restored))]
 
 
 def _draft_spares_note(view: DecisionInput) -> list[Draft]:
@@ -231,7 +230,7 @@ def _draft_spares_note(view: DecisionInput) -> list[Draft]:
     if waiting == last_noted or view.ran_seconds < run_state.spec.patience_seconds:
         return []
     more = "start the same command on more" if waiting < expected else "as many as were asked for"
-    return [Draft(run_state.attempt, "note", f"{waiting} of {expected} spare hosts wait; {more}", {"spares": waiting})]
+    return [draft_note(run_state.attempt, f"{waiting} of {expected} spare hosts wait; {more}", NoteFacts(spares=waiting))]
 
 
 def _spare_hosts(view: DecisionInput) -> list[str]:
@@ -262,12 +261,15 @@ def _draft_straggler_notes(view: DecisionInput, reports: Sequence[AgentReport]) 
     for one in found:
         if one.rank not in run_state.stragglers:
             text = one.describe("" if spec.hosts == 1 else hosts[one.rank], spec.straggler_seconds)
-            facts = {"straggler": one.rank, "host": hosts[one.rank], "times": one.slowdown, "seconds": one.seconds}
-            drafts.append(Draft(run_state.attempt, "note", f"{text}; {advice}" if advice else text, facts))
+            facts = NoteFacts(straggler=one.rank, host=hosts[one.rank], times=one.slowdown, seconds=one.seconds)
+            drafts.append(draft_note(run_state.attempt, f"{text}; {advice}" if advice else text, facts))
     if leave_out:
         host = hosts[found[0].rank]
         text = f"{host} is left out, as rank {found[0].rank} there is slow, and {spares[0]} waits"
-        drafts += [Draft(run_state.attempt, "note", text, {"left_out": host}), _draft_stop(run_state, reports, "--straggler")]
+        drafts += [
+            draft_note(run_state.attempt, text, NoteFacts(left_out=host)),
+            _draft_stop(run_state, reports, "--straggler"),
+        ]
     return drafts
 
 
@@ -298,9 +300,9 @@ def _draft_while_stopping(
         return _draft_failure_and_decision(
             view, _make_failure(view, _stop_cause(view, asked), ranks, why, reports, run_state.left_out)
         )
-    asked_before = decode(StopRequest, last.facts)
+    asked_before = facts_of(last, StopRequest)
     asked_now = _next_stop_request(asked_before, reports)
-    return [Draft(last.attempt, "stop", last.text, asdict(asked_now))] if asked_now != asked_before else []
+    return [draft_stop(last.attempt, last.text, asked_now)] if asked_now != asked_before else []
 
 
 def _stop_cause(view: DecisionInput, asked: Sequence[AgentReport]) -> Cause:
@@ -384,13 +386,10 @@ def _draft_failure_and_decision(view: DecisionInput, failure: Failure) -> list[D
 def _draft_decision(view: DecisionInput, failures: Sequence[Failure]) -> list[Draft]:
     run_state = view.run_state
     decision = decide(failures, run_state.budget, run_state.skip, run_state.before)
-    facts: dict[str, object] = {"action": decision.action, "wait": decision.wait_seconds}
-    facts |= {"before": decision.before, "skip": decision.skip, "limit": decision.limit}
-    if decision.action == "halt":
-        asked = max((r.leaving for r in view.living.values()), default=0)
-        facts["status"] = 128 + asked if failures[-1].cause == "asked" and asked else int(failures[-1].cause != "asked")
-    return [Draft(run_state.attempt, "decision", decision.reason, facts)]
+    asked = max((r.leaving for r in view.living.values()), default=0)
+    status = 128 + asked if failures[-1].cause == "asked" and asked else int(failures[-1].cause != "asked")
+    return [draft_decision(run_state.attempt, decision, status)]
 
 
 def _draft_end(run_state: RunState, text: str, asked: int) -> Draft:
-    return Draft(run_state.attempt, "end", text, {"status": 128 + asked if asked else int(not run_state.end_request)})
+    return draft_end(run_state.attempt, text, 128 + asked if asked else int(not run_state.end_request))

@@ -9,12 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt.recovery.policy.decide import Failure
-from ckpt.recovery.run_log.agent_reports import AgentReport
 
 _MAX_OLDER = 3
+
+
+class MemoryReport(Protocol):
+    """What an agent reports of the memory of its host."""
+
+    @property
+    def memory(self) -> str:
+        """Of its `fresh` node: off, coming, ready."""
+
+    @property
+    def fresh(self) -> str:
+        """HOST:PORT of the node that nobody has used yet."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """HOST:PORT of all that it serves."""
+
+    @property
+    def saved(self) -> int:
+        """The newest step that its ranks have committed in this attempt; -1 none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,7 @@ class NewestStep:
 
 
 def choose_memories(
-    before: Sequence[MemoryNamespace], members: Mapping[str, AgentReport], newest: MemoryNamespace = MemoryNamespace()
+    before: Sequence[MemoryNamespace], members: Mapping[str, MemoryReport], newest: MemoryNamespace = MemoryNamespace()
 ) -> tuple[MemoryNamespace, ...] | None:
     """The memories of an attempt that begins: the first is written to, the others are only read. None: wait for a node that is
     about to be ready.
@@ -85,19 +104,19 @@ def choose_memories(
     return (new, *older) if new.nodes or older else ()
 
 
-def is_newer(memories: Sequence[MemoryNamespace], reports: Sequence[AgentReport], than_step: int = -1) -> bool:
+def is_newer(memories: Sequence[MemoryNamespace], reports: Sequence[MemoryReport], than_step: int = -1) -> bool:
     """Whether the first has a newer step than all that are only read. than: the newest step that was ever saved; what is older
     than it may be all that the first has."""
     return len(memories) > 1 and any(report.saved > than_step for report in reports)
 
 
-def is_readable(memory: MemoryNamespace, reports: Mapping[str, AgentReport]) -> bool:
+def is_readable(memory: MemoryNamespace, reports: Mapping[str, MemoryReport]) -> bool:
     """Whether enough of its nodes are served by the hosts that report."""
     served = {at for report in reports.values() for at in report.nodes}
     return sum(at not in served for _, at in memory.nodes) <= _tolerated_losses(memory)
 
 
-def hosts_to_await(memory: MemoryNamespace, reports: Mapping[str, AgentReport]) -> tuple[str, ...]:
+def hosts_to_await(memory: MemoryNamespace, reports: Mapping[str, MemoryReport]) -> tuple[str, ...]:
     """The silent hosts that may have the only readable copies: without one of them too few nodes answer.
 
     A silent host may be slow. One that reports, and serves its node no more, has lost it: it is not waited for.
@@ -112,7 +131,7 @@ def hosts_to_await(memory: MemoryNamespace, reports: Mapping[str, AgentReport]) 
     return tuple(host for host in absent if host not in gone)
 
 
-def is_needed(memories: Sequence[MemoryNamespace], host: str, others: Mapping[str, AgentReport]) -> bool:
+def is_needed(memories: Sequence[MemoryNamespace], host: str, others: Mapping[str, MemoryReport]) -> bool:
     """Whether a memory can't be read any more once this host ends. others: the reports of those that stay."""
     return any(host in dict(memory.nodes) and not is_readable(memory, others) for memory in memories)
 

@@ -3,60 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ckpt.recovery.policy.decide import PLANNED_CAUSES, Budget, Failure, next_restore_limit, worth_waiting_seconds
 from ckpt.recovery.policy.loss_rollback import rollback_environment
 from ckpt.recovery.run_log import memory_placement
-from ckpt.recovery.run_log.agent_reports import AgentReport
-from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.entry_facts import (
+    DecisionFacts,
+    EndFacts,
+    FailureSummary,
+    LeadFacts,
+    NoteFacts,
+    RunFacts,
+    StartFacts,
+    facts_of,
+    failure_of,
+    memories_of,
+)
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep
-from ckpt.storage.base.checked_decode import decode
+from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
 from ckpt.training.data_position import Ranges
 from ckpt.training.save_interval import MTBF_VARIABLE, posterior_mtbf_seconds
 
 log = logging.getLogger("ckpt.run")
-
-
-@dataclass(frozen=True, slots=True)
-class RunSpec:
-    """What is to be run, and how: the same on all hosts."""
-
-    command: tuple[str, ...]
-    ranks: int
-    """On each host."""
-    hosts: int = 1
-    least: int = 1
-    """It goes on with so many hosts, where there are no more."""
-    restarts: int = 10
-    """In a row, without a newer step."""
-    grace_seconds: float = 30.0
-    """From a signal to the end: time to save."""
-    patience_seconds: float = 30.0
-    """How long it waits for a host in place of a lost one, before it goes on with fewer."""
-    give_up_seconds: float = 600.0
-    """How long it waits for as many hosts as it can't do without."""
-    spares: int = 0
-    """So many more hosts are expected to wait."""
-    straggler: float = 0.0
-    """A host with a rank that takes so many times as long as the median is left out, where a spare waits; 0 never."""
-    straggler_seconds: float = 60.0
-    """How long a rank must be slow."""
-    directory: str = ""
-    """The repository that the ranks use, where they name none."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptHost:
-    """A host that takes part in an attempt."""
-
-    name: str
-    incarnation: str
-    first: int
-    """Its first rank; the others follow."""
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +99,18 @@ class RunState:
         }
 
     @property
+    def wait_seconds(self) -> float:
+        """How long to wait before the next start, as was decided last."""
+        return facts_of(self.last, DecisionFacts).wait if self.last is not None and self.last.kind == "decision" else 0.0
+
+    @property
     def has_ended(self) -> bool:
         return self.last is not None and self.last.kind == "end"
 
     @property
     def is_final(self) -> bool:
         """Whether it has come to its end by itself: it was not asked to, and there were enough hosts."""
-        return self.has_ended and self.last is not None and bool(self.last.facts.get("final"))
+        return self.has_ended and self.last is not None and facts_of(self.last, EndFacts).final
 
     def apply_entries(self, entries: Sequence[LogEntry]) -> RunState:
         """After some more entries. One that does not follow from those before it is passed over, with a warning."""
@@ -149,60 +125,106 @@ class RunState:
 
 
 def _apply_entry(run_state: RunState, entry: LogEntry) -> RunState:
-    facts = entry.facts
+    """After one more entry. Raises ValueError where it does not follow."""
     run_state = replace(run_state, number=entry.number)
-    if entry.kind == "note":
-        return _apply_note(run_state, entry)
-    if entry.kind == "lead":
-        return replace(run_state, leader=str(facts["name"]))
-    if entry.kind == "request":
-        return replace(run_state, end_request=entry.text)
-    if entry.kind == "memory":
-        memory = memory_placement.from_facts(facts["memory"])
-        return replace(
-            run_state, memory=memory, memory_drained=run_state.has_ended, other_job=run_state.other_job and len(memory) > 1
-        )
+    apply = _APPLY_BESIDE.get(entry.kind)
+    if apply is not None:
+        return apply(run_state, entry)
     _require_order(run_state, entry)
+    apply = _APPLY.get(entry.kind)
     run_state = replace(run_state, last=entry)
-    if entry.kind == "run":
-        spec = decode(RunSpec, facts["spec"])
-        budget = Budget(spec.restarts, spec.restarts)
-        same = run_state.spec is not None and run_state.spec.command == spec.command
-        newest = run_state.newest
-        if facts.get("cut_off") is not None:
-            cut_off_facts = {**facts["cut_off"], "cause": "lost", "ranks": (), "detail": "", "step": -1, "ran_seconds": 0.0}
-            cut_off = decode(Failure, cut_off_facts)
-            newest = newest.after(cut_off, _current_memory(run_state), run_state.before is not None)
-        return RunState(
-            entry.number,
-            str(facts["run"]),
-            spec,
-            last=entry,
-            attempt=entry.attempt - 1,
-            budget=budget,
-            memory=run_state.memory,
-            saved=newest.step if same else -1,
-            newest=newest if same else NewestStep(),
-            other_job=bool(memory_placement.node_addresses(run_state.memory)) and (run_state.other_job or not same),
-        )
-    if entry.kind == "start":
-        members = tuple(decode(AttemptHost, member) for member in facts["members"])
-        memory = memory_placement.from_facts(facts.get("memory", ()))
-        anew = replace(run_state, stragglers={}, left_out="", came=None, awaited=(), restored=None)
-        return replace(anew, attempt=entry.attempt, members=members, memory=memory)
-    if entry.kind == "failure":
-        failure = decode(Failure, {**facts, "detail": entry.text})
-        before = next_restore_limit(run_state.before, failure, run_state.budget)
-        newest = run_state.newest.after(failure, _current_memory(run_state), run_state.before is not None)
-        return replace(run_state, failures=(*run_state.failures, failure), before=before, newest=newest)
-    if entry.kind == "decision":
-        changes = {name: facts[name] for name in ("before", "limit") if facts.get(name) is not None}
-        if facts.get("skip") is not None:
-            changes["skip"] = tuple((first, last) for first, last in facts["skip"])
-        return replace(
-            run_state, budget=run_state.budget.after(run_state.failures[-1], run_state.before is not None), **changes
-        )
-    return run_state
+    return run_state if apply is None else apply(run_state, entry)
+
+
+def _apply_lead(run_state: RunState, entry: LogEntry) -> RunState:
+    return replace(run_state, leader=facts_of(entry, LeadFacts).name)
+
+
+def _apply_request(run_state: RunState, entry: LogEntry) -> RunState:
+    return replace(run_state, end_request=entry.text)
+
+
+def _apply_memory(run_state: RunState, entry: LogEntry) -> RunState:
+    memory = memories_of(entry)
+    return replace(
+        run_state, memory=memory, memory_drained=run_state.has_ended, other_job=run_state.other_job and len(memory) > 1
+    )
+
+
+def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:
+    """What is said once is remembered."""
+    facts = facts_of(entry, NoteFacts)
+    if facts.straggler is not None:
+        run_state = replace(run_state, stragglers={**run_state.stragglers, facts.straggler: entry.text})
+    if facts.awaited is not None:
+        run_state = replace(run_state, awaited=facts.awaited)
+    return replace(
+        run_state,
+        left_out=run_state.left_out if facts.left_out is None else facts.left_out,
+        spares=run_state.spares if facts.spares is None else facts.spares,
+        came=run_state.came if facts.came is None else facts.came,
+        restored=run_state.restored if facts.restored is None else facts.restored,
+    )
+
+
+def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
+    facts = facts_of(entry, RunFacts)
+    spec, newest = facts.spec, run_state.newest
+    same = run_state.spec is not None and run_state.spec.command == spec.command
+    if facts.cut_off is not None:
+        newest = newest.after(facts.cut_off.as_failure(), _current_memory(run_state), run_state.before is not None)
+    return RunState(
+        entry.number,
+        facts.run,
+        spec,
+        last=entry,
+        attempt=entry.attempt - 1,
+        budget=Budget(spec.restarts, spec.restarts),
+        memory=run_state.memory,
+        saved=newest.step if same else -1,
+        newest=newest if same else NewestStep(),
+        other_job=bool(memory_placement.node_addresses(run_state.memory)) and (run_state.other_job or not same),
+    )
+
+
+def _apply_start(run_state: RunState, entry: LogEntry) -> RunState:
+    anew = replace(run_state, stragglers={}, left_out="", came=None, awaited=(), restored=None)
+    return replace(anew, attempt=entry.attempt, members=facts_of(entry, StartFacts).members, memory=memories_of(entry))
+
+
+def _apply_failure(run_state: RunState, entry: LogEntry) -> RunState:
+    failure = failure_of(entry)
+    before = next_restore_limit(run_state.before, failure, run_state.budget)
+    newest = run_state.newest.after(failure, _current_memory(run_state), run_state.before is not None)
+    return replace(run_state, failures=(*run_state.failures, failure), before=before, newest=newest)
+
+
+def _apply_decision(run_state: RunState, entry: LogEntry) -> RunState:
+    """Each is kept where the decision says nothing of it."""
+    facts = facts_of(entry, DecisionFacts)
+    return replace(
+        run_state,
+        budget=run_state.budget.after(run_state.failures[-1], run_state.before is not None),
+        before=run_state.before if facts.before is None else facts.before,
+        limit=run_state.limit if facts.limit is None else facts.limit,
+        skip=run_state.skip if facts.skip is None else facts.skip,
+    )
+
+
+_APPLY_BESIDE: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
+    "note": _apply_note,
+    "lead": _apply_lead,
+    "request": _apply_request,
+    "memory": _apply_memory,
+}
+"""Kinds that do not move the run on: they may stand anywhere."""
+
+_APPLY: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
+    "run": _apply_run,
+    "start": _apply_start,
+    "failure": _apply_failure,
+    "decision": _apply_decision,
+}
 
 
 def _current_memory(run_state: RunState) -> MemoryNamespace:
@@ -218,45 +240,6 @@ def _require_order(run_state: RunState, entry: LogEntry) -> None:
         raise ValueError("nothing has failed before it")
 
 
-def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:
-    """What is said once is remembered."""
-    facts = entry.facts
-    if "straggler" in facts:
-        run_state = replace(run_state, stragglers={**run_state.stragglers, int(facts["straggler"]): entry.text})
-    if "awaited" in facts:
-        run_state = replace(run_state, awaited=tuple(facts["awaited"]))
-    noted = {name: facts[name] for name in ("left_out", "spares", "came", "restored") if name in facts}
-    return replace(run_state, **noted)
-
-
 def is_failure(entry: LogEntry) -> bool:
     """Not an end that somebody wanted."""
-    return entry.kind == "failure" and entry.facts["cause"] not in PLANNED_CAUSES
-
-
-# --- entries -----------------------------------------------------------------------------------------------------
-
-
-def draft_run(attempt: int, name: str, spec: RunSpec, reports: Sequence[AgentReport] = ()) -> Draft:
-    """A new run begins; its first attempt has this number. reports: of the attempt before, where the log has no end of it."""
-    cut_off = None
-    if reports:
-        line, committed = max((report.line, report.committed) for report in reports)
-        cut_off = {
-            "committed": committed,
-            "line": line,
-            "restored": max(report.restored for report in reports),
-            "durable": max(report.durable for report in reports),
-            "step_seconds": max(report.step_seconds for report in reports),
-        }
-    return Draft(attempt, "run", " ".join(spec.command), {"run": name, "spec": asdict(spec), "cut_off": cut_off})
-
-
-def draft_failure(attempt: int, failure: Failure) -> Draft:
-    facts: dict[str, Any] = asdict(failure)
-    return Draft(attempt, "failure", facts.pop("detail"), facts)
-
-
-def draft_memory(run_state: RunState, memory: Sequence[MemoryNamespace], text: str) -> Draft:
-    """From now on these memories are in use, and no others."""
-    return Draft(max(0, run_state.attempt), "memory", text, {"memory": memory_placement.to_facts(memory)})
+    return entry.kind == "failure" and facts_of(entry, FailureSummary).cause not in PLANNED_CAUSES

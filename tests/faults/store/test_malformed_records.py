@@ -33,10 +33,12 @@ from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entr
 from ckpt.recovery.goodput.ledger import LEDGER_FILE, read_ledger_file
 from ckpt.recovery.policy.decide import Failure
 from ckpt.recovery.policy.stragglers import RankPace
-from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure, SlowestRank, decode_reports
+from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.entry_schema import read_entry, read_row
-from ckpt.recovery.run_log.run_state import RunSpec, RunState
+from ckpt.recovery.run_log.run_spec import RunSpec
+from ckpt.recovery.run_log.run_state import RunState
 from ckpt.repository import lease_records
 from ckpt.repository.repository import MARKER, open_repository
 from ckpt.storage.base.errors import CkptError, IntegrityError
@@ -130,27 +132,29 @@ REPORT = _agent(
 def _log() -> list[Any]:
     """The rows of a run with an entry of each kind."""
     living = {name: _agent(name) for name in "ab"}
-    drafts = [courses.draft_run(0, "r", SPEC), courses.Draft(0, "lead", "a coordinates", {"name": "a"})]
+    drafts = [entry_drafts.draft_run(0, "r", SPEC), Draft(0, "lead", "a coordinates", {"name": "a"})]
 
     def course() -> RunState:
         return RunState().apply_entries([read_entry(i + 1, json.dumps(row).encode()) for i, row in enumerate(_rows(drafts))])
 
     drafts += draft_next_entries(DecisionInput(course(), living, living, 1e9))
     note = {"straggler": 1, "host": "a", "times": 2.5, "seconds": 0.1}
-    drafts.append(courses.Draft(0, "note", "rank 1 is slow", note))
-    drafts.append(courses.Draft(0, "note", "spares", {"spares": 1, "came": 2, "restored": 3, "left_out": ""}))
-    drafts.append(courses.Draft(0, "stop", "drain", {"step": 9, "agreed": False, "ahead": 2}))
-    drafts.append(courses.draft_failure(0, Failure("diverged", (1,), "NaN", 7, 5, 30.0, "a", BadLoss(7, "spike", 9.0, 3.0, 5))))
+    drafts.append(Draft(0, "note", "rank 1 is slow", note))
+    drafts.append(Draft(0, "note", "spares", {"spares": 1, "came": 2, "restored": 3, "left_out": ""}))
+    drafts.append(Draft(0, "stop", "drain", {"step": 9, "agreed": False, "ahead": 2}))
+    drafts.append(
+        entry_drafts.draft_failure(0, Failure("diverged", (1,), "NaN", 7, 5, 30.0, "a", BadLoss(7, "spike", 9.0, 3.0, 5)))
+    )
     drafts += draft_next_entries(DecisionInput(course(), living, living, 0.0))
-    drafts.append(courses.draft_memory(course(), course().memory[:1], "not needed any more"))
+    drafts.append(entry_drafts.draft_memory(course(), course().memory[:1], "not needed any more"))
     drafts += draft_next_entries(DecisionInput(course(), living, living, 1e9))
-    drafts.append(courses.Draft(1, "request", "drain", {}))
-    drafts.append(courses.Draft(1, "end", "all ranks have ended well", {"status": 0, "final": True}))
+    drafts.append(Draft(1, "request", "drain", {}))
+    drafts.append(Draft(1, "end", "all ranks have ended well", {"status": 0, "final": True}))
     assert [draft.kind for draft in drafts].count("start") == 2
     return _rows(drafts)
 
 
-def _rows(drafts: Sequence[courses.Draft]) -> list[Any]:
+def _rows(drafts: Sequence[Draft]) -> list[Any]:
     found: list[Any] = json.loads(json.dumps([[1e9, d.attempt, d.kind, d.text, d.facts] for d in drafts]))
     return found
 

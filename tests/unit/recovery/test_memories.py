@@ -7,10 +7,11 @@ from dataclasses import replace
 from test_advance import agent, world
 
 from ckpt.recovery.policy.decide import Failure, worth_waiting_seconds
-from ckpt.recovery.run_log import run_state as courses
+from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import HostFailure
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep, choose_memories, hosts_to_await, is_needed
+from ckpt.recovery.run_log.run_state import RunState
 
 TWO = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
 
@@ -89,8 +90,8 @@ def test_a_run_that_was_cut_off_leaves_what_its_agents_reported_last() -> None:
     last = replace(run.agents["a"], committed=14, durable=9, step_seconds=2.0)
     number = run.course.number
 
-    def next_run(command: tuple[str, ...]) -> courses.RunState:
-        draft = courses.draft_run(1, "s", replace(run.spec, command=command), [last])
+    def next_run(command: tuple[str, ...]) -> RunState:
+        draft = entry_drafts.draft_run(1, "s", replace(run.spec, command=command), [last])
         return run.course.apply_entries([LogEntry(number + 1, 0.0, draft.attempt, draft.kind, draft.text, dict(draft.facts))])
 
     course = next_run(run.spec.command)

@@ -8,7 +8,8 @@ import pytest
 
 from ckpt.recovery.policy.loss_rollback import rollback_environment
 from ckpt.recovery.ranks.rank_environment import ALLOWED_VARIABLES, allowed_environment
-from ckpt.recovery.run_log.run_state import RunSpec, RunState
+from ckpt.recovery.run_log.run_spec import RunSpec
+from ckpt.recovery.run_log.run_state import RunState
 
 
 def test_variables_that_run_code_are_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
