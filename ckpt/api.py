@@ -116,8 +116,8 @@ def save(
         RanksMissing: A rank did not write its part within `timeout`.
     """
     check_switch("blocking", blocking)
-    kept = as_keep(keep)
-    options = Options(codec, digest, memory, kept, overwrite, timeout=timeout, verify_replicas=verify_replicas, nan=nan)
+    options = Options(codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=overwrite, timeout=timeout,
+                      verify_replicas=verify_replicas, nan=nan)  # fmt: skip
     number = None if step is None else check_step(step)
     repo = open_repository(resolve_url(url), key)
     ranks = as_group(group)

@@ -116,8 +116,9 @@ class Checkpointer:
         self._hooks: list[Any] = []
         url, ranks = resolve_url(url), as_group(group)
         self._options = Options(
-            codec, digest, memory, as_keep(keep), True, in_flight, self._is_attached, timeout, verify_replicas, nan
-        )
+            codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=True, in_flight=in_flight,
+            deferrable=self._is_attached, timeout=timeout, verify_replicas=verify_replicas, nan=nan,
+        )  # fmt: skip
         self._lazy_memory: frozenset[int] = frozenset()
         self._last_save: SaveHandle | None = None
         self._last_save_started_at = time.monotonic()

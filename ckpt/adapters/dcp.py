@@ -126,7 +126,9 @@ class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does 
     ) -> None:  # fmt: skip
         self._url = url
         self._step = None if step is None else check_step(step)
-        self._options = Options(codec, digest, memory, as_keep(keep), overwrite, timeout=timeout)
+        self._options = Options(
+            codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=overwrite, timeout=timeout
+        )
         self._own_items: frozenset[Any] = frozenset()
         self._session: Session | None = None
 

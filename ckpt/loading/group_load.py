@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from ckpt.repository.repository import Repository, commit_name, steps_text
 from ckpt.state.name_mapping import Rename
 from ckpt.state.name_patterns import Patterns
 from ckpt.storage.base.errors import CkptError, IntegrityError, StoreError
+from ckpt.support.user_warning import warn_user
 from ckpt.support.validation import check_progress, check_rename, check_share_reads, checked_patterns
 
 log = logging.getLogger("ckpt")
@@ -198,12 +198,12 @@ def load_newest_on_all_ranks(
                     damage[number] = error
         # A missing step means that another process saves and deletes, so it may have committed a newer step than `found`.
         if not missing:
-            return report_fallback(repo, found, damage, 5)
+            return report_fallback(repo, found, damage)
         tried_and_present = {*numbers} - missing
         relisted: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
         newer = relisted[: relisted.index(found[0])] if found is not None and found[0] in relisted else relisted
         if not _has_committed(repo, [number for number in newer if number not in tried_and_present], group):
-            return report_fallback(repo, found, damage, 5)
+            return report_fallback(repo, found, damage)
         numbers = relisted
 
 
@@ -225,13 +225,8 @@ def _has_committed(repo: Repository, steps: Sequence[int], group: Group) -> bool
     )
 
 
-def report_fallback(
-    repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError], depth: int
-) -> tuple[int, T] | None:
-    """Warn of the skipped damaged steps, mark them as damaged, and return `found`. Raise IntegrityError if all are damaged.
-
-    depth: the number of stack frames from here up to the user's call, at which the warning points.
-    """
+def report_fallback(repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError]) -> tuple[int, T] | None:
+    """Warn of the skipped damaged steps, mark them as damaged, and return `found`. Raise IntegrityError if all are damaged."""
     mark_damaged_in_all_tiers(repo, damage)
     if found is None and damage:
         newest, *others = damage.values()
@@ -244,5 +239,5 @@ def report_fallback(
         assert found is not None
         message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"
         log.error(message)
-        warnings.warn(message, stacklevel=depth)
+        warn_user(message)
     return found

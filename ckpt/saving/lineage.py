@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt.format.training_lines import TrainingLine, order_steps
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.storage.base.errors import CkptError
+from ckpt.support.user_warning import warn_user
 
 log = logging.getLogger("ckpt")
 
@@ -129,7 +129,7 @@ class LineSegment:
             "begin a new run, use a new folder, or delete the old steps"
         )
         log.warning(message)
-        warnings.warn(message, stacklevel=2)  # raised in a thread of the save, which has no line of the user's code
+        warn_user(message)
 
 
 class Lineage:

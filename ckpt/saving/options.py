@@ -16,7 +16,7 @@ from ckpt.storage.base.errors import InvalidArgument
 from ckpt.support.validation import check_switch, checked_bytes, checked_positive, checked_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to save. See `ckpt.save` for what each means to a user."""
 

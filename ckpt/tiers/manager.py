@@ -15,7 +15,6 @@ import errno
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError
 from ckpt.storage.base.store import Store
+from ckpt.support.user_warning import warn_user
 from ckpt.tiers.background_copier import Promoter
 from ckpt.tiers.copy_check import is_intact_copy
 from ckpt.tiers.copy_step import missing_packs, promote
@@ -135,7 +135,7 @@ class TierManager:
                 except StoreError as error:  # all ranks of a group get the same error
                     message = f"the tier {repo.url} is not used, and saves go to the next tier: {error}"
                     log.error(message)
-                    warnings.warn(message, stacklevel=3)
+                    warn_user(message)
             entered = [place.session.repo for place in self._open_tiers]
             bind_to_repository(entered, group.rank == 0)
             self._previous_memories = previous_memories(record) if any(tier.url == MEMORY for tier in tiers) else []
@@ -364,7 +364,7 @@ class TierManager:
             for name in remove_bad_copies(self.repository.store, partial(is_intact_copy, self.repository)):
                 message = f"{name} was damaged, and is removed: a further tier has an intact copy, which was read"
                 log.error(message)
-                warnings.warn(message, stacklevel=3)
+                warn_user(message)
         except StoreError as error:
             log.warning("a damaged copy can't be removed, and is not used: %s", error)
         self.catch_up()
