@@ -31,6 +31,7 @@ from support import SOAK
 
 import ckpt
 from ckpt.recovery.agent import agent
+from ckpt.recovery.agent.host_options import HostOptions
 from ckpt.recovery.goodput.ledger import total_seconds_by_category
 from ckpt.recovery.memory_tier import local
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
@@ -674,7 +675,7 @@ def test_an_address_of_another_host_leaves_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(agent, "_shared_memory_folder", lambda: str(tmp_path))
     with contextlib.closing(SqliteRunLog(tmp_path)) as record:
         with pytest.raises(CkptError, match="give one of this host as --address"):
-            agent.Agent(RunSpec(("true",), 1), agent.HostOptions("a", tmp_path, "192.0.2.1"), record, print)
+            agent.Agent(RunSpec(("true",), 1), HostOptions("a", tmp_path, "192.0.2.1"), record, print)
         assert not list(tmp_path.glob("ckpt-run-*"))
 
 

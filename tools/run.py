@@ -45,7 +45,8 @@ def command(state: str | None, job: JobOptions, host: HostRunOptions, security: 
     noticed when it hangs, too, and is asked to save before the job ends. Exit status: 0 all ranks ended well, 1 the job was
     given up, 128 + n it was ended by signal n.
     """
-    from ckpt.recovery.agent.agent import Agent, HostOptions
+    from ckpt.recovery.agent.agent import Agent
+    from ckpt.recovery.agent.host_options import HostOptions
     from ckpt.recovery.run_log.base import open_run_log
 
     _set_rank_environment(job, security)

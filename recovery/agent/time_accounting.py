@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from ckpt.recovery.agent.followed_log import FollowedLog
 from ckpt.recovery.coordinator.coordinator import Coordinator
 from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, TimeCategory, ledger_file_name, read_ledger_file
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
-from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import LeadFacts, facts_of
 from ckpt.recovery.run_log.run_state import RunState
 
@@ -21,7 +20,7 @@ class TimeAccounting:
     name: of its host. alone: there is no other. log: of the run; it grows. coordinator: has heard of the other agents.
     """
 
-    def __init__(self, folder: Path, name: str, single_host: bool, log: Sequence[LogEntry], coordinator: Coordinator) -> None:
+    def __init__(self, folder: Path, name: str, single_host: bool, log: FollowedLog, coordinator: Coordinator) -> None:
         self._folder, self._name, self._single_host, self._log, self._coordinator = folder, name, single_host, log, coordinator
         self._ledger: GoodputLedger | None = None
 
@@ -82,7 +81,9 @@ class TimeAccounting:
         """By CLOCK_MONOTONIC; None: with this process, which has begun the run."""
         if self._single_host:
             return None
-        leads = [entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log)) if entry.kind == "lead"]
+        leads = [
+            entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log.entries)) if entry.kind == "lead"
+        ]
         leaders = [facts_of(entry, LeadFacts).name for entry in leads]
         ledgers = {name: read_ledger_file(self._folder / ledger_file_name(name)) for name in set(leaders)}
         until = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}

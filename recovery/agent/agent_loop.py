@@ -1,0 +1,243 @@
+"""The loop of an agent: see how the ranks are, do what the log says, take part in deciding, wait."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from dataclasses import dataclass, replace
+
+from ckpt.recovery.agent.agent_identity import AgentIdentity
+from ckpt.recovery.agent.followed_log import FollowedLog
+from ckpt.recovery.agent.heartbeat import AgentHeartbeat
+from ckpt.recovery.agent.host_lease import HostLease
+from ckpt.recovery.agent.host_memory import HostMemory
+from ckpt.recovery.agent.host_ranks import HostRanks
+from ckpt.recovery.agent.memory_drain import SharedMemoryDrain, drain_host_memory
+from ckpt.recovery.agent.time_accounting import TimeAccounting
+from ckpt.recovery.agent.user_messages import UserMessages, describe_pending, leave_seconds
+from ckpt.recovery.coordinator.coordinator import Coordinator
+from ckpt.recovery.goodput.ledger import TimeCategory
+from ckpt.recovery.policy.coordinated_stop import StopRequest
+from ckpt.recovery.ranks.signals import Signals
+from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.entry_drafts import draft_end
+from ckpt.recovery.run_log.entry_facts import EndFacts, RunFacts, facts_of
+from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
+from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
+
+_TICK_SECONDS = 0.05
+_TIDY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """What an agent consists of from the beginning to the end of a run. Each part owns its own state."""
+
+    identity: AgentIdentity
+    spec: RunSpec
+    run_id: str
+    signals: Signals
+    select: selectors.BaseSelector
+    messages: UserMessages
+    log: FollowedLog
+    ranks: HostRanks
+    memory: HostMemory
+    coordinator: Coordinator
+    accounting: TimeAccounting
+    lease: HostLease
+    heartbeat: AgentHeartbeat
+
+
+def make_report(identity: AgentIdentity, signals: Signals, ranks: HostRanks, memory: HostMemory) -> AgentReport:
+    """What an agent says of itself now."""
+    return memory.add_to_report(ranks.add_to_report(identity.report(signals)))
+
+
+class AgentLoop:
+    """Of one agent in one run. Owned by the main thread."""
+
+    def __init__(self, parts: AgentParts) -> None:
+        self._parts = parts
+        self.status: int | None = None
+        """With which the run has ended, by its log."""
+        self._is_leaving = False
+        self._tidy_at = 0.0
+
+    def run(self) -> int:
+        """Until the run has ended, or can do without this agent, which was asked to end. The exit status of the agent."""
+        parts = self._parts
+        while True:
+            self._poll()
+            self._handle_contact_loss()
+            try:
+                while self.status is None and (self._follow_log() or self._coordinate()):
+                    pass
+                parts.messages.end_state_error()
+            except StoreError as error:
+                self._handle_state_error(error)
+            if self.status is not None:
+                return self.status
+            if parts.signals.first and self._can_leave():
+                return 128 + parts.signals.first
+            self._wait()
+
+    def finish(self) -> None:
+        """End the ranks, and drain the memory where the run is over."""
+        parts = self._parts
+        self._stop_ranks()
+        if self.status is None:
+            return
+        if parts.memory.folder is None:
+            self._drain_shared_memory()
+        else:
+            drain_host_memory(parts.memory, parts.log, parts.messages)
+
+    def can_free_memory(self) -> bool:
+        """Where this agent leaves and the run goes on: whether that can do without the memory of this host."""
+        return self._is_leaving and not self._is_memory_needed()
+
+    # --- this host -----------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        parts = self._parts
+        parts.memory.update(parts.log.run_state)
+        parts.ranks.poll(bool(parts.signals.first))
+        if parts.ranks.are_started and time.monotonic() >= self._tidy_at:
+            self._tidy_at = time.monotonic() + _TIDY_SECONDS
+            parts.memory.measure()
+            parts.ranks.tidy()
+
+    def _handle_contact_loss(self) -> None:
+        """Where contact with the others was lost the ranks have been ended: what is left of them is ended, and reported."""
+        parts = self._parts
+        parts.lease.set_reports(parts.coordinator.reports())
+        loss = parts.lease.take_loss()
+        ended_well = parts.ranks.have_ended and parts.ranks.failure is None
+        if loss is None or not parts.ranks.are_started or ended_well:
+            return
+        parts.messages.print(loss.user_message)
+        self._stop_ranks()
+        parts.ranks.set_failure(HostFailure("lost", (), loss.detail, loss.seconds))
+        parts.heartbeat.set_report(self._make_report())
+
+    def _stop_ranks(self) -> None:
+        if self._parts.ranks.stop(self._parts.lease):
+            self._account("stop")
+
+    def _wait(self) -> None:
+        """Until something happens, and not for long."""
+        for key, _ in self._parts.select.select(_TICK_SECONDS):
+            if key.data is self._parts.signals:
+                self._parts.signals.clear_wakeup()
+
+    def _make_report(self) -> AgentReport:
+        parts = self._parts
+        return make_report(parts.identity, parts.signals, parts.ranks, parts.memory)
+
+    def _account(self, category: TimeCategory) -> None:
+        self._parts.accounting.account(self._parts.log.run_state, category)
+
+    # --- what the log says ---------------------------------------------------------------------------------------
+
+    def _follow_log(self) -> bool:
+        """Make the ranks be as the log says; whether there was something to be done."""
+        parts = self._parts
+        is_alone_or_leads = parts.spec.hosts == 1 or parts.log.run_state.leader == parts.identity.name
+        if not is_alone_or_leads and parts.log.was_read_just_now():
+            return False
+        for entry in parts.log.read():
+            if entry.kind == "run" and facts_of(entry, RunFacts).run != parts.run_id:
+                raise CkptError("another run was begun there, and this one is over; give each its own --run-dir or --state")
+            parts.messages.print_entry(entry)
+            if entry.kind == "end":
+                self.status = facts_of(entry, EndFacts).status
+                return True
+        assert parts.log.run_state.last is not None
+        return self._follow_entry(parts.log.run_state.last)
+
+    def _follow_entry(self, last: LogEntry) -> bool:
+        """As the last entry that moves the run on has it."""
+        parts, run_state = self._parts, self._parts.log.run_state
+        attempt_goes_on = last.kind in ("start", "stop") and run_state.attempt == parts.ranks.attempt
+        if parts.ranks.are_started and not attempt_goes_on:
+            self._account("decide")
+            if last.kind == "failure" or (run_state.failures and run_state.failures[-1].cause in ("hang", "stopped")):
+                parts.ranks.save_stacks()
+            self._stop_ranks()
+            return True
+        own_index = next((i for i, member in enumerate(run_state.members) if self._is_this_agent(member)), None)
+        if last.kind == "start" and own_index is not None and run_state.attempt != parts.ranks.attempt:
+            self._account("spawn" if run_state.attempt == 0 else "decide")
+            self._start_ranks(own_index, last)
+            return True
+        if last.kind == "stop" and parts.ranks.are_started:
+            parts.ranks.request_stop(facts_of(last, StopRequest))
+        return False
+
+    def _is_this_agent(self, member: AttemptHost) -> bool:
+        return (member.name, member.incarnation) == (self._parts.identity.name, self._parts.identity.incarnation)
+
+    def _start_ranks(self, number: int, entry: LogEntry) -> None:
+        parts, run_state = self._parts, self._parts.log.run_state
+        try:
+            parts.ranks.start(entry, run_state, number, parts.memory.rank_environment(run_state), parts.lease)
+        except CkptError as error:  # reported, and decided on, as a failure of the ranks
+            if parts.spec.hosts == 1 and not isinstance(error, Unavailable):
+                parts.log.append([draft_end(entry.attempt, str(error), 1)])
+                raise
+
+    # --- deciding ------------------------------------------------------------------------------------------------
+
+    def _coordinate(self) -> bool:
+        """Take part in deciding; whether something was written."""
+        parts, own_report = self._parts, self._make_report()
+        parts.heartbeat.set_report(own_report)
+        before = parts.log.run_state
+        try:
+            return parts.coordinator.coordinate(before, own_report)
+        finally:  # also where it can't be known whether something was written: each report counts once
+            parts.accounting.account_by_reports(before, own_report)
+
+    def _handle_state_error(self, error: StoreError) -> None:
+        parts = self._parts
+        pending = describe_pending(parts.signals.first, parts.ranks.failure, parts.ranks.have_ended, parts.spec)
+        parts.messages.print_state_error(error, pending)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _can_leave(self) -> bool:
+        """Whether the run can do without this agent, which was asked to end."""
+        parts, run_state = self._parts, self._parts.log.run_state
+        last = run_state.last
+        assert last is not None
+        if not parts.ranks.are_started and parts.spec.hosts > 1 and last.kind == "decision":
+            self._is_leaving = True
+        takes_part = any(map(self._is_this_agent, run_state.members))
+        if not parts.ranks.are_started and last.kind == "start" and not takes_part:
+            self._is_leaving = True
+        if self.can_free_memory():
+            return True
+        return time.monotonic() - parts.signals.first_at > leave_seconds(parts.spec)  # nobody decides any more
+
+    def _is_memory_needed(self) -> bool:
+        parts = self._parts
+        return parts.memory.is_needed(parts.log.run_state, parts.coordinator.reports())
+
+    def _drain_shared_memory(self) -> None:
+        """Until it is done, or one is asked once more to end."""
+        parts = self._parts
+        drain = SharedMemoryDrain(parts.log, parts.coordinator, parts.messages, parts.run_id, parts.identity.name)
+        signals, until = parts.signals.count, time.monotonic() + parts.spec.give_up_seconds
+        while drain.is_pending() and parts.signals.count == signals and time.monotonic() < until:
+            own_report = replace(self._make_report(), leaving=0)  # who leads now leads to the end
+            parts.heartbeat.set_report(own_report)
+            try:
+                drain.advance(own_report)
+                until = time.monotonic() + parts.spec.give_up_seconds
+            except StoreError as error:
+                self._handle_state_error(error)
+            self._poll()
+            self._wait()
+        if drain.is_pending():
+            parts.messages.print("what may be only in memory was not brought home; the memory is kept: start ckpt-run again")
