@@ -517,7 +517,9 @@ def test_no_python_after_all(begin: Starter, tmp_path: Path) -> None:
 def test_what_has_changed_is_not_run_warm(begin: Starter, tmp_path: Path, what: str) -> None:
     """A newer version of what was imported ahead, or a script that may go another way, starts anew."""
     site = libraries(tmp_path, good="")
-    path = script(tmp_path / "here", "import good\nfrom ckpt import imports\nimports.write_report()\nprint('old')\n")
+    path = script(
+        tmp_path / "here", "import good\nfrom ckpt.training import import_report\nimport_report.write_report()\nprint('old')\n"
+    )
     command, page = [sys.executable, path], str(tmp_path / "page")
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=str(site)) == 0
     forge = begin(command, import_report.report_path(page), PYTHONPATH=str(site))

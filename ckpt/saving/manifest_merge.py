@@ -234,7 +234,7 @@ class _Rows:
         return StepRefused(
             f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; if only some ranks have this "
             "leaf, or each has a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
-            "where a Shard says replica=(i, n), a rank must bring each i"
+            "where a Shard has replica=(i, n), a rank must save each i"
         )
 
     # --- for messages --------------------------------------------------------------------------------------------

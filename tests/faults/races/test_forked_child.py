@@ -159,7 +159,7 @@ from ckpt.training import heartbeat_page as pulses
 page = pulses.HeartbeatPage(url + "/page", new=True)
 os.environ[pulses.PAGE_VARIABLE] = url + "/page"
 saver = ckpt.Checkpointer(url + "/run", every=1000)
-data = ckpt.training.heartbeat_page.mine()
+data = ckpt.training.heartbeat_page.own_page()
 for step in range(3):
     saver.step(step, state_of(0), loss=1.0)
 before = page.read()
@@ -167,7 +167,7 @@ assert before.step == 2
 
 def child():
     refused(lambda: saver.step(3, state_of(0), loss=float("nan")))
-    data.took(99)
+    data.publish_batch(99)
     with pulses.phase("eval"):
         pass
     saver.close()

@@ -235,7 +235,7 @@ def test_a_meeting_whose_record_is_damaged_is_left_alone(tmp_path: Path) -> None
     store.put(f"{RENDEZVOUS_FOLDER}/left-2-bb/hello-1-cc", own_hello().encode())
     meeting = StoreRendezvous.__new__(StoreRendezvous)
     meeting._store, meeting._own_hello = store, own_hello()
-    meeting._job_id = type("Job", (), {"named": False, "digest": "mine"})()
+    meeting._job_id = type("Job", (), {"is_named": False, "digest": "mine"})()
     meeting._remove_stale(f"{RENDEZVOUS_FOLDER}/mine")
     assert set(store.list_folders(RENDEZVOUS_FOLDER)) == {"other-2-aa"}
 

@@ -59,7 +59,7 @@ def test_each_path_makes_its_url_again(names: str, files: CkptFileSystem) -> Non
         assert again is files
         assert inner == found
         assert fs.exists(found)
-    assert {fs.at(found).path: fs.cat_file(found) for found in fs.find(path)} == FILES
+    assert {fs.resolve(found).path: fs.cat_file(found) for found in fs.find(path)} == FILES
     assert fs._parent(fs._strip_protocol(f"{url}/d")) == path
 
 

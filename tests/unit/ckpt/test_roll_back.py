@@ -189,7 +189,7 @@ def test_a_loop_that_is_run_again_in_one_process_sets_the_old_steps_aside(tmp_pa
     with ckpt.Checkpointer(url, **options) as ck:
         with pytest.warns(UserWarning, match="step 0 is saved without a restore"):
             ck.save(0, state_of(0), blocking=True)
-            ck.wait()
+        ck.wait()
         for step in range(1, 6):
             ck.save(step, state_of(step), blocking=True)
             ck.wait()
