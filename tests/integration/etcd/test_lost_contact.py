@@ -219,7 +219,8 @@ def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tu
     forget()
     one.hosts.unplug(victim)
     until(lambda: not any(processes.process_state(pid) not in ("", "Z") for pid in pids))
-    assert not one.lost(), "its main thread is still in a look-up"
+    # Its main thread is mostly still in a look-up then. Where it was between two calls, it has reported the loss already.
+    assert one.lost() in ([], ["abc"[victim]])
     one.hosts.plug(victim)
     until(lambda: one.lost() == ["abc"[victim]], 90)
 
