@@ -92,7 +92,8 @@ def room_of(module: str) -> Room:
     return known[name]
 
 
-def imports(module: str, with_types: bool = False) -> set[str]:
+@cache
+def imports(module: str, with_types: bool = False) -> frozenset[str]:
     """The modules of the project that a module imports, at its top or inside of a function.
 
     with_types: also those that only type checkers import.
@@ -100,7 +101,7 @@ def imports(module: str, with_types: bool = False) -> set[str]:
     names = modules()
     tree = ast.parse(names[module].read_text())
     nodes = ast.walk(tree) if with_types else _running(tree)
-    return {target for node in nodes for target in _targets(node, names)} - {module}
+    return frozenset(target for node in nodes for target in _targets(node, names)) - {module}
 
 
 def forbidden(module: str, with_types: bool = True) -> list[str]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -336,6 +336,20 @@ def drop_cache(*files: Path) -> None:
                 if not any(cached_pages(file)):
                     break
                 time.sleep(0.01)
+
+
+def bypasses_cache(files: Sequence[Path], read: Callable[[], object], is_left: Callable[[], bool]) -> bool:
+    """Whether a read of these files from the disk leaves their pages out of the page cache.
+
+    To ask whether a page is in the page cache makes Linux read it. About once in a thousand times that ends before the
+    answer, which then is yes, and the read goes through the page cache: so there are three tries.
+    """
+    for _ in range(3):
+        drop_cache(*files)
+        read()
+        if not is_left():
+            return True
+    return False
 
 
 def is_cached(file: Path, position: int) -> bool:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / ".ci"))
 import map as code_map  # noqa: E402
 import rooms  # noqa: E402
 
-LAYERS = ("storage", "aggregator", "ckpt", "recovery", "tools")  # each may import itself and those before it
+LAYERS = tuple(rooms.FOLDERS)  # each may import itself and those before it
 HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
 FRAMEWORK_FILES = {
     "ckpt/state/leaves/torch.py": "torch",

@@ -7,7 +7,10 @@ import time
 
 
 def new_version() -> str:
-    """Of a content; begins with the time, so that what nobody refers to can be told from what is being written."""
+    """Return a name for new content.
+
+    It begins with the time, which tells an old object without a record from one that is still being written.
+    """
     return f"{int(time.time()):010x}{secrets.token_hex(11)}"
 
 

@@ -113,7 +113,7 @@ class FileReader(Reader):
         return {by_member[m]: data for m, data in answers.items()}, {by_member[m]: e for m, e in errors.items()}
 
     def _read_any_copy(self, layout: FileLayout, stripe: Stripe, first: int, last: int, out: memoryview) -> None:
-        """One of the copies; the next one where that fails, and beside it where that is slow."""
+        """Read one of the copies. Where that fails, read the next one; where it is slow, read the next one at the same time."""
         copies = self._order_fragments(layout, stripe)
         if len(copies) < 2:
             failing: dict[int, StoreError] = {}

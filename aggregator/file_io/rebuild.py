@@ -170,7 +170,7 @@ class _NewObjects:
         """Names of those that did not take everything."""
 
     def is_writable(self, member: str) -> bool:
-        """Whether a member can be written to. One that can't is told, and asked but once."""
+        """Whether a member can be written to. A member that can't is reported, and is asked only once."""
         return self.objects[self._writer_of(member)[0]].name not in self.failed
 
     def append(self, member: str, share: np.ndarray) -> tuple[int, int] | None:

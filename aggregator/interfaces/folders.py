@@ -23,9 +23,7 @@ class ParentCheck:
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._valid_until: dict[
-            str, float
-        ] = {}  # folders, and until when they are taken for that: most files lie beside others
+        self._valid_until: dict[str, float] = {}  # folders, and until when each is known to exist: most files lie beside others
 
     def check(self, path: str) -> None:
         """Raises NotADirectoryError where a file can't be written."""

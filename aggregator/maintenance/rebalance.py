@@ -70,10 +70,9 @@ def remove_member(
     if len(remaining) < redundancy.total_fragments:
         raise InvalidArgument(
             f"without {member} {len(remaining)} members answer and {redundancy} needs {redundancy.total_fragments}; start "
-            "the others, or another "
-            "one and name it in the URL, or write with less redundancy"
+            "the others, or another one and name it in the URL, or write with less redundancy"
         )
-    change_ring(namespace, remaining, member, is_destroyed)  # from now on whoever writes is told to leave it alone
+    change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer gets this member
     done, empty_rounds = RepairReport(), 0
     while member in answers and not is_destroyed and empty_rounds < 2:  # until nothing is left that was under way then
         moved = _move_off(namespace, member, progress)

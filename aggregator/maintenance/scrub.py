@@ -1,6 +1,6 @@
 """Finding what is missing, rotten or forgotten in a namespace.
 
-A survey lists what members hold and sets it beside the records. A scrub lets members read and check what they hold, too.
+A survey lists what members hold and compares it with the records. A scrub also makes members read and check what they hold.
 """
 
 from __future__ import annotations
