@@ -22,7 +22,7 @@ from ckpt.loading.group_load import (
     require_same_step,
     run_on_all_ranks,
 )
-from ckpt.loading.shared_read import ShareReads, read_shared
+from ckpt.loading.shared_read import BlockSource, ShareReads, read_shared
 from ckpt.loading.target_matching import Finish, TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
@@ -220,21 +220,10 @@ def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any
     # Multi-rank steps are almost always loaded to resume, so bypass the page cache.
     bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1
     read_plan, finish = run_on_all_ranks(group, lambda: _plan_load(checkpoint, request, bypass_cache))
-    algorithm, where = checkpoint.manifest().digest_algorithm, checkpoint.where
+    source = BlockSource(checkpoint.store, checkpoint.manifest().digest_algorithm, checkpoint.where, request.progress)
     packs = [file.name for file in checkpoint.commit.packs]
     run_on_all_ranks(
-        group,
-        lambda: read_shared(
-            checkpoint.store,
-            algorithm,
-            read_plan,
-            packs,
-            where,
-            group,
-            request.share_reads,
-            request.progress,
-            bypass_cache=bypass_cache,
-        ),
+        group, lambda: read_shared(source, read_plan, packs, group, request.share_reads, bypass_cache=bypass_cache)
     )
     loaded = run_on_all_ranks(group, finish)
     log.info("loaded %s: %s", checkpoint.where, checkpoint.protection)

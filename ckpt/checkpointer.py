@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from ckpt.api import check_step, load_newest, load_step
 from ckpt.block_io import staging_arena as arenas
@@ -50,6 +50,17 @@ from ckpt.training.save_schedule import SaveSchedule
 log = logging.getLogger("ckpt")
 
 _STEP, _COMPILE, _END = map(pulses.PHASES.index, ("step", "compile", "end"))
+
+
+class _IdleWindow(NamedTuple):
+    """The steps that need nothing but a heartbeat. It is a tuple because each of these steps unpacks it."""
+
+    page: pulses.HeartbeatPage
+    after_step: int
+    until_step: int
+    """The first step that may need more."""
+    deadline_ns: int
+    """The time on CLOCK_MONOTONIC from which a step may need more."""
 
 
 class Checkpointer:
@@ -139,8 +150,7 @@ class Checkpointer:
         if self._schedule is not None:
             self._options = replace(self._options, propose_next_step=self._schedule.propose_next_step)
         self._import_reports_left = 2
-        self._idle_window: tuple[pulses.HeartbeatPage, int, int, int] | None = None
-        """When a step needs nothing but a heartbeat: the page, after which step, before which step, before which time in ns."""
+        self._idle_window: _IdleWindow | None = None
         self._has_restored_or_saved = False
         self._session: Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
@@ -244,7 +254,8 @@ class Checkpointer:
         """
         if (idle_window := self._idle_window) is not None:
             try:
-                if step > idle_window[1] and idle_window[0].beat_if_idle(step, loss, idle_window[2], idle_window[3]):
+                page, after_step, until_step, deadline_ns = idle_window
+                if step > after_step and page.beat_if_idle(step, loss, until_step, deadline_ns):
                     return None
             except TypeError:  # not a number; check_step raises InvalidArgument for it
                 pass
@@ -268,7 +279,7 @@ class Checkpointer:
             return None
         return self._save(step, state, False, False, is_loss_finite=loss is not None)
 
-    def _idle_window_after(self, step: int, page: pulses.HeartbeatPage) -> tuple[pulses.HeartbeatPage, int, int, int] | None:
+    def _idle_window_after(self, step: int, page: pulses.HeartbeatPage) -> _IdleWindow | None:
         """Return the window in which a step needs only a heartbeat, because no save runs or is due; None if unknown."""
         under_way = self._last_save is not None and not self._last_save.done()
         if (
@@ -281,7 +292,7 @@ class Checkpointer:
             return None
         if self._last_save is not None and self._import_reports_left:
             return None
-        every, until_step, until = self._every, sys.maxsize, sys.maxsize
+        every, until_step, deadline_ns = self._every, sys.maxsize, sys.maxsize
         if isinstance(every, int):
             until_step = step + every - (step + 1) % every
         elif self._schedule is not None:
@@ -289,8 +300,8 @@ class Checkpointer:
                 return None
             until_step = due
         elif every is not None:
-            until = int(1e9 * (self._last_save_started_at + self._interval()))
-        return page, step, until_step, until
+            deadline_ns = int(1e9 * (self._last_save_started_at + self._interval()))
+        return _IdleWindow(page, step, until_step, deadline_ns)
 
     def _publish_step(self, page: pulses.HeartbeatPage, step: int, state: Any, loss: Any) -> None:
         if loss is not None and self._loss_monitor is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -43,10 +44,40 @@ MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 20, 128 << 20
 """The least and the most shared memory of the ranks of one host; between these limits, two blocks for each rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """From where the blocks of one step are read."""
+
+    store: Store
+    algorithm: str
+    """The digest algorithm of the step."""
+    where: str
+    """The step, for messages."""
+    progress: Progress | None = None
+    """Called with the number of bytes just read from the store."""
+
+    def read(self, read_plan: list[BlockRead]) -> None:
+        """Read blocks without another rank."""
+        read_blocks(self.store, self.algorithm, read_plan, self.where, self.progress)
+
+    def reader(self) -> BlockReader:
+        """Return the reader with which one thread reads from the store."""
+        return BlockReader(self.store, self.algorithm, self.where, self.progress)
+
+    def acceptor(self) -> BlockReader:
+        """Return the reader with which one thread takes over bytes that were read already."""
+        return BlockReader(self.store, self.algorithm, self.where, None)
+
+
 def read_shared(
-    store: Store, algorithm: str, read_plan: list[BlockRead], packs: Sequence[str], where: str, group: Group,
-    share: ShareReads, progress: Progress | None = None, *, bypass_cache: bool = False,
-) -> None:  # fmt: skip
+    source: BlockSource,
+    read_plan: list[BlockRead],
+    packs: Sequence[str],
+    group: Group,
+    share: ShareReads,
+    *,
+    bypass_cache: bool = False,
+) -> None:
     """Read blocks as `read_blocks` does, with shared reads. Every rank of the group must call it, whatever it needs.
 
     packs: the names of all packs of the step, in the same order on all ranks.
@@ -58,13 +89,13 @@ def read_shared(
     if group.size == 1 or not (group.can_exchange or one_host):
         for block in read_plan:
             block.bypass_cache = bypass_cache and group.size == 1
-        read_blocks(store, algorithm, read_plan, where, progress)
+        source.read(read_plan)
         return
     number = {name: i for i, name in enumerate(packs)}
     keys = [(number[w.row.pack or ""], w.row.position) for w in read_plan]
     shareable = zip(keys, read_plan, strict=True) if share is not False else ()
     stretches = [(*k, w.row.raw, w.row.stored, *s) for k, w in shareable for s in w.raw_ranges()]
-    facts, needs = _gather_needs(group, _rank_read_facts(store, share, bypass_cache), np.array(stretches, np.int64))
+    facts, needs = _gather_needs(group, _rank_read_facts(source.store, share, bypass_cache), np.array(stretches, np.int64))
     by_key = dict(zip(keys, read_plan, strict=True))
     blocks = needs_by_block(needs)
     saves_enough = is_worth_sharing(blocks)
@@ -81,13 +112,13 @@ def read_shared(
     own_reads = [w for k, w in by_key.items() if k not in shared_reads]
     if window is not None:
         with window:
-            completed = _read_through_window(window, store, algorithm, where, progress, group, own_and_shared)
+            completed = _read_through_window(window, source, group, own_and_shared)
         if completed:
-            read_blocks(store, algorithm, own_reads, where, progress)
+            source.read(own_reads)
     elif by_messages:
-        _read_by_messages(store, algorithm, where, progress, group, own_and_shared, own_reads)
+        _read_by_messages(source, group, own_and_shared, own_reads)
     else:
-        read_blocks(store, algorithm, read_plan, where, progress)
+        source.read(read_plan)
 
 
 class RankReadFacts(NamedTuple):
@@ -145,10 +176,20 @@ def _open_window(shared_reads: Mapping[BlockKey, SharedRead], group: Group) -> S
     )
 
 
+class _OwnJob(NamedTuple):
+    """A job of this rank, which it reads into the window."""
+
+    block: int
+    """The index of the shared block."""
+    wanted: BlockRead
+    number: int
+    """The index of the job in the window."""
+    job: ReadJob
+
+
 def _read_through_window(
-    window: SharedWindow, store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
-    shared_reads: list[tuple[BlockRead | None, SharedRead]],
-) -> bool:  # fmt: skip
+    window: SharedWindow, source: BlockSource, group: Group, shared_reads: list[tuple[BlockRead | None, SharedRead]]
+) -> bool:
     """Read the jobs of this rank into the window, and copy what it needs from there, while the other ranks do the same.
 
     shared_reads: all shared blocks, each with this rank's read of it, or None if it needs nothing of it.
@@ -156,38 +197,14 @@ def _read_through_window(
     Returns whether all bytes have arrived; False if another rank failed.
     """
     own_jobs = [
-        (block, wanted, number, job)
+        _OwnJob(block, wanted, number, job)
         for block, (wanted, turn) in enumerate(shared_reads) if wanted is not None
         for number, job in enumerate(turn.jobs, turn.first_job) if job.reader == group.rank
     ]  # fmt: skip
-    remaining_jobs, lock = iter(own_jobs), threading.Lock()
-
-    def read() -> None:
-        worker = BlockReader(store, algorithm, where, progress)
-        while True:
-            with lock:  # jobs start in the order in which slots become free, so one thread waits for all
-                found = next(remaining_jobs, None)
-                if found is None:
-                    return
-                block, wanted, number, job = found
-                slot = window.wait_for_free_slot(block)
-            worker.fetch(wanted, job.begin, job.end, slot[job.begin : job.end])
-            window.mark_ready(number)
-
-    def place() -> None:
-        worker = BlockReader(store, algorithm, where, None)
-        for block, (wanted, turn) in enumerate(shared_reads):
-            if wanted is not None:
-                for begin, end in wanted.raw_ranges():
-                    for number, job in enumerate(turn.jobs, turn.first_job):
-                        if max(begin, job.begin) < min(end, job.end):
-                            window.wait_until_ready(number, job.reader)
-                    worker.accept(wanted, begin, window.slot(block)[begin:end])
-            window.release(block)
-
     threads = READ_THREADS
-    if not any(wanted.row.codec for _, wanted, _, _ in own_jobs):  # a thread that decodes needs memory for a whole block
+    if not any(own.wanted.row.codec for own in own_jobs):  # a thread that decodes needs memory for a whole block
         threads = max(threads, STREAM_THREADS // group.size)
+    remaining_jobs, lock = iter(own_jobs), threading.Lock()
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:
@@ -197,14 +214,14 @@ def _read_through_window(
             errors.append(error)
             window.mark_failed()
 
-    def both(pool: DaemonThreadPool) -> None:
+    def read_and_place(pool: DaemonThreadPool) -> None:
         for _ in range(min(threads, len(own_jobs))):
-            pool.submit(guarded, read)
-        place()
+            pool.submit(guarded, lambda: _fill_window(window, source, remaining_jobs, lock))
+        _place_from_window(window, source, shared_reads)
 
     try:
         with DaemonThreadPool(threads, "ckpt-read") as pool:
-            guarded(lambda: both(pool))
+            guarded(lambda: read_and_place(pool))
         for error in errors:
             if not isinstance(error, RankFailed):
                 raise error
@@ -215,14 +232,44 @@ def _read_through_window(
         errors.clear()
 
 
+def _fill_window(window: SharedWindow, source: BlockSource, jobs: Iterator[_OwnJob], lock: threading.Lock) -> None:
+    """Read jobs into the window until there are no more.
+
+    lock: guards `jobs`, from which several threads take.
+    """
+    reader = source.reader()
+    while True:
+        with lock:  # jobs start in the order in which slots become free, so one thread waits for all
+            own = next(jobs, None)
+            if own is None:
+                return
+            slot = window.wait_for_free_slot(own.block)
+        reader.fetch(own.wanted, own.job.begin, own.job.end, slot[own.job.begin : own.job.end])
+        window.mark_ready(own.number)
+
+
+def _place_from_window(
+    window: SharedWindow, source: BlockSource, shared_reads: list[tuple[BlockRead | None, SharedRead]]
+) -> None:
+    """Copy what this rank needs to its targets, block by block as they are ready."""
+    acceptor = source.acceptor()
+    for block, (wanted, turn) in enumerate(shared_reads):
+        if wanted is not None:
+            for begin, end in wanted.raw_ranges():
+                for number, job in enumerate(turn.jobs, turn.first_job):
+                    if max(begin, job.begin) < min(end, job.end):
+                        window.wait_until_ready(number, job.reader)
+                acceptor.accept(wanted, begin, window.slot(block)[begin:end])
+        window.release(block)
+
+
 def _read_by_messages(
-    store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
-    shared_reads: list[tuple[BlockRead | None, SharedRead]], own_reads: list[BlockRead],
-) -> None:  # fmt: skip
+    source: BlockSource, group: Group, shared_reads: list[tuple[BlockRead | None, SharedRead]], own_reads: list[BlockRead]
+) -> None:
     """Read the blocks that no other rank needs, then the shared blocks round by round."""
     failed: list[Exception] = []
     try:
-        read_blocks(store, algorithm, own_reads, where, progress)
+        source.read(own_reads)
     except Exception as error:  # continue, because the other ranks wait for messages of this rank
         failed.append(error)
     rounds = 1 + max(turn.round for _, turn in shared_reads)
@@ -231,15 +278,14 @@ def _read_by_messages(
         if wanted is not None:
             by_round[turn.round].append((wanted, turn))
     for of_round in by_round:
-        _run_round(store, algorithm, where, progress, group, of_round, failed)
+        _run_round(source, group, of_round, failed)
     if failed:
         raise failed[0]
 
 
 def _run_round(
-    store: Store, algorithm: str, where: str, progress: Progress | None, group: Group,
-    shared_reads: list[tuple[BlockRead, SharedRead]], failed: list[Exception],
-) -> None:  # fmt: skip
+    source: BlockSource, group: Group, shared_reads: list[tuple[BlockRead, SharedRead]], failed: list[Exception]
+) -> None:
     """Read the jobs of this rank, exchange messages, and copy the bytes to their targets.
 
     An error is added to `failed` and does not end the round, because the other ranks wait for the messages.
@@ -256,7 +302,7 @@ def _run_round(
     def read(i: int, job: ReadJob) -> None:
         try:
             if not hasattr(own, "worker"):
-                own.worker = BlockReader(store, algorithm, where, progress)
+                own.worker = source.reader()
             own.worker.fetch(shared_reads[i][0], job.begin, job.end, within(i, job.begin, job.end))
         except Exception as error:
             failed.append(error)
@@ -264,7 +310,7 @@ def _run_round(
     def accept(i: int) -> None:
         try:
             for first, buffer in buffers[i]:
-                BlockReader(store, algorithm, where, None).accept(shared_reads[i][0], first, buffer)
+                source.acceptor().accept(shared_reads[i][0], first, buffer)
         except Exception as error:
             failed.append(error)
 

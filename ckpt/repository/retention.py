@@ -11,7 +11,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.errors import SignatureError
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit
@@ -111,54 +111,13 @@ def sweep(
     store = repo.store
     active = lease.active_attempts()  # read before the listing, so that an attempt which commits later is in it
     sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
-    commits: dict[int, CommitRecord] = {}
-    damaged: set[int] = set()
-    unreadable: set[int] = set()
-    reserved: set[int] = set()  # steps whose publication was abandoned
-    unsigned: set[int] = set()
-    for step in repo.step_numbers():
-        if commit_name(step) in sizes:
-            try:
-                data = store.get_up_to(commit_name(step), MAX_RECORD_BYTES)
-                commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}")
-                if repo.keys:
-                    repo.decode(step, data)
-            except NotFound as error:
-                if sizes[commit_name(step)] <= RESERVATION_BYTES:
-                    reserved.add(step)
-                else:  # it was just listed, and no other process deletes here
-                    log.warning("nothing that step %d may need is deleted: %s", step, error)
-                    unreadable.add(step)
-            except SignatureError:  # not a good step, but its files stay as long as its record does
-                unsigned.add(step)
-            except IntegrityError:
-                damaged.add(step)
-            except CkptError as error:
-                log.warning("nothing that step %d may need is deleted: %s", step, error)
-                unreadable.add(step)
+    records = _read_records(repo, sizes)
     if keep is not None:
-        order = order_steps(
-            {step: commit.training_line for step, commit in commits.items() if step not in unsigned},
-            damaged | unreadable | reserved | unsigned,
-        )
-        # The training line of a damaged record is unknown. If steps are set aside, this may be one of them.
-        deletable = (commits.keys() | reserved | (set() if order.set_aside else damaged)) - set(spared_steps) - order.set_aside
-        doubtful = {*order.set_aside, *damaged_steps, *unsigned}
-        good = [
-            s for s in order.steps
-            if s in commits and s not in doubtful and has_all_files(commits[s], sizes)
-        ]  # fmt: skip
-        if expired_steps(deletable, good, keep, order.steps):  # before any is deleted, the kept ones must be complete
-            good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
-        for step in expired_steps(deletable, good, keep, order.steps):
-            failpoint("delete.commit")
-            store.delete([commit_name(step)])
-            if (deleted := commits.pop(step, None)) is not None:
-                replaced_files = {*replaced_files, *deleted.files()}
-            damaged.discard(step)
-    damaged |= unreadable
-    needed = {commit_name(step) for step in commits}.union(protected_packs, *active.values())
-    for commit in commits.values():
+        deleted = _delete_expired(repo, records, sizes, keep, spared_steps, damaged_steps)
+        replaced_files = {*replaced_files, *deleted}
+    damaged = records.damaged | records.unreadable
+    needed = {commit_name(step) for step in records.commits}.union(protected_packs, *active.values())
+    for commit in records.commits.values():
         needed.update(commit.files())
     to_delete = [name for name in sizes if name not in needed and _is_leftover(name, lease, active, damaged, replaced_files)]
     if damaged:  # an unreadable record may refer to any pack
@@ -171,6 +130,79 @@ def sweep(
     failpoint("delete.packs")
     store.delete(sorted(name for name in to_delete if "/pack/" in name))
     store.delete(obsolete_lease_records(repo))
+
+
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """The commit records of a repository, by step. The sets are of steps whose record is no good."""
+
+    commits: dict[int, CommitRecord] = field(default_factory=dict)
+    """All that could be decoded, those in `unsigned` included."""
+    damaged: set[int] = field(default_factory=set)
+    unreadable: set[int] = field(default_factory=set)
+    reserved: set[int] = field(default_factory=set)
+    """Steps whose publication was abandoned."""
+    unsigned: set[int] = field(default_factory=set)
+
+
+def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
+    """Return the commit records of all steps.
+
+    sizes: the bytes of each file of the repository, by name.
+    """
+    found = _Records()
+    for step in repo.step_numbers():
+        if commit_name(step) not in sizes:
+            continue
+        try:
+            data = repo.store.get_up_to(commit_name(step), MAX_RECORD_BYTES)
+            found.commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}")
+            if repo.keys:
+                repo.decode(step, data)
+        except NotFound as error:
+            if sizes[commit_name(step)] <= RESERVATION_BYTES:
+                found.reserved.add(step)
+            else:  # it was just listed, and no other process deletes here
+                log.warning("nothing that step %d may need is deleted: %s", step, error)
+                found.unreadable.add(step)
+        except SignatureError:  # not a good step, but its files stay as long as its record does
+            found.unsigned.add(step)
+        except IntegrityError:
+            found.damaged.add(step)
+        except CkptError as error:
+            log.warning("nothing that step %d may need is deleted: %s", step, error)
+            found.unreadable.add(step)
+    return found
+
+
+def _delete_expired(
+    repo: Repository,
+    records: _Records,
+    sizes: Mapping[str, int],
+    keep: Keep,
+    spared_steps: Collection[int],
+    damaged_steps: Collection[int],
+) -> set[str]:
+    """Delete the commit records of expired steps, also from `records`. Returns the files that these records named."""
+    commits, damaged, reserved, unsigned = records.commits, records.damaged, records.reserved, records.unsigned
+    order = order_steps(
+        {step: commit.training_line for step, commit in commits.items() if step not in unsigned},
+        damaged | records.unreadable | reserved | unsigned,
+    )
+    # The training line of a damaged record is unknown. If steps are set aside, this may be one of them.
+    deletable = (commits.keys() | reserved | (set() if order.set_aside else damaged)) - set(spared_steps) - order.set_aside
+    doubtful = {*order.set_aside, *damaged_steps, *unsigned}
+    good = [s for s in order.steps if s in commits and s not in doubtful and has_all_files(commits[s], sizes)]
+    if expired_steps(deletable, good, keep, order.steps):  # before any is deleted, the kept ones must be complete
+        good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
+    deleted_files: set[str] = set()
+    for step in expired_steps(deletable, good, keep, order.steps):
+        failpoint("delete.commit")
+        repo.store.delete([commit_name(step)])
+        if (deleted := commits.pop(step, None)) is not None:
+            deleted_files.update(deleted.files())
+        damaged.discard(step)
+    return deleted_files
 
 
 def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[str]) -> list[str]:
