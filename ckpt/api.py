@@ -31,9 +31,10 @@ from ckpt.saving import session_registry as sessions
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
-from ckpt.saving.pipeline import flatten_state, require_same_step_as_rank_0
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.rank_parts import TIMEOUT_SECONDS
+from ckpt.saving.save_plan import flatten_state
+from ckpt.saving.skipped_step import require_same_step_as_rank_0
 from ckpt.state.name_mapping import Rename, rename_tree
 from ckpt.state.name_patterns import Patterns, entries, matcher, require_match, select
 from ckpt.storage.base.errors import InvalidArgument

@@ -30,8 +30,9 @@ from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
-from ckpt.saving.pipeline import skip_step, staging_bytes
 from ckpt.saving.rank_parts import TIMEOUT_SECONDS
+from ckpt.saving.skipped_step import skip_step
+from ckpt.saving.staging_memory import staging_bytes
 from ckpt.saving.writer_session import Session
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_mapping import Rename

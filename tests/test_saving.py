@@ -76,7 +76,7 @@ def test_a_background_save_returns_when_staged(tmp_path):
 
 
 def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt.saving.pipeline.processor_count", lambda: 3)
+    monkeypatch.setattr("ckpt.saving.compute_slots.processor_count", lambda: 3)
     lock, hashing, seen = threading.Lock(), [0], []
 
     def counted(algorithm, data):
@@ -88,7 +88,7 @@ def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, mon
             hashing[0] -= 1
         return digest_and_cells(algorithm, data)
 
-    monkeypatch.setattr("ckpt.saving.pipeline.digest_and_cells", counted)
+    monkeypatch.setattr("ckpt.saving.block_writer.digest_and_cells", counted)
     ckpt.save({f"x{i}": np.full(1 << 20, i, np.float32) for i in range(20)}, tmp_path, blocking=False).result()
     assert len(seen) == 20
     assert max(seen) == 2

@@ -47,6 +47,10 @@ class GroupLease:
         self._group_attempts = AttemptCounter(number, rank, number * _NUMBERS_PER_GROUP, first_serial)
         writer.add_user(has_ranks=size > 1)
 
+    def count_progress(self) -> None:
+        """A save of this group has made progress."""
+        self.progress_count += 1
+
     def for_other_group(self, size: int) -> GroupLease:
         """The lease of another group of which this process is rank 0. Attempts of one are known to all."""
         self.writer.sweep_temporaries_once()

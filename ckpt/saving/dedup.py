@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt.block_io.block_check import verify_stored_block
@@ -87,3 +88,48 @@ def is_block_intact(
         log.warning("%s; it is written again, and not referred to", error)
         return False
     return True
+
+
+class PreviousBlockIndex:
+    """The blocks of the previous step that one attempt may refer to. Safe to use from many threads.
+
+    blocks: is changed where a block was read and found whole, so that the next attempt need not read it again.
+    """
+
+    def __init__(
+        self, store: Store, algorithm: str, blocks: PreviousBlocks, compute_slot: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._store = store
+        self._algorithm = algorithm
+        self._blocks = blocks
+        self._compute_slot = compute_slot
+        self._lock = threading.Lock()
+        """Guards what follows; not kept while a block is read."""
+        self._bad_blocks: set[tuple[bytes, int]] = set()
+        self._unreadable_packs: set[str] = set()
+
+    def find(self, key: tuple[bytes, int]) -> PreviousBlock | None:
+        """Where a block is stored already, None where it is to be written. key: its digest and raw length.
+
+        A block that another process has written is read first: it may have rotted.
+        """
+        previous = self._blocks.get(key)
+        return previous if previous is None or previous.is_verified else self._verify(key, previous)
+
+    def _verify(self, key: tuple[bytes, int], previous: PreviousBlock) -> PreviousBlock | None:
+        with self._lock:
+            if key in self._bad_blocks or previous.pack in self._unreadable_packs:
+                return None
+        try:
+            if is_block_intact(self._store, self._algorithm, key, previous, self._compute_slot):
+                verified = self._blocks[key] = replace(previous, is_verified=True)
+                return verified
+            with self._lock:
+                self._bad_blocks.add(key)
+        except StoreError as error:
+            with self._lock:
+                is_known = previous.pack in self._unreadable_packs
+                self._unreadable_packs.add(previous.pack)
+            if not is_known:
+                log.warning("%s; nothing of %s is referred to, but written again", error, previous.pack)
+        return None

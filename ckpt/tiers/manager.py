@@ -34,8 +34,9 @@ from ckpt.saving import session_registry as sessions
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.options import Options
-from ckpt.saving.pipeline import planned_bytes, skip_step
 from ckpt.saving.pipeline import save as run_save
+from ckpt.saving.save_plan import planned_bytes
+from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError
 from ckpt.storage.base.store import Store

@@ -1,0 +1,134 @@
+"""The second stage of a save: staged blocks are digested, encoded and written to packs, unless they are stored already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt.block_io.staging_arena import Region, round_up
+from ckpt.format import codec
+from ckpt.format.codec import CodecTuner
+from ckpt.format.digest import checksum, digest_and_cells
+from ckpt.format.manifest import StoredBlock
+from ckpt.format.pack import PackFile, PackWriter
+from ckpt.saving.changing_leaves import ChangingLeaves
+from ckpt.saving.compute_slots import ComputeSlots
+from ckpt.saving.dedup import PreviousBlock, PreviousBlockIndex, PreviousBlocks
+from ckpt.saving.nan_guard import NanGuard
+from ckpt.saving.save_plan import SavePlan
+from ckpt.saving.staging import StagedBlock
+from ckpt.saving.write_plan import Block
+
+_MAX_STORED_FRACTION = 0.98  # a block that a codec shrinks by less is stored as it is, and can then be read in parts
+
+
+@dataclass(frozen=True, slots=True)
+class WritingParts:
+    """What the writers of one attempt share. Each part is safe to use from many threads."""
+
+    plan: SavePlan
+    packs: PackWriter
+    previous: PreviousBlockIndex
+    changing: ChangingLeaves
+    nan: NanGuard
+    tuner: CodecTuner
+    slots: ComputeSlots
+    append_began: threading.Event
+    """Set before the first bytes go to the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBlocks:
+    """What an attempt has written."""
+
+    rows: list[StoredBlock]
+    """Of all blocks, in the order of the plan."""
+    blocks: PreviousBlocks
+    """The same, for the next step to refer to."""
+    referenced_packs: set[str]
+    """Packs of earlier steps that rows name."""
+    packs: list[PackFile]
+    """Made by this attempt, and durable."""
+
+
+class BlockWriter:
+    """Writes blocks for one thread, which alone changes it."""
+
+    def __init__(self, parts: WritingParts) -> None:
+        self._parts = parts
+        self.rows: list[tuple[int, StoredBlock]] = []
+        """With the numbers of the blocks."""
+        self.blocks: PreviousBlocks = {}
+        self.referenced_packs: set[str] = set()
+
+    def write(self, staged: StagedBlock) -> None:
+        """Store a block, or refer to where it is stored already."""
+        parts = self._parts
+        block, data = parts.plan.blocks[staged.number], staged.region.data
+        if staged.sums is not None:
+            block_digest, cells = staged.sums
+        else:
+            with parts.slots.slot():
+                block_digest, cells = digest_and_cells(parts.plan.algorithm, data[: block.nbytes].data)
+        if parts.nan.is_active:
+            with parts.slots.slot():
+                parts.nan.check(staged.number, data)
+        key = (block_digest, block.nbytes)
+        location = parts.previous.find(key)
+        if location is None:
+            with parts.slots.slot():
+                parts.changing.compare_block(block, parts.plan.specs, data)
+            location = self._append(block, staged.region)
+        else:
+            self.referenced_packs.add(location.pack)
+        self.blocks[key] = location
+        row = StoredBlock(
+            location.pack,
+            location.position,
+            location.stored,
+            block.nbytes,
+            location.codec,
+            block_digest,
+            location.checksum,
+            cells if location.codec is None else b"",
+        )
+        self.rows.append((staged.number, row))
+
+    def _append(self, block: Block, region: Region) -> PreviousBlock:
+        parts = self._parts
+        raw = region.data[: block.nbytes]
+        config = block.codec
+        if config == "auto":
+            config = parts.tuner.pick(parts.plan.leaves[block.pieces[0].leaf].dtype, raw, block.itemsize)
+        stored, padded, check = block.nbytes, region.data[: round_up(block.nbytes)], None
+        if config is not None:
+            with parts.slots.slot():
+                encoded = codec.encode(config, raw, block.itemsize)
+                if len(encoded) > _MAX_STORED_FRACTION * block.nbytes:
+                    config = None
+                else:
+                    stored, check = len(encoded), checksum(encoded)
+            if config is not None:
+                padded = region.data[: round_up(stored)]  # the raw bytes are not needed any more
+                padded[:stored] = encoded
+                padded[stored:] = 0
+        parts.append_began.set()
+        parts.tuner.write_began()
+        try:
+            pack, position = parts.packs.append(padded.data)
+        finally:
+            parts.tuner.write_ended(len(padded))
+        return PreviousBlock(pack, position, stored, config, check, is_verified=True)
+
+
+def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[PackFile]) -> WrittenBlocks:
+    """What the writers of all threads have written, once none of them writes any more."""
+    rows: dict[int, StoredBlock] = {}
+    blocks: PreviousBlocks = {}
+    referenced: set[str] = set()
+    for writer in writers:
+        rows.update(writer.rows)
+        blocks.update(writer.blocks)
+        referenced |= writer.referenced_packs
+    return WrittenBlocks([rows[number] for number in range(len(plan.blocks))], blocks, referenced, packs)

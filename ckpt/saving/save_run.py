@@ -1,0 +1,255 @@
+"""One attempt at one step, from the plan to the commit: its threads, and what ends them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+
+from ckpt.format import codec, manifest
+from ckpt.format.pack import PackWriter
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import step_folder
+from ckpt.repository.writer_lease import Attempt
+from ckpt.saving.attempt_failure import AttemptFailure
+from ckpt.saving.block_writer import BlockWriter, WritingParts, WrittenBlocks, join_written
+from ckpt.saving.changing_leaves import ChangingLeaves
+from ckpt.saving.committer import Committer
+from ckpt.saving.compute_slots import ComputeSlots
+from ckpt.saving.dedup import PreviousBlockIndex, StepBlocks
+from ckpt.saving.deferred_blocks import DeferredBlocks, find_deferred_blocks
+from ckpt.saving.handle import SaveHandle
+from ckpt.saving.nan_guard import NanGuard
+from ckpt.saving.options import Options
+from ckpt.saving.save_plan import SavePlan
+from ckpt.saving.skipped_step import give_up_attempt
+from ckpt.saving.staging import StagedBlocks, Stager
+from ckpt.saving.staging_memory import StagingMemory, background_arena_bytes, blocking_arena_bytes
+from ckpt.saving.writer_session import Session
+from ckpt.storage.base.errors import StoreError
+from ckpt.support.runtime import collector_paused, lower_thread_priority
+
+log = logging.getLogger("ckpt")
+
+_ENCODERS = 8
+"""Threads that encode and write, where a codec was asked for. Else there are as many as the store takes appends at once."""
+
+_YIELD_SECONDS = 0.05
+"""For so long, and no longer than half of what its own copying took, a rank lets the others of its host end theirs before it
+takes processors and memory from them: their training waits for it, and niceness may not count between processes (autogroup,
+sched(7)). Of four ranks on two processors the slowest then takes 1.2 times as long as a plain copy, without it 1.35."""
+
+
+class SaveRun:
+    """Threads: the caller stages, helpers of it stage too, writers write, and one of the background commits.
+
+    What they share is safe to use from many threads: the failure, the arena, the queue of staged blocks, and events. All else
+    is set here, or belongs to the thread that commits.
+    """
+
+    def __init__(
+        self, session: Session, handle: SaveHandle, attempt: Attempt, plan: SavePlan, options: Options, committer: Committer,
+        changing: ChangingLeaves,
+    ) -> None:  # fmt: skip
+        self._session = session
+        self._handle = handle
+        self._attempt = attempt
+        self._plan = plan
+        self._options = options
+        self._committer = committer
+        self._changing = changing
+        self._store = session.repo.store
+        self._where = f"saving step {plan.step} to {self._store.url}"
+        self._started_at = time.monotonic()
+        encodes = any(block.codec not in (None, "auto") for block in plan.blocks)
+        self._writer_count = _ENCODERS if encodes else self._store.parallel_appends
+        self._failure = AttemptFailure()
+        self._memory = StagingMemory()
+        self._failure.on_error(self._memory.abandon)
+        self._staged = StagedBlocks(self._writer_count)
+        self._stager = Stager(plan, self._memory, self._staged, self._failure, session.lease.count_progress)
+        self._eager_staged = threading.Event()
+        """In the background: set when all is staged that is not deferred, and the caller may go on."""
+        self._append_began = threading.Event()
+        self._copied_seconds = 0.0
+        """How long the caller has copied; written before the writers of a group may begin, unless the arena is full."""
+
+    # --- the two ways ------------------------------------------------------------------------------------------
+
+    def run_blocking(self) -> None:
+        """Save with a small arena while the caller waits: staging and writing overlap."""
+        stager = threading.Thread(target=self._stager.stage_all, name="ckpt-stage", daemon=True)
+        checkpoint: Checkpoint | None = None
+        self._memory.writing_allowed.set()
+        try:
+            arena_bytes = blocking_arena_bytes(self._plan.total_bytes, self._writer_count, self._options.memory)
+            self._memory.borrow(arena_bytes, self._plan, self._where)
+            previous = self._prepare()
+            stager.start()
+            checkpoint = self._write_and_commit(previous, stager)
+        except BaseException as error:
+            self._failure.report(error)
+            if stager.ident is not None:
+                stager.join()
+        finally:
+            self._end(checkpoint)
+
+    def run_in_background(self) -> None:
+        """Stage all, or as much as the memory holds, while the caller waits; a thread writes and commits it."""
+        total = self._plan.total_bytes
+        deferred = find_deferred_blocks(self._plan, self._options.deferrable)
+        late = set(deferred.numbers)
+        eager = [i for i in range(len(self._plan.blocks)) if i not in late]
+        thread = threading.Thread(
+            target=self._run_in_thread, args=(deferred,), name=f"ckpt-save-{self._plan.step}", daemon=True
+        )
+        try:
+            self._memory.borrow(background_arena_bytes(total, self._options.memory), self._plan, self._where)
+            if self._memory.is_less_than(total):
+                self._memory.writing_allowed.set()
+            thread.start()
+        except BaseException as error:
+            self._failure.report(error)
+            self._end(None)
+            self._handle.take_error()
+            raise
+        try:
+            began = time.monotonic()
+            self._stager.stage_in_parallel(eager)
+            self._copied_seconds = time.monotonic() - began
+        except BaseException as error:  # interrupted while it waited for its helpers
+            self._failure.report(error)
+        finally:
+            self._eager_staged.set()
+        if not deferred.numbers:
+            self._handle.staged.set()
+        self._memory.writing_allowed.set()
+        if self._failure.error is not None:  # found while the caller is still here: raise it now
+            thread.join()
+            failed = self._handle.take_error()
+            assert failed is not None
+            raise failed
+
+    def _run_in_thread(self, deferred: DeferredBlocks) -> None:
+        lower_thread_priority()
+        checkpoint: Checkpoint | None = None
+        try:
+            self._memory.writing_allowed.wait()
+            if self._session.group.size > 1 and not deferred.numbers:
+                time.sleep(min(_YIELD_SECONDS, self._copied_seconds / 2))  # none where the arena is full already
+            previous = self._prepare()
+            args = (deferred, self._eager_staged, self._handle.staged.set)
+            stager = threading.Thread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
+            stager.start()
+            checkpoint = self._write_and_commit(previous, stager)
+        except BaseException as error:
+            self._failure.report(error)
+        finally:
+            self._eager_staged.wait()  # before the arena goes back: the caller may still be copying into it
+            self._end(checkpoint)
+
+    def _end(self, checkpoint: Checkpoint | None) -> None:
+        self._append_began.set()  # or never will be
+        self._session.lease.writer.end_attempt(self._attempt)
+        self._memory.close()
+        error = self._failure.error
+        if error is not None:
+            self._session.forget_previous()
+            if not self._committer.is_outcome_reported:
+                give_up_attempt(self._session, self._attempt, error)
+        if isinstance(error, OSError):
+            store_error = StoreError(f"{self._where} failed: {error}")
+            store_error.__cause__ = error
+            error = store_error
+        self._handle.end(checkpoint, self._session.lease.writer.explain_failure(error))
+
+    # --- writing and the commit, in one thread -----------------------------------------------------------------
+
+    def _prepare(self) -> StepBlocks:
+        """Before the first file is written. Returns what the step may refer to."""
+        self._session.prepare()
+        return self._session.previous_blocks(self._plan.algorithm, self._attempt, self._options.copies)
+
+    def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread) -> Checkpoint:
+        if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit: let it overlap with writing
+            threading.Thread(target=self._import_for_commit, name="ckpt-import", daemon=True).start()
+        try:
+            written = self._write_blocks(previous, stager)
+            checkpoint = self._commit(written, previous.packs)
+        except BaseException as error:
+            self._committer.discard(error)
+            raise
+        self._finish(checkpoint, written)
+        return checkpoint
+
+    def _import_for_commit(self) -> None:
+        """What the commit needs, once the disk is busy: before that it would only keep the first blocks from it."""
+        self._append_began.wait()
+        manifest.import_parquet()
+
+    def _write_blocks(self, previous: StepBlocks, stager: threading.Thread) -> WrittenBlocks:
+        """Write what is staged with several threads, this one among them, until all is durable."""
+        prefix = f"{step_folder(self._plan.step)}/pack/{self._attempt.name}"
+        slots = ComputeSlots(self._eager_staged)
+        index = PreviousBlockIndex(self._store, self._plan.algorithm, previous.blocks, slots.slot)
+        nan = NanGuard(self._plan, self._options.nan, self._store.url)
+        with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", self._plan.total_bytes) as packs:
+            parts = WritingParts(
+                self._plan, packs, index, self._changing, nan, codec.codec_tuner(self._store.url), slots, self._append_began
+            )
+            own, *others = [BlockWriter(parts) for _ in range(self._writer_count)]
+            threads = [
+                threading.Thread(target=self._write_staged, args=(writer,), name="ckpt-write", daemon=True) for writer in others
+            ]
+            try:
+                for thread in threads:
+                    thread.start()
+                self._write_staged(own)
+                for thread in [*threads, stager]:
+                    thread.join()
+            except BaseException as error:  # interrupted: no thread may outlive the pack and the arena it uses
+                self._failure.report(error)
+                for thread in [*threads, stager]:
+                    if thread.ident is not None:
+                        thread.join()
+                raise
+            self._failure.raise_error()
+            return join_written(self._plan, [own, *others], packs.close())
+
+    def _write_staged(self, writer: BlockWriter) -> None:
+        try:
+            while (staged := self._staged.take()) is not None:
+                try:
+                    if self._failure.error is None:
+                        writer.write(staged)
+                finally:
+                    self._session.lease.count_progress()
+                    self._memory.give_back(staged.region)
+        except BaseException as error:
+            self._failure.report(error)  # take no more: if an interrupt came after the end mark, the next is another writer's
+
+    def _commit(self, written: WrittenBlocks, previous_packs: dict[str, int]) -> Checkpoint:
+        with collector_paused():
+            rows = manifest.build_table(self._plan.columns, written.rows)
+        sizes = {**previous_packs, **{p.name: p.nbytes for p in written.packs}}
+        names = written.referenced_packs | {p.name for p in written.packs}
+        written_bytes = sum(p.nbytes for p in written.packs)
+        return self._committer.commit(
+            rows, self._plan.algorithm, {name: sizes[name] for name in sorted(names)}, written_bytes,
+            sharded=self._plan.has_shards,
+        )  # fmt: skip
+
+    def _finish(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:
+        """The step exists: remember what the next one may refer to, and delete what nobody needs."""
+        plan, commit, options = self._plan, checkpoint.commit, self._options
+        step_blocks = StepBlocks(written.blocks, {f.name: f.nbytes for f in commit.packs})
+        self._session.remember_blocks(self._attempt, plan.algorithm, step_blocks, options.copies)
+        log.info(
+            "saved step %d to %s: %.3f GB, %.3f GB written, %.2f s",
+            plan.step, self._store.url, commit.raw_bytes / 1e9, commit.written_bytes / 1e9, time.monotonic() - self._started_at,
+        )  # fmt: skip
+        self._session.lease.count_progress()
+        self._session.note_committed(plan.step, commit.files(), options.in_flight + options.copies - 1)
+        self._session.lease.writer.end_attempt(self._attempt)  # its files belong to the step now
+        self._session.sweep(options.keep, plan.step, self._committer.replaced_files)
