@@ -1,7 +1,7 @@
-"""Brings a training job back: agents that start ranks and watch them, and a log of the run that decides what happens next.
+"""Restarts a training job after failures: agents start and watch its ranks, the run log decides what is next.
 
-It promises that every decision follows from the log alone, so that any host that reads the same log decides the same. It
-imports `ckpt` and what is below, and is used by `ckpt-run`.
+Every decision follows from the log alone, so any host that reads the same log makes the same decision. This package imports
+`ckpt` and the layers below it. `ckpt-run` uses it.
 
 Start with `policy.decide`, then `run_log.base`, `coordinator.coordinator` and `agent.agent`.
 """

@@ -1,5 +1,5 @@
-"""Decisions about a run, as pure functions: what to do after a failure, when a rank hangs, what a bad loss means.
+"""Pure functions that decide about a run: after a failure, about a hung rank, after a bad loss.
 
-No clock, disk or network: the coordinator and the simulator call the same code. It imports nothing else of recovery. Start
-with `decide`.
+They use no clock, disk or network, so the coordinator and the simulator call the same code. This package imports nothing
+else of recovery. Start with `decide`.
 """

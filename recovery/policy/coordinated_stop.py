@@ -1,5 +1,4 @@
-"""After which step a job stops that was asked to end: the same on every rank. Pure; ckpt/training/heartbeat_page.py has the
-ranks' side."""
+"""The step after which all ranks of a job stop. Pure; ckpt/training/heartbeat_page.py is the ranks' side."""
 
 from __future__ import annotations
 
@@ -9,22 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """What the ranks are asked."""
+    """The step that the ranks are requested to stop after."""
 
     step: int
-    """To be saved after it, and to end."""
+    """Ranks save after this step and end."""
     agreed: bool = False
-    """All ranks have heard of it, and none will go beyond. It does not change any more."""
+    """Whether all ranks have acknowledged the step. None of them will pass it, and the request no longer changes."""
     ahead: int = 1
-    """So many steps beyond the fastest rank."""
+    """How many steps beyond the fastest rank the step was chosen."""
 
 
 def next_stop(current: StopRequest | None, ranks: Iterable[tuple[int, int | None]]) -> StopRequest:
-    """What to ask now, from what was asked before and from each running rank's step and the stop it has heard of.
+    """Return the stop request that follows from the current one and the state of the ranks.
 
-    Begins with the step that the fastest rank has under way. Where a rank was past it before it heard, twice as far ahead is
-    tried, until all hear in time. Call it with every look at the pages: write `step` into all pages when it changes
-    (Pulse.stop_at), and when it is agreed that, too (Pulse.stop_agreed).
+    The first request names the step that the fastest rank is executing. If a rank passed the step before it acknowledged it,
+    the next request lies twice as far ahead, until all ranks acknowledge in time. Call this each time the heartbeat pages are
+    read. When `step` changes, write it into all pages (`HeartbeatPage.request_stop`). When `agreed` becomes true, confirm it
+    there (`HeartbeatPage.confirm_stop`).
+
+    current: the request before this one; None if there is none.
+    ranks: of each running rank its step, and the stop step that it has acknowledged (None: none).
     """
     rank_stops = list(ranks)
     newest = max((step for step, _ in rank_stops), default=-1)
@@ -34,6 +37,6 @@ def next_stop(current: StopRequest | None, ranks: Iterable[tuple[int, int | None
         return current
     if all(acknowledged == current.step for _, acknowledged in rank_stops):
         return StopRequest(current.step, True, current.ahead)
-    if any(step >= current.step and heard != current.step for step, heard in rank_stops):
+    if any(step >= current.step and acknowledged != current.step for step, acknowledged in rank_stops):
         return StopRequest(newest + 2 * current.ahead, False, 2 * current.ahead)
     return current

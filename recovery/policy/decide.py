@@ -1,4 +1,7 @@
-"""What to do when a job has stopped. Pure: the live coordinator and the simulator call the same, and tests need no clock."""
+"""The decision after an attempt has ended: restart or halt, from which step, on which hosts. Pure.
+
+The coordinator of a run and the simulator call the same functions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Cause = Literal[
 ]  # fmt: skip
 
 PLANNED_CAUSES: frozenset[Cause] = frozenset({"preempted", "straggler", "asked"})
-"""Ends that were no failures of ranks: all were to save and to end."""
+"""Causes that are not failures: all ranks were requested to save and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,56 +29,58 @@ class Failure:
 
     cause: Cause
     ranks: tuple[int, ...]
-    """Those that failed first; the others were stopped for it."""
+    """The ranks that failed first. The other ranks were stopped because of them."""
     detail: str
-    """In words: what happened to them."""
+    """Text: what happened to these ranks."""
     step: int
-    """The last step that all had done; -1 none."""
+    """The last step that all ranks had done; -1 none."""
     committed: int
     """The newest committed step; -1 none."""
     ran_seconds: float
     host: str = ""
-    """Whose ranks failed first."""
+    """The host of the ranks that failed first."""
     bad: BadLoss | None = None
-    """The loss by which it diverged."""
+    """The loss that was not finite or jumped, if the cause is "diverged"."""
     log: str = ""
-    """The file of what the first of them has said; "" where there is none."""
+    """The log file of the first of these ranks; "" if there is none."""
     restored: int = -1
-    """The step that this attempt went on from; -1 none."""
+    """The step that this attempt resumed from; -1 none."""
     durable: int = -1
-    """The newest step that is committed in another place than the memory of hosts; -1 none."""
+    """The newest step that is committed outside of the memory of hosts; -1 none."""
     step_seconds: float = 0.0
-    """What a step took."""
+    """The duration of one step."""
     line: int = 0
-    """The line of training of the newest committed step; 0 where this attempt committed none."""
+    """The line of training of the newest committed step; 0 if this attempt committed none."""
 
     @property
     def newest_committed(self) -> tuple[int, int]:
-        """The newest committed step in the order of steps: a step of a later line is newer, whatever its number."""
+        """Line and number of the newest committed step. A step of a later line is newer, whatever its number."""
         return self.line, self.committed
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many restarts are left. Progress fills it again."""
+    """The number of restarts that are left. Progress resets it to `max_restarts`."""
 
     max_restarts: int = 10
     restarts_left: int = 10
     failures_without_progress: int = 0
-    """Failures in a row after which no newer step was committed."""
+    """Consecutive attempts that failed without a newer committed step."""
     best_step: int = -1
-    """The newest step that was ever committed. Of another line of training than before, once the program has gone back to a
-    step by itself."""
+    """The newest step that was ever committed. After the program has rolled back by itself: the newest of the new line."""
     line: int = 0
     """The newest line of training of a committed step."""
     restored: int = -1
-    """The step that the last attempt went on from; -1 none."""
+    """The step that the last attempt resumed from; -1 none."""
 
     def after(self, failure: Failure, sent_back: bool = False) -> Budget:
-        """With one attempt more. sent_back: `ckpt-run` had let it restore an older step than the newest.
+        """Return the budget after one more failed attempt.
 
-        What a program saves after a roll-back of its own is newer than what it has left behind. That counts once: a program
-        that goes back to the same step at each start, and fails, gets no further.
+        Steps that a program saves after a roll-back of its own are newer than those it left behind, so they are progress. A
+        roll-back counts once per restored step: a program that returns to the same step at each start makes no progress.
+
+        failure: how the attempt ended.
+        sent_back: whether `ckpt-run` made the attempt restore an older step than the newest.
         """
         if failure.cause in PLANNED_CAUSES:
             return self
@@ -89,22 +94,22 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is done next, and why."""
+    """The next action, and why."""
 
     action: Literal["restart", "halt"]
     reason: str
     wait_seconds: float = 0.0
     before: int | None = None
-    """Restore a step before this one: those from it on may be spoiled."""
+    """Restore a step before this one, because this step and later ones may be bad."""
     skip: Ranges | None = None
-    """Batches to pass over from now on; None as before."""
+    """Batches to skip from now on; None: the same batches as before."""
     limit: float | None = None
-    """What loss is too much, until the ranks have seen enough."""
+    """The loss above which a rank reports a bad loss, until it has seen enough losses to judge by itself."""
     budget: Budget = Budget()
 
 
 LONG_RUN_SECONDS = 600.0
-"""Ranks that do not say what they do, and ran for so long, got on."""
+"""Ranks that report no steps and ran for this long count as having made progress."""
 
 
 def _has_run_long(failure: Failure) -> bool:
@@ -112,19 +117,23 @@ def _has_run_long(failure: Failure) -> bool:
 
 
 MAX_REPEATED_FAILURES = 3
-"""So many failures in a row at the same place, and it is the program that must be mended."""
+"""After this many consecutive failures at the same step the program is at fault, and the run halts."""
 
 
 _SOON_STEPS = 32
-"""What fails within so many steps of a restore may fail for what was restored."""
+"""A failure within this many steps of a restore may be caused by the restored step."""
 
 
 def next_restore_limit(before: int | None, failure: Failure, budget: Budget) -> int | None:
-    """The step below which to restore, after a failure more; None: the newest that there is. budget: before the failure.
+    """Return the step below which to restore after one more failure; None: restore the newest step.
 
-    Steps that were made anew after a roll-back may be as bad as those that they replace, if it was not far enough. They are
-    trusted where the job did not fail of itself soon after them; the ones behind them, that were there before, are not, until
-    it has got on to a newer one than ever.
+    If a roll-back did not go back far enough, the steps committed after it may be as bad as those that they replace. They are
+    trusted unless the program failed by itself soon after them. Later steps, left from before the roll-back, are not trusted
+    until a step newer than all earlier ones is committed.
+
+    before: the limit that held for the failed attempt.
+    failure: how that attempt ended.
+    budget: the budget before that failure.
     """
     if before is None or failure.committed < before:
         return before
@@ -135,8 +144,13 @@ def next_restore_limit(before: int | None, failure: Failure, budget: Budget) -> 
 
 
 def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), before: int | None = None) -> Decision:
-    """What to do after the last of these failures. budget: before it. skip: batches that are passed over already. before: the
-    step below which the last attempt had to restore, if any."""
+    """Return what to do after the last of these failures.
+
+    failures: all failures of the run, the oldest first.
+    budget: the budget before the last failure.
+    skip: the batches that are already skipped.
+    before: the step below which the last attempt had to restore; None if it was not limited.
+    """
     now = budget.after(failures[-1], before is not None)
     return replace(_decide(failures, now, skip, next_restore_limit(before, failures[-1], budget)), budget=now)
 
@@ -160,19 +174,19 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int 
         action: Literal["restart", "halt"] = "halt" if rollback.action == "halt" else "restart"
         return Decision(action, rollback.reason, before=rollback.before, skip=rollback.skip, limit=rollback.limit)
     alike = _count_alike(failures)
-    older = len(failures) > 1 and last.restored < failures[-2].restored  # than at the try before
+    older = len(failures) > 1 and last.restored < failures[-2].restored  # an older step than the attempt before restored
     if (
         now.failures_without_progress >= MAX_REPEATED_FAILURES
         and alike >= MAX_REPEATED_FAILURES
         and (not older or alike >= 2 * MAX_REPEATED_FAILURES)
     ):
         circumstance = "at the same place, with no newer step saved"
-        if last.cause == "damaged":  # and nothing is begun anew over what may still be brought back
+        if last.cause == "damaged":  # do not start from scratch over steps that may still be recovered
             circumstance = "as no saved step is whole; bring back the files of one, or remove all of them to begin anew"
         return Decision("halt", f"{what}; {alike} times in a row, {circumstance}: {advice}")
     if now.restarts_left < 0:
         return Decision("halt", f"{what}; {now.max_restarts} restarts without a newer step: {advice}")
-    # At once after progress; where it fails again and again, something outside may need time.
+    # Restart at once after progress. After repeated failures wait: storage or the network may need time to recover.
     wait = 0.0 if now.failures_without_progress <= 1 else min(30.0, 0.5 * 2.0 ** (now.failures_without_progress - 2))
     blamed = (alike >= MAX_REPEATED_FAILURES - 1 and _is_program_failure(last)) or _has_failed_twice_soon(failures)
     if now.failures_without_progress >= MAX_REPEATED_FAILURES - 1 and last.restored > 0 and blamed:
@@ -188,18 +202,21 @@ def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int 
 
 
 def _count_alike(failures: Sequence[Failure]) -> int:
-    """How many of the last came in the same way, at the same place. Hosts are lost wherever a job is just then."""
+    """Return how many of the last failures have the same cause at the same step.
+
+    Lost hosts count 0: the step at which a host is lost is chance.
+    """
     last = failures[-1]
     if last.cause == "lost":
         return 0
     if last.step < 0 and last.cause != "damaged" and any(f.step >= 0 for f in failures):
-        return 0  # it has begun before: it is not the program that must be mended, but storage or a network that is away
+        return 0  # an earlier attempt made steps, so storage or the network is unavailable, and the program is not at fault
     same = takewhile(lambda f: (f.cause, f.step) == (last.cause, last.step) and not _has_run_long(f), reversed(failures))
     return sum(1 for _ in same)
 
 
 def _has_failed_twice_soon(failures: Sequence[Failure]) -> bool:
-    """Whether the last two came of themselves, soon after the same step was restored, wherever each did."""
+    """Return whether the program failed twice in a row soon after it restored the same step, at whichever steps it failed."""
     pair = failures[-2:]
     same = len({failure.restored for failure in pair}) == 1
     return len(pair) == 2 and same and all(_is_program_failure(failure) and _is_soon(failure) for failure in pair)
@@ -210,26 +227,30 @@ def _is_soon(failure: Failure) -> bool:
 
 
 def _is_program_failure(failure: Failure) -> bool:
-    """Not by what comes from outside: no program ends itself by these signals."""
+    """Return whether the program itself failed. SIGKILL and SIGTERM come from outside: no program ends itself by them."""
     if failure.cause == "signal":
         return not failure.detail.endswith(("SIGKILL", "SIGTERM"))
     return failure.cause in ("exit", "hang")
 
 
 _RETURN_SECONDS = 10.0
-"""A restart costs about as much in any case."""
+"""The shortest wait for a silent host: a restart costs about this much in any case."""
 
 
 def worth_waiting_seconds(steps: int, step_seconds: float, most: float) -> float:
-    """How long to wait for a silent host that may have the only copies of the newest steps.
+    """Return how long to wait for a silent host that may have the only copies of the newest steps.
 
-    As long as doing these steps again would take. Whether the host returns is not known; so the wait costs at most about as
-    much again as the better choice would. steps: that only the memory of hosts has. most: the limit.
+    That is as long as it takes to repeat these steps. Whether the host returns is unknown. With this rule the total cost is
+    at most about twice that of the better choice.
+
+    steps: the number of steps that only the memory of hosts has.
+    step_seconds: the duration of one step.
+    most: the longest wait.
     """
     return min(most, max(_RETURN_SECONDS, steps * step_seconds)) if steps > 0 else 0.0
 
 
-# --- who takes part ----------------------------------------------------------------------------------------------
+# --- hosts of the next attempt -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +259,15 @@ class HostChoice:
 
     hosts: tuple[str, ...]
     reason: str
-    """What is other than before, in words; "" nothing."""
+    """Text: what has changed since the attempt before; "" nothing."""
 
 
 def suspected_hosts(failures: Sequence[Failure]) -> frozenset[str]:
-    """Hosts where two failures in a row began, it may be the host: with no newer step saved in between, or both soon after the
-    ranks had begun, for where each step is saved there always is a newer one. And stragglers."""
+    """Return the hosts that may be faulty: those of stragglers, and those where two consecutive failures began.
+
+    Two failures count if no newer step was committed between them, or if both came soon after the restore: a job that saves
+    every step always has a newer one.
+    """
     found = {failure.host for failure in failures if failure.cause == "straggler"}
     for one, other in pairwise(failures):
         alike = other.newest_committed <= one.newest_committed or (
@@ -257,11 +281,17 @@ def suspected_hosts(failures: Sequence[Failure]) -> frozenset[str]:
 def choose_hosts(
     before: Sequence[str], ready: Sequence[str], suspected: Set[str], target_hosts: int, min_hosts: int, has_waited: bool
 ) -> HostChoice | None:
-    """Who takes part in the next attempt; None: wait for more hosts.
+    """Return the hosts of the next attempt; None: wait for more hosts.
 
-    The same hosts in the same places; else a spare in the place of one that is gone; else, after waiting, fewer. A suspected
-    host only where it can't be done without it. before: the hosts of the attempt before. ready: all that could take part,
-    who came first first. waited: whether it was waited long enough.
+    Hosts keep their positions. A spare takes the position of a missing host. After the wait, fewer hosts are enough. A
+    suspected host is used only if there are not enough hosts without it.
+
+    before: the hosts of the attempt before, in the order of their ranks.
+    ready: all hosts that could take part, in the order of arrival.
+    suspected: hosts that may be faulty.
+    target_hosts: how many hosts take part if there are enough.
+    min_hosts: how many hosts are enough after the wait.
+    has_waited: whether the wait is over.
     """
     good = [name for name in ready if name not in suspected]
     if len(good) < target_hosts and not has_waited and len(ready) < target_hosts:
@@ -292,7 +322,7 @@ def _describe_changes(before: Sequence[str], hosts: Sequence[str], ready: Sequen
     return " ".join(parts)
 
 
-# --- in words ----------------------------------------------------------------------------------------------------
+# --- texts for people --------------------------------------------------------------------------------------------
 
 
 def _describe_step(failure: Failure) -> str:
@@ -300,7 +330,7 @@ def _describe_step(failure: Failure) -> str:
 
 
 def describe_failure(ranks: Sequence[int], detail: str, host: str = "") -> str:
-    """Who, and what has happened to them. host: where it is all of it."""
+    """Return a text that names the ranks and what happened to them. If `ranks` is empty, the whole host failed."""
     if not ranks:
         return f"host {host} {detail}"
     verb, _, rest = detail.partition(" ")

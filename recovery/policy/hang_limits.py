@@ -1,6 +1,8 @@
-"""How long a rank may say nothing, learned for each phase from how long it took before. Steps are much alike. How long a load
-or a save takes depends on where it goes and what is under way there, so that all but steps are given far more time. A pure
-calculation."""
+"""How long a rank may send no heartbeat before it counts as hung: a limit learned for each phase. Pure.
+
+Steps take nearly equal times. How long a load or a save takes depends on the storage and on its other load, so all phases
+except `step` have far longer limits.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from statistics import median
 INITIAL_LIMIT_SECONDS: Mapping[str, float] = {
     "start": 3600.0, "load": 1800.0, "step": 900.0, "save": 1800.0, "eval": 3600.0, "compile": 3600.0, "end": inf,
 }  # fmt: skip
-"""Where nothing is learned. A start builds the model, a first step may compile; after the last save the program does what it
-likes."""
+"""Limits before enough durations are known. `start` includes building the model, and a first step may compile. `end` has no
+limit: after the last save a program may do anything."""
 
 _LEARNED_PHASES = ("step", "save", "load", "eval", "compile")
 
@@ -23,7 +25,7 @@ _KEPT_SAMPLES = 256
 
 
 def uniform_initial_limits(seconds: float) -> Mapping[str, float]:
-    """The same for all phases, where nothing is learned; but for what comes after the last save."""
+    """Return the same initial limit for all phases except `end`, which has none."""
     return {phase: inf if phase == "end" else seconds for phase in INITIAL_LIMIT_SECONDS}
 
 
@@ -33,39 +35,42 @@ def _no_samples() -> Mapping[str, deque[float]]:
 
 @dataclass(slots=True)
 class HangLimits:
-    """Seconds of silence after which a rank is taken to hang."""
+    """Seconds without a heartbeat after which a rank counts as hung."""
 
     factor: float = 30.0
-    """Times what is usual; three times the longest that was seen in any case."""
+    """The limit as a multiple of the median duration. The limit is also at least three times the longest duration."""
     least_seconds: float = 10.0
-    """Of a step. Other phases are given `factor` times as long at least."""
+    """The shortest limit of a step. That of the other phases is `factor` times as long."""
     initial_limit_seconds: Mapping[str, float] = field(default_factory=lambda: INITIAL_LIMIT_SECONDS)
-    """Where nothing is learned, and never more than that."""
+    """Limits before enough durations are known. A learned limit is never longer."""
     _samples: Mapping[str, deque[float]] = field(default_factory=_no_samples)
 
     def learn(self, phase: str, seconds: float) -> None:
-        """It took so long from one beat to the next."""
+        """Record the time from one heartbeat to the next."""
         if phase in self._samples:
             self._samples[phase].append(seconds)
 
     def learn_hang(self, phase: str, seconds: float) -> None:
-        """A rank was taken to hang after so long. Where that was wrong, all but a step have more time at the next start."""
+        """Record that a rank counted as hung after this time.
+
+        Phases other than `step` learn it, so if the rank was only slow, it has more time in the next attempt.
+        """
         if phase != "step":
             self.learn(phase, seconds)
 
     @property
     def floor_seconds(self) -> float:
-        """No limit is below."""
+        """The shortest of all limits."""
         return min(self.least_seconds, *self.initial_limit_seconds.values())
 
     def usual_step_seconds(self) -> float:
-        """What a step takes as a rule; one second where nothing is known."""
+        """Return the median duration of a step; one second before the first."""
         return median(self._samples["step"]) if self._samples["step"] else 1.0
 
     def limit_seconds(self, phase: str) -> float:
-        """The limit of a phase."""
-        first, seen = self.initial_limit_seconds[phase], self._samples.get(phase, ())
-        if len(seen) < _ENOUGH_SAMPLES:
-            return first
+        """Return the limit of a phase."""
+        initial, samples = self.initial_limit_seconds[phase], self._samples.get(phase, ())
+        if len(samples) < _ENOUGH_SAMPLES:
+            return initial
         least = self.least_seconds if phase == "step" else self.factor * self.least_seconds
-        return max(self.least_seconds, min(first, max(least, self.factor * median(seen), 3 * max(seen))))
+        return max(self.least_seconds, min(initial, max(least, self.factor * median(samples), 3 * max(samples))))

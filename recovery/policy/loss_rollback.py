@@ -1,8 +1,8 @@
-"""What to do about a loss that went wrong: try the same batches again, pass over them, or give up. Pure.
+"""The decision after a bad loss: try the same batches again, skip them, or halt. Pure.
 
-The first time it may have been the hardware, and the same batches are tried again. At the second time at the same place it
-is the data, or the state that was saved just before: an earlier step is taken, and the batches there are passed over, more
-of them each time.
+The first time, the hardware may be the cause, so the same batches are tried again. The second time at the same batches, the
+cause is the data or the state saved just before. So an earlier step is restored and these batches are skipped, more of them
+each time.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from ckpt.training.data_position import SKIP_VARIABLE, Ranges, format_ranges, me
 from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE, BadLoss
 
 MAX_SKIPS = 3
-"""So often batches are passed over at one place, and then it is the program, or its learning rate, that must be mended."""
+"""How often batches are skipped at one place. After that the program or its learning rate is at fault."""
 
 _SAME_PLACE_BATCHES = 32
-"""Bad losses that are no more than so many batches apart are at the same place: passing some over moves it."""
+"""Bad losses at most this many batches from each other are at the same place: skipped batches move the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """What is done, and why."""
+    """The next action after a bad loss, and why."""
 
     action: Literal["retry", "skip", "halt"]
     reason: str
     skip: Ranges = ()
-    """All batches to pass over from now on, those of earlier roll-backs too."""
+    """All batches to skip from now on, with those of earlier roll-backs."""
     before: int | None = None
-    """Restore a step below this one, if there is any. Until an attempt has committed this one, or a later one, anew."""
+    """Restore a step below this one if there is one, until an attempt has committed this step or a later one again."""
     limit: float | None = None
-    """What loss is too much until the ranks have seen enough to judge for themselves."""
+    """The loss above which a rank reports a bad loss, until it has seen enough losses to judge by itself."""
 
 
 def rollback_environment(skip: Ranges, before: int | None, limit: float | None) -> dict[str, str]:
-    """How a rank is told to pass over batches, to restore a step below one, and what loss is too much."""
+    """Return the environment variables that make a rank skip batches, limit the step to restore and limit the loss."""
     variables = {}
     if skip:
         variables[SKIP_VARIABLE] = format_ranges(skip)
@@ -49,8 +49,11 @@ def rollback_environment(skip: Ranges, before: int | None, limit: float | None) 
 
 
 def roll_back(history: Sequence[BadLoss], skip: Ranges = ()) -> RollBack:
-    """What to do after the last of these losses. history: of each attempt that a bad loss has ended, in their order.
-    skip: what is passed over already."""
+    """Return what to do after the last of these losses.
+
+    history: the bad losses that ended attempts, one per attempt, the oldest first.
+    skip: the batches that are already skipped.
+    """
     last = history[-1]
     times = sum(abs(_batch_number(bad) - _batch_number(last)) <= _SAME_PLACE_BATCHES for bad in history)
     what = _describe_loss(last)
@@ -60,11 +63,10 @@ def roll_back(history: Sequence[BadLoss], skip: Ranges = ()) -> RollBack:
     if times > MAX_SKIPS + 1:
         reason = (
             f"{what}; the {_ordinal(times)} time there, and batches {format_ranges(skip)} were passed over: look at the "
-            "losses in "
-            "the ranks' logs, in the folder of the run"
+            "losses in the ranks' logs, in the folder of the run"
         )
         return RollBack("halt", reason, skip)
-    # The batch before may have spoiled the weights with a loss that was still good.
+    # The batch before may have damaged the weights although its own loss was good.
     reach = 4 ** (times - 2)
     first, end = max(0, _batch_number(last) - reach), _batch_number(last) + reach - 1
     now = merge_ranges([*skip, (first, end)])
@@ -73,7 +75,7 @@ def roll_back(history: Sequence[BadLoss], skip: Ranges = ()) -> RollBack:
 
 
 def _batch_number(bad: BadLoss) -> int:
-    """The number of a batch; the step, where a loop takes its data from elsewhere."""
+    """Return the number of the batch; the step if the loop does not read its data by `ckpt.data`."""
     return bad.batch if bad.batch >= 0 else bad.step
 
 

@@ -1,10 +1,10 @@
-"""Ranks that are slower than the others, step after step. Pure: who is one follows from how fast each rank was of late.
+"""Finds stragglers: ranks that are slower than the others, step after step, by their recent pace. Pure.
 
-The time is looked at in quarters. A rank is a straggler where it was slow in each, by the mean of its steps and by the median:
-a pause, a save or steps of very different length make none, and neither does what slows all ranks.
+A time window is split into quarters. A rank is a straggler if it was slow in each quarter, by the mean and by the median of
+its steps. So a pause, a save or steps of very different lengths make no straggler, and neither does a slowdown of all ranks.
 
-Where all ranks wait for each other in every step, their steps take equally long, and only what they mark by
-`ckpt.pulse.compute` tells them apart. Where any rank marks it, nothing else counts.
+If all ranks wait for each other in every step, their steps take equally long. Then only the time that they mark by
+`ckpt.pulse.compute` differs. As soon as one rank marks it, only marked time counts.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from statistics import median_low
 from ckpt.training.heartbeat_page import RankHeartbeat
 
 DEFAULT_FACTOR = 2.0
-"""Who takes so many times as long as the median is a straggler, where nothing else is asked for."""
+"""A rank that takes this many times as long as the median is a straggler, unless an option sets another factor."""
 
 _QUARTER_COUNT = 4
 _MIN_QUARTER_STEPS = 8
-"""In each quarter, at least."""
+"""The fewest steps of a quarter."""
 _MIN_SLOWDOWN_SHARE = 0.1
-"""Who holds up a step by less than this part of it is not worth a word."""
+"""A rank that delays a step by less than this share of it is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPace:
-    """How fast a rank was of late."""
+    """How fast a rank was in the recent time window."""
 
     rank: int
     seconds: float
-    """For what counts of a step: the mean."""
+    """The mean duration of the part of a step that counts."""
     least_seconds: float
-    """The same in the quarter in which it was fastest."""
+    """The same in the fastest quarter of the window."""
     step_seconds: float
-    """For a whole step."""
+    """The mean duration of a whole step."""
     marked: bool
-    """What counts is what it has marked; otherwise the whole step."""
+    """Whether only the part that the rank marked by `ckpt.pulse.compute` counts; otherwise the whole step counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,21 @@ class Straggler:
     rank: int
     seconds: float
     usual_seconds: float
-    """The median of all."""
+    """The median of all ranks."""
     marked: bool
 
     @property
     def slowdown(self) -> float:
-        """As long as the others."""
+        """How many times as long as the median the rank takes."""
         return self.seconds / max(self.usual_seconds, 1e-9)
 
     def describe(self, host: str, window_seconds: float) -> str:
-        """What it is, and since when."""
+        """Return a text: which rank is slow, how slow, and for how long."""
         where = f" on {host}" if host else ""
         what = "a step, without what it waits for" if self.marked else "a step"
         return (
-            f"rank {self.rank}{where} takes {self.slowdown:.1f} times as long as the median "
-            f"({_format_duration(self.seconds)} beside "
-            f"{_format_duration(self.usual_seconds)} {what}) for {window_seconds:g} s or longer"
+            f"rank {self.rank}{where} takes {self.slowdown:.1f} times as long as the median ({_format_duration(self.seconds)} "
+            f"beside {_format_duration(self.usual_seconds)} {what}) for {window_seconds:g} s or longer"
         )
 
 
@@ -77,18 +76,22 @@ class _Quarter:
     steps: int = 0
     compute_seconds: float = 0.0
     timed_steps: int = 0
-    """Those that could be timed: no save, and nothing else, was before them."""
+    """Steps whose duration is known: no save and no other phase came directly before them."""
     timed_seconds: float = 0.0
     compute: list[float] = field(default_factory=list)
-    """Of a step, each time that somebody looked; on the average, where several were done since."""
+    """Marked seconds per step, one value per observed heartbeat: the average if several steps were done since the last."""
     timed: list[float] = field(default_factory=list)
+    """Seconds per timed step, in the same way."""
 
     @property
     def is_complete(self) -> bool:
         return min(self.steps, self.timed_steps) >= _MIN_QUARTER_STEPS
 
     def fast_step_seconds(self, marked: bool) -> float:
-        """A step, without those that took longer than others; not more than the mean, for there may be as many of both."""
+        """Return the duration of a typical fast step.
+
+        The low median leaves out slow steps. The mean is an upper bound, because half of the steps may be slow.
+        """
         if marked:
             return min(self.compute_seconds / self.steps, median_low(self.compute))
         return min(self.timed_seconds / self.timed_steps, median_low(self.timed))
@@ -96,20 +99,23 @@ class _Quarter:
 
 @dataclass(slots=True)
 class PaceMeter:
-    """The pace of one rank, from its beats. window_seconds: the time that is looked at; more, where steps are long."""
+    """Measures the pace of one rank from its heartbeats.
+
+    window_seconds: the length of the time window. It is longer if steps are long.
+    """
 
     rank: int
     window_seconds: float
     pace: RankPace | None = None
-    """None as long as too little was seen."""
+    """None until enough steps were observed."""
     _quarters: deque[_Quarter] = field(default_factory=lambda: deque(maxlen=_QUARTER_COUNT))
     _current: _Quarter | None = None
 
     def learn(self, before: RankHeartbeat, beat: RankHeartbeat) -> None:
-        """Two beats that were seen one after the other. Others may have been between."""
+        """Add two heartbeats that were observed in this order. Other heartbeats may lie between them."""
         quarter, steps = self._current, beat.step - before.step
         if quarter is None:
-            self._current = _Quarter(beat.since) if beat.phase == "step" else None  # the first step is not like the others
+            self._current = _Quarter(beat.since) if beat.phase == "step" else None  # leave out the first step: it is slower
             return
         computed, took = beat.compute_seconds - before.compute_seconds, beat.since - before.since
         quarter.compute_seconds += computed
@@ -128,18 +134,18 @@ class PaceMeter:
 
 
 def _measure_pace(rank: int, quarters: Iterable[_Quarter]) -> RankPace:
-    seen = list(quarters)
-    marked = all(quarter.compute_seconds > 0 for quarter in seen)
-    step = sum(quarter.timed_seconds for quarter in seen) / sum(quarter.timed_steps for quarter in seen)
-    computed = sum(quarter.compute_seconds for quarter in seen) / sum(quarter.steps for quarter in seen)
-    least = min(quarter.fast_step_seconds(marked) for quarter in seen)
+    window = list(quarters)
+    marked = all(quarter.compute_seconds > 0 for quarter in window)
+    step = sum(quarter.timed_seconds for quarter in window) / sum(quarter.timed_steps for quarter in window)
+    computed = sum(quarter.compute_seconds for quarter in window) / sum(quarter.steps for quarter in window)
+    least = min(quarter.fast_step_seconds(marked) for quarter in window)
     return RankPace(rank, computed if marked else step, least, step, marked)
 
 
 def find_stragglers(paces: Iterable[RankPace], factor: float) -> list[Straggler]:
-    """Those that take `factor` times as long as the median of all, the slowest first.
+    """Return the ranks that take at least `factor` times as long as the median of all ranks, the slowest first.
 
-    The lower of two medians: of two ranks, and of two halves, the slower ones are stragglers.
+    The median is the lower one of an even number: of two ranks, or of two halves, the slower ones are stragglers.
     """
     comparable = list(paces)
     if any(pace.marked for pace in comparable):
