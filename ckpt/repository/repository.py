@@ -1,4 +1,4 @@
-"""The class Repository, all steps of one run under one URL: its files, its commit records, and the order of its steps.
+"""The class Repository, all steps of one run under one URL: its files, its commit records, and their order.
 
 Files:
 

@@ -1,4 +1,4 @@
-"""The first error of a save attempt, which ends all of its threads."""
+"""The class AttemptFailure, which records the first error of a save attempt and wakes its waiting threads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ckpt.block_io.staging_arena import ArenaAbandoned
 
 
 class AttemptFailure:
-    """Shared by the threads of one attempt: each reports what goes wrong, and looks here whether to go on."""
+    """Shared by the threads of one attempt. Each reports its errors, and stops if there is one."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        """Written once, under the lock; read by any thread at any time."""
+        """Set once, under the lock. Any thread may read it at any time."""
         self._lock = threading.Lock()
         self._wake: list[Callable[[], None]] = []
 
     def on_error(self, wake: Callable[[], None]) -> None:
-        """Call `wake` at each error from now on: it lets threads go on that wait for each other."""
+        """Register a function that each later error calls. It must wake threads that wait for other threads."""
         with self._lock:
             self._wake.append(wake)
 
     def report(self, error: BaseException) -> None:
-        """Remember the first error and wake everyone."""
+        """Record an error if it is the first, and wake all threads. ArenaAbandoned, a consequence of an error, only wakes."""
         with self._lock:
             if self.error is None and not isinstance(error, ArenaAbandoned):
                 self.error = error
@@ -32,6 +32,6 @@ class AttemptFailure:
             call()
 
     def raise_error(self) -> None:
-        """Raise the first error, if there is one."""
+        """Raise the recorded error, if there is one."""
         if self.error is not None:
             raise self.error

@@ -1,4 +1,4 @@
-"""The second stage of a save: staged blocks are digested, encoded and written to packs, unless they are stored already."""
+"""The second stage of a save: digests and encodes staged blocks, and writes them to packs if they are new."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.staging import StagedBlock
 from ckpt.saving.write_plan import Block
 
-_MAX_STORED_FRACTION = 0.98  # a block that a codec shrinks by less is stored as it is, and can then be read in parts
+_MAX_STORED_FRACTION = 0.98
+"""A block that a codec shrinks by less is stored without a codec, and can then be read in parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritingParts:
-    """What the writers of one attempt share. Each part is safe to use from many threads."""
+    """What the writer threads of one attempt share. Each part is safe to use from many threads."""
 
     plan: SavePlan
     packs: PackWriter
@@ -35,35 +36,35 @@ class WritingParts:
     tuner: CodecTuner
     slots: ComputeSlots
     append_began: threading.Event
-    """Set before the first bytes go to the store."""
+    """Set before the first bytes are written to the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlocks:
-    """What an attempt has written."""
+    """The blocks of an attempt after writing."""
 
     rows: list[StoredBlock]
-    """Of all blocks, in the order of the plan."""
+    """The rows of the manifest, one for each block, in the order of the plan."""
     blocks: PreviousBlocks
-    """The same, for the next step to refer to."""
+    """The same blocks by digest, to which the next step may refer."""
     referenced_packs: set[str]
-    """Packs of earlier steps that rows name."""
+    """The packs of earlier steps to which rows refer."""
     packs: list[PackFile]
-    """Made by this attempt, and durable."""
+    """The packs that this attempt wrote. They are durable."""
 
 
 class BlockWriter:
-    """Writes blocks for one thread, which alone changes it."""
+    """Writes blocks for one thread. Only that thread changes it."""
 
     def __init__(self, parts: WritingParts) -> None:
         self._parts = parts
         self.rows: list[tuple[int, StoredBlock]] = []
-        """With the numbers of the blocks."""
+        """The index of each block in the plan, and its row."""
         self.blocks: PreviousBlocks = {}
         self.referenced_packs: set[str] = set()
 
     def write(self, staged: StagedBlock) -> None:
-        """Store a block, or refer to where it is stored already."""
+        """Write a block, or refer to the stored block of an earlier step if that has the same bytes. Adds its row."""
         parts = self._parts
         block, data = parts.plan.blocks[staged.number], staged.region.data
         if staged.sums is not None:
@@ -110,7 +111,7 @@ class BlockWriter:
                 else:
                     stored, check = len(encoded), checksum(encoded)
             if config is not None:
-                padded = region.data[: round_up(stored)]  # the raw bytes are not needed any more
+                padded = region.data[: round_up(stored)]  # overwrites the raw bytes, which are not needed any more
                 padded[:stored] = encoded
                 padded[stored:] = 0
         parts.append_began.set()
@@ -123,7 +124,7 @@ class BlockWriter:
 
 
 def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[PackFile]) -> WrittenBlocks:
-    """What the writers of all threads have written, once none of them writes any more."""
+    """Return what the writers of all threads wrote. Call it when all of them have ended."""
     rows: dict[int, StoredBlock] = {}
     blocks: PreviousBlocks = {}
     referenced: set[str] = set()

@@ -1,4 +1,4 @@
-"""Pure functions that check that boxes cover arrays exactly, each element once, for any boxes with any number of axes.
+"""Pure functions that check that boxes cover an array exactly, each element once, with any number of axes.
 
 A set of boxes tiles an array if and only if their signed corners cancel against those of the array. The reason is that the
 mixed difference of an indicator function is +1 or -1 at the corners of its box and 0 elsewhere, and its differences determine a

@@ -1,4 +1,4 @@
-"""Records which small leaves change from save to save, so that they never share a block with leaves that stay the same.
+"""Records which small leaves change from save to save, so that they share no block with unchanging leaves.
 
 A block is written again if one byte of it changes. A plain `state_dict()` does not show which leaves training changes. So each
 small leaf counts as unchanging until a save finds that it has changed and other leaves of its block have not. From the next

@@ -1,4 +1,4 @@
-"""The previous blocks: stored blocks of earlier steps to which the next step may refer instead of writing them again."""
+"""The previous blocks: stored blocks of earlier steps to which the next step may refer instead of a copy."""
 
 from __future__ import annotations
 
@@ -85,15 +85,16 @@ def is_block_intact(
     try:
         from_nearest(store, read, block.pack, block.position)
     except IntegrityError as error:
-        log.warning("%s; it is written again, and not referred to", error)
+        log.warning("%s; the block is written again, and no new step refers to it", error)
         return False
     return True
 
 
 class PreviousBlockIndex:
-    """The blocks of the previous step that one attempt may refer to. Safe to use from many threads.
+    """The blocks of earlier steps to which one attempt may refer. Safe to use from many threads.
 
-    blocks: is changed where a block was read and found whole, so that the next attempt need not read it again.
+    blocks: is updated if a block was read and verified, so that the next attempt need not read it again.
+    compute_slot: a context that is entered while a block is digested.
     """
 
     def __init__(
@@ -104,14 +105,14 @@ class PreviousBlockIndex:
         self._blocks = blocks
         self._compute_slot = compute_slot
         self._lock = threading.Lock()
-        """Guards what follows; not kept while a block is read."""
+        """Guards the following attributes. It is not kept while a block is read."""
         self._bad_blocks: set[tuple[bytes, int]] = set()
         self._unreadable_packs: set[str] = set()
 
     def find(self, key: tuple[bytes, int]) -> PreviousBlock | None:
-        """Where a block is stored already, None where it is to be written. key: its digest and raw length.
+        """Return where a block is stored, or None if it must be written. key: its digest and raw length.
 
-        A block that another process has written is read first: it may have rotted.
+        A block that this process has neither written nor read is read and verified first, because it may be damaged.
         """
         previous = self._blocks.get(key)
         return previous if previous is None or previous.is_verified else self._verify(key, previous)
@@ -128,8 +129,8 @@ class PreviousBlockIndex:
                 self._bad_blocks.add(key)
         except StoreError as error:
             with self._lock:
-                is_known = previous.pack in self._unreadable_packs
+                is_reported = previous.pack in self._unreadable_packs
                 self._unreadable_packs.add(previous.pack)
-            if not is_known:
-                log.warning("%s; nothing of %s is referred to, but written again", error, previous.pack)
+            if not is_reported:
+                log.warning("%s; the blocks of %s are written again, and no new step refers to it", error, previous.pack)
         return None

@@ -1,4 +1,4 @@
-"""Blocks that an asynchronous save copies after it has returned, and the proof that nobody changed them meanwhile."""
+"""Finds the blocks that an asynchronous save may copy after it has returned, and detects if they change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.state.leaves.base import ArrayLeaf
 
 @dataclass(frozen=True, slots=True)
 class _LeafVersion:
-    """How often a leaf had been changed when the save began."""
+    """The number of changes that a leaf had counted when the save began."""
 
     leaf: ArrayLeaf
     name: str
@@ -23,21 +23,25 @@ class _LeafVersion:
 
 @dataclass(frozen=True, slots=True)
 class DeferredBlocks:
-    """The blocks that are staged late, by their numbers in the plan, and what is known of them beforehand."""
+    """The blocks that are staged after the save has returned, and their state when it began."""
 
     numbers: list[int] = field(default_factory=list)
+    """The indexes of the blocks in the plan."""
     samples: dict[int, BlockSample] = field(default_factory=dict)
-    """By the number of the block."""
+    """Samples of their bytes, by index."""
     versions: list[_LeafVersion] = field(default_factory=list)
-    """Of the leaves that count their changes."""
+    """The versions of those leaves that count their changes."""
 
     def first_changed_name(self) -> str | None:
-        """The name of a leaf that has counted a change since, None where none has."""
-        return next((its.name for its in self.versions if its.leaf.version() != its.count), None)
+        """Return the name of a leaf that has counted a change since the save began, or None."""
+        return next((before.name for before in self.versions if before.leaf.version() != before.count), None)
 
 
 def find_deferred_blocks(plan: SavePlan, is_deferrable: Callable[[ArrayLeaf], bool] | None) -> DeferredBlocks:
-    """The blocks whose leaves nobody changes before `SaveHandle.staged` is set, as they are now."""
+    """Return the blocks that can be deferred, with samples of their present bytes.
+
+    is_deferrable: whether the user promises not to change a leaf before `SaveHandle.staged` is set.
+    """
     numbers = [i for i, block in enumerate(plan.blocks) if _is_deferred(plan, block, is_deferrable)]
     versions: dict[int, _LeafVersion] = {}
     for i in numbers:
@@ -57,8 +61,8 @@ def _is_deferred(plan: SavePlan, block: Block, is_deferrable: Callable[[ArrayLea
 
 
 def changed_error(name: str, step: int) -> StateChanged:
-    """What to raise where a leaf was changed too early."""
+    """Return the error for a leaf that was changed before it was staged."""
     return StateChanged(
-        f"leaf {name} was changed while step {step} was being staged; this save is given up. "
+        f"leaf {name} was changed while step {step} was being staged, so the step is not saved. "
         "Change attached parameters only through the optimizer's step(), or save without attach()"
     )

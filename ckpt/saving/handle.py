@@ -1,4 +1,4 @@
-"""The class SaveHandle, which an asynchronous save returns: the caller waits with it and gets the result or the error."""
+"""The class SaveHandle, with which the caller of an asynchronous save waits for its result or its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local shards: the whole leaves and shards of a state that this process has, and their description for the write plan."""
+"""The local shards: the leaves and shards of a state that this process has, described for the write plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges the rows of all ranks into one manifest, and checks that they store every element of every leaf exactly once.
+"""Merges the rows of all ranks into one manifest, and checks that they store every element exactly once.
 
 No Python object is made for a row, so a million rows of ten thousand ranks are merged in seconds.
 """

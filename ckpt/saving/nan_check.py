@@ -119,10 +119,10 @@ _recent: list[tuple[object, CheckedBlocks]] = []
 
 def checked_ranges_of_plan(blocks: object) -> CheckedBlocks:
     """Return the remembered ranges of the blocks of a plan: a training loop saves the same plan again and again."""
-    for known, looked in _recent:
-        if known is blocks:
-            return looked
-    looked = {}
-    _recent.insert(0, (blocks, looked))
+    for remembered_blocks, ranges in _recent:
+        if remembered_blocks is blocks:
+            return ranges
+    ranges = {}
+    _recent.insert(0, (blocks, ranges))
     del _recent[2:]
-    return looked
+    return ranges

@@ -1,4 +1,4 @@
-"""What a save does about a NaN in its leaves: nothing, one warning a repository and process, or a refusal."""
+"""The class NanGuard, which checks the blocks of a save for NaN, and logs one warning or refuses the save."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from ckpt.state.leaves.base import Bytes
 log = logging.getLogger("ckpt")
 
 _warned_urls: set[str] = set()
-"""Repositories of which this process has warned of a NaN."""
+"""The repositories for which this process has logged a warning about a NaN."""
 _warned_lock = threading.Lock()
 """Guards `_warned_urls`."""
 
 
 class NanGuard:
-    """Of one attempt, shared by the threads that write. url: of the repository."""
+    """The NaN check of one attempt, shared by its writer threads. url: the URL of the repository, for messages."""
 
     def __init__(self, plan: SavePlan, option: NanOption, url: str) -> None:
         self._plan = plan
         self._option = option
         self._url = url
         self._ranges = checked_ranges_of_plan(plan.blocks)
-        """Filled block by block, and kept for later saves: two threads that look at one block write the same."""
+        """Filled block by block, and kept for later saves. Two threads that check one block store the same value."""
         self.is_active = option != "allow"
-        """Until a NaN was reported; a thread that sees that late looks at one block more."""
+        """False after the first reported NaN. A thread that reads this too early checks one more block."""
 
     def check(self, number: int, data: Bytes) -> None:
-        """Look at the bytes of a block of the plan; raise NotFinite where it has a NaN and that is refused."""
+        """Check the bytes of a block for NaN. Log one warning, or raise NotFinite if the option is "refuse".
+
+        number: the index of the block in the plan.
+        """
         block = self._plan.blocks[number]
         pieces_and_ranges = self._ranges.get(number)
         if pieces_and_ranges is None:
@@ -45,8 +48,8 @@ class NanGuard:
         step, url = self._plan.step, self._url
         if self._option == "refuse":
             raise NotFinite(
-                f"leaf {name} has a NaN, and step {step} is not saved to {url} (nan='refuse'): go on from an earlier "
-                "step with restore(), or save with nan='allow' where it belongs there"
+                f"leaf {name} has a NaN, so step {step} is not saved to {url} (nan='refuse'): restore() an earlier step, or "
+                "save with nan='allow' if the NaN is intended"
             )
         self.is_active = False
         with _warned_lock:
@@ -54,6 +57,6 @@ class NanGuard:
                 return
             _warned_urls.add(url)
         log.warning(
-            "leaf %s has a NaN in step %d, which is saved to %s all the same; there is no further warning. nan='refuse' "
-            "keeps such steps from being saved, nan='allow' is for a NaN that belongs there", name, step, url,
+            "leaf %s has a NaN in step %d, which is saved to %s anyway; there is no further warning. Use nan='refuse' to "
+            "refuse such steps, or nan='allow' if the NaN is intended", name, step, url,
         )  # fmt: skip

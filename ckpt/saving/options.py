@@ -1,4 +1,4 @@
-"""What a save is asked to do."""
+"""The class Options, the checked options of a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from ckpt.support.validation import check_switch, checked_bytes, checked_positiv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to save. See `ckpt.save` for what each means to a user."""
+    """How to save. `ckpt.save` documents the options that users give.
+
+    Raises InvalidArgument for a value that no save can use, before anything is written.
+    """
 
     codec: codec.CodecOption = "auto"
     digest: str = "auto"
@@ -27,23 +30,23 @@ class Options:
     overwrite: bool = False
     in_flight: int = 1
     deferrable: Callable[[ArrayLeaf], bool] | None = None
-    """Leaves that nobody changes before `SaveHandle.staged` is set."""
+    """Returns whether a leaf stays unchanged until `SaveHandle.staged` is set."""
     timeout: float = rank_parts.TIMEOUT_SECONDS
-    """Seconds to wait for the other ranks of a group."""
+    """How many seconds to wait for the other ranks of a group."""
     verify_replicas: bool | None = None
-    """Digest the copies of a shard that other ranks hold, so that the committer can compare them; None: a sample of them."""
+    """Whether each rank digests the replicas that it has, so that the committer can compare them; None for a sample of them."""
     nan: NanOption = "warn"
     """What to do about a NaN in a leaf."""
     propose_next_step: Callable[[], int] | None = None
-    """The step to save next, asked at the commit by rank 0."""
+    """Returns the step to save next. Rank 0 calls it at the commit."""
 
     @property
     def copies(self) -> int:
-        """See `Keep`."""
+        """The number of copies of blocks that do not change; see `Keep`."""
         return 1 if self.keep is None else self.keep.copies
 
     def __post_init__(self) -> None:
-        codec.parse_option(self.codec)  # a wrong wish is told before anything is written
+        codec.parse_option(self.codec)
         if self.digest != "auto":
             require_algorithm(self.digest)
         checked_bytes("memory", self.memory)

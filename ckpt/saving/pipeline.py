@@ -1,10 +1,10 @@
 """The save pipeline: state → leaves → blocks → arena → (codec, digest) → pack → manifest → commit.
 
-One way through for every kind of save. A blocking save is an asynchronous one with a small arena whose caller waits:
-staging and writing overlap, and the ring holds the memory down. An asynchronous one stages all of the state first, or
-as much as the budget holds, and writes from the arena in the background.
+Every kind of save takes the same path. During a blocking save the caller waits, staging and writing overlap, and a small arena
+limits the memory. An asynchronous save first stages the whole state, or as much as the memory budget allows, and then writes
+from the arena in the background.
 
-The stages, and what each hands on: `save_plan` (SavePlan) → `staging` (StagedBlock) → `block_writer` (WrittenBlocks) →
+The stages and their results: `save_plan` (SavePlan) → `staging` (StagedBlock) → `block_writer` (WrittenBlocks) →
 `committer` (Checkpoint). `save_run` has the threads.
 """
 
@@ -29,12 +29,17 @@ from ckpt.support.runtime import collector_paused
 
 
 def save(session: Session, state: Any, step: int | None, options: Options, blocking: bool) -> SaveHandle:
-    """Save a state (or one that was flattened) as `step`. Returns when committed (`blocking`), else when staged.
+    """Save a state as `step`, and return its handle: after the commit if `blocking`, else after staging.
 
-    Every call takes its number and its try of the step, also one that fails at once: ranks learn of what went wrong at
-    different calls, and would count differently from then on. For that reason a rank of a group that learns here of an
-    earlier failure takes part in this save all the same: else the others would fail for it, learn of it one call later, and so
-    on.
+    Every call uses a step number and an attempt, even if it fails at once. The ranks of a group learn of a failure in different
+    calls, and their numbers would differ from then on. For the same reason a rank that finds here that an earlier save failed
+    still takes part in this save, and raises afterwards. Otherwise this save would fail on the other ranks, they would find
+    that one call later, and so on.
+
+    state: the state, or one that `flatten_state` returned.
+    step: its number; None for the number after the newest step.
+
+    Raises SaveFailed if an earlier save in the background failed, and the errors of `ckpt.save`.
     """
     if step is None:
         step = session.next_step()
@@ -61,7 +66,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     try:
         session.add_save(handle, options.in_flight)
     except SaveFailed:
-        lease.writer.end_attempt(attempt)  # nothing for the other ranks: the store that would take it does not answer
+        lease.writer.end_attempt(attempt)  # no message to the other ranks: the store, which would carry it, does not answer
         raise
     except BaseException as error:
         give_up_attempt(session, attempt, error)
@@ -79,7 +84,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
 def _prepare_run(
     session: Session, handle: SaveHandle, attempt: Attempt, flat: FlatState, options: Options
 ) -> tuple[SaveRun, Committer]:
-    """All that is decided before anything is copied."""
+    """Make all decisions that come before the first copy; return the run and the committer of the attempt."""
     changing = changing_leaves_of(session.url_and_rank)
     algorithm = choose_algorithm(options.digest, bool(session.repo.keys))
     plan = plan_save(handle.step, algorithm, flat, options.codec, changing.changing, session.group)

@@ -1,4 +1,4 @@
-"""The blocks of the last steps, for the next save to refer to: read from the repository at first, then kept by each commit."""
+"""The class PreviousSteps, the blocks of the last steps of a session, to which the next save may refer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class CommittedFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownSteps:
-    """The last steps, whose blocks may be referred to."""
+class _LastSteps:
+    """The last steps, to whose blocks the next save may refer."""
 
     algorithm: str
     copies: int
@@ -40,52 +40,55 @@ class _KnownSteps:
 
 
 class PreviousSteps:
-    """Of a session. Safe to use from many threads."""
+    """The last steps of one session. Safe to use from many threads."""
 
     def __init__(self, repo: Repository, group: Group) -> None:
         self._repo = repo
         self._group = group
         self._lock = threading.Lock()
-        """Guards what follows, and is kept while the steps are read: a second save waits for that."""
-        self._known: _KnownSteps | None = None
+        """Guards the following attributes. A read of the steps keeps it, so a second save waits for that read."""
+        self._last_steps: _LastSteps | None = None
         self._last_serial: tuple[int, int] = (-1, -1)
+        """The serial of the newest save that was remembered."""
 
     def referable_blocks(
         self, algorithm: str, copies: int, lineage: Lineage, note_read: Callable[[list[CommittedFiles]], None]
     ) -> StepBlocks:
-        """What the next step may refer to: the blocks of the newest committed step, or with several copies of one before it.
+        """Return the blocks to which the next step may refer: those of the newest step, or with copies of an earlier one.
 
-        lineage: that the save goes on. note_read: called with the files of the steps, where they were read for that.
+        algorithm: the digest algorithm.
+        lineage: has the step from which the save continues.
+        note_read: is called with the files of the steps, if they had to be read from the repository.
         """
         with self._lock:
-            known = self._known
-            if known is None or (known.algorithm, known.copies) != (algorithm, copies):
-                known = self._known = _KnownSteps(algorithm, copies, self._read(algorithm, copies, lineage, note_read))
-            return referable_blocks(known.steps, copies)
+            last = self._last_steps
+            if last is None or (last.algorithm, last.copies) != (algorithm, copies):
+                last = self._last_steps = _LastSteps(algorithm, copies, self._read(algorithm, copies, lineage, note_read))
+            return referable_blocks(last.steps, copies)
 
     def remember(self, attempt: Attempt, algorithm: str, step_blocks: StepBlocks, copies: int, lineage: Lineage) -> None:
-        """Keep the blocks of a step just committed, unless the save is older than one that has ended before it."""
+        """Keep the blocks of a step that was just committed, unless a newer save has ended before."""
         with self._lock:
             if attempt.serial <= self._last_serial:
                 return
             self._last_serial = attempt.serial
             lineage.base_step = None
-            previous, self._known = self._known, None
+            previous, self._last_steps = self._last_steps, None
             if copies == 1:
-                self._known = _KnownSteps(algorithm, 1, (step_blocks,))
+                self._last_steps = _LastSteps(algorithm, 1, (step_blocks,))
             elif previous is not None and (previous.algorithm, previous.copies) == (algorithm, copies):
-                self._known = _KnownSteps(algorithm, copies, (step_blocks, *previous.steps)[:copies])
+                self._last_steps = _LastSteps(algorithm, copies, (step_blocks, *previous.steps)[:copies])
             _remember_blocks((self._repo.url, self._group.rank), step_blocks.blocks, copies)
 
     def forget(self) -> None:
-        """A save failed, or its end was not seen: look again at what is committed before the next one."""
+        """Read the committed steps again before the next save. Call it if a save failed or its end is unknown."""
         with self._lock:
-            self._known = None
+            self._last_steps = None
 
     def _read(
         self, algorithm: str, copies: int, lineage: Lineage, note_read: Callable[[list[CommittedFiles]], None]
     ) -> tuple[StepBlocks, ...]:
-        """The last `copies` whole steps, the newest first; fewer where there are no more."""
+        """Return the last `copies` complete steps, the newest first; fewer if there are no more, none after an error."""
         found: list[StepBlocks] = []
         files: list[CommittedFiles] = []
         try:
@@ -97,13 +100,13 @@ class PreviousSteps:
                     break
                 checkpoint = self._repo.latest({*damaged_steps(self._repo), *(each.step for each in files)})
         except CkptError as error:
-            log.warning("nothing is referenced: %s", error)
+            log.warning("the next step refers to no earlier one, and writes all blocks: %s", error)
             return ()
         note_read(files)
         return tuple(found)
 
     def _blocks_of(self, checkpoint: Checkpoint, algorithm: str) -> StepBlocks:
-        """What this rank has written of a step; nothing where its digests are of another algorithm."""
+        """Return the blocks that this rank wrote of a step; none if the step has digests of another algorithm."""
         manifest = checkpoint.manifest()
         if manifest.digest_algorithm != algorithm:
             return StepBlocks({}, {})
@@ -112,11 +115,11 @@ class PreviousSteps:
         blocks = {}
         for key, at in manifest.blocks(mine).items():
             verified = PreviousBlock(*at, is_verified=True)
-            blocks[key] = verified if any(known.get(key) == verified for known in before) else PreviousBlock(*at)
+            blocks[key] = verified if any(earlier.get(key) == verified for earlier in before) else PreviousBlock(*at)
         return StepBlocks(blocks, {f.name: f.nbytes for f in checkpoint.commit.packs})
 
     def _previous_checkpoint(self, lineage: Lineage) -> Checkpoint | None:
-        """The step that the next save goes on from."""
+        """Return the step from which the next save continues, or None."""
         if (base := lineage.base_step) is None or base in damaged_steps(self._repo):
             return self._repo.latest(damaged_steps(self._repo))
         try:
@@ -126,15 +129,15 @@ class PreviousSteps:
 
 
 _remembered_blocks: dict[tuple[str, int], tuple[PreviousBlocks, ...]] = {}
-"""By URL and rank what the last saves of this process wrote or saw to be whole, the newest first: kept for a next one in a
-session of its own. As many as there are copies."""
+"""By URL and rank, the blocks that the last saves of this process wrote or verified, the newest save first and one for each
+copy. A later session of this process uses them."""
 _MAX_REMEMBERED = 4
 _remembered_lock = threading.Lock()
 """Guards `_remembered_blocks`."""
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may have had the lock."""
+    """In a forked child: make a new lock, because a thread of the parent may have the old one."""
     global _remembered_lock
     _remembered_lock = threading.Lock()
 

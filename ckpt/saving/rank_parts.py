@@ -1,4 +1,4 @@
-"""The parts by which the ranks of a group make one step through the store: each rank writes a part, and rank 0 merges them.
+"""The rank parts: files in the store by which the ranks of a group make one step, which rank 0 commits.
 
 A part is a file `steps/<step>/part/<rank>-<generation>-<serial>-<number>-<digest>.arrow`. It contains the manifest rows of the
 rank, with its tree and its packs in the metadata. It is written when those packs are durable. Rank 0 waits for the parts of all

@@ -1,4 +1,4 @@
-"""Computes digests of samples of replicated leaves, so that a save refuses arrays that differ but should be equal replicas.
+"""Computes digests of samples of replicated leaves, so that a save refuses replicas that differ.
 
 Every save of a group computes them while the caller waits, so they must be cheap: all bytes of a small array, and some elements
 of a larger one. The choice of the elements depends only on the size, so that all ranks choose the same ones.

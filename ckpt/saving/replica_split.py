@@ -1,4 +1,4 @@
-"""Pure functions that decide which part of a shard each of its replicas writes. Each rank computes its part alone.
+"""Pure functions that decide which part of a shard each of its replicas writes, without communication.
 
 If the ranks of the replicas are known, all shards with the same set of ranks are placed end to end, in the order of name and
 offset, and cut into as many equal ranges as there are ranks. So there is one cut for thousands of leaves, and the bytes of the

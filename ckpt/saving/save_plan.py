@@ -1,4 +1,4 @@
-"""What a save writes: the leaves of a state that this rank has, and the blocks that they go into. Nothing is copied yet."""
+"""Plans a save before anything is copied: which leaves of the state this rank writes, and into which blocks."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from ckpt.support.runtime import collector_paused
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Of one attempt. Lists of leaves are in the order of the specs."""
+    """What one save attempt writes. `leaves` and `specs` have the same order."""
 
     step: int
     algorithm: str
-    """Of digests."""
+    """The digest algorithm."""
     flat: FlatState
     leaves: list[ArrayLeaf]
     specs: list[LeafSpec]
     blocks: list[Block]
     columns: PlannedColumns
-    """Of the manifest, as far as they are known before anything is written."""
+    """The columns of the manifest that do not depend on what is written."""
     has_shards: bool
-    """Whether the rows may be of parts of arrays."""
+    """Whether a row of the manifest may describe a part of an array."""
 
     @property
     def total_bytes(self) -> int:
-        """What is written where nothing of it is known yet, before any codec."""
+        """The bytes that are written if no block is deduplicated and no codec is used."""
         return sum(round_up(block.nbytes) for block in self.blocks)
 
     def name(self, leaf: int) -> str:
-        """The name of a leaf."""
+        """Return the name of the leaf with this index."""
         return self.specs[leaf].name
 
 
 def flatten_state(state: Any, group: Group) -> FlatState:
-    """The leaves of a state, before anything is written; raise UnsupportedLeaf."""
+    """Return the leaves and the tree of a state; raise UnsupportedLeaf."""
     with collector_paused():
         return flatten(state, group.rank if group.size > 1 else None)
 
@@ -53,16 +53,19 @@ def flatten_state(state: Any, group: Group) -> FlatState:
 def plan_save(
     step: int, algorithm: str, flat: FlatState, codec: CodecOption, changing: Collection[str], group: Group
 ) -> SavePlan:
-    """Plan a save. changing: names of the leaves that share no block with those that stay as they are."""
+    """Return the plan of a save.
+
+    changing: the names of the leaves that must not share a block with unchanging leaves.
+    """
     shards = local_shards(flat, group)
     specs = leaf_specs(flat, shards, codec, group, changing)
     blocks, columns = plan_blocks(specs)
-    has_shards = any(h.part is not None for h in shards)
-    return SavePlan(step, algorithm, flat, [h.leaf for h in shards], specs, blocks, columns, has_shards)
+    has_shards = any(shard.part is not None for shard in shards)
+    return SavePlan(step, algorithm, flat, [shard.leaf for shard in shards], specs, blocks, columns, has_shards)
 
 
 def planned_bytes(state: Any, options: Options, group: Group) -> int:
-    """What this rank writes of a state where nothing of it is known yet, before any codec."""
+    """Return the bytes that this rank writes of a state if no block is deduplicated and no codec is used."""
     flat = flatten_state(state, group)
     with collector_paused():
         blocks = plan_blocks(leaf_specs(flat, local_shards(flat, group), options.codec, group)).blocks

@@ -1,4 +1,4 @@
-"""One attempt at one step, from the plan to the commit: its threads, and what ends them."""
+"""The class SaveRun, which runs one save attempt from the plan to the commit, and owns its threads."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from ckpt.support.runtime import collector_paused, lower_thread_priority
 log = logging.getLogger("ckpt")
 
 _ENCODERS = 8
-"""Threads that encode and write, where a codec was asked for. Else there are as many as the store takes appends at once."""
+"""The number of writer threads if a codec was requested. Otherwise it is the number of parallel appends of the store."""
 
 _YIELD_SECONDS = 0.05
-"""For so long, and no longer than half of what its own copying took, a rank lets the others of its host end theirs before it
-takes processors and memory from them: their training waits for it, and niceness may not count between processes (autogroup,
-sched(7)). Of four ranks on two processors the slowest then takes 1.2 times as long as a plain copy, without it 1.35."""
+"""The longest pause of a rank between staging and writing; it is at most half the time of its staging. Meanwhile the other
+ranks of the host can end their staging, for which their training waits. Niceness may have no effect between processes
+(autogroup, sched(7)). With four ranks on two processors, the slowest takes 1.2 times as long as a plain copy, and 1.35 times
+without the pause."""
 
 
 class SaveRun:
-    """Threads: the caller stages, helpers of it stage too, writers write, and one of the background commits.
+    """One save attempt. The caller and its helper threads stage, writer threads write, and one thread commits.
 
-    What they share is safe to use from many threads: the failure, the arena, the queue of staged blocks, and events. All else
-    is set here, or belongs to the thread that commits.
+    The threads share only objects that are safe to use from many threads: the failure, the arena, the queue of staged blocks,
+    and events. All other attributes are set in `__init__`, or only the committing thread uses them.
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class SaveRun:
         self._staged = StagedBlocks(self._writer_count)
         self._stager = Stager(plan, self._memory, self._staged, self._failure, session.lease.count_progress)
         self._eager_staged = threading.Event()
-        """In the background: set when all is staged that is not deferred, and the caller may go on."""
+        """For a save in the background: set when all blocks but the deferred ones are staged, and the caller continues."""
         self._append_began = threading.Event()
         self._copied_seconds = 0.0
-        """How long the caller has copied; written before the writers of a group may begin, unless the arena is full."""
+        """How long the caller copied. Set before the writers of a group begin, unless the arena was full before."""
 
-    # --- the two ways ------------------------------------------------------------------------------------------
+    # --- blocking and in the background ------------------------------------------------------------------------
 
     def run_blocking(self) -> None:
-        """Save with a small arena while the caller waits: staging and writing overlap."""
+        """Save while the caller waits. Staging and writing overlap, in a small arena."""
         stager = threading.Thread(target=self._stager.stage_all, name="ckpt-stage", daemon=True)
         checkpoint: Checkpoint | None = None
         self._memory.writing_allowed.set()
@@ -96,7 +97,7 @@ class SaveRun:
             self._end(checkpoint)
 
     def run_in_background(self) -> None:
-        """Stage all, or as much as the memory holds, while the caller waits; a thread writes and commits it."""
+        """Stage while the caller waits: all blocks, or as many as fit in the memory. A thread writes and commits them."""
         total = self._plan.total_bytes
         deferred = find_deferred_blocks(self._plan, self._options.deferrable)
         late = set(deferred.numbers)
@@ -118,14 +119,14 @@ class SaveRun:
             began = time.monotonic()
             self._stager.stage_in_parallel(eager)
             self._copied_seconds = time.monotonic() - began
-        except BaseException as error:  # interrupted while it waited for its helpers
+        except BaseException as error:  # interrupted while it waited for the helper threads
             self._failure.report(error)
         finally:
             self._eager_staged.set()
         if not deferred.numbers:
             self._handle.staged.set()
         self._memory.writing_allowed.set()
-        if self._failure.error is not None:  # found while the caller is still here: raise it now
+        if self._failure.error is not None:  # the caller has not returned yet: raise it now
             thread.join()
             failed = self._handle.take_error()
             assert failed is not None
@@ -137,7 +138,7 @@ class SaveRun:
         try:
             self._memory.writing_allowed.wait()
             if self._session.group.size > 1 and not deferred.numbers:
-                time.sleep(min(_YIELD_SECONDS, self._copied_seconds / 2))  # none where the arena is full already
+                time.sleep(min(_YIELD_SECONDS, self._copied_seconds / 2))  # no pause if a full arena started the writers early
             previous = self._prepare()
             args = (deferred, self._eager_staged, self._handle.staged.set)
             stager = threading.Thread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
@@ -146,11 +147,11 @@ class SaveRun:
         except BaseException as error:
             self._failure.report(error)
         finally:
-            self._eager_staged.wait()  # before the arena goes back: the caller may still be copying into it
+            self._eager_staged.wait()  # before the arena is returned: the caller may still copy into it
             self._end(checkpoint)
 
     def _end(self, checkpoint: Checkpoint | None) -> None:
-        self._append_began.set()  # or never will be
+        self._append_began.set()  # also after a failure before the first append, so that no thread waits for it
         self._session.lease.writer.end_attempt(self._attempt)
         self._memory.close()
         error = self._failure.error
@@ -167,12 +168,12 @@ class SaveRun:
     # --- writing and the commit, in one thread -----------------------------------------------------------------
 
     def _prepare(self) -> StepBlocks:
-        """Before the first file is written. Returns what the step may refer to."""
+        """Prepare the session before the first file is written; return the blocks to which the step may refer."""
         self._session.prepare()
         return self._session.previous_blocks(self._plan.algorithm, self._attempt, self._options.copies)
 
     def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread) -> Checkpoint:
-        if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit: let it overlap with writing
+        if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit, so it overlaps with writing
             threading.Thread(target=self._import_for_commit, name="ckpt-import", daemon=True).start()
         try:
             written = self._write_blocks(previous, stager)
@@ -184,12 +185,12 @@ class SaveRun:
         return checkpoint
 
     def _import_for_commit(self) -> None:
-        """What the commit needs, once the disk is busy: before that it would only keep the first blocks from it."""
+        """Import what the commit needs, after the first append: before that, the import would delay the first blocks."""
         self._append_began.wait()
         manifest.import_parquet()
 
     def _write_blocks(self, previous: StepBlocks, stager: threading.Thread) -> WrittenBlocks:
-        """Write what is staged with several threads, this one among them, until all is durable."""
+        """Write the staged blocks with several threads, of which this is one; return when all are durable."""
         prefix = f"{step_folder(self._plan.step)}/pack/{self._attempt.name}"
         slots = ComputeSlots(self._eager_staged)
         index = PreviousBlockIndex(self._store, self._plan.algorithm, previous.blocks, slots.slot)
@@ -208,7 +209,7 @@ class SaveRun:
                 self._write_staged(own)
                 for thread in [*threads, stager]:
                     thread.join()
-            except BaseException as error:  # interrupted: no thread may outlive the pack and the arena it uses
+            except BaseException as error:  # interrupted: no thread may outlive the pack and the arena that it uses
                 self._failure.report(error)
                 for thread in [*threads, stager]:
                     if thread.ident is not None:
@@ -227,7 +228,8 @@ class SaveRun:
                     self._session.lease.count_progress()
                     self._memory.give_back(staged.region)
         except BaseException as error:
-            self._failure.report(error)  # take no more: if an interrupt came after the end mark, the next is another writer's
+            # Take nothing more: if the interrupt came after the sentinel, the next queue item belongs to another writer.
+            self._failure.report(error)
 
     def _commit(self, written: WrittenBlocks, previous_packs: dict[str, int]) -> Checkpoint:
         with collector_paused():
@@ -241,7 +243,7 @@ class SaveRun:
         )  # fmt: skip
 
     def _finish(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:
-        """The step exists: remember what the next one may refer to, and delete what nobody needs."""
+        """After the commit: remember the blocks to which the next step may refer, and delete files that no step needs."""
         plan, commit, options = self._plan, checkpoint.commit, self._options
         step_blocks = StepBlocks(written.blocks, {f.name: f.nbytes for f in commit.packs})
         self._session.remember_blocks(self._attempt, plan.algorithm, step_blocks, options.copies)

@@ -1,4 +1,4 @@
-"""The sessions of this process: one for each repository and group, shared by all who save there, until the last one leaves."""
+"""The registry of writer sessions of this process: one for each repository and group, while it has users."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from ckpt.storage.base.store import Store
 log = logging.getLogger("ckpt")
 
 _sessions: dict[tuple[str, Group | None], Session] = {}
-_orphaned_sessions: list[Session] = []  # left with an error that nobody has seen
+_orphaned_sessions: list[Session] = []
+"""Sessions without users that have an error which the user has not seen."""
 _registry_lock = threading.RLock()
-"""Guards these, the number of users of each session, and the release of leases: who finds a lease here can use it."""
+"""Guards these two, the user count of each session, and the release of leases, so that a lease found here is not released."""
 
 
 def enter(
@@ -35,10 +36,13 @@ def enter(
     rendezvous_store: Store | None = None,
     requested_step: RequestedStep = (),
 ) -> Session:
-    """Join this process's session for a repository, or begin one: with a group, every rank must.
+    """Return the session of this process for a repository and group, or begin one. With a group, every rank must call this.
 
-    rendezvous_store: a place that can be written to, for a group to meet at; else it is the repository.
-    requested_step: the step to save at once.
+    serials: the counter that the tiers of a repository share; None without tiers.
+    rendezvous_store: a writable store at which the group meets; None for the store of the repository.
+    requested_step: the step that the caller will save first.
+
+    Raises RepositoryBusy if a live process writes to the repository, and InvalidArgument if the session signs with other keys.
     """
     key = _session_key(repo, group)
     if group.size > 1:
@@ -48,7 +52,7 @@ def enter(
                 session.require_same_keys(repo)
                 session.user_count += 1
                 return session
-        # Not under the lock: the ranks of a group of threads wait for each other here.
+        # Without the lock, because ranks that are threads of this process wait for each other here.
         with _lend_lease(repo, group, serials) as shared:
             start = start_in_group(repo, group, serials, rendezvous_store or repo.store, shared, requested_step)
             new_session = Session(repo, group, start)
@@ -65,7 +69,7 @@ def enter(
                 _orphaned_sessions.remove(orphan)
                 orphan.wait()
                 orphan.raise_failed()
-            # What tiers copy here has their own numbers, which are higher than those of a lease without tiers.
+            # With tiers, take a new lease: its serials are shared with the tiers and above those of a lease without tiers.
             shared = _lease_of_this_process(repo) if serials is None else None
             session = _sessions[key] = Session(repo, group, start_alone(repo, shared, serials))
         session.require_same_keys(repo)
@@ -74,15 +78,16 @@ def enter(
 
 
 def _lease_of_this_process(repo: Repository) -> GroupLease | None:
-    """What it has already where it saves for a group as well: the newest lease, for that has ended the others."""
+    """Return the newest lease that this process has as rank 0 of any group, or None. The newest one fences the others."""
     leases = [s.lease for s in _sessions.values() if s.repo.url == repo.url and s.lease.rank == 0]
-    return max(leases, key=lambda its: its.writer.generation, default=None)
+    return max(leases, key=lambda lease: lease.writer.generation, default=None)
 
 
 @contextmanager
 def _lend_lease(repo: Repository, group: Group, serials: SerialCounter | None) -> Iterator[GroupLease | None]:
-    """The lease of this process alone, or for another group, which rank 0 of this one may use as well; it is not released
-    meanwhile. None where tiers count with the same numbers.
+    """A context with an existing lease of this process that rank 0 of a new group may use, too; it is not released meanwhile.
+
+    Yields None if there is no such lease, on other ranks, and with tiers, whose serials are shared.
     """
     with _registry_lock:
         lease = _lease_of_this_process(repo)
@@ -108,7 +113,10 @@ def _session_key(repo: Repository, group: Group) -> tuple[str, Group | None]:
 
 
 def leave(session: Session, keep: bool = False) -> None:
-    """The counterpart of `enter`. keep: the ranks of a group stay together for the next save, until the process ends."""
+    """End the use of a session that `enter` returned. The last user releases the lease.
+
+    keep: the session of a group stays for the next save, until the process ends.
+    """
     with _registry_lock:
         session.user_count -= 1
         if session.user_count or (keep and session.group.size > 1):
@@ -117,17 +125,17 @@ def leave(session: Session, keep: bool = False) -> None:
         if session.has_stuck_save():
             session.lease.abandon()
             rank_parts.note_ended(session.lease, session.group)
-            return  # the store would not answer; the next job sees when this process has ended
+            return  # the store does not answer; the next job takes over when this process is dead
         if not session.lease.rank and not session.lease.release():
             rank_parts.note_ended(session.lease, session.group)
         if session.has_unseen_error():
             _orphaned_sessions.append(session)
-    if session.lease.rank and not session.lease.release():  # nobody shares it, and others need not wait while a store answers
+    if session.lease.rank and not session.lease.release():  # this lease is not shared, so release it without the lock
         rank_parts.note_ended(session.lease, session.group)
 
 
 def _after_fork() -> None:
-    """A child has no leases: they name the parent."""
+    """In a forked child: forget the sessions, because their leases name the parent process."""
     global _registry_lock
     _sessions.clear()
     _orphaned_sessions.clear()
@@ -140,15 +148,15 @@ if hasattr(os, "register_at_fork"):
 
 _THREADS_OF_A_SAVE = ("ckpt-save", "ckpt-stage", "ckpt-write", "ckpt-import", "ckpt-notes")
 _THREAD_JOIN_SECONDS = 20.0
-"""For a thread of a save that has ended, at most: it has only to return."""
+"""How long the exit waits for each thread of a save that has ended. Such a thread only has to return."""
 
 
 @register_before_thread_shutdown
 def _wait_at_exit() -> None:
-    """Wait for the saves under way, as long as they make progress: what they need must not end before.
+    """Wait for pending saves while they make progress, before Python shuts down what they need.
 
-    Their threads must have ended, too: Python ends a daemon thread where it next takes the interpreter's lock, and one that is
-    in the code of a C++ library then (an import of pyarrow, a call of torch) takes the process down.
+    Their threads must end, too. Python ends a daemon thread when it next takes the interpreter lock. If the thread is then in
+    the code of a C++ library (an import of pyarrow, a call of torch), the process crashes.
     """
     stuck = False
     for session in [*_sessions.values(), *_orphaned_sessions]:
@@ -163,7 +171,7 @@ def _wait_at_exit() -> None:
 
 @atexit.register
 def _report_at_exit() -> None:
-    """A save that failed or makes no progress is logged, and ends the program with a status that is not 0."""
+    """Log saves that failed or make no progress, and then end the program with a status other than 0. Release the leases."""
     failed = False
     for session in [*_sessions.values(), *_orphaned_sessions]:
         try:
@@ -175,7 +183,7 @@ def _report_at_exit() -> None:
         for handle in session.unreported_failures():
             failed = True
             log.error("saving step %d to %s failed: %s", handle.step, session.repo.url, handle.take_error())
-        # Other sessions may use the lease as well, but nobody saves any more.
+        # Other sessions may share the lease, but none saves any more, so release it at once.
         release = session.lease.release if session.lease.rank else session.lease.writer.release
         if session.group.size > 1 and not release():
             rank_parts.note_ended(session.lease, session.group)

@@ -1,4 +1,4 @@
-"""The start of a session: how a process, or the ranks of a group together, come by the lease to write."""
+"""Starts a writer session: a process alone or all ranks of a group together get the writer lease."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.store import Store
 
 RequestedStep = tuple[int | None, ...]
-"""The step that the first save of a session was given, None for the one after the newest; empty where that is not known."""
+"""The step that the caller asked for in the first save of a session. It contains None if no number was given (the number after
+the newest step), and is empty if the first save is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStart:
-    """What a session begins with."""
+    """What a new session begins with."""
 
     lease: GroupLease
     next_step: int | None = None
-    """Agreed by a group, whose ranks see commits at different moments; None: the one after the newest step."""
+    """The next step number on which a group has agreed, because its ranks see a commit at different times. None without a
+    group: the number after the newest step."""
     rank_0_requested_step: RequestedStep = ()
-    """What rank 0 of a group is asked to save at once."""
+    """The first step that rank 0 of a group was asked to save."""
 
 
 def next_step_number(repo: Repository) -> int:
-    """The number after the newest step."""
+    """Return the number after the newest committed step."""
     return repo.newest()[1] + 1
 
 
 def start_alone(repo: Repository, shared: GroupLease | None, serials: SerialCounter | None) -> SessionStart:
-    """Begin without a group. shared: a lease of this process for a group, which is used here as well."""
+    """Return the start of a session without a group. Creates the repository if it does not exist.
+
+    shared: the lease that this process has for a group, which the new session shares.
+    """
     repo.ensure()
     return SessionStart(acquire_group_lease(repo, serials=serials) if shared is None else shared.for_process_alone())
 
@@ -50,9 +55,11 @@ def start_in_group(
     shared: GroupLease | None,
     requested_step: RequestedStep,
 ) -> SessionStart:
-    """Begin together; the one time that the ranks talk. All raise the same error where rank 0 can't begin.
+    """Return the start of a session of a group. All ranks call it, and communicate only here.
 
-    shared: the lease that rank 0 has for another group. A new one would end the saves of that group for good.
+    If rank 0 can't begin, all ranks raise the same error.
+
+    shared: the lease that rank 0 has for another group, which the new session shares. A new lease would fence that group.
     """
     if group.rank:
         announcement, processes = _announce_and_gather(rendezvous_store, group, None)
@@ -69,7 +76,7 @@ def start_in_group(
             lease = shared.for_other_group(group.size)
         else:
             lease = acquire_group_lease(repo, group.size, serials)
-            lease.writer.sweep_temporaries_once()  # now, while nobody of this generation writes
+            lease.writer.sweep_temporaries_once()  # before any rank of this generation writes
         announcement = {"generation": lease.writer.generation, "lane": lease.number, "token": lease.writer.token}
         announcement |= {"next": next_step_number(repo), "asked": requested_step}
     except BaseException as error:
@@ -89,7 +96,12 @@ def start_in_group(
 def _announce_and_gather(
     rendezvous_store: Store, group: Group, announcement: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[ProcessIdentity]]:
-    """Meet; what rank 0 announces, and the processes of all ranks: nobody waits for one that is seen to be dead."""
+    """Return the announcement of rank 0 and the processes of all ranks, by which a dead rank is recognised later.
+
+    announcement: on rank 0, what to send; None on the other ranks.
+
+    The list is empty if the group can't gather.
+    """
     group.meet_at(rendezvous_store)
     if not group.can_gather:
         return json.loads(group.broadcast(None if announcement is None else json.dumps(announcement).encode())), []

@@ -1,4 +1,4 @@
-"""A step that this rank does not save although others may: it lets them know, so that they do not wait."""
+"""Ends the part of a rank in a step that it does not save, so that the other ranks do not wait for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from ckpt.storage.base.errors import CkptError
 
 
 def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
-    """Raise InvalidArgument where rank 0 has been asked to save another step, or none was named on one of the two.
+    """Raise InvalidArgument if this rank and rank 0 were asked to save different steps, or only one was given a number.
 
-    That is known of the first save of a group, for which its ranks talk. Of later ones rank 0 only sees that parts are missing.
+    The ranks compare this only for the first save of a group, when they communicate. In a later save, rank 0 only finds that
+    parts of other ranks are missing.
+
+    step: what this rank was asked to save; None if no number was given.
     """
     for requested in session.take_rank_0_requested_step():
         if requested != step:
@@ -24,14 +27,14 @@ def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
 
 
 def skip_step(session: Session, step: int, error: BaseException) -> None:
-    """This rank does not save a step that the others may save: they need not wait for it."""
+    """Publish that this rank does not save a step, so that the other ranks do not wait for it. error: the reason."""
     attempt = session.lease.begin_attempt(step)
     session.note_save_began(step)
     give_up_attempt(session, attempt, error)
 
 
 def give_up_attempt(session: Session, attempt: Attempt, error: BaseException) -> None:
-    """End an attempt that has written nothing, and let the other ranks know."""
+    """End an attempt that will not commit, and publish its error for the other ranks; no error of the store is raised."""
     session.lease.writer.end_attempt(attempt)
     if session.group.size > 1:
         with suppress(CkptError, OSError):

@@ -1,7 +1,8 @@
-"""The first stage of a save: blocks are copied from the state into an arena, and handed on to the writers.
+"""The first stage of a save: copies blocks from the state into an arena, and passes them to the writers.
 
-A blocking save stages with one thread beside the writers. An asynchronous one stages with the caller and helpers of it before
-anything is written, but for what is deferred. Where the arena is full, staging waits for the writers to give regions back.
+A blocking save stages in one thread, in parallel with the writers. An asynchronous save stages in the caller and helper
+threads before the writers begin, and stages deferred blocks later. If the arena is full, staging waits until the writers
+return regions.
 """
 
 from __future__ import annotations
@@ -26,37 +27,41 @@ from ckpt.support.runtime import processor_count
 
 
 class StagedBlock(NamedTuple):
-    """A block in the arena, with its digest and cells if they are known already."""
+    """A block in the arena."""
 
     number: int
-    """In the plan."""
+    """The index of the block in the plan."""
     region: Region
     sums: tuple[bytes, bytes] | None
+    """Its digest and the checksums of its cells; None if they are not computed yet."""
 
 
 class StagedBlocks:
-    """The queue from the threads that stage to those that write."""
+    """The queue from the staging threads to the writer threads."""
 
     def __init__(self, writer_count: int) -> None:
         self._queue: queue.SimpleQueue[StagedBlock | None] = queue.SimpleQueue()
         self._writer_count = writer_count
 
     def put(self, staged: StagedBlock) -> None:
-        """Hand a block on."""
+        """Pass a block to the writers."""
         self._queue.put(staged)
 
     def take(self) -> StagedBlock | None:
-        """The next block, None after the last one: one None for each writer, which takes nothing more then."""
+        """Wait for the next block and return it; None after the last one.
+
+        The queue has one None for each writer, so a writer that got None must not call this again.
+        """
         return self._queue.get()
 
     def end(self) -> None:
-        """No block follows."""
+        """Record that no block follows."""
         for _ in range(self._writer_count):
             self._queue.put(None)
 
 
 class Stager:
-    """Of one attempt, used by all of its threads that stage: nothing here changes but the queue and the arena."""
+    """Stages the blocks of one attempt. Many threads may use it: of its attributes, only the queue and the arena change."""
 
     def __init__(
         self,
@@ -73,14 +78,17 @@ class Stager:
         self._count_progress = count_progress
 
     def stage_all(self) -> None:
-        """Stage every block, for a save whose caller waits."""
+        """Stage every block, for a blocking save."""
         try:
             self._stage(range(len(self._plan.blocks)), with_digests=True)
         finally:
             self._staged.end()
 
     def stage_in_parallel(self, numbers: list[int]) -> None:
-        """Stage with as many threads as copy faster than one, the caller among them."""
+        """Stage blocks in the calling thread and up to three helper threads.
+
+        numbers: the indexes of the blocks in the plan.
+        """
         threads = max(1, min(4, processor_count(), len(numbers) // 4))
         shared = _SharedIterator(numbers)
         helpers = [
@@ -93,9 +101,10 @@ class Stager:
             helper.join()
 
     def stage_deferred(self, deferred: DeferredBlocks, eager_staged: threading.Event, when_staged: Callable[[], None]) -> None:
-        """Stage what may be read later, and prove that it was not changed meanwhile.
+        """Stage the deferred blocks, and report StateChanged if a leaf of them has changed since the save began.
 
-        eager_staged: set when all other blocks are staged. when_staged: called when the state may be changed.
+        eager_staged: is set when all other blocks are staged.
+        when_staged: is called when the state may change.
         """
         self._stage(deferred.numbers, deferred.samples, with_digests=True)
         eager_staged.wait()
@@ -107,10 +116,12 @@ class Stager:
     def _stage(
         self, numbers: Iterable[int], samples: Mapping[int, BlockSample] | None = None, with_digests: bool = False
     ) -> None:
-        """Copy blocks into the arena and pass them on.
+        """Copy blocks into the arena and pass them to the writers.
 
-        samples: what blocks that are staged late were before. with_digests: digest each at once, while it is still in the
-        cache. Not where the training loop waits for the copy.
+        numbers: the indexes of the blocks in the plan.
+        samples: for deferred blocks, their samples from the start of the save.
+        with_digests: compute the digest of each block at once, while its bytes are in the processor cache. False if the
+            training loop waits for the copy.
         """
         try:
             for i in numbers:
@@ -133,7 +144,7 @@ class Stager:
             stage_block(block, self._plan.leaves, region.data)
         except CkptError:
             raise
-        except Exception as error:  # frameworks raise what they like
+        except Exception as error:  # a framework may raise any type
             others = " or another one of its block" if len(block.pieces) > 1 else ""
             raise StagingFailed(
                 f"leaf {self._plan.name(block.pieces[0].leaf)}{others} could not be copied for step {self._plan.step} "

@@ -1,4 +1,4 @@
-"""The memory that a save stages in: how much of it, and the arena of one attempt."""
+"""The class StagingMemory, the staging arena of one save attempt, and the functions that choose its size."""
 
 from __future__ import annotations
 
@@ -15,40 +15,47 @@ from ckpt.saving.save_plan import SavePlan, planned_bytes
 from ckpt.storage.base.errors import first_line
 
 _MIN_ARENA_BYTES = 32 << 20
-"""That of a small state, a quarter of it at most: memory touched for the first time costs more than the disk."""
+"""The smallest arena of a blocking save. Above it, the arena has at most a quarter of the state's size, because the first use
+of new memory costs more time than the disk."""
 
 
 def blocking_arena_bytes(total: int, writer_count: int, memory: int | None) -> int:
-    """The arena of a save of `total` bytes whose caller waits."""
-    # Half as many are staged as are written: what is small stays in the caches.
+    """Return the arena size of a blocking save of `total` bytes. memory: the limit that the user set, or None."""
+    # Room for one block in each writer and half as many staged ones: a small arena stays in the processor caches.
     most = writer_count * BLOCK_BYTES * 3 // 2
     return min(total, max(_MIN_ARENA_BYTES, min(most, total // 4)), memory or most)
 
 
 def background_arena_bytes(total: int, memory: int | None) -> int:
-    """The arena of a save of `total` bytes in the background."""
+    """Return the arena size of a background save of `total` bytes. memory: the limit that the user set, or None."""
     return min(total, memory or int(available_memory() * 0.8))
 
 
 def staging_bytes(state: Any, options: Options, group: Group) -> int:
-    """The size of the arena that an asynchronous save of `state` will take."""
+    """Return the arena size of an asynchronous save of `state`, in bytes."""
     return background_arena_bytes(planned_bytes(state, options, group), options.memory)
 
 
 class StagingMemory:
-    """The arena of one attempt. The caller borrows it before any other thread uses it, and the last thread gives it back."""
+    """The arena of one attempt.
+
+    The caller borrows it before other threads use it, and the last thread returns it with `close`.
+    """
 
     def __init__(self) -> None:
         self.writing_allowed = threading.Event()
-        """Set when the writers may begin: all is staged that is not deferred, the arena is full, or the save has failed."""
+        """Set when the writers may begin: all blocks but deferred ones are staged, the arena is full, or the save failed."""
         self._arena: Arena | None = None
 
     def borrow(self, nbytes: int, plan: SavePlan, where: str) -> None:
-        """Get an arena of at least `nbytes`, if anything is to be staged; raise StagingFailed. where: for its message."""
+        """Borrow an arena of at least `nbytes` if the plan has blocks; raise StagingFailed if there is not enough memory.
+
+        where: the step and the repository, for the message.
+        """
         largest = max((round_up(b.nbytes) for b in plan.blocks), default=0)
         if not nbytes and not largest:
             return
-        # Twice the largest block: a ring that a block nearly fills could otherwise never turn.
+        # At least twice the largest block: in a smaller ring, a block may never find enough contiguous space.
         arena_bytes = max(nbytes, min(2 * largest, 2 * BLOCK_BYTES))
         try:
             self._arena = arenas.pool.borrow(arena_bytes)
@@ -60,31 +67,31 @@ class StagingMemory:
             self._arena.pin()
 
     def is_less_than(self, nbytes: int) -> bool:
-        """Whether so much can't be staged at once."""
+        """Return whether the arena is too small to stage `nbytes` at once."""
         return self._arena is not None and nbytes > self._arena.capacity_bytes
 
     def take(self, nbytes: int) -> Region:
-        """A region for a block; waits for the writers where there is no room. Raises ArenaAbandoned after `abandon`."""
+        """Return a region for a block. If the arena is full, wait for the writers. Raises ArenaAbandoned after `abandon`."""
         assert self._arena is not None
         region = self._arena.take(nbytes, wait=False)
         if region is None:
-            self.writing_allowed.set()  # full: only the writers can make room
+            self.writing_allowed.set()  # the arena is full, and only the writers free regions
             region = self._arena.take(nbytes)
             assert region is not None
         return region
 
     def give_back(self, region: Region) -> None:
-        """For a writer: the region of a block is free again."""
+        """Return the region of a written block to the arena."""
         assert self._arena is not None
         self._arena.give_back(region)
 
     def abandon(self) -> None:
-        """The save has failed: nobody waits for room or for permission any more."""
+        """After a failure: wake all threads that wait for a region or for `writing_allowed`."""
         if self._arena is not None:
             self._arena.abandon()
         self.writing_allowed.set()
 
     def close(self) -> None:
-        """No thread uses the arena any more."""
+        """Return the arena to the pool, when no thread uses it any more."""
         if self._arena is not None:
             arenas.pool.give_back(self._arena)

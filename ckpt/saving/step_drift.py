@@ -1,4 +1,4 @@
-"""Detects ranks that no longer save the same moment, by a number such as a step that was equal on all ranks and now differs.
+"""Detects ranks that no longer save the same moment, by a number that was equal on all and now differs.
 
 The parts of a step are matched by how many saves each rank has made. A rank that has left out a save looks like a slow one.
 Only the values in its state show the difference.

@@ -1,7 +1,7 @@
-"""A process that writes to a repository: its lease, its saves under way, and what it remembers of the last steps.
+"""The class Session, the saves of one process to one repository: its lease, pending saves, previous blocks.
 
-All savers of one process share one session for a URL (`session_registry.py`); the last to leave releases the lease. The ranks
-of a group meet once, when their session begins (`session_start.py`). Nothing later talks.
+All savers of one process share one session for a URL (`session_registry.py`), and the last one to leave releases the lease.
+The ranks of a group communicate once, when their session begins (`session_start.py`), and never after that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("ckpt")
 
 
 class Session:
-    """Shared by all that save to one repository from this process. Owns its lease."""
+    """Shared by all savers of this process to one repository. Owns the lease."""
 
     def __init__(self, repo: Repository, group: Group, start: SessionStart) -> None:
         self.repo = repo
@@ -43,13 +43,13 @@ class Session:
         self.lease = start.lease
         self.url_and_rank = repo.url, group.rank
         self.spared_steps: Callable[[], Collection[int]] = tuple
-        """Steps that no sweep deletes, for they are still to be copied from here."""
+        """Returns the steps that no sweep may delete, because they must still be copied from this repository."""
         self.user_count = 0
-        """Kept by the registry, under its lock."""
+        """The number of savers that share the session. Guarded by the lock of the registry."""
         self.drift = DriftDetector()
         self.lineage = Lineage(repo, self.lease.writer.generation, partial(damaged_steps, repo))
         self.excused_save: SaveHandle | None = None
-        """A save that failed, and that a later save makes up for: none has followed yet."""
+        """The last failed save whose error is excused, until a later save succeeds."""
         self._next_step = start.next_step
         self._rank_0_requested_step = start.rank_0_requested_step
         self._noted_lines: set[TrainingLine] = set()
@@ -58,11 +58,11 @@ class Session:
         """Guards `_pending_saves`."""
         self._pending_saves: list[SaveHandle] = []
         self._recent_commits: list[CommittedFiles] = []
-        """The last commits, whose packs other ranks may refer to; guarded by the sweep lock of the lease."""
+        """The last commits, to whose packs other ranks may refer. Guarded by the sweep lock of the lease."""
         self._commits_in_use = 1
 
     def require_same_keys(self, repo: Repository) -> None:
-        """Raise InvalidArgument where who joins would sign with another key, or with none."""
+        """Raise InvalidArgument if a saver that joins the session signs with other keys than the session."""
         if repo.keys != self.repo.keys:
             raise InvalidArgument(
                 f"this process saves to {repo.url} already, with another key or with none; give each saver of one URL the same "
@@ -70,25 +70,28 @@ class Session:
             )
 
     def next_step(self) -> int:
-        """The number after the newest step, the same on all ranks."""
+        """Return the number after the newest step, the same on all ranks."""
         if self._next_step is None:
             return next_step_number(self.repo)
         return self._next_step
 
     def take_rank_0_requested_step(self) -> RequestedStep:
-        """What rank 0 was asked to save when the session began; only the first call returns it."""
+        """Return the step that rank 0 was asked to save when the session began; after the first call, an empty tuple."""
         requested, self._rank_0_requested_step = self._rank_0_requested_step, ()
         return requested
 
     def note_save_began(self, step: int) -> None:
-        """A save of this step begins."""
+        """Record that a save of this step begins."""
         if self._next_step is not None:
             self._next_step = max(self._next_step, step + 1)
 
-    # --- the saves under way -----------------------------------------------------------------------------------
+    # --- pending saves -----------------------------------------------------------------------------------------
 
     def add_save(self, handle: SaveHandle, limit: int) -> None:
-        """Note a new save; first wait until fewer than `limit` are under way."""
+        """Add a new save, after waiting until fewer than `limit` saves run.
+
+        Raises SaveFailed if a running save makes no progress any more.
+        """
         while True:
             with self._lock:
                 busy = [h for h in self._pending_saves if not h.done()]
@@ -98,8 +101,8 @@ class Session:
             busy[0].require_end()
 
     def raise_failed(self) -> None:
-        """Raise SaveFailed for the first save of the background that failed and whose error nobody has seen."""
-        if not self._pending_saves:  # as it is at most steps
+        """Raise SaveFailed for the first save in the background that failed and whose error the user has not seen."""
+        if not self._pending_saves:  # true for most steps, and faster than the lock
             return
         with self._lock:
             failed = [h for h in self._pending_saves if h.done() and h.unseen()]
@@ -109,52 +112,54 @@ class Session:
             raise SaveFailed(f"saving step {failed[0].step} to {self.repo.url} in the background failed: {error}") from error
 
     def raise_excused(self) -> None:
-        """At the end: raise SaveFailed where the last save failed and no later save made up for it."""
+        """At the end of the session: raise SaveFailed if an excused save failed and no later save succeeded."""
         handle, self.excused_save = self.excused_save, None
         if handle is not None and handle.unasked():
             error = handle.take_error()
             raise SaveFailed(f"saving step {handle.step}, the last of the run, to {self.repo.url} failed: {error}") from error
 
     def wait(self) -> None:
-        """Wait for all saves under way; raise SaveFailed where one makes no progress any more."""
+        """Wait for all pending saves; raise SaveFailed if one makes no progress any more."""
         with self._lock:
             pending = list(self._pending_saves)
         for handle in pending:
             handle.require_end()
 
     def wait_staged(self) -> None:
-        """Wait until no save under way reads the state any more."""
+        """Wait until no pending save reads the state any more; raise SaveFailed if one makes no progress any more."""
         with self._lock:
             pending = list(self._pending_saves)
         for handle in pending:
             handle.require_staged()
 
     def has_stuck_save(self) -> bool:
-        """Whether a save under way makes no progress any more."""
+        """Return whether a pending save makes no progress any more."""
         return any(h.is_stuck() for h in self._pending_saves)
 
     def has_unseen_error(self) -> bool:
-        """Whether a save failed and nobody has its error yet."""
+        """Return whether a save failed, the user has not seen its error, and the error is not excused."""
         return any(h.unseen() for h in self._pending_saves)
 
     def unreported_failures(self) -> list[SaveHandle]:
-        """At the end of the program: the saves that failed and whose error nobody has seen, excused or not."""
+        """Return the failed saves whose errors the user has not seen, for the end of the program; excused ones are included."""
         excused = [self.excused_save] if self.excused_save is not None else []
         handles = {*self._pending_saves, *excused}
         return [h for h in handles if h.unseen() or (h in excused and h.unasked())]
 
-    # --- what the last steps consist of ------------------------------------------------------------------------
+    # --- previous blocks, and the sweep ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before the first file is written."""
-        if self.group.size == 1:  # a group has done it before it met
+        """Delete temporary files of killed writers, before this session writes its first file."""
+        if self.group.size == 1:  # in a group, rank 0 has done this when the session began
             self.lease.writer.sweep_temporaries_once()
 
     def previous_blocks(self, algorithm: str, attempt: Attempt, copies: int = 1) -> StepBlocks:
-        """Blocks that the attempt may refer to, whose packs exist, and the lengths of those packs: of the newest committed
-        step, or with several copies of one before it (`dedup.referable_blocks`).
+        """Return the blocks to which the attempt may refer (`dedup.referable_blocks`), and the lengths of their packs.
 
-        Nothing of them is deleted before the attempt, which may refer to them, has ended.
+        Blocks of missing or damaged packs are left out. No sweep deletes these packs before the attempt has ended.
+
+        algorithm: the digest algorithm.
+        copies: see `Keep`.
         """
         blocks, packs = self._previous_steps.referable_blocks(algorithm, copies, self.lineage, self._note_previous)
         with self.lease.writer.sweep_lock:
@@ -166,28 +171,33 @@ class Session:
         return StepBlocks(blocks, packs)
 
     def remember_blocks(self, attempt: Attempt, algorithm: str, step_blocks: StepBlocks, copies: int = 1) -> None:
-        """Keep the blocks of a step just committed, for a later one to refer to; not those of an older save that ends late."""
+        """Keep the blocks of a committed step, to which the next one may refer. An older save that ends late is ignored."""
         self._previous_steps.remember(attempt, algorithm, step_blocks, copies, self.lineage)
         clear_damaged(self.repo, attempt.step)
 
     def forget_previous(self) -> None:
-        """A save failed, or its end was not seen: look again at what is committed before the next one."""
+        """Read the committed steps again before the next save. Call it if a save failed or its end is unknown."""
         self._previous_steps.forget()
 
     def note_line(self, line: TrainingLine) -> None:
-        """Before the first commit here on a line that is not the first one."""
+        """Record a training line in the repository, once, before the first commit on it; not needed for the first line."""
         if line not in self._noted_lines:
             self.repo.note_line(line)
             self._noted_lines.add(line)
 
     def pin_packs(self, attempt: Attempt, packs: Iterable[str]) -> None:
-        """No sweep takes these packs before the attempt has ended."""
+        """Protect these packs from sweeps until the attempt has ended."""
         with self.lease.writer.sweep_lock:
             self.lease.writer.pin_packs(attempt, packs)
 
     def note_committed(self, step: int, files: Iterable[str], commits_in_use: int) -> None:
-        """For rank 0 of a group: another rank may refer to the packs of the last `commits_in_use` commits. It has seen
-        one of the last that are in flight, and refers to it, or with several copies to one before it."""
+        """Record a commit, so that no sweep deletes packs to which another rank of the group may still refer.
+
+        A rank refers to the newest commit that it has seen, or with several copies to an earlier one.
+
+        files: the names of the files of the step.
+        commits_in_use: the number of last commits to which a rank may refer.
+        """
         with self.lease.writer.sweep_lock:
             self._commits_in_use = max(self._commits_in_use, commits_in_use)
             self._recent_commits = [*self._recent_commits, CommittedFiles(step, files)][-self._commits_in_use :]
@@ -198,7 +208,11 @@ class Session:
                 self._recent_commits = self._recent_commits or read
 
     def sweep(self, keep: Keep | None, saved_step: int, replaced_files: set[str]) -> None:
-        """Delete what is not needed after the commit of a step. A failure here loses nothing and is only logged."""
+        """Delete what is not needed any more after the commit of a step. Only rank 0 does. An error is logged, not raised.
+
+        keep: which steps to keep; None for all.
+        replaced_files: the files of an earlier save of the same step.
+        """
         if self.lease.rank:
             return
         try:
@@ -209,4 +223,4 @@ class Session:
                 damaged = damaged_steps(self.repo)
                 sweep(self.repo, self.lease.writer, keep, spared_steps, damaged, protected_packs, replaced_files)
         except (CkptError, OSError) as error:
-            log.warning("cleaning %s failed, the next save tries again: %s", self.repo.url, error)
+            log.warning("deleting old files of %s failed; the next save tries again: %s", self.repo.url, error)
