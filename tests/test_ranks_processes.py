@@ -208,10 +208,10 @@ def test_the_repository_is_removed_while_ranks_wait(tmp_path: Path) -> None:
             assert ranks[0].poll() is None
         shutil.rmtree(tmp_path / "r")
         (said,) = lines(ranks[:1])
-        assert "is gone: the folder was removed or emptied while it is written to" in said, said
+        assert "is missing: the folder was deleted or emptied during a save" in said, said
         go(ranks[1:])
         (said,) = lines(ranks[1:])
-        assert "is gone: the folder was removed or emptied while it is written to" in said, said
+        assert "is missing: the folder was deleted or emptied during a save" in said, said
     finally:
         for rank in ranks:
             rank.kill()

@@ -1,5 +1,7 @@
-"""The records of writer leases: `generations/<n>.json` names the holder of a generation, `generations/<n>-left-…` is the end
-marker of a rank."""
+"""Reads the records of writer leases: the holder of each generation, and the end markers of ranks.
+
+`generations/<n>.json` names the holder of a generation, and `generations/<n>-left-…` is the end marker of a rank.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ log = logging.getLogger("ckpt")
 
 
 def generation_name(generation: int) -> str:
-    """The name of the record of a generation."""
+    """Return the name of the record of a generation."""
     return f"generations/{generation:08d}.json"
 
 
 def list_lease_records(repo: Repository) -> list[str]:
-    """The names of all records of leases, end markers included."""
+    """Return the names of all records of leases, including end markers."""
     return [entry.name for entry in repo.store.list("generations")]
 
 
 def newest_generation(repo: Repository) -> int:
-    """The highest generation that has a record, 0 where there is none."""
+    """Return the highest generation that has a record, or 0."""
     return max(_generation_numbers(list_lease_records(repo)), default=0)
 
 
@@ -38,7 +40,7 @@ def _generation_numbers(names: Iterable[str]) -> list[int]:
 
 
 class EndMarker(NamedTuple):
-    """Says that a rank has ended its saves."""
+    """A record that a rank has ended its saves."""
 
     generation: int
     group_number: int
@@ -50,25 +52,25 @@ class EndMarker(NamedTuple):
 
 
 def end_markers(names: Iterable[str]) -> list[EndMarker]:
-    """The end markers among the names of records."""
+    """Return the end markers among the names of records."""
     found = (re.fullmatch(r"generations/(\d+)-left-(\d+)-(\d+)\.json", name) for name in names)
     return [EndMarker(*map(int, marker.groups())) for marker in found if marker]
 
 
 def obsolete_lease_records(repo: Repository) -> list[str]:
-    """Records that nobody needs any more: all but those of the newest."""
+    """Return the names of the records that are not needed any more: those of all generations but the newest."""
     names = list_lease_records(repo)
     *old, newest = sorted(_generation_numbers(names)) or [0]
     return [*map(generation_name, old), *(marker.name for marker in end_markers(names) if marker.generation < newest)]
 
 
 def lease_holder(repo: Repository, generation: int) -> ProcessIdentity | None:
-    """Who holds a generation, None where it was released or its record does not say."""
+    """Return the holder of a generation; None if it was released or its record is missing or unreadable."""
     try:
         body = json_records.load(repo.store, "generation", generation_name(generation))
         return decode(ProcessIdentity, body["owner"]) if body["owner"] else None
     except NotFound:
         return None
     except (KeyError, ValueError, CkptError) as error:
-        log.warning("%s: the claim of generation %d is not readable: %s", repo.url, generation, error)
+        log.warning("%s: the record of generation %d can't be read: %s", repo.url, generation, error)
         return None

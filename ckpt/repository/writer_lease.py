@@ -1,12 +1,13 @@
-"""Who may write to a repository. Each writer takes a generation; a higher one fences off the lower ones.
+"""The class WriterLease, the right of one process to write a repository. A newer lease fences the older ones.
 
-A lease is `generations/<n>.json`, made by put-if-absent, so that two at once cannot have the same number. The holder is
-named in it by host, boot, process-id namespace, process and start time: a second writer on the same host is refused as
-long as that process lives, and takes over at once when it is dead, so that a restart never waits. On another host nobody can
-see whether the holder lives; the newcomer takes over, and the earlier writer fails with Fenced when it next commits.
+A lease is a generation with the record `generations/<n>.json`. The record is written by put-if-absent, so that two writers
+never have the same number. It identifies the holder by host, boot, process-id namespace, process id and start time. On the same
+host, a second writer is refused while that process lives, and takes over at once when it is dead, so that a restart never
+waits. On another host nobody can see whether the holder lives: a new writer takes over, and the earlier writer fails with
+Fenced at its next commit.
 
-In a group rank 0 is the holder. Another rank that ends its saves before rank 0 writes an end marker, `generations/<n>-left-…`,
-so that nobody waits for it (`group_lease.py`).
+In a group, rank 0 is the holder. A rank that ends its saves before rank 0 writes an end marker, `generations/<n>-left-…`, so
+that no other rank waits for it (`group_lease.py`).
 """
 
 from __future__ import annotations
@@ -33,26 +34,28 @@ log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to save one step by one rank."""
+    """One attempt of one rank to save one step."""
 
     name: str
-    """<rank>-<generation>-<serial>, never used twice: the files of the attempt begin with it."""
+    """<rank>-<generation>-<serial>. The names of its files begin with it, and it is never used twice."""
     rank: int
     generation: int
     step: int
     number: int
-    """Tries of this step by this rank in this generation before. Equal on all ranks, whatever else failed on one of them:
-    by it the committer tells what belongs together."""
+    """The number of earlier attempts of this rank at this step in this generation. It is the same on all ranks, also after a
+    failure on one of them, so the committer finds by it which parts belong together."""
 
     @property
     def serial(self) -> tuple[int, int]:
-        """Grows with each attempt of this rank."""
+        """Generation and serial, which grow with each attempt of this rank."""
         return self.generation, int(self.name.rpartition("-")[2])
 
 
 class SerialCounter:
-    """Numbers that the leases of several repositories share: what is copied from one to the other keeps its name, which no
-    other file of any of them may have had."""
+    """Serials that the leases of several repositories (tiers) share.
+
+    A file that is copied from one tier to another keeps its name, so the name must be new in all of them.
+    """
 
     def __init__(self, repos: Sequence[Repository] = ()) -> None:
         self._repos = repos
@@ -60,68 +63,73 @@ class SerialCounter:
 
     @functools.cached_property
     def highest_generation(self) -> int:
-        """No generation of any of them is higher."""
+        """The highest generation of all these repositories."""
         return max(map(newest_generation, self._repos), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptCounter:
-    """Which tries of a step are counted together, and with which numbers they begin."""
+    """Which attempts at a step are counted together, and their first numbers."""
 
     group: int | None
-    """The number of the group; None: the process saves the step for itself alone, and counts apart from its groups."""
+    """The number of the group. None for saves of this process alone, which are counted separately from those of its groups."""
     rank: int
     first_number: int
+    """The number of the first attempt at a step."""
     first_serial: int
+    """Is added to each serial."""
 
 
 class WriterLease:
-    """The right of one process to write to a repository, until `release`. Each of its groups uses it by a `GroupLease`.
+    """The right of one process to write to a repository, until `release`. Each of its groups has a `GroupLease` of it.
 
-    Safe to use from many threads. A process that takes part as another rank than 0 has one as well, of the generation that
-    rank 0 named: it never releases that.
+    Safe to use from many threads. The processes of the other ranks have an object with the generation of rank 0, too. They
+    never release it.
     """
 
     def __init__(self, repo: Repository, generation: int, token: str = "", serials: SerialCounter | None = None) -> None:
         self.repo = repo
         self.generation = generation
         self.token = token
-        """Of the holder in the record. A repository that was begun anew at this URL has another one in the same generation."""
+        """The token of the holder in the record. If the repository was deleted and created again, its record of the same
+        generation has another token."""
         self.has_shared_serials = serials is not None
-        """Whether leases of other repositories count on with the same numbers."""
+        """Whether leases of other repositories use the same counter of serials."""
         self.publish_lock = threading.Lock()
-        """Taken while a commit record is put: of two saves of one step, one waits for the outcome of the other."""
+        """Taken while a commit record is written: of two saves of one step, one waits for the result of the other."""
         self.sweep_lock = threading.Lock()
-        """Taken to pin the packs that an attempt refers to, and by a sweep."""
+        """Taken by a sweep, and to pin the packs to which an attempt refers."""
         self._creator_process = CreatorProcess()
         self._serials = (serials or SerialCounter()).serials
         self._temporaries_lock = threading.Lock()
         """Guards `_are_temporaries_swept`."""
         self._are_temporaries_swept = False
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Guards the following attributes."""
         self._attempt_counts: dict[tuple[int, int | None], int] = {}
+        """The number of the last attempt, by step and group."""
         self._active_attempts: dict[str, frozenset[str]] = {}
+        """The pinned packs of each attempt that has not ended, by its name."""
         self._user_count = 0
         self._last_group_number = 0
         self._has_ranks = False
 
-    # --- who uses it -------------------------------------------------------------------------------------------
+    # --- users -------------------------------------------------------------------------------------------------
 
     def add_user(self, *, has_ranks: bool = False) -> None:
-        """One more in this process uses the lease. has_ranks: other processes write end markers in this generation."""
+        """Add a user of the lease in this process. has_ranks: other processes may write end markers in this generation."""
         with self._lock:
             self._user_count += 1
             self._has_ranks = self._has_ranks or has_ranks
 
     def drop_user(self) -> bool:
-        """One fewer uses it. True where that was the last one, which is to `release` it."""
+        """Remove a user. Return whether it was the last one, which must then call `release`."""
         with self._lock:
             self._user_count -= 1
             return self._user_count == 0
 
     def new_group_number(self) -> int:
-        """The number of a further group that this generation serves; the first one has 0."""
+        """Return the number of a further group of this generation; the first group has number 0."""
         with self._lock:
             self._last_group_number += 1
             return self._last_group_number
@@ -129,7 +137,7 @@ class WriterLease:
     # --- attempts ----------------------------------------------------------------------------------------------
 
     def sweep_temporaries_once(self) -> None:
-        """Once, before the first file is written with this lease: remove the temporary files of killed writers."""
+        """Remove the temporary files of killed writers. Only the first call does; it must come before the first write."""
         self._require_own_process()
         with self._temporaries_lock:
             if not self._are_temporaries_swept:
@@ -137,7 +145,7 @@ class WriterLease:
                 self._are_temporaries_swept = True
 
     def begin_attempt(self, step: int, counter: AttemptCounter) -> Attempt:
-        """Begin to save a step: no sweep touches the files of the attempt until `end_attempt`."""
+        """Return a new attempt at a step. No sweep deletes its files before `end_attempt`."""
         self._require_own_process()
         with self._lock:
             key = step, counter.group
@@ -147,24 +155,24 @@ class WriterLease:
             return Attempt(name, counter.rank, self.generation, step, number)
 
     def pin_packs(self, attempt: Attempt, packs: Iterable[str]) -> None:
-        """The attempt may refer to these packs of earlier steps: no sweep takes them until `end_attempt`."""
+        """Protect the packs of earlier steps to which the attempt may refer from sweeps, until `end_attempt`."""
         with self._lock:
             self._active_attempts[attempt.name] = frozenset(packs)
 
     def end_attempt(self, attempt: Attempt) -> None:
-        """The attempt is committed or given up."""
+        """Record that the attempt was committed or abandoned."""
         with self._lock:
             self._active_attempts.pop(attempt.name, None)
 
     def active_attempts(self) -> dict[str, frozenset[str]]:
-        """Attempts that are under way, and the packs of earlier steps that they may refer to."""
+        """Return the names of the attempts that have not ended, with the packs of earlier steps to which they may refer."""
         with self._lock:
             return dict(self._active_attempts)
 
-    # --- whether it is still the newest ------------------------------------------------------------------------
+    # --- fencing -----------------------------------------------------------------------------------------------
 
     def require_newest(self) -> None:
-        """Raise Fenced where a newer writer has taken over, StoreError where the repository has been removed."""
+        """Raise Fenced if a newer writer has taken over, or StoreError if the repository was deleted."""
         self._require_own_process()
         if (error := self.lease_error()) is not None:
             raise error
@@ -175,7 +183,7 @@ class WriterLease:
         )
 
     def explain_failure(self, error: BaseException | None) -> BaseException | None:
-        """The error of a save; Fenced in its place where files were missing because a newer writer has removed them."""
+        """Return the error of a save, or Fenced instead if a newer writer took over, because it may have deleted the files."""
         if not isinstance(error, StoreError) or isinstance(error, (Fenced, Unavailable)):
             return error
         try:
@@ -188,20 +196,19 @@ class WriterLease:
         return fenced
 
     def lease_error(self) -> Fenced | StoreError | None:
-        """What `require_newest` raises, None where this is the newest generation."""
+        """Return the error that `require_newest` raises; None if this is the newest generation."""
         newest = newest_generation(self.repo)
         if newest <= self.generation:
             if self._has_own_record():
                 return None
             return StoreError(
-                f"{self.repo.url}/{generation_name(self.generation)} is gone: the folder was removed or emptied while it "
-                "is written to. "
-                "What was saved there is lost; begin to save anew"
+                f"{self.repo.url}/{generation_name(self.generation)} is missing: the folder was deleted or emptied during a "
+                "save, and the steps in it are lost. Start the program again to save from the beginning"
             )
         owner, me = lease_holder(self.repo, newest), this_process()
         if owner and (owner.pid, is_alive(owner, me)) == (me.pid, True):
             return Fenced(
-                f"{self.repo.url}: this very process has begun to save there for another group too (generation {newest}, this "
+                f"{self.repo.url}: this process has also begun to save there for another group (generation {newest}, this "
                 f"group has {self.generation}); save to one URL through one group"
             )
         who = f" by process {owner.pid} on {owner.host} since {owner.since}" if owner else ""
@@ -211,28 +218,28 @@ class WriterLease:
         )
 
     def _has_own_record(self) -> bool:
-        """Whether the record of this lease exists, and is not that of another which was made after all was removed."""
+        """Return whether the record of this lease exists, and was not written by another holder after a deletion."""
         name = generation_name(self.generation)
         try:
             owner = json_records.load(self.repo.store, "generation", name)["owner"]
         except NotFound:
             return False
-        except (CkptError, KeyError):  # damaged, or not to be had just now
+        except (CkptError, KeyError):  # damaged, or the store does not answer now
             return True
         return not isinstance(owner, dict) or owner.get("token") == self.token
 
     def release(self) -> bool:
-        """Let others write. The record stays, marked as released, so that its number is never used again.
+        """Release the lease, so that other processes may write. Its record stays, so that its number is never used again.
 
-        False where the store can't be reached, so that others do not see it.
+        Returns False if the record could not be written, so that other processes can't see the release.
         """
         if not self._creator_process.is_current:
             return True
         name = generation_name(self.generation)
         try:
-            if not self._has_own_record():  # the repository was removed, and is not to be begun again
+            if not self._has_own_record():  # the repository was deleted, and a release must not create it again
                 return True
-            with self._temporaries_lock:  # a copy under way would take this record's temporary file for one of a killed writer
+            with self._temporaries_lock:  # another thread's sweep could delete the temporary file of this record
                 self._are_temporaries_swept = True
                 self.repo.store.put(name, json_records.encode("generation", {"owner": None}))
             if self._has_ranks:
@@ -245,7 +252,10 @@ class WriterLease:
 
 
 def acquire_lease(repo: Repository, serials: SerialCounter | None = None) -> WriterLease:
-    """Become the writer of a repository; raise RepositoryBusy where a live process is."""
+    """Return a new writer lease of a repository; raise RepositoryBusy if a live process of this host is its writer.
+
+    serials: the counter that the tiers of a repository share.
+    """
     process = this_process()
     generation = _take_generation(repo, serials.highest_generation if serials else 0, process)
     lease = WriterLease(repo, generation, process.token, serials)
@@ -271,14 +281,14 @@ def _take_generation(repo: Repository, above_generation: int, process: ProcessId
                 )
             if lives is None:
                 log.warning(
-                    "taking %s over from process %d on %s: it can't be seen from here, and may not commit any more",
+                    "taking over %s from process %d on %s: whether it lives can't be seen from here; it can't commit any more",
                     repo.url, owner.pid, owner.host,
                 )  # fmt: skip
         failpoint("claim")
         try:
             repo.store.put_new(generation_name(newest + 1), json_records.encode("generation", {"owner": asdict(process)}))
-        except (AlreadyExists, NotFound):  # not found: the winner has swept this one's temporary file
+        except (AlreadyExists, NotFound):  # another writer was faster; NotFound: its sweep deleted our temporary file
             continue
-        if newest_generation(repo) == newest + 1:  # else this was an old listing, and others have moved on
+        if newest_generation(repo) == newest + 1:  # otherwise the first listing was old, and there is a newer generation
             return newest + 1
     raise RepositoryBusy(f"{repo.url}: many processes start to write at once; let one of them")
