@@ -1,5 +1,5 @@
-"""The log of a run that all its hosts read and append to, and the reports of its agents.
+"""The run log, which all hosts of a run read and append to, and the reports of their agents.
 
-It promises that an entry is appended at one position by one writer, or not at all. It imports `policy`. Start with `base`, then
-`run_state`, which folds the log into the present state.
+Each position of the log is written once, by one writer. This package imports `policy` and `goodput`. Start with `base`, then
+`run_state`, which computes the current state of a run from its log.
 """

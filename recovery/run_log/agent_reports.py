@@ -1,4 +1,4 @@
-"""What the agents of a run say of themselves, and who of them lives."""
+"""The reports that agents publish, and which agents are alive."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ckpt.training.heartbeat_page import BadLoss
 log = logging.getLogger("ckpt.run")
 
 LOST_SECONDS = 3.0
-"""An agent that says nothing for so long is lost."""
+"""An agent without a new report for this long is lost."""
 
 REPORT_SECONDS = 0.5
-"""An agent says that it lives so often, at least."""
-
+"""The longest time between two reports of an agent."""
 
 _UNOBSERVED_SECONDS = 1.0
+"""The most of a gap between two observations that counts as silence of the agents."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFailure:
-    """What went wrong first with the ranks of a host."""
+    """The first failure of the ranks of a host."""
 
     cause: Cause
     ranks: tuple[int, ...]
     detail: str
     silent_seconds: float = 0.0
-    """How long before it was noticed."""
+    """How long before its detection it happened."""
     bad: BadLoss | None = None
-    """The loss by which it diverged."""
+    """The bad loss, if the cause is "diverged"."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowestRank:
-    """Of the ranks of a host, the one that is behind."""
+    """The rank of a host that is behind the others."""
 
     rank: int
     step: int
@@ -56,85 +56,88 @@ class SlowestRank:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """One agent."""
+    """The report of one agent: its identity, what its ranks do, and what it serves."""
 
     name: str
     incarnation: str
-    """Another after it was started again."""
+    """A random name of this process of the agent. It differs after the agent has been started again."""
     joined: float
-    """Seconds since 1970: who came first."""
+    """When the agent joined the run, in seconds since 1970. The first one leads."""
     pid: int
     pages: str
-    """Folder of the pages of its ranks."""
+    """The folder of the heartbeat pages of its ranks."""
     logs: str
+    """The folder of the logs of its ranks."""
     address: str
-    """Where the ranks of other hosts reach its own."""
+    """The address at which ranks of other hosts reach its ranks."""
     port: int
-    """One that is free there, for rank 0."""
+    """A free port at that address, for rank 0."""
     attempt: int = -1
-    """Of the ranks that it runs, or ran last."""
+    """The attempt of the ranks that it runs, or ran last."""
     doing: Literal["idle", "running", "over"] = "idle"
-    """over: all of its ranks have ended well."""
+    """over: all of its ranks have ended with success."""
     wrong: HostFailure | None = None
     leaving: int = 0
-    """The signal by which it was asked to end."""
+    """The signal by which the agent was requested to end; 0 none."""
     hurry: bool = False
-    """It was asked more than once."""
+    """Whether it was requested to end more than once."""
     heard: bool = False
     """Whether any of its ranks uses ckpt."""
     step: int = -1
-    """The last one that all of its ranks have done."""
+    """The last step that all of its ranks have done."""
     newest: int = -1
-    """The last one that any has done."""
+    """The last step that any of its ranks has done."""
     committed: int = -1
+    """The newest committed step; -1 none."""
     step_seconds: float = 1.0
-    """What a step takes."""
+    """The duration of one step."""
     stop: Literal["ahead", "heard", "past"] = "ahead"
-    """Of the step to stop after: its ranks have not all come to hear of it; they have; one is past it and had not."""
+    """About the stop step. ahead: not all of its ranks have acknowledged it. heard: all have. past: one passed it before it
+    acknowledged it."""
     stop_step: int | None = None
-    """Which step that is."""
+    """The step that `stop` is about."""
     spent: TimeCategory = "spawn"
     """What its first rank spends its time on."""
     slowest: SlowestRank | None = None
     paces: tuple[RankPace, ...] = ()
-    """How fast its ranks were of late; of those of which enough was seen."""
+    """The recent pace of those of its ranks of which enough steps were observed."""
     warm: str = ""
-    """Whether its next start is a warm one, in words."""
+    """Text: whether its next start is a warm start."""
     memory: Literal["off", "coming", "ready"] = "off"
-    """Whether its `fresh` node is there."""
+    """Whether its `fresh` node is ready."""
     nodes: tuple[str, ...] = ()
     """HOST:PORT of all nodes that it serves from its memory."""
     held_bytes: int = 0
-    """What steps take of the memory of its host."""
+    """The bytes of the memory of its host that saved steps take."""
     fresh: str = ""
-    """The one of them that nobody has used yet."""
+    """The one of `nodes` that no attempt has used yet."""
     durable: int = -1
-    """The newest step that is committed in another place than the memory of hosts; -1 none."""
+    """The newest step that is committed outside of the memory of hosts; -1 none."""
     saved: int = -1
     """The newest step that was committed in this attempt; -1 none."""
     restored: int = -1
-    """The step that this attempt went on from; -1 none."""
+    """The step that this attempt resumed from; -1 none."""
     line: int = 0
     """The line of training of the step that its ranks have committed last; 0 before that."""
     beat: int = 0
-    """Counts what it has said."""
+    """The number of this report."""
 
     def to_facts(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def decode_report(facts: Mapping[str, Any]) -> AgentReport:
-    """From its facts. What a newer version adds is ignored. Raises Malformed."""
-    found = decode(AgentReport, facts)
-    if not 0 <= found.leaving < signal.NSIG or not 0 <= found.port < 1 << 16:
-        raise Malformed(f"{found.leaving} is no signal, or {found.port} no port")
-    if found.wrong is not None and found.wrong.cause in PLANNED_CAUSES:
-        raise Malformed(f"{found.wrong.cause!r} is nothing that goes wrong")
-    return found
+    """Return the report in these facts. Fields that a newer version adds are ignored. Raises Malformed."""
+    report = decode(AgentReport, facts)
+    if not 0 <= report.leaving < signal.NSIG or not 0 <= report.port < 1 << 16:
+        raise Malformed(f"{report.leaving} is not a signal, or {report.port} is not a port")
+    if report.wrong is not None and report.wrong.cause in PLANNED_CAUSES:
+        raise Malformed(f"{report.wrong.cause!r} is not a failure")
+    return report
 
 
 def decode_reports(facts_by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, AgentReport]:
-    """The reports of all agents, by name. One that is malformed is passed over: a warning names it, once."""
+    """Return the reports of all agents, by name. A malformed one is left out, and one warning names its agent."""
     found = {}
     for name, facts in facts_by_name.items():
         try:
@@ -160,16 +163,18 @@ class _ObservedReport:
 
 @dataclass(slots=True)
 class AgentLiveness:
-    """Who lives, as one agent sees it: by its own clock only, so that the clocks of hosts need not agree."""
+    """Which agents are alive, as one agent observes it. It uses its own clock only, so the clocks of hosts may differ."""
 
     lost_seconds: float = LOST_SECONDS
     _observed: dict[str, _ObservedReport] = field(default_factory=dict)
     _now: float = 0.0
 
     def observe(self, reports: Mapping[str, AgentReport], now: float) -> None:
-        """What all have said last. now: by CLOCK_MONOTONIC."""
+        """Record the newest reports of all agents. now: the time by CLOCK_MONOTONIC."""
         gap, self._now = now - self._now, now
-        if gap > _UNOBSERVED_SECONDS:  # nobody is lost because it was this host that did not listen, or the state that was away
+        if (
+            gap > _UNOBSERVED_SECONDS
+        ):  # this host did not read reports, or the run log was unavailable: no agent is lost by that
             for seen in self._observed.values():
                 seen.observed_at += gap - _UNOBSERVED_SECONDS
         for name in self._observed.keys() - reports.keys():
@@ -180,30 +185,30 @@ class AgentLiveness:
                 self._observed[name] = _ObservedReport(report, now, before is not None)
 
     def living(self) -> dict[str, AgentReport]:
-        """Those that were heard to say something new of late."""
+        """Return the reports of agents that were observed to publish a new report recently."""
         return {name: report for name, report in self.maybe_living().items() if self._observed[name].has_changed}
 
     def maybe_living(self) -> dict[str, AgentReport]:
-        """Those that live, and those that may: they were not listened to for long enough."""
+        """Return the reports of living agents, and of those that were not observed for long enough to know."""
         return {name: seen.report for name, seen in self._observed.items() if self._now - seen.observed_at <= self.lost_seconds}
 
     def silent(self) -> dict[str, AgentReport]:
-        """What those reported last that are neither seen to live nor known to have ended."""
-        perhaps = self.maybe_living()
-        return {name: seen.report for name, seen in self._observed.items() if name not in perhaps}
+        """Return the last reports of agents that are neither observed to live nor known to have ended."""
+        maybe_living = self.maybe_living()
+        return {name: seen.report for name, seen in self._observed.items() if name not in maybe_living}
 
     def silent_since(self, since: float) -> frozenset[str]:
-        """Who has said nothing since then, by CLOCK_MONOTONIC."""
+        """Return the agents without a new report since this time by CLOCK_MONOTONIC."""
         return frozenset(name for name, seen in self._observed.items() if seen.observed_at <= since)
 
     def silent_seconds(self, name: str) -> float:
-        """Since it was heard last; 0 where it never was."""
+        """Return the seconds since the last new report of an agent; 0 if none was observed."""
         seen = self._observed.get(name)
         return 0.0 if seen is None else self._now - seen.observed_at
 
 
 def find_living_agents(state: RunLog, seconds: float = 3 * REPORT_SECONDS) -> dict[str, AgentReport]:
-    """The agents that say something new while one listens for so long, or until all that are known have."""
+    """Return the agents that publish a new report within `seconds`. Returns early when all agents have."""
     liveness, until = AgentLiveness(), time.monotonic() + seconds
     while (now := time.monotonic()) < until:
         reports = decode_reports(state.reports())

@@ -1,8 +1,8 @@
-"""What is known of a run to all of its hosts: a log that only grows, and what each agent says of itself now.
+"""`RunLog`, the interface to what all hosts of a run share: an append-only log, and one report for each agent.
 
-The log decides. Its entries have numbers, and a number is given once: of two who take themselves for the coordinator, one is
-told that it came too late, and reads what the other has written. Two engines: SQLite in the folder of the run (record.py),
-for the agents of one host; etcd (etcd_state.py), for those of many.
+The log decides. Its entries are numbered, and each number is written once. If two agents both act as the coordinator, the
+append of one of them fails, and it reads what the other has written. There are two implementations: SQLite in the folder of
+the run (sqlite.py) for the agents of one host, and etcd (etcd.py) for those of many hosts.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ log = logging.getLogger("ckpt.run")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is to become an entry."""
+    """An entry that is not yet appended."""
 
     attempt: int
     kind: str
-    """run, lead, start, request, stop, failure, decision, memory, end; note: only to be read."""
+    """run, lead, start, request, stop, failure, decision, memory, end, note. Notes are for people."""
     text: str
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One line of the log."""
+    """One entry of the log."""
 
     number: int
     at: float
-    """Seconds since 1970, by the clock of who wrote it. For people: nothing is decided by it."""
+    """Seconds since 1970, by the clock of the writer. It is for people; no decision depends on it."""
     attempt: int
     kind: str
     text: str
@@ -43,33 +43,36 @@ class LogEntry:
 
 
 class RunLog(ABC):
-    """An engine. Calls raise Unavailable where it does not answer now; what is written is durable when a call returns."""
+    """The log and the reports of one run. Calls raise Unavailable if the storage does not answer.
+
+    Entries are durable when `append` returns.
+    """
 
     is_remote = False
-    """Whether it can be reached from other hosts: a lock in the folder of the run keeps nobody off it."""
+    """Whether other hosts can reach it. If so, a lock file in the folder of the run does not exclude them."""
 
     @abstractmethod
     def entries(self, after: int = 0) -> list[LogEntry]:
-        """Those with a higher number, in order."""
+        """Return the entries with a number above `after`, in order."""
 
     @abstractmethod
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
-        """Add entries behind number `after`, all or none; False where it is not the last one any more."""
+        """Append entries after the number `after`: all or none. Return False if `after` is no longer the last number."""
 
     @abstractmethod
     def reports(self) -> dict[str, dict[str, Any]]:
-        """What each agent said last, by name."""
+        """Return the newest report of each agent, by its name."""
 
     @abstractmethod
     def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Say it of an agent. Need not be durable."""
+        """Replace the report of an agent. It need not be durable."""
 
     @abstractmethod
     def remove_report(self, name: str) -> None:
-        """The agent is no more."""
+        """Remove the report of an agent that has ended."""
 
     def endpoints(self) -> list[tuple[str, int]]:
-        """Host and port of all servers that keep it; none where it is a file."""
+        """Return host and port of all servers that store the log; none if it is a file."""
         return []
 
     @abstractmethod
@@ -77,21 +80,23 @@ class RunLog(ABC):
 
 
 def placeholder_entry(number: int, why: str) -> LogEntry:
-    """What stands in place of an entry that nothing may depend on: a note. It is logged, too."""
+    """Return a note that replaces an unreadable entry, so that the later entries keep their numbers. It is logged, too."""
     text = f"entry {number} of the log of the run is passed over: {why}"
     log.warning("%s", text)
     return LogEntry(number, 0.0, 0, "note", text, {})
 
 
 def entry_to_json(entry: LogEntry) -> str:
-    """One line."""
+    """Return the entry as one line of JSON."""
     return json.dumps(asdict(entry))
 
 
 def open_run_log(folder: Path, url: str | None = None, read_only: bool = False) -> RunLog:
-    """The state of the run in a folder, or at etcd://HOST:PORT,…/NAME. read_only: for who only asks.
+    """Open the log of the run in a folder, or at `url` = etcd://HOST:PORT,…/NAME.
 
-    In etcd entries are signed with the token that the environment names.
+    Entries in etcd are signed with the token that the environment names.
+
+    read_only: for queries; nothing is created or written.
     """
     if url is None:
         from ckpt.recovery.run_log.sqlite import SqliteRunLog

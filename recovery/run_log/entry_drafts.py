@@ -1,4 +1,4 @@
-"""Entries to be written, by their kind: the one place that says which fields they have."""
+"""Builds the drafts of all kinds of entries of the run log; defines which fields each has."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ from ckpt.recovery.run_log.run_state import RunState
 
 @dataclass(frozen=True, slots=True)
 class AttemptStart:
-    """What begins with an attempt."""
+    """All that an entry of the kind `start` contains."""
 
     attempt: int
     members: Sequence[AttemptHost]
     first: AgentReport
-    """Of the host that has rank 0."""
+    """The report of the host that has rank 0."""
     environment: Mapping[str, str]
-    """What the ranks are given of the attempts before."""
+    """Environment variables of the ranks that follow from earlier attempts."""
     memory: Sequence[MemoryNamespace]
 
 
 def draft_run(attempt: int, name: str, spec: RunSpec, reports: Sequence[AgentReport] = ()) -> Draft:
-    """A new run begins; its first attempt has this number. reports: of the attempt before, where the log has no end of it."""
+    """Return the draft that begins a run.
+
+    attempt: the number of its first attempt.
+    reports: the reports of the attempt before, if the log does not contain its end.
+    """
     cut_off = None
     if reports:
         line, committed = max((report.line, report.committed) for report in reports)
@@ -46,12 +50,12 @@ def draft_run(attempt: int, name: str, spec: RunSpec, reports: Sequence[AgentRep
 
 
 def draft_lead(attempt: int, text: str, name: str) -> Draft:
-    """The agent of this name leads from now on."""
+    """Return the draft by which the agent of this name becomes the leader."""
     return Draft(attempt, "lead", text, {"name": name})
 
 
 def draft_start(start: AttemptStart, text: str, command: Sequence[str]) -> Draft:
-    """The members start their ranks."""
+    """Return the draft that makes the members start their ranks."""
     first = start.first
     facts = {
         "ranks": sum(member.count for member in start.members),
@@ -69,18 +73,18 @@ def draft_start(start: AttemptStart, text: str, command: Sequence[str]) -> Draft
 
 
 def draft_stop(attempt: int, text: str, request: StopRequest) -> Draft:
-    """All ranks save after the same step, and end."""
+    """Return the draft that makes all ranks save after the same step and end."""
     return Draft(attempt, "stop", text, asdict(request))
 
 
 def draft_failure(attempt: int, failure: Failure) -> Draft:
-    """An attempt has ended."""
+    """Return the draft that ends an attempt."""
     facts: dict[str, Any] = asdict(failure)
     return Draft(attempt, "failure", facts.pop("detail"), facts)
 
 
 def draft_decision(attempt: int, decision: Decision, status: int) -> Draft:
-    """What is done next. status: of the run, where it ends."""
+    """Return the draft of a decision. status: the exit status of the run, if the decision is to halt."""
     facts: dict[str, Any] = {"action": decision.action, "wait": decision.wait_seconds}
     facts |= {"before": decision.before, "skip": decision.skip, "limit": decision.limit}
     if decision.action == "halt":
@@ -89,17 +93,21 @@ def draft_decision(attempt: int, decision: Decision, status: int) -> Draft:
 
 
 def draft_memory(run_state: RunState, memory: Sequence[MemoryNamespace], text: str) -> Draft:
-    """From now on these memories are in use, and no others."""
+    """Return the draft that replaces the list of memory namespaces in use."""
     return Draft(max(0, run_state.attempt), "memory", text, {"memory": memory_placement.to_facts(memory)})
 
 
 def draft_note(attempt: int, text: str, facts: NoteFacts | None = None) -> Draft:
-    """Only to be read, but for what it notes."""
+    """Return the draft of a note: a text for people, and the few facts that later decisions use."""
     return Draft(
         attempt, "note", text, {name: value for name, value in asdict(facts or NoteFacts()).items() if value is not None}
     )
 
 
 def draft_end(attempt: int, text: str, status: int, final: bool | None = None) -> Draft:
-    """The run is over. final: whether it came to its end by itself; None: the entry leaves that out, which is no."""
+    """Return the draft that ends the run.
+
+    status: the exit status of the run.
+    final: whether the run ended by itself. None leaves the field out, which means no.
+    """
     return Draft(attempt, "end", text, {"status": status} | ({} if final is None else {"final": final}))

@@ -1,4 +1,4 @@
-"""What the entries of the log of a run hold, by their kind."""
+"""The facts of the entries of the run log: one frozen dataclass for each kind of entry."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ckpt.storage.base.checked_decode import decode
 F = TypeVar("F")
 
 _MemoryNodeLists = tuple[tuple[tuple[str, str], ...], ...]
-"""Of each memory, host and HOST:PORT of its nodes."""
+"""For each memory namespace, host and HOST:PORT of its nodes."""
 
 _MOST_RANKS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class CutOffAttempt:
-    """An attempt whose agents ended before one of them wrote how it ended: the newest that they reported."""
+    """An attempt whose agents ended before one of them wrote its end. The values are the newest that they reported."""
 
     committed: int
     line: int = 0
@@ -43,11 +43,11 @@ class RunFacts:
     run: str
     spec: RunSpec
     cut_off: CutOffAttempt | None = None
-    """The attempt before, where the log has no end of it."""
+    """The attempt before, if the log does not contain its end."""
 
     def __post_init__(self) -> None:
         if not self.spec.command or not 0 < self.spec.ranks <= _MOST_RANKS or not 0 < self.spec.hosts <= _MOST_RANKS:
-            raise ValueError(f"{self.spec.ranks} ranks on {self.spec.hosts} hosts of {self.spec.command} are no run")
+            raise ValueError(f"{self.spec.command} on {self.spec.hosts} hosts with {self.spec.ranks} ranks each is not a run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ class StartFacts:
         first = 0
         for member in self.members:
             if member.first != first or member.count < 1:
-                raise ValueError(f"{member.name} has {member.count} ranks from {member.first} on, where {first} is the next")
+                raise ValueError(f"{member.name} has {member.count} ranks from {member.first} on, but the next rank is {first}")
             first += member.count
         if not self.members or first != self.ranks or self.ranks > _MOST_RANKS:
             raise ValueError(f"its members have {first} of {self.ranks} ranks")
         if not 0 < self.port < 1 << 16:
-            raise ValueError(f"{self.port} is no port")
+            raise ValueError(f"{self.port} is not a port")
 
 
 @dataclass(frozen=True, slots=True)
 class FailureSummary:
-    """What people are shown of a failure; `failure_of` has all of it."""
+    """The part of a failure that is shown to people. `failure_of` returns all of it."""
 
     cause: str
     ranks: tuple[int, ...] = ()
@@ -108,24 +108,30 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class NoteFacts:
-    """What a note says; None: nothing of that."""
+    """The facts of a note. Each is None if the note is about something else."""
 
     straggler: int | None = None
-    """The rank."""
+    """The rank of a straggler."""
     host: str | None = None
-    """Where it is."""
+    """The host of the straggler."""
     times: float | None = None
-    """As slow as the median."""
+    """How many times as long as the median it takes."""
     seconds: float | None = None
+    """How long a step of it takes."""
     left_out: str | None = None
+    """The host that is left out of the next attempt."""
     spares: int | None = None
+    """The number of spare hosts that wait."""
     came: int | None = None
+    """The number of hosts that have arrived while the run waits for more."""
     restored: int | None = None
+    """The step that the attempt resumed from, if it is older than expected."""
     awaited: tuple[str, ...] | None = None
+    """The silent hosts that the run waits for."""
 
     def __post_init__(self) -> None:
         if self.straggler is not None and (self.host is None or self.times is None):
-            raise ValueError("it names a straggler, and not its host")
+            raise ValueError("it names a straggler, but not its host or how slow it is")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +146,16 @@ class NoFacts:
 
 
 def facts_of(entry: LogEntry, facts_type: type[F]) -> F:
-    """The facts of an entry, as fields. What a newer version adds is not among them. Raises Malformed."""
+    """Return the facts of an entry as a dataclass. Fields that a newer version adds are ignored. Raises Malformed."""
     return decode(facts_type, entry.facts)
 
 
 def failure_of(entry: LogEntry) -> Failure:
-    """Of an entry of that kind. Raises Malformed."""
+    """Return the failure of an entry of that kind. Raises Malformed."""
     return decode(Failure, {**entry.facts, "detail": entry.text})
 
 
 def memories_of(entry: LogEntry) -> tuple[MemoryNamespace, ...]:
-    """The memories that are in use from this entry on; none where it says nothing of them."""
+    """Return the memory namespaces in use from this entry on; none for kinds of entries that do not list them."""
     facts_type = {"start": StartFacts, "memory": MemoryFacts}.get(entry.kind)
     return () if facts_type is None else memory_placement.from_facts(facts_of(entry, facts_type).memory)

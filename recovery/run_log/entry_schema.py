@@ -1,7 +1,7 @@
-"""What the entries of the log of a run must hold, by their kind, and how one is read that somebody else wrote.
+"""Reads and checks the entries of the run log, which other processes and other versions have written.
 
-An entry that does not hold it is passed over, whatever wrote it: a note stands in its place, so that it keeps its number. So
-does one of a kind that this version does not know. What a newer version adds to an entry is ignored.
+A malformed entry is replaced by a note, whatever wrote it, so that the later entries keep their numbers. The same is done
+with an entry of a kind that this version does not know. Fields that a newer version adds are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LATEST_TIME = 253_402_300_799.0
 
 @dataclass(frozen=True, slots=True)
 class _EntryFields:
-    """What all entries have."""
+    """The fields that all entries have."""
 
     at: float
     attempt: int
@@ -41,7 +41,7 @@ class _EntryFields:
 
     def __post_init__(self) -> None:
         if not 0 <= self.at <= _LATEST_TIME:
-            raise ValueError(f"{self.at} is no time")
+            raise ValueError(f"{self.at} is not a time")
 
 
 def _facts_check(kind: type[Any]) -> Callable[[_EntryFields], object]:
@@ -60,15 +60,15 @@ _FACTS_CHECKS: Mapping[str, Callable[[_EntryFields], object]] = {
     "note": _facts_check(NoteFacts),
     "end": _facts_check(EndFacts),
 }
-"""How the facts of each kind are checked. They stay as they are: a newer version reads more of them."""
+"""The check of the facts of each kind. The facts themselves are not converted, because a newer version reads more of them."""
 
 
 def read_entry(number: int, value: bytes) -> LogEntry:
-    """The entry of a JSON list: at, attempt, kind, text, facts. Never raises: a note stands for what is not readable."""
+    """Return the entry in a JSON list of at, attempt, kind, text and facts; a note if it can't be read. Never raises."""
     try:
         row = read_json(value)
         if not isinstance(row, list):
-            raise Malformed("is no list")
+            raise Malformed("it is not a list")
         return _check_entry(
             number, decode(_EntryFields, dict(zip(("at", "attempt", "kind", "text", "facts"), row, strict=False)))
         )
@@ -77,7 +77,7 @@ def read_entry(number: int, value: bytes) -> LogEntry:
 
 
 def read_row(number: int, at: object, attempt: object, kind: object, text: object, facts: object) -> LogEntry:
-    """The entry of a row of a table, whose facts are JSON. Never raises, likewise."""
+    """Return the entry in a row of a table, whose facts are JSON; a note if it can't be read. Never raises."""
     try:
         if not isinstance(facts, str | bytes):
             raise Malformed(f"its facts are a {type(facts).__name__}, not JSON")

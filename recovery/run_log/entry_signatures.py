@@ -1,8 +1,8 @@
-"""Signatures of what the agents of a run write to a place where others may write, by the token of the job.
+"""Signs the entries and reports of a run with the token of the job, as others may write to the same etcd.
 
-A signed value is `hmac-sha256 <64 hexadecimal digits> <JSON>`. The HMAC covers the key under which the value is stored, which
-holds the name of the job and the number of the entry (or the name of the agent), and the JSON as it stands. So a value counts
-only in its place, and only if it was written by somebody who knows the token.
+A signed value is `hmac-sha256 <64 hexadecimal digits> <JSON>`. The HMAC covers the bytes of the JSON and the key under which
+the value is stored. The key contains the name of the job and the number of the entry or the name of the agent. So a value is
+valid only under its own key, and only if its writer knows the token.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import hmac
 _PREFIX = b"hmac-sha256 "
 _DIGITS = 64
 _PURPOSE = b"ckpt-run log 1"
-"""What keeps these signatures apart from other uses of the token."""
+"""The purpose in the derivation of the key, so that other uses of the token have other keys."""
 
 
 class UntrustedValue(ValueError):
-    """A value has no signature, or not that of the token. The message says which."""
+    """A value has no signature, or one of another token. The message names which."""
 
 
 class Signer:
-    """Signs values and checks them. token: None signs nothing and accepts only what is not signed."""
+    """Signs values and verifies them. With token None it signs nothing and accepts only unsigned values."""
 
     def __init__(self, token: str | None) -> None:
         self._key = hmac.digest(token.encode(), _PURPOSE, hashlib.sha256) if token else None
 
     @property
     def has_token(self) -> bool:
-        """Whether there is a token."""
+        """Whether values are signed."""
         return self._key is not None
 
     def sign(self, key: str, value: bytes) -> bytes:
-        """What to store under a key."""
+        """Return the bytes to store under a key."""
         return value if self._key is None else _PREFIX + self._hex_digest(self._key, key, value) + b" " + value
 
     def verify(self, key: str, stored: bytes) -> bytes:
-        """The value of what is stored under a key. Raises Unsigned."""
+        """Return the value of the bytes stored under a key. Raises UntrustedValue."""
         if self._key is None:
             if stored.startswith(_PREFIX):
                 raise UntrustedValue("it is signed, and there is no token to check it with")
@@ -54,5 +54,5 @@ class Signer:
 
 
 def strip_signature(stored: bytes) -> bytes:
-    """The value of what is stored, whoever wrote it."""
+    """Return the value of stored bytes without verifying the signature."""
     return stored[len(_PREFIX) + _DIGITS + 1 :] if stored.startswith(_PREFIX) else stored

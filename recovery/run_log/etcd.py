@@ -1,10 +1,10 @@
-"""The state of a run in etcd, for agents on many hosts.
+"""The run log in etcd, for agents on many hosts.
 
     /ckpt-run/<name>/log/<number, 12 digits>    an entry
-    /ckpt-run/<name>/agents/<agent>             what an agent says of itself
+    /ckpt-run/<name>/agents/<agent>             the report of an agent
 
-Where the job has a token, both are signed with it (signing.py), and what is not is passed over: whoever may only write to etcd
-can end a run, and can't decide what it does.
+If the job has a token, both are signed with it (entry_signatures.py), and unsigned values are ignored. So somebody who can
+only write to etcd can end a run, but can't decide what it executes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ckpt.storage.base.errors import InvalidArgument, Refused
 log = logging.getLogger("ckpt.run")
 
 _TIMEOUT_SECONDS = 1.0
-"""How long a call waits. The ranks go on without; only what is noticed meanwhile waits."""
+"""How long a call waits. The ranks continue while etcd does not answer; only decisions are delayed."""
 
 
 class EtcdRunLog(RunLog):
-    """etcd://HOST:PORT,…/NAME. Raises InvalidArgument where the URL is none.
+    """The log and the reports of a run at etcd://HOST:PORT,…/NAME. Raises InvalidArgument if the URL is malformed.
 
-    token: of the job; all agents have the same. read_only: entries and reports are read without it, too, with a warning that
-    nobody has checked them.
+    token: the token of the job, the same for all agents; None: nothing is signed.
+    read_only: without a token, signed entries and reports are read without a check, and a warning says so.
     """
 
     is_remote = True
@@ -50,7 +50,7 @@ class EtcdRunLog(RunLog):
         self._warned: set[str] = set()
         if not self._signer.has_token and not read_only and not self._etcd.is_loopback:
             self._warn_once(
-                url, "whoever can write to %s decides what the ranks of this run do, as there is no token to sign its entries; "
+                url, "anyone who can write to %s controls this run, as there is no token to sign its entries; "
                 "give --token-file (or CKPT_TOKEN, CKPT_TOKEN_FILE) on all hosts"
             )  # fmt: skip
 
@@ -93,7 +93,7 @@ class EtcdRunLog(RunLog):
                 if not isinstance(facts, dict):
                     raise Malformed(f"it is a {type(facts).__name__}")
                 found[item.key.removeprefix(folder)] = facts
-            except ValueError as error:  # Unsigned, Malformed
+            except ValueError as error:  # UntrustedValue, Malformed
                 self._warn_once(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
         return found
 
@@ -108,22 +108,22 @@ class EtcdRunLog(RunLog):
         return self._etcd.host_ports
 
     def close(self) -> None:
-        pass  # it holds no connection
+        pass  # there is no open connection
 
     def _trusted_value(self, item: EtcdItem) -> bytes:
         if not self._accepts_unchecked:
             return self._signer.verify(item.key, item.value)
         if (value := strip_signature(item.value)) != item.value:
             self._warn_once(
-                self._prefix, "what stands in %s is signed, and was not checked, as there is no token (CKPT_TOKEN_FILE)"
+                self._prefix, "the signature of values in %s was not checked, as there is no token (CKPT_TOKEN_FILE)"
             )
         return value
 
-    def _warn_once(self, what: str, text: str) -> None:
-        """Once for each key."""
-        if what not in self._warned:
-            self._warned.add(what)
-            log.warning(text, what)
+    def _warn_once(self, key: str, text: str) -> None:
+        """Log a warning about a key, once for each key. text: a format with one %s for the key."""
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning(text, key)
 
 
 def _entry_key(folder: str, number: int) -> str:

@@ -1,8 +1,8 @@
-"""Where the steps that a run holds in the memory of its hosts are, and where they may be from before. Pure.
+"""Which memory nodes of which hosts store the steps of a run: the namespace to write to, and older ones. Pure.
 
-Each host serves nodes from its own memory (keeper.py). One of each host of an attempt are a namespace, with two copies of
-everything, so that one host may be lost. Each attempt has fresh nodes, whatever hosts it has: what writers that were killed
-have left behind goes with the old ones. Those before are only read, until something newer is in the new ones.
+Each host serves storage nodes from its own memory (memory_nodes.py). One node of each host of an attempt form a namespace
+with two copies of everything, so that one host may be lost. Each attempt has new nodes even on the same hosts, so the
+left-over files of killed writers go with the old nodes. Older namespaces are only read, until the new one has a newer step.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _MAX_OLDER = 3
 
 
 class MemoryReport(Protocol):
-    """What an agent reports of the memory of its host."""
+    """The part of an agent's report that is about the memory of its host."""
 
     @property
     def memory(self) -> str:
-        """Of its `fresh` node: off, coming, ready."""
+        """The state of its `fresh` node: off, coming, ready."""
 
     @property
     def fresh(self) -> str:
-        """HOST:PORT of the node that nobody has used yet."""
+        """HOST:PORT of the node that no attempt has used yet."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """HOST:PORT of all that it serves."""
+        """HOST:PORT of all nodes that it serves."""
 
     @property
     def saved(self) -> int:
@@ -38,40 +38,45 @@ class MemoryReport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNamespace:
-    """Nodes of some hosts, as one namespace."""
+    """A namespace of memory nodes, one on each of some hosts."""
 
     nodes: tuple[tuple[str, str], ...] = ()
-    """Host and HOST:PORT of its node, in order; none where the hosts serve none."""
+    """Host and HOST:PORT of each node, in order; empty if the hosts serve none."""
 
     def url(self, host: str = "") -> str:
-        """As the ranks of a host name it: their own node is the near one."""
+        """Return the URL for the ranks of a host, which names the node of that host as the near one."""
         if not self.nodes:
             return ""
-        here = dict(self.nodes).get(host)
-        near = f"&near={here}" if here else ""
+        own_node = dict(self.nodes).get(host)
+        near = f"&near={own_node}" if own_node else ""
         return f"ckpt://{','.join(at for _, at in self.nodes)}?redundancy={min(2, len(self.nodes))}x{near}"
 
 
 @dataclass(frozen=True, slots=True)
 class NewestStep:
-    """The newest step that a job has saved, and which memory has it: as the ends of its attempts reported."""
+    """The newest step that a job has saved, and which memory namespace has it, by the ends of its attempts."""
 
     step: int = -1
     durable: int = -1
-    """The newest step of its line of training that is committed in another place than the memory of hosts."""
+    """The newest step of its line of training that is committed outside of the memory of hosts."""
     memory: MemoryNamespace = MemoryNamespace()
-    """Of the attempt that saved the newest step that may be restored."""
+    """The memory of the attempt that saved the newest step that may be restored."""
     at_stake: int = 0
-    """How many steps are to be done again if that memory can't be read."""
+    """How many steps must be repeated if that memory can't be read."""
     step_seconds: float = 0.0
     line: int = 0
-    """Its line of training, as far as an attempt has committed a step on it."""
+    """The newest line of training on which an attempt has committed a step."""
 
     def after(self, failure: Failure, memory: MemoryNamespace, rolled_back: bool) -> NewestStep:
-        """With an attempt more, which saved to this memory. rolled_back: it had to restore an older step than the newest."""
+        """Return the newest step after one more attempt.
+
+        failure: how the attempt ended.
+        memory: the namespace that it saved to.
+        rolled_back: whether it had to restore an older step than the newest.
+        """
         step, durable = max(self.step, failure.committed), max(self.durable, failure.durable)
         went_back = failure.line > self.line and failure.restored < self.step and not rolled_back
-        if went_back:  # the program itself: what it has left behind is of no use any more
+        if went_back:  # the program rolled back by itself, so the steps that it left behind are not restored any more
             step = failure.committed
             durable = min(step, max(failure.durable, min(self.durable, failure.restored)))
         saved = failure.committed > failure.restored
@@ -86,42 +91,47 @@ class NewestStep:
 def choose_memories(
     before: Sequence[MemoryNamespace], members: Mapping[str, MemoryReport], newest: MemoryNamespace = MemoryNamespace()
 ) -> tuple[MemoryNamespace, ...] | None:
-    """The memories of an attempt that begins: the first is written to, the others are only read. None: wait for a node that is
-    about to be ready.
+    """Return the memory namespaces of a new attempt; None: wait for a node that is about to be ready.
 
-    before: of the attempt before, likewise. members: what the hosts that take part say. newest: which has the newest step.
+    The first namespace is written to, the others are only read.
+
+    before: the namespaces of the attempt before, in the same order.
+    members: the reports of the hosts that take part.
+    newest: the namespace that has the newest step.
     """
     if any(report.memory == "coming" for report in members.values()):
         return None
     fresh = sorted((name, report.fresh) for name, report in members.items() if report.memory == "ready")
-    if len(fresh) < min(2, len(members)):  # a lone node would not outlive its host, and all would write to it
+    if len(fresh) < min(2, len(members)):  # one node alone is lost with its host, and all hosts would write to it
         fresh = []
     new = MemoryNamespace(tuple(fresh))
     older = [memory for memory in before if memory.nodes]
-    if len(older) > _MAX_OLDER:  # the last has the newest step that is certain; after it none of them may have got that far
+    if len(older) > _MAX_OLDER:  # the oldest has the newest step that is certain; the attempts since may have saved none
         kept = {*older[: _MAX_OLDER - 1], older[-1], newest}
         older = [memory for memory in older if memory in kept]
     return (new, *older) if new.nodes or older else ()
 
 
 def is_newer(memories: Sequence[MemoryNamespace], reports: Sequence[MemoryReport], than_step: int = -1) -> bool:
-    """Whether the first has a newer step than all that are only read. than: the newest step that was ever saved; what is older
-    than it may be all that the first has."""
+    """Return whether the first namespace has a newer step than all namespaces that are only read.
+
+    than_step: the newest step that was ever saved.
+    """
     return len(memories) > 1 and any(report.saved > than_step for report in reports)
 
 
 def is_readable(memory: MemoryNamespace, reports: Mapping[str, MemoryReport]) -> bool:
-    """Whether enough of its nodes are served by the hosts that report."""
+    """Return whether the hosts that report serve enough nodes of a namespace to read it."""
     served = {at for report in reports.values() for at in report.nodes}
     return sum(at not in served for _, at in memory.nodes) <= _tolerated_losses(memory)
 
 
 def hosts_to_await(memory: MemoryNamespace, reports: Mapping[str, MemoryReport]) -> tuple[str, ...]:
-    """The silent hosts that may have the only readable copies: without one of them too few nodes answer.
+    """Return the silent hosts that may have the only readable copies: without them too few nodes answer.
 
-    A silent host may be slow. One that reports, and serves its node no more, has lost it: it is not waited for.
+    A silent host may be slow. A host that reports but no longer serves its node has lost it, so it is not awaited.
 
-    reports: of all hosts that are not silent.
+    reports: the reports of all hosts that are not silent.
     """
     served = {at for report in reports.values() for at in report.nodes}
     absent = [host for host, at in memory.nodes if at not in served]
@@ -132,17 +142,17 @@ def hosts_to_await(memory: MemoryNamespace, reports: Mapping[str, MemoryReport])
 
 
 def is_needed(memories: Sequence[MemoryNamespace], host: str, others: Mapping[str, MemoryReport]) -> bool:
-    """Whether a memory can't be read any more once this host ends. others: the reports of those that stay."""
+    """Return whether a namespace becomes unreadable when this host ends. others: the reports of the hosts that stay."""
     return any(host in dict(memory.nodes) and not is_readable(memory, others) for memory in memories)
 
 
 def _tolerated_losses(memory: MemoryNamespace) -> int:
-    """How many of its nodes may be missing: there are two copies where there are two nodes."""
+    """Return how many nodes of a namespace may be missing: there are two copies if there are two nodes."""
     return min(2, len(memory.nodes)) - 1
 
 
 def node_addresses(memories: Sequence[MemoryNamespace]) -> set[str]:
-    """The nodes of all of them."""
+    """Return HOST:PORT of the nodes of all these namespaces."""
     return {at for memory in memories for _, at in memory.nodes}
 
 

@@ -1,8 +1,8 @@
 """The newest report of each agent of a host, as files `agents/<name>.json` in the folder of the run.
 
-Reports are not part of the SQLite file of the log. They need not be durable, and a connection that writes without fsync would
-also write what others have made durable there (https://sqlite.org/pragma.html#pragma_synchronous: a checkpoint of the
-write-ahead log by a connection with synchronous=OFF).
+Reports are not part of the SQLite file of the log. They need not be durable, and a connection that writes without fsync may
+also checkpoint the write-ahead log, and so lose entries that other connections have made durable
+(https://sqlite.org/pragma.html#pragma_synchronous, synchronous=OFF).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ckpt.storage.base.errors import Unavailable
 
 REPORTS_FOLDER = "agents"
 _REPORT_BYTES = 16 << 20
-"""The longest report. A longer one is left out."""
+"""The longest report. A longer one is ignored."""
 
 
 class ReportFiles:
-    """Each call is safe from several threads and processes; an agent writes under its own name only."""
+    """The report files of a run. Each call is safe from several threads and processes. An agent writes only its own file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / REPORTS_FOLDER
-        self._lock = threading.Lock()  # an agent reports from two threads
+        self._lock = threading.Lock()  # two threads of an agent write the same temporary file
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """The newest report of each agent, by its name. A file that a power cut has damaged is left out."""
+        """Return the newest report of each agent, by its name. A file that a power cut has damaged is left out."""
         found: dict[str, dict[str, Any]] = {}
         try:
             paths = sorted(self._folder.glob("*.json"))
@@ -59,7 +59,7 @@ class ReportFiles:
             raise self._unavailable("written", error) from error
 
     def remove(self, name: str) -> None:
-        """The agent has ended."""
+        """Remove the report of an agent that has ended."""
         try:
             (self._folder / f"{name}.json").unlink(missing_ok=True)
         except OSError as error:
@@ -73,7 +73,7 @@ class ReportFiles:
 
 
 def _read_report(path: Path) -> bytes:
-    """The bytes of a report. Raises Malformed where it is too long."""
+    """Return the bytes of a report. Raises Malformed if it is too long."""
     with path.open("rb") as file:
         data = file.read(_REPORT_BYTES + 1)
     if len(data) > _REPORT_BYTES:

@@ -1,4 +1,4 @@
-"""What is to be run, and on which hosts an attempt runs: the same for all who read the log."""
+"""`RunSpec`, the command and the options of a run, and `AttemptHost`, a host of one attempt."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What is to be run, and how: the same on all hosts."""
+    """The command of a run and its options, the same on all hosts."""
 
     command: tuple[str, ...]
     ranks: int
-    """On each host."""
+    """The number of ranks on each host."""
     hosts: int = 1
+    """The number of hosts of an attempt, if there are enough."""
     least: int = 1
-    """It goes on with so many hosts, where there are no more."""
+    """The fewest hosts of an attempt."""
     restarts: int = 10
-    """In a row, without a newer step."""
+    """The most restarts in a row without a newer committed step."""
     grace_seconds: float = 30.0
-    """From a signal to the end: time to save."""
+    """The time that ranks have to save and end after a signal."""
     patience_seconds: float = 30.0
-    """How long it waits for a host in place of a lost one, before it goes on with fewer."""
+    """How long the run waits for a replacement of a lost host before it continues with fewer hosts."""
     give_up_seconds: float = 600.0
-    """How long it waits for as many hosts as it can't do without."""
+    """How long the run waits for `least` hosts before it ends."""
     spares: int = 0
-    """So many more hosts are expected to wait."""
+    """How many more hosts are expected to wait."""
     straggler: float = 0.0
-    """A host with a rank that takes so many times as long as the median is left out, where a spare waits; 0 never."""
+    """A host is left out if a rank of it takes this many times as long as the median and a spare waits; 0 never."""
     straggler_seconds: float = 60.0
-    """How long a rank must be slow."""
+    """How long a rank must be slow to be a straggler."""
     directory: str = ""
-    """The repository that the ranks use, where they name none."""
+    """The repository that the ranks use if they name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +41,5 @@ class AttemptHost:
     name: str
     incarnation: str
     first: int
-    """Its first rank; the others follow."""
+    """Its first rank. Its other ranks have the numbers that follow."""
     count: int

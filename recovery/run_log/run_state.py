@@ -1,4 +1,4 @@
-"""What the log of a run says so far, put together. Pure: who reads the same log knows the same."""
+"""`RunState`, the state of a run: computed from the entries of its log alone, so the same on all hosts. Pure."""
 
 from __future__ import annotations
 
@@ -32,66 +32,67 @@ log = logging.getLogger("ckpt.run")
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run, up to an entry of its log."""
+    """The state of a run after some entry of its log."""
 
     number: int = 0
-    """Of the last entry."""
+    """The number of that entry."""
     run: str = ""
-    """A random name."""
+    """A random name of the run."""
     spec: RunSpec | None = None
     leader: str = ""
     last: LogEntry | None = None
-    """The last entry that moves the run on: neither lead nor request."""
+    """The last entry of a kind that changes the phase of the run: run, start, stop, failure, decision or end."""
     attempt: int = -1
     members: tuple[AttemptHost, ...] = ()
-    """Of this attempt, or of the last one."""
+    """The hosts of this attempt, or of the last one."""
     failures: tuple[Failure, ...] = ()
     budget: Budget = field(default_factory=Budget)
     skip: Ranges = ()
-    """Batches that are passed over."""
+    """The batches that are skipped."""
     before: int | None = None
-    """A step before this one is restored, until those from it on have been made anew and are trusted."""
+    """Restore a step before this one, until this step and later ones are committed again and trusted."""
     limit: float | None = None
-    """What loss is too much, until the ranks have seen enough."""
+    """The loss above which a rank reports a bad loss, until it has seen enough losses to judge by itself."""
     saved: int = -1
-    """The newest step of the run before this one, if that was the same job; -1 nothing is known."""
+    """The newest step of the run before this one, if it had the same command; -1 unknown."""
     end_request: str = ""
-    """Somebody wants the run to end: in words. "" nobody."""
+    """Text: why the run is requested to end; "" if it is not."""
     stragglers: Mapping[int, str] = field(default_factory=dict)
-    """Stragglers of this attempt, in words, by rank."""
+    """Texts about the stragglers of this attempt, by rank."""
     left_out: str = ""
-    """The host without which all are to start again, as it is slow."""
+    """The slow host that the next attempt leaves out; "" none."""
     spares: int | None = None
-    """How many spares wait, as it was said last."""
+    """How many spares wait, by the last note about it."""
     came: int | None = None
-    """How many hosts there were, as it was said last while more were waited for."""
+    """How many hosts have arrived while the run waits for more, by the last note about it."""
     awaited: tuple[str, ...] = ()
-    """Silent hosts that are waited for, as was noted last, because they may hold the newest steps."""
+    """The silent hosts that the run waits for because they may have the newest steps, by the last note about it."""
     restored: int | None = None
-    """The step that this attempt went on from, where that was said: it is an older one than was saved."""
+    """The step that this attempt resumed from, if a note reports that it is older than the newest saved one."""
     memory: tuple[MemoryNamespace, ...] = ()
-    """Of several hosts: the one that steps are saved to, and those before it that may hold steps; of earlier runs, too."""
+    """With several hosts: the memory namespace that steps are saved to, then older ones that may have steps, also of earlier
+    runs."""
     newest: NewestStep = field(default_factory=NewestStep)
-    """Which of them has the newest step, and what it costs to do without."""
+    """The newest saved step, which namespace has it, and what its loss would cost."""
     other_job: bool = False
-    """Whether some of them may have steps of another command, which this run does not make anew."""
+    """Whether some namespaces may have steps of another command. This run does not write those steps again."""
     memory_drained: bool = False
-    """After the end: what was only in memory is where it belongs, or was tried to be brought there."""
+    """After the end: the steps that were only in memory are copied to the repository, or the copy was tried."""
 
     @property
     def committed(self) -> int:
-        """The newest step that was saved before this attempt, as far as is known; -1 none."""
+        """The newest known step that was saved before this attempt; -1 none."""
         return self.failures[-1].committed if self.failures else self.saved
 
     @property
     def memory_wait_seconds(self) -> float:
-        """How long to wait for the memory that has the newest step where its hosts are silent."""
+        """How long to wait for the silent hosts whose memory has the newest step."""
         most = 0.0 if self.spec is None or not self.newest.memory.nodes else self.spec.give_up_seconds
         return worth_waiting_seconds(self.newest.at_stake, self.newest.step_seconds, most)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the ranks of the next attempt are told of those before."""
+        """The environment variables of the next attempt's ranks that follow from earlier attempts."""
         failed = [failure.ran_seconds for failure in self.failures if failure.cause not in PLANNED_CAUSES]
         ran = sum(failure.ran_seconds for failure in self.failures)
         return rollback_environment(self.skip, self.before, self.limit) | {
@@ -100,7 +101,7 @@ class RunState:
 
     @property
     def wait_seconds(self) -> float:
-        """How long to wait before the next start, as was decided last."""
+        """How long to wait before the next start, by the last decision."""
         return facts_of(self.last, DecisionFacts).wait if self.last is not None and self.last.kind == "decision" else 0.0
 
     @property
@@ -109,11 +110,11 @@ class RunState:
 
     @property
     def is_final(self) -> bool:
-        """Whether it has come to its end by itself: it was not asked to, and there were enough hosts."""
+        """Whether the run ended by itself: no request ended it, and it did not lack hosts."""
         return self.has_ended and self.last is not None and facts_of(self.last, EndFacts).final
 
     def apply_entries(self, entries: Sequence[LogEntry]) -> RunState:
-        """After some more entries. One that does not follow from those before it is passed over, with a warning."""
+        """Return the state after more entries. An entry that can't follow the earlier ones is ignored, with a warning."""
         run_state = self
         for entry in entries:
             try:
@@ -125,7 +126,7 @@ class RunState:
 
 
 def _apply_entry(run_state: RunState, entry: LogEntry) -> RunState:
-    """After one more entry. Raises ValueError where it does not follow."""
+    """Return the state after one more entry. Raises ValueError if it can't follow the earlier ones."""
     run_state = replace(run_state, number=entry.number)
     apply = _APPLY_BESIDE.get(entry.kind)
     if apply is not None:
@@ -152,7 +153,7 @@ def _apply_memory(run_state: RunState, entry: LogEntry) -> RunState:
 
 
 def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:
-    """What is said once is remembered."""
+    """Remember the facts of a note, so that it is not written twice."""
     facts = facts_of(entry, NoteFacts)
     if facts.straggler is not None:
         run_state = replace(run_state, stragglers={**run_state.stragglers, facts.straggler: entry.text})
@@ -188,8 +189,8 @@ def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
 
 
 def _apply_start(run_state: RunState, entry: LogEntry) -> RunState:
-    anew = replace(run_state, stragglers={}, left_out="", came=None, awaited=(), restored=None)
-    return replace(anew, attempt=entry.attempt, members=facts_of(entry, StartFacts).members, memory=memories_of(entry))
+    cleared = replace(run_state, stragglers={}, left_out="", came=None, awaited=(), restored=None)
+    return replace(cleared, attempt=entry.attempt, members=facts_of(entry, StartFacts).members, memory=memories_of(entry))
 
 
 def _apply_failure(run_state: RunState, entry: LogEntry) -> RunState:
@@ -200,7 +201,7 @@ def _apply_failure(run_state: RunState, entry: LogEntry) -> RunState:
 
 
 def _apply_decision(run_state: RunState, entry: LogEntry) -> RunState:
-    """Each is kept where the decision says nothing of it."""
+    """Apply a decision. What the decision leaves open stays as it was."""
     facts = facts_of(entry, DecisionFacts)
     return replace(
         run_state,
@@ -217,7 +218,7 @@ _APPLY_BESIDE: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
     "request": _apply_request,
     "memory": _apply_memory,
 }
-"""Kinds that do not move the run on: they may stand anywhere."""
+"""Kinds of entries that do not change the phase of the run. They may follow any entry."""
 
 _APPLY: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
     "run": _apply_run,
@@ -228,12 +229,12 @@ _APPLY: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
 
 
 def _current_memory(run_state: RunState) -> MemoryNamespace:
-    """The memory that the attempt saves to."""
+    """Return the memory namespace that the attempt saves to."""
     return run_state.memory[0] if run_state.memory else MemoryNamespace()
 
 
 def _require_order(run_state: RunState, entry: LogEntry) -> None:
-    """Raise ValueError where the entries that must come before this one are missing, as they could not be read."""
+    """Raise ValueError if the entries that must precede this one are missing because they could not be read."""
     if not run_state.members and entry.kind == "stop":
         raise ValueError("nothing was started before it")
     if not run_state.failures and entry.kind == "decision":
@@ -241,5 +242,5 @@ def _require_order(run_state: RunState, entry: LogEntry) -> None:
 
 
 def is_failure(entry: LogEntry) -> bool:
-    """Not an end that somebody wanted."""
+    """Return whether an entry is a failure, and not the end of an attempt by request."""
     return entry.kind == "failure" and facts_of(entry, FailureSummary).cause not in PLANNED_CAUSES

@@ -1,6 +1,7 @@
-"""The state of a run in its folder, for the agents of one host: the log in one SQLite file, the reports beside it.
+"""The run log in one SQLite file in the folder of the run, for the agents of one host.
 
-A file of an earlier version also has a table of reports, which is left as it is.
+The reports of agents are files next to it (report_files.py). A SQLite file of an earlier version also has a table of reports,
+which is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ RUN_LOG_FILE = "run.sqlite"
 
 
 class SqliteRunLog(RunLog):
-    """The file in a folder, made where it is not there. read_only: by who may not write there; nothing is made then."""
+    """The log and the reports of the run in a folder. They are created if they do not exist.
+
+    read_only: open an existing log without the permission to write; nothing is created.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], read_only: bool = False) -> None:
         self.path = Path(folder) / RUN_LOG_FILE
@@ -50,7 +54,7 @@ class SqliteRunLog(RunLog):
             raise CkptError(f"{self.path} can't be used: {error}; {self._remedy(error)}, or give another --run-dir") from error
 
     def _remedy(self, error: sqlite3.Error) -> str:
-        """What to do; nobody is told to remove what may well be the record of a run."""
+        """Return advice for an error. It recommends to remove the file only if the file is not a readable database."""
         name = getattr(error, "sqlite_errorname", "")
         if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
             return "remove it"
@@ -59,12 +63,12 @@ class SqliteRunLog(RunLog):
         return "free space on this disk, and check it"
 
     def _connect_read_only(self) -> sqlite3.Connection:
-        # Nobody has it open where it has no log beside it, and who may not write there could not make one.
-        how = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
-        where = f"{self.path.absolute().as_uri()}?{how}"
-        db = sqlite3.connect(where, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        (made,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
-        if not made:
+        # Without a write-ahead log no process has the file open, and SQLite could not create that log without permission.
+        mode = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
+        uri = f"{self.path.absolute().as_uri()}?{mode}"
+        db = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        (has_entries,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
+        if not has_entries:
             raise CkptError(f"the run in {self.path.parent} has not begun")
         return db
 
@@ -79,7 +83,7 @@ class SqliteRunLog(RunLog):
                 return db
             except sqlite3.Error as error:
                 db.close()
-                # Where several agents open a new file at once SQLite does not wait by itself for who makes the log.
+                # SQLite's timeout does not cover the switch to WAL when several agents open a new file at once.
                 if "locked" not in str(error) or time.monotonic() > until:
                     raise
                 time.sleep(0.05)
