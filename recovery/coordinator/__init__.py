@@ -1,4 +1,4 @@
-"""Appends the next entries of the log of a run: each agent has a coordinator, and one of them leads.
+"""Appends the next entries of the run log. Each agent has a coordinator, and one of them leads.
 
-It imports `run_log` and `policy`. Start with `coordinator`; `transitions` computes the entries, and is pure.
+This package imports `run_log` and `policy`. Start with `coordinator`. `transitions` computes the entries, as pure functions.
 """

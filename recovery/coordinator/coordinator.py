@@ -1,7 +1,7 @@
-"""Moves a run on: writes the next entries of its log. Each agent has one, and one of them leads.
+"""`Coordinator`, which appends the next entries of the run log. Each agent has one, and one of them leads.
 
-The first that came leads; when it is lost, the next. Who takes the lead writes so into the log, and so who led before, should
-it still live, learns of it: its own entries would come too late.
+The agent that joined first leads. When it is lost, the next one takes the lead, and appends an entry that names it. An
+earlier leader that is still alive reads this entry: its own appends fail, because their position is taken.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.failpoints import failpoint
 
 _LEADER_READ_SECONDS = 0.1
-"""How often the leader asks what the agents say."""
+"""How often the leader reads the reports of the agents."""
 
 _FOLLOWER_READ_SECONDS = 0.5
-"""How often the others do."""
+"""How often the other agents read them."""
 
 
 class Coordinator:
-    """One agent's part in deciding."""
+    """The part of one agent in the decisions about a run."""
 
-    def __init__(self, state: RunLog, single_host: bool) -> None:
-        self._state = state
+    def __init__(self, run_log: RunLog, single_host: bool) -> None:
+        self._run_log = run_log
         self._single_host = single_host
         self._liveness = AgentLiveness()
         self._reports_read_at = 0.0
@@ -38,7 +38,7 @@ class Coordinator:
         self._failure_seen_at: float | None = None
 
     def coordinate(self, run_state: RunState, own_report: AgentReport) -> bool:
-        """Do what there is to be done now; whether something was. Raises Unavailable where the state does not answer."""
+        """Append the entries that are due now, and return whether any were. Raises Unavailable if the log does not answer."""
         now = time.monotonic()
         self._note_entry_time(run_state, now)
         view = self._decision_input(run_state, own_report, now)
@@ -48,20 +48,20 @@ class Coordinator:
         if not drafts:
             return False
         failpoint(f"coordinator.{drafts[0].kind}")
-        written = self._state.append(run_state.number, drafts)
+        written = self._run_log.append(run_state.number, drafts)
         failpoint(f"coordinator.{drafts[0].kind}.written")
         return written
 
     def reports(self) -> dict[str, AgentReport]:
-        """Of all agents that live, as heard last."""
+        """Return the newest reports of all living agents."""
         return self._living
 
     def silent_seconds(self, name: str) -> float:
-        """How long an agent has said nothing; 0 where nothing is known of it."""
+        """Return the seconds since the last new report of an agent; 0 if none was observed."""
         return self._liveness.silent_seconds(name)
 
     def _note_entry_time(self, run_state: RunState, now: float) -> None:
-        """When the entries came, by the clock of this host: of several of one kind, the first."""
+        """Record when an entry was first read, by the clock of this host. Of several of one kind the first counts."""
         last = run_state.last
         entry = None if last is None else (last.kind, last.attempt)
         if entry != self._entry:
@@ -73,7 +73,8 @@ class Coordinator:
         leads = run_state.leader == own_report.name
         if not self._single_host and now - self._reports_read_at >= (_LEADER_READ_SECONDS if leads else _FOLLOWER_READ_SECONDS):
             self._reports_read_at = now
-            others = {name: said for name, said in decode_reports(self._state.reports()).items() if name != own_report.name}
+            reports = decode_reports(self._run_log.reports())
+            others = {name: report for name, report in reports.items() if name != own_report.name}
             self._liveness.observe(others, time.monotonic())
         own_reports = {own_report.name: own_report}
         self._living = self._liveness.living() | own_reports
@@ -89,7 +90,10 @@ class Coordinator:
         )
 
     def _silent_since_failure(self, run_state: RunState, maybe_living: Mapping[str, AgentReport], now: float) -> frozenset[str]:
-        """Who has said nothing since something was wrong; what is heard in the next round may have been said before."""
+        """Return the agents without a new report since a failure was first seen.
+
+        Reports of the next reading may have been published before the failure, so that reading does not count.
+        """
         if not any(r.wrong is not None and r.attempt == run_state.attempt for r in maybe_living.values()):
             self._failure_seen_at = None
             return frozenset()
@@ -100,11 +104,11 @@ class Coordinator:
     def _try_to_lead(self, run_state: RunState, view: DecisionInput, own_report: AgentReport) -> bool:
         if run_state.leader in view.maybe_living or own_report.leaving:
             return False
-        heirs = {name: r for name, r in view.maybe_living.items() if not r.leaving}
-        if min(heirs.values(), key=lambda r: (r.joined, r.name)).name != own_report.name:
+        candidates = [report for report in view.maybe_living.values() if not report.leaving]
+        if min(candidates, key=lambda r: (r.joined, r.name)).name != own_report.name:
             return False
         failpoint("coordinator.lead")
         text = f"{own_report.name} coordinates from now on" + (f", as {run_state.leader} is gone" if run_state.leader else "")
-        written = self._state.append(run_state.number, [draft_lead(max(0, run_state.attempt), text, own_report.name)])
+        written = self._run_log.append(run_state.number, [draft_lead(max(0, run_state.attempt), text, own_report.name)])
         failpoint("coordinator.lead.written")
         return written

@@ -1,4 +1,4 @@
-"""What would be decided if something went wrong now: the same functions that decide, on what is supposed. Pure."""
+"""Predicts the decisions after a supposed failure, by the same functions that decide in a run. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from ckpt.recovery.run_log.run_state import RunState
 def predict_entries(
     entries: Sequence[LogEntry], reports: Mapping[str, AgentReport], lost: Sequence[str], killed: int | None
 ) -> list[Draft]:
-    """The entries that would follow, up to the next attempt.
+    """Return the entries that would follow, up to the start of the next attempt or the end of the run.
 
-    lost: hosts that are no more. killed: a rank that is killed.
+    entries: the log of the run so far.
+    reports: the reports of the agents, by name.
+    lost: the hosts that are supposed to be lost.
+    killed: the rank that is supposed to be killed; None none.
     """
     run_state = RunState().apply_entries(entries)
     living = {name: report for name, report in reports.items() if name not in lost}
@@ -35,5 +38,5 @@ def predict_entries(
         if run_state.has_ended or (drafts and drafts[-1].kind == "start"):
             return found
         idle = {name: replace(r, doing="idle", wrong=None) for name, r in living.items()}
-        living, waited = idle, (0.0 if drafts else 1e9)  # all that is waited for comes to nothing
+        living, waited = idle, (0.0 if drafts else 1e9)  # suppose that every wait ends without a result
     return found

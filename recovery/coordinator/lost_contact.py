@@ -1,9 +1,8 @@
-"""Whether this host is cut off from the others, so that they may go on without it. Pure.
+"""Decides whether this host has lost contact with the others, so that they may continue without it. Pure.
 
-The others take an agent for lost when its reports have been missing for a lease of LOST_SECONDS. A state that does not answer
-must not end anybody's ranks. So this host is cut off only where, besides, no machine of the state can be reached, and as many
-other hosts can't be reached as are enough to go on (--min), or all of them. Where fewer are out of reach it is the state that
-is away, for all alike.
+The other agents take an agent for lost when it has published no report for a lease of LOST_SECONDS. But ranks must not be
+ended because etcd is down. So this host is cut off only if also no etcd server is reachable, and unreachable other hosts are
+enough to continue (--min), or are all of them. If fewer hosts are unreachable, etcd is down for all hosts alike.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from dataclasses import dataclass, replace
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS
 
 PROBE_SECONDS = 0.75
-"""How long a look takes at most. Three of them end within a lease, and two of these ask the other hosts."""
+"""The longest time of one probe. Three probes end within a lease, and two of them try the other hosts."""
 _FRESH_SECONDS = 2.0
-"""Who was away for longer knows nothing of the time between."""
+"""A probe that is older, or took longer, proves nothing: this process may have been stopped in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One attempt to reach the state and the other hosts. Times are of CLOCK_MONOTONIC."""
+    """One attempt to reach the servers of the run log and the other hosts. Times are of CLOCK_MONOTONIC."""
 
     began: float
     ended: float
     is_state_reached: bool
-    """Whether a machine of the state is in reach."""
+    """Whether a server of the run log is reachable."""
     tried: frozenset[str] = frozenset()
-    """Those that were tried."""
+    """The other hosts that were tried."""
     unreachable: frozenset[str] = frozenset()
-    """Those of them that are out of reach."""
+    """Those of them that are unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +36,30 @@ class Contact:
     """What one agent knows of its contact with the others. Times are of CLOCK_MONOTONIC."""
 
     acknowledged_at: float
-    """When the newest report was sent that the state has acknowledged: the others may count from then on."""
+    """When the newest acknowledged report was sent. The other agents may count the lease from then on."""
     min_hosts: int = 1
-    """So many hosts can go on (--min)."""
+    """How many hosts are enough to continue (--min)."""
     probes: tuple[Probe, ...] = ()
-    """The last two since then."""
+    """The last two probes since then."""
 
     def after_acknowledgement(self, at: float) -> Contact:
-        """After a report that was sent at this time has been acknowledged."""
+        """Return the contact after the run log has acknowledged a report that was sent at this time."""
         return replace(self, acknowledged_at=max(at, self.acknowledged_at), probes=())
 
     def after_probe(self, probe: Probe) -> Contact:
-        """After one look more. One that began before the last acknowledged report proves nothing."""
+        """Return the contact after one more probe. A probe that began before the last acknowledged report proves nothing."""
         return replace(self, probes=(*self.probes, probe)[-2:]) if probe.began >= self.acknowledged_at else self
 
     def silent_seconds(self, now: float) -> float:
-        """How long the others may have had no report."""
+        """Return how long the other agents may have had no report."""
         return now - self.acknowledged_at
 
     def is_state_unreachable(self, now: float) -> bool:
-        """Whether the last look was just now, and has not found the state."""
+        """Return whether the last probe is recent and has reached no server of the run log."""
         return bool(self.probes) and _is_fresh(self.probes[-1], now) and not self.probes[-1].is_state_reached
 
     def is_lost(self, now: float) -> bool:
-        """Whether the others may go on without this host by now, and it can't know."""
+        """Return whether the other hosts may have continued without this one, and it has no way to know."""
         if self.silent_seconds(now) < LOST_SECONDS or len(self.probes) < 2:
             return False
         first, second = self.probes
@@ -76,5 +75,5 @@ class Contact:
 
 
 def _is_fresh(probe: Probe, now: float) -> bool:
-    """Whether it says how it is now. Not where this process stood still meanwhile: it must look again first."""
+    """Return whether a probe is recent. If this process was stopped since it began, a new probe is necessary."""
     return probe.ended - probe.began < _FRESH_SECONDS and now - probe.ended < _FRESH_SECONDS

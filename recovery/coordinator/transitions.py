@@ -1,8 +1,9 @@
-"""The next entries of the log of a run, from what its log and its agents say. Pure: the coordinator is a loop around it, and
-a coordinator that comes after one that died goes on where the log ends.
+"""Computes the next entries of the run log from the log and the reports of the agents. Pure.
+
+The coordinator calls it in a loop. A new coordinator continues where the log of a dead one ends.
 
     run → start → failure → decision → start → … → end
-               ↘ stop ↗      (it was asked to end, or a host is to leave: all save after the same step)
+               ↘ stop ↗      (the run was requested to end, or a host leaves: all ranks save after the same step)
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.plural import format_count
 
 _STOP_AHEAD_SECONDS = 0.5
-"""With several hosts: how far ahead the step to stop after is named first. Some times what passes until agents read it."""
+"""With several hosts: how far ahead the first stop step lies. A few times the delay until the agents read it."""
 
 _ARRIVAL_SECONDS = 2.0
-"""Hosts that are started together are all there by then."""
+"""Hosts that are started together have all arrived by then."""
 
 _CAUSE_ORDER: Sequence[Cause] = (
     "diverged",
@@ -50,7 +51,7 @@ _CAUSE_ORDER: Sequence[Cause] = (
     "damaged",
     "exit",
 )
-"""Of failures that come together, which is the cause: ranks whose peer is gone exit with an error."""
+"""Of several failures at a time, the first in this order is the cause: ranks that lose a peer exit with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +60,21 @@ class DecisionInput:
 
     run_state: RunState
     living: Mapping[str, AgentReport]
-    """By name."""
+    """The reports of living agents, by name."""
     maybe_living: Mapping[str, AgentReport]
-    """The living, and those that were not listened to for long enough."""
+    """These, and the reports of agents that were not observed for long enough to know."""
     waited_seconds: float
-    """Since the last entry was seen."""
+    """The time since the last entry was read."""
     ran_seconds: float = 0.0
-    """Since the attempt began."""
+    """The time since the attempt began."""
     silent: Mapping[str, AgentReport] = field(default_factory=dict)
-    """What hosts reported last that are silent now."""
+    """The last reports of hosts that are silent now."""
     silent_since_failure: frozenset[str] = frozenset()
-    """Of the hosts, those that have said nothing since something was first seen to be wrong."""
+    """The hosts without a new report since a failure was first seen."""
 
 
 def draft_next_entries(view: DecisionInput) -> list[Draft]:
-    """What to write now; empty: nothing has changed."""
+    """Return the entries to append now; none if nothing has changed."""
     last = view.run_state.last
     assert last is not None
     if last.kind == "failure":
@@ -86,7 +87,7 @@ def draft_next_entries(view: DecisionInput) -> list[Draft]:
     return _draft_start(view) if last.kind in ("run", "decision") else []
 
 
-# --- an attempt begins -------------------------------------------------------------------------------------------
+# --- start of an attempt -----------------------------------------------------------------------------------------
 
 
 def _draft_start(view: DecisionInput) -> list[Draft]:
@@ -101,16 +102,17 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     if view.waited_seconds < run_state.wait_seconds:
         return []
     if any(report.doing != "idle" for report in view.maybe_living.values()):
-        return []  # what is left of the attempt before must have ended
+        return []  # the ranks of the attempt before must have ended
     ready = sorted(staying, key=lambda name: (staying[name].joined, name))
     before = [member.name for member in run_state.members]
-    waited = view.waited_seconds >= (spec.patience_seconds if before else spec.give_up_seconds)  # at first some come late
-    choice = choose_hosts(before, ready, suspected_hosts(run_state.failures), spec.hosts, spec.least, waited)
+    # Before the first attempt hosts may arrive late, so the wait is longer.
+    has_waited = view.waited_seconds >= (spec.patience_seconds if before else spec.give_up_seconds)
+    choice = choose_hosts(before, ready, suspected_hosts(run_state.failures), spec.hosts, spec.least, has_waited)
     if choice is None:
         if view.waited_seconds < spec.give_up_seconds:
             return _draft_host_wait_note(view, spec, len(ready))
-        came = f"{len(ready)} of {format_count(spec.least, 'host')} came within {spec.give_up_seconds:g} s"
-        return [_draft_end(run_state, f"{came}; start ckpt-run on more, or lower --min", 0)]
+        arrived = f"{len(ready)} of {format_count(spec.least, 'host')} came within {spec.give_up_seconds:g} s"
+        return [_draft_end(run_state, f"{arrived}; start ckpt-run on more, or lower --min", 0)]
     if hosts := _hosts_awaited_for_memory(view):
         return _draft_memory_wait_note(run_state, hosts)
     memory = memory_placement.choose_memories(
@@ -128,14 +130,14 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
 
 
 def _hosts_awaited_for_memory(view: DecisionInput) -> tuple[str, ...]:
-    """The silent hosts that are waited for, as only they may have the newest steps."""
+    """Return the silent hosts to wait for, because only they may have the newest steps."""
     if view.waited_seconds >= view.run_state.memory_wait_seconds:
         return ()
     return memory_placement.hosts_to_await(view.run_state.newest.memory, view.maybe_living)
 
 
 def _draft_memory_wait_note(run_state: RunState, hosts: tuple[str, ...]) -> list[Draft]:
-    """Written once for the same hosts."""
+    """Return the note about silent hosts that are awaited. It is written once for the same hosts."""
     if run_state.awaited == hosts:
         return []
     steps, seconds = format_count(run_state.newest.at_stake, "step"), run_state.memory_wait_seconds
@@ -144,7 +146,7 @@ def _draft_memory_wait_note(run_state: RunState, hosts: tuple[str, ...]) -> list
 
 
 def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> list[Draft]:
-    """How many hosts are here, where more are waited for: said when that is another number than was said."""
+    """Return the note about how many hosts have arrived while more are awaited. It is written when the number changes."""
     if view.waited_seconds < _ARRIVAL_SECONDS or arrived == view.run_state.came:
         return []
     seconds = spec.patience_seconds if view.run_state.members else spec.give_up_seconds
@@ -152,13 +154,12 @@ def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> l
         then = f"with these it goes on {seconds:g} s after it began to wait"
     else:
         then = f"it gives up {spec.give_up_seconds:g} s after it began to wait"
-    where = "with the same --state (agents of one host: --run-dir)"
-    more = f"start the same command on {spec.hosts - arrived} more, {where}"
-    text = f"{arrived} of {spec.hosts} hosts are here; {more}; {then}"
+    advice = f"start the same command on {spec.hosts - arrived} more, with the same --state (agents of one host: --run-dir)"
+    text = f"{arrived} of {spec.hosts} hosts are here; {advice}; {then}"
     return [draft_note(max(0, view.run_state.attempt), text, NoteFacts(came=arrived))]
 
 
-# --- and goes wrong, or well -------------------------------------------------------------------------------------
+# --- while an attempt runs ---------------------------------------------------------------------------------------
 
 
 def _draft_while_running(view: DecisionInput) -> list[Draft]:
@@ -178,11 +179,11 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
     if last.kind == "stop":
         return _draft_while_stopping(view, reports, asked, cause, ended)
     if cause is not None:
-        # Ranks that have lost their peers may fail before those are silent for long enough to be lost.
-        follows = _CAUSE_ORDER.index(cause.cause) > _CAUSE_ORDER.index("lost")
-        return (
-            [] if follows and view.silent_since_failure & reports_by_host.keys() else _draft_failure_and_decision(view, cause)
-        )
+        # Ranks that lose a peer may fail before the peer's host is silent for long enough to be lost.
+        may_follow = _CAUSE_ORDER.index(cause.cause) > _CAUSE_ORDER.index("lost")
+        if may_follow and view.silent_since_failure & reports_by_host.keys():
+            return []
+        return _draft_failure_and_decision(view, cause)
     if ended:
         return [draft_end(run_state.attempt, "all ranks have ended well", 0, final=True)]
     if asked or run_state.end_request:
@@ -193,13 +194,13 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
         run_state.newest.step, run_state.saved, -1 if run_state.before is None else run_state.budget.best_step
     )
     if memory_placement.is_newer(run_state.memory, reports, newest_known_step) and not run_state.other_job:
-        why = "what was in the memory of the hosts before is not needed any more"
-        drafts.append(draft_memory(run_state, run_state.memory[:1], why))
+        text = "the steps in the memory of earlier attempts are not needed any more"
+        drafts.append(draft_memory(run_state, run_state.memory[:1], text))
     return drafts
 
 
 def _draft_stop(run_state: RunState, reports: Sequence[AgentReport], text: str) -> Draft:
-    """All are to save after the same step, and to end."""
+    """Return the draft that makes all ranks save after the same step and end."""
     several = run_state.spec is not None and run_state.spec.hosts > 1
     newest = max((report.newest for report in reports), default=-1)
     step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
@@ -208,7 +209,7 @@ def _draft_stop(run_state: RunState, reports: Sequence[AgentReport], text: str) 
 
 
 def _draft_fallback_note(run_state: RunState, reports: Sequence[AgentReport]) -> list[Draft]:
-    """It went on from an older step than the newest that was saved, and nobody had decided so."""
+    """Return a note if the attempt resumed from an older step than the newest saved one, without a decision to do so."""
     restored = max((report.restored for report in reports), default=-1)
     is_expected = run_state.restored is not None or run_state.before is not None
     if is_expected or not 0 <= restored < run_state.committed:
@@ -221,7 +222,7 @@ def _draft_fallback_note(run_state: RunState, reports: Sequence[AgentReport]) ->
 
 
 def _draft_spares_note(view: DecisionInput) -> list[Draft]:
-    """Fewer hosts wait than were expected to, or as many again."""
+    """Return a note if the number of waiting spares has changed: fewer than expected, or enough again."""
     run_state = view.run_state
     assert run_state.spec is not None
     expected = run_state.spec.spares
@@ -234,15 +235,16 @@ def _draft_spares_note(view: DecisionInput) -> list[Draft]:
 
 
 def _spare_hosts(view: DecisionInput) -> list[str]:
-    """Hosts that could take the place of another."""
+    """Return the hosts that could replace another host."""
     taken = {member.name for member in view.run_state.members}
     return sorted(name for name, report in view.maybe_living.items() if name not in taken and not report.leaving)
 
 
 def _draft_straggler_notes(view: DecisionInput, reports: Sequence[AgentReport]) -> list[Draft]:
-    """Each is named once in an attempt. Where that is asked for, and another host waits, the host of the slowest is left out.
+    """Return notes that name new stragglers, and the stop that leaves a host out.
 
-    A host is left out once: then it is suspected, and no longer counts among those that wait.
+    Each straggler is named once per attempt. With --straggler, the host of the slowest rank is left out if a spare waits. A
+    host is left out once, because it is suspected from then on, and no longer counts as a spare.
     """
     run_state = view.run_state
     spec = run_state.spec
@@ -258,10 +260,11 @@ def _draft_straggler_notes(view: DecisionInput, reports: Sequence[AgentReport]) 
         else "--straggler 2 starts the job again without it, where a spare waits"
     )  # fmt: skip
     drafts = []
-    for one in found:
-        if one.rank not in run_state.stragglers:
-            text = one.describe("" if spec.hosts == 1 else hosts[one.rank], spec.straggler_seconds)
-            facts = NoteFacts(straggler=one.rank, host=hosts[one.rank], times=one.slowdown, seconds=one.seconds)
+    for straggler in found:
+        rank = straggler.rank
+        if rank not in run_state.stragglers:
+            text = straggler.describe("" if spec.hosts == 1 else hosts[rank], spec.straggler_seconds)
+            facts = NoteFacts(straggler=rank, host=hosts[rank], times=straggler.slowdown, seconds=straggler.seconds)
             drafts.append(draft_note(run_state.attempt, f"{text}; {advice}" if advice else text, facts))
     if leave_out:
         host = hosts[found[0].rank]
@@ -276,7 +279,7 @@ def _draft_straggler_notes(view: DecisionInput, reports: Sequence[AgentReport]) 
 def _draft_while_stopping(
     view: DecisionInput, reports: Sequence[AgentReport], asked: Sequence[AgentReport], cause: Failure | None, ended: bool
 ) -> list[Draft]:
-    """They were asked to save and to end. What fails by an exit, or hangs, has until the end of the grace all the same."""
+    """Return the entries after a stop request. A rank that exits with an error or hangs still has the whole grace period."""
     run_state = view.run_state
     last, spec = run_state.last, run_state.spec
     assert last is not None
@@ -284,12 +287,12 @@ def _draft_while_stopping(
     is_urgent = any(report.hurry for report in asked)
     uses_ckpt = any(report.heard for report in reports)
     if cause is not None and uses_ckpt and cause.cause not in ("exit", "hang"):
-        if run_state.left_out:  # it was no more than a wish
+        if run_state.left_out:  # nobody requested this stop, so the failure is the cause of the end
             return _draft_failure_and_decision(view, cause)
-        why = f"{cause.detail} before all had saved, as {last.text} asked"
-        return _draft_failure_and_decision(view, replace(cause, cause=_stop_cause(view, asked), detail=why))
+        detail = f"{cause.detail} before all had saved, as {last.text} asked"
+        return _draft_failure_and_decision(view, replace(cause, cause=_stop_cause(view, asked), detail=detail))
     if ended or is_urgent or view.waited_seconds > spec.grace_seconds:
-        why = (
+        detail = (
             f"were ended by {last.text}, with no Checkpointer opened," if not uses_ckpt
             else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
             else f"have saved and ended, as {last.text} asked" if ended
@@ -298,7 +301,7 @@ def _draft_while_stopping(
         )  # fmt: skip
         ranks = [rank for member in run_state.members for rank in range(member.first, member.first + member.count)]
         return _draft_failure_and_decision(
-            view, _make_failure(view, _stop_cause(view, asked), ranks, why, reports, run_state.left_out)
+            view, _make_failure(view, _stop_cause(view, asked), ranks, detail, reports, run_state.left_out)
         )
     asked_before = facts_of(last, StopRequest)
     asked_now = _next_stop_request(asked_before, reports)
@@ -306,7 +309,7 @@ def _draft_while_stopping(
 
 
 def _stop_cause(view: DecisionInput, asked: Sequence[AgentReport]) -> Cause:
-    """preempted: only some hosts are to leave, and the others go on."""
+    """Return the cause of a requested stop. It is "preempted" if only some hosts leave and the others continue."""
     run_state = view.run_state
     several = run_state.spec is not None and run_state.spec.hosts > 1
     if not several or run_state.end_request or len(asked) == len(view.living):
@@ -315,7 +318,7 @@ def _stop_cause(view: DecisionInput, asked: Sequence[AgentReport]) -> Cause:
 
 
 def _next_stop_request(asked: StopRequest, reports: Sequence[AgentReport]) -> StopRequest:
-    """From what the agents say of their ranks."""
+    """Return the next stop request, by the reports of the agents."""
     rank_stops: list[tuple[int, int | None]] = []
     for report in reports:
         if report.doing == "over":
@@ -340,7 +343,7 @@ def _lost_host_failure(view: DecisionInput, member: AttemptHost) -> Failure:
 
 
 def _reported_failure(view: DecisionInput, report: AgentReport, reports: Sequence[AgentReport]) -> Failure:
-    """With the rank that is behind all others as the cause of a hang: who waits for it hangs, too."""
+    """Return the failure in a report. The cause of a hang is the rank that is behind all others, as the others wait for it."""
     host_failure = report.wrong
     assert host_failure is not None
     if host_failure.cause == "hang" and len(reports) > 1:
@@ -360,11 +363,14 @@ def _reported_failure(view: DecisionInput, report: AgentReport, reports: Sequenc
 def _make_failure(
     view: DecisionInput, cause: Cause, ranks: Sequence[int], detail: str, reports: Sequence[AgentReport], host: str = ""
 ) -> Failure:
-    """host: where it began. What that one says is of this moment; of the others it may be older than their last steps."""
+    """Return the failure of an attempt.
+
+    host: where it began. The report of this host is current. Those of other hosts may be older than their last steps.
+    """
     host_reports = [report for report in reports if report.name == host] or reports
     step = min((r.step for r in host_reports), default=-1)
     attempt_reports = [r for r in (*view.silent.values(), *reports) if r.attempt == view.run_state.attempt]
-    # What a silent host reported before stays true.
+    # Commits that a silent host has reported stay valid.
     line, committed = max(((r.line, r.committed) for r in attempt_reports), default=(0, -1))
     return Failure(
         cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,
@@ -374,11 +380,11 @@ def _make_failure(
     )  # fmt: skip
 
 
-# --- what then ---------------------------------------------------------------------------------------------------
+# --- after a failure ---------------------------------------------------------------------------------------------
 
 
 def _draft_failure_and_decision(view: DecisionInput, failure: Failure) -> list[Draft]:
-    """Both at once; where only the failure came to be written, the next coordinator decides."""
+    """Return both entries, to be appended together. If the log has only the failure, the next coordinator decides."""
     run_state = view.run_state
     return [draft_failure(run_state.attempt, failure), *_draft_decision(view, [*run_state.failures, failure])]
 

@@ -172,9 +172,7 @@ class AgentLiveness:
     def observe(self, reports: Mapping[str, AgentReport], now: float) -> None:
         """Record the newest reports of all agents. now: the time by CLOCK_MONOTONIC."""
         gap, self._now = now - self._now, now
-        if (
-            gap > _UNOBSERVED_SECONDS
-        ):  # this host did not read reports, or the run log was unavailable: no agent is lost by that
+        if gap > _UNOBSERVED_SECONDS:  # no agent is lost because this host read no reports, or the run log was unavailable
             for seen in self._observed.values():
                 seen.observed_at += gap - _UNOBSERVED_SECONDS
         for name in self._observed.keys() - reports.keys():

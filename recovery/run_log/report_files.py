@@ -1,7 +1,7 @@
 """The newest report of each agent of a host, as files `agents/<name>.json` in the folder of the run.
 
 Reports are not part of the SQLite file of the log. They need not be durable, and a connection that writes without fsync may
-also checkpoint the write-ahead log, and so lose entries that other connections have made durable
+also checkpoint the write-ahead log without fsync. A power cut then loses entries that other connections have made durable
 (https://sqlite.org/pragma.html#pragma_synchronous, synchronous=OFF).
 """
 
