@@ -1,13 +1,11 @@
-"""The contract of a store as a test suite.
+"""The contract of a store as a test suite. The file is long because a subclass must get all tests of one class.
 
-A third party proves its store by three lines:
+The author of another store checks it with a few lines:
 
-    class TestMine(StoreContract):
+    class TestMyStore(StoreContract):
         @pytest.fixture
         def store(self):
-            return MyStore(...)        # empty; a new one for each test
-
-The file is long because the contract is one class, so that a subclass gets all of it.
+            return MyStore(...)        # a new, empty store for each test
 """
 
 from __future__ import annotations
@@ -52,12 +50,12 @@ INVALID_NAMES = [
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes that differ at every position and for every seed."""
+    """Return pseudo-random bytes, which differ for every seed."""
     return random.Random(seed).randbytes(nbytes)
 
 
 def object_lengths(store: Store, prefix: str = "") -> dict[str, int]:
-    """Name and length of all that is below `prefix`; fails where a name comes twice."""
+    """Return the length of each object below `prefix`, by name; fail if a name is listed twice."""
     entries = list(store.list(prefix))
     listed = {entry.name: entry.nbytes for entry in entries}
     assert len(listed) == len(entries), "a name is listed twice"
@@ -65,7 +63,7 @@ def object_lengths(store: Store, prefix: str = "") -> dict[str, int]:
 
 
 def run_simultaneously(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Start all calls at the same moment, each in a thread; return what they return, an exception as itself."""
+    """Start all calls at the same moment, each in a thread; return their results, where a StoreError counts as a result."""
     every = list(calls)
     start = threading.Barrier(len(every))
 
@@ -77,7 +75,7 @@ def run_simultaneously(calls: Iterable[Callable[[], Any]]) -> list[Any]:
             return error
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that threads change places in the middle of things, not every 5 ms
+    sys.setswitchinterval(1e-6)  # switch threads in the middle of a call, not only every 5 ms
     try:
         with ThreadPoolExecutor(len(every)) as pool:
             return list(pool.map(run, every))
@@ -86,26 +84,26 @@ def run_simultaneously(calls: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def write_object(store: Store, name: str, data: bytes) -> int:
-    """Write `data` through a writer, in one append."""
+    """Write `data` through a writer in one append, and return the length of the object."""
     with store.create(name) as writer:
         writer.append(memoryview(data))
         return writer.commit()
 
 
 def read_range(store: Store, name: str, position: int, nbytes: int) -> bytes:
-    """Read a range through a reader."""
+    """Return a range of an object, read through a reader; shorter at the end of the object."""
     with store.open(name) as reader:
         buffer = bytearray(nbytes)
         return bytes(buffer[: reader.read_into(position, memoryview(buffer))])
 
 
 class StoreContract(ABC):
-    """What every store must do. Override the fixture `store`; it starts empty."""
+    """The tests that every store must pass. Override the fixture `store`."""
 
     @pytest.fixture
     @abstractmethod
     def store(self) -> Any:
-        """A new, empty store."""
+        """Return a new, empty store."""
 
     # --- put and get ---------------------------------------------------------------------------------------------
 
@@ -182,12 +180,10 @@ class StoreContract(ABC):
             assert all(isinstance(result, AlreadyExists) for result in results if result is not None)
             assert store.get(name) == bytes(winners) * 1000
 
-    # --- what is not there ---------------------------------------------------------------------------------------
-
     # --- publications --------------------------------------------------------------------------------------------
 
     def test_publish(self, store: Store) -> None:
-        """A free name is taken once; what is there is replaced only as it was read."""
+        """A free name is taken once; an existing object is replaced only if its version is the one that was read."""
         confirmed: list[bool] = []
 
         def confirm() -> None:
@@ -223,7 +219,7 @@ class StoreContract(ABC):
         assert store.get("a/new") == b"later"
 
     def test_a_publication_that_a_successor_revokes(self, store: Store) -> None:
-        """After it was confirmed. Where the store can't fence, this is what it does not promise."""
+        """The successor revokes it after it was confirmed. A store that can't fence does not promise this."""
         if not store.fences:
             pytest.skip("this store can't fence")
 
@@ -251,10 +247,12 @@ class StoreContract(ABC):
         results = run_simultaneously([partial(store.publish, "b", b"%d" % n, lambda: None) for n in range(4)])
         assert sum(each is None for each in results) == 1, results
         assert store.get("b") == b"%d" % results.index(None)
-        if store.fences and not isinstance(version, bytes):  # where the version is the content, the lock is the caller's
+        if store.fences and not isinstance(version, bytes):  # if the version is the content, callers must use a lock
             results = run_simultaneously([partial(store.publish, "a", b"%d" % n, lambda: None, version) for n in range(4)])
             assert sum(each is None for each in results) == 1, results
             assert store.get("a") == b"%d" % results.index(None)
+
+    # --- missing objects -----------------------------------------------------------------------------------------
 
     def test_not_found(self, store: Store) -> None:
         for name in ("none", "no/such/object"):
@@ -333,9 +331,9 @@ class StoreContract(ABC):
         with store.open_once("a") as reader:
             for position in (0, 4096, 1 << 20, 2 << 20, 5000, len(data), len(data) + 4096):
                 for buffer in (memory, memory[1:], memory[:100]):
-                    wanted = data[position : position + len(buffer)]
-                    assert reader.read_into(position, buffer) == len(wanted)
-                    assert buffer[: len(wanted)] == wanted
+                    expected = data[position : position + len(buffer)]
+                    assert reader.read_into(position, buffer) == len(expected)
+                    assert buffer[: len(expected)] == expected
         with pytest.raises(NotFound), store.open_once("none") as reader:
             reader.read_into(0, memory)
 
@@ -382,9 +380,9 @@ class StoreContract(ABC):
 
     @pytest.mark.parametrize("kind", ["odd", "page", "mixed"])
     def test_appends_from_many_threads(self, store: Store, kind: str) -> None:
-        """Odd lengths, whole pages from memory that starts on a page (the way of O_DIRECT), and both at once."""
+        """With odd lengths, with whole pages from page-aligned memory (for O_DIRECT), and with both."""
 
-        def some(thread: int) -> list[memoryview]:
+        def random_pieces(thread: int) -> list[memoryview]:
             rng = random.Random(thread)
             pieces = []
             for i in range(6):
@@ -396,7 +394,7 @@ class StoreContract(ABC):
                 pieces.append(memory)
             return pieces
 
-        parts = [some(thread) for thread in range(8)]
+        parts = [random_pieces(thread) for thread in range(8)]
         with store.create("a/w", sum(len(piece) for part in parts for piece in part)) as writer:
 
             def append(part: list[memoryview]) -> list[int]:
@@ -406,13 +404,13 @@ class StoreContract(ABC):
             length = writer.commit()
         data = store.get("a/w")
         assert length == len(data) == object_lengths(store)["a/w"]
-        placed = sorted(
+        in_order = sorted(
             (position, len(piece), bytes(piece))
             for part, at in zip(parts, positions, strict=True)
             for position, piece in zip(at, part, strict=True)
         )
         end = 0
-        for position, nbytes, piece in placed:
+        for position, nbytes, piece in in_order:
             assert position == -(-end // ALIGNMENT) * ALIGNMENT, "pieces overlap or leave a gap"
             assert data[position : position + nbytes] == piece
             end = position + nbytes
@@ -503,11 +501,11 @@ class StoreContract(ABC):
     # --- listing and deleting ------------------------------------------------------------------------------------
 
     def test_list_at_any_depth(self, store: Store) -> None:
-        there = {"top": 1, "a/one": 2, "a/b/two": 3, "a/b/c/three": 4, "d/four": 5}
-        for name, nbytes in there.items():
+        objects = {"top": 1, "a/one": 2, "a/b/two": 3, "a/b/c/three": 4, "d/four": 5}
+        for name, nbytes in objects.items():
             store.put(name, bytes(nbytes))
-        assert object_lengths(store) == there
-        assert object_lengths(store, "a") == {name: nbytes for name, nbytes in there.items() if name.startswith("a/")}
+        assert object_lengths(store) == objects
+        assert object_lengths(store, "a") == {name: nbytes for name, nbytes in objects.items() if name.startswith("a/")}
         assert object_lengths(store, "a/b/c") == {"a/b/c/three": 4}
         assert sorted(store.list_folders()) == ["a", "d"]
         assert sorted(store.list_folders("a")) == ["b"]
@@ -522,12 +520,12 @@ class StoreContract(ABC):
         assert sorted(store.list_folders()) == ["a", "a-b", "a.b", "ab"]
 
     def test_list_more_than_one_page(self, store: Store) -> None:
-        """1,000 names are a page of S3."""
-        there = [f"many/{i}" for i in range(1_100)]
+        """A page of S3 has 1,000 names."""
+        names = [f"many/{i}" for i in range(1_100)]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda name: store.put(name, b"x"), there))
-        assert sorted(object_lengths(store, "many")) == sorted(there)
-        store.delete(there)
+            list(pool.map(lambda name: store.put(name, b"x"), names))
+        assert sorted(object_lengths(store, "many")) == sorted(names)
+        store.delete(names)
         assert object_lengths(store) == {}
 
     def test_delete(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""From a URL to a store. A plain path is a local directory."""
+"""The function open_store, which returns the store of a URL. A plain path is a local directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OBJECT_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure"}
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
-    """Return the store that `url` names; nothing is read or written yet."""
+    """Return the store of a URL. Nothing is read or written yet. Raises UnknownScheme for a URL that names no store."""
     text = os.fspath(url)
     scheme, separator, _ = text.partition("://")
     if not separator:

@@ -229,7 +229,7 @@ def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
     with pytest.raises(Unavailable):
         store.open("kept").read_into(0, memoryview(bytearray(1)))
     node.start()
-    with pytest.raises(NotFound, match="write the object anew"):
+    with pytest.raises(NotFound, match="write the object again"):
         writer.commit()
     writer.abort()
     assert [path.name for path in files(node.folder)] == ["kept"]
@@ -378,9 +378,9 @@ def test_a_client_comes_back_too_late(tmp_path: Path) -> None:
         until = time.monotonic() + 30
         while len(node.server.uploads) and time.monotonic() < until:
             time.sleep(0.05)
-        with pytest.raises(NotFound, match="write the object anew"):
+        with pytest.raises(NotFound, match="write the object again"):
             late.append(memoryview(DATA))
-        with pytest.raises(NotFound, match="write the object anew"):
+        with pytest.raises(NotFound, match="write the object again"):
             later.commit()
         for writer in (late, later):
             writer.abort()
@@ -424,7 +424,7 @@ def test_promises(tmp_path: Path) -> None:
     with pytest.raises(NoSpace):
         uploads.create("c", 7 << 20)
     assert uploads.create("c", 6 << 20)
-    with pytest.raises(NotFound, match="write the object anew"):
+    with pytest.raises(NotFound, match="write the object again"):
         uploads.reserve(a, 1, 1)
 
 
@@ -606,7 +606,7 @@ def test_a_commit_waits_for_appends(here: Here) -> None:
     thread.start()
     held.wait(60)
     writer._seconds = 0.05
-    with pytest.raises(Unavailable, match="see whether the disk works"):
+    with pytest.raises(Unavailable, match="check the disk"):
         writer.commit()
     go.set()
     thread.join()
@@ -618,7 +618,7 @@ def test_a_length_that_was_never_written(here: Here) -> None:
     store = NodeStore(here.address)
     writer = store.create("a")
     writer.append(memoryview(DATA))
-    with pytest.raises(StoreError, match="were to be written; write it anew"):
+    with pytest.raises(StoreError, match="instead of .*; write it again"):
         store.call("commit", writer._key, 1 << 40)
     writer.abort()
     assert not files(here.folder)

@@ -280,7 +280,7 @@ def test_a_client_that_vanished(tmp_path: Path) -> None:
         while len(node.server.uploads) and time.monotonic() < until:
             time.sleep(0.05)
         assert not len(node.server.uploads)
-        with pytest.raises(NotFound, match="write the object anew"):
+        with pytest.raises(NotFound, match="write the object again"):
             writer.append(memoryview(b"more"))
         writer.abort()
         assert list(store.list()) == []
@@ -423,7 +423,7 @@ def test_a_line_an_event(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="see its log"):
             store.get("a")
         for verb in ("list", "put"):
-            with pytest.raises(InvalidArgument, match="called wrongly"):
+            with pytest.raises(InvalidArgument, match="invalid arguments"):
                 store.call(verb, 5)
         node.signal(signal.SIGTERM)
         assert node.process.wait(60) == 0

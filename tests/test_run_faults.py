@@ -545,7 +545,7 @@ def test_an_exception_while_others_wait_in_a_collective(tmp_path: Path) -> None:
     [
         ("ckpt://127.0.0.1:1/run", "127.0.0.1:1", MAX_REPEATED_FAILURES),  # it may be about to start
         ("{}/file/repo", "Not a directory", 1),
-        ("/proc/nowhere", "takes no directories", 1),
+        ("/proc/nowhere", "has no directories", 1),
     ],
 )
 def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, words: str, times: int) -> None:

@@ -31,8 +31,8 @@ def mark_damaged(repo: Repository, steps: Iterable[int]) -> None:
 def mark_damaged_in_all_tiers(repo: Repository, steps: Iterable[int]) -> None:
     """Mark steps as damaged in every tier of the repository."""
     steps = list(steps)
-    for place in repo.places:
-        mark_damaged(place, steps)
+    for tier in repo.places:
+        mark_damaged(tier, steps)
 
 
 def clear_damaged(repo: Repository, step: int | None = None) -> None:

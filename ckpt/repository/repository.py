@@ -232,14 +232,14 @@ class Repository:
             return order_by_number(self.step_numbers())
         return order_steps(*self.lines())
 
-    def newest(self, wanted: Callable[[int], bool] = lambda step: True) -> tuple[int, int]:
-        """Return line and number of the newest committed step for which `wanted` is true; (-1, -1) if there is none.
+    def newest(self, is_accepted: Callable[[int], bool] = lambda step: True) -> tuple[int, int]:
+        """Return line and number of the newest committed step for which `is_accepted` is true; (-1, -1) if there is none.
 
         The pairs of two tiers can be compared: the larger one is newer.
         """
         lines = {} if not self.line_numbers() else self.lines()[0]
         for step in reversed(order_steps(lines).steps if lines else self.step_numbers()):
-            if wanted(step) and (step in lines or self.store.exists(commit_name(step))):
+            if is_accepted(step) and (step in lines or self.store.exists(commit_name(step))):
                 return lines[step].number if lines else 0, step
         return -1, -1
 

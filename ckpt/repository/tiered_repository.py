@@ -18,7 +18,7 @@ class TieredRepository(Repository):
 
     def __init__(self, repositories: Sequence[Repository]) -> None:
         """repositories: the nearest first; the last is the repository of record."""
-        super().__init__(ReplicatedStore([place.store for place in repositories]))
+        super().__init__(ReplicatedStore([tier.store for tier in repositories]))
         self._repositories = tuple(repositories)
 
     @property
@@ -36,16 +36,16 @@ class TieredRepository(Repository):
         found: CommitRecord | None = None
         damage: IntegrityError | None = None
         store_failure: StoreError | None = None
-        for place in self._repositories:
+        for tier in self._repositories:
             try:
-                record = place.record(step)
+                record = tier.record(step)
             except NotFound:
                 continue
             except IntegrityError as error:
                 damage = error
-                log.error("bad copy in the tier %s: %s; reading the next tier", place.url, error)
+                log.error("bad copy in the tier %s: %s; reading the next tier", tier.url, error)
             except StoreError as error:
-                if place is self._repositories[-1]:
+                if tier is self._repositories[-1]:
                     raise
                 store_failure = error
                 log.warning("%s; reading the next tier", error)

@@ -1,8 +1,8 @@
-"""A directory as a store: O_DIRECT where the file system has it, and nothing visible before it is durable.
+"""The class LocalStore, a directory as a store: O_DIRECT where possible, nothing visible before it is durable.
 
-Order of a publish, and what a crash between two steps leaves: temporary file (swept later) → fsync of it (still
-temporary) → rename or link to the name (whole, though perhaps not yet there after a power loss) → fsync of the folder.
-`durability.py` says why a failed fsync is never retried.
+The order of a write, and what a crash leaves after each step: write a temporary file (a sweep deletes it), fsync it (the same),
+rename or link it to its name (the object is complete, but a power loss may undo the rename), fsync the folder. `durability.py`
+explains why a failed fsync is never retried.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from ckpt.storage.local.writer import O_DIRECT, LocalWriter, is_temporary, tempo
 T = TypeVar("T")
 
 _MAX_ADVICE_BYTES = 1 << 20
-"""Linux takes no more of one advice than the device's largest request or its read-ahead, and forgets the rest."""
+"""The bytes of one call of posix_fadvise. Linux reads at most the largest request of the device or its read-ahead for one call,
+and ignores the rest."""
 
 
 class LocalStore(Store):
-    """A directory, made when first written to. `direct=False` keeps to buffered writes."""
+    """A directory as a store. The first write creates it.
+
+    direct: whether to use O_DIRECT where the file system has it; False uses buffered writes only.
+    """
 
     fences = True
 
@@ -54,8 +58,8 @@ class LocalStore(Store):
 
     @property
     def parallel_appends(self) -> int:
-        """Half as many for a disk of this machine, which takes each apart by itself. Other file systems have no device."""
-        if self._parallel_appends is None:  # looked up once: a save asks for it in the training thread
+        """The number of appends that are fastest in parallel: 4 for a block device, the default for other file systems."""
+        if self._parallel_appends is None:  # determined once, because a save reads this in the training thread
             self._parallel_appends = self._find_parallel_appends()
         return self._parallel_appends
 
@@ -79,7 +83,7 @@ class LocalStore(Store):
                 os.unlink(temporary)
             raise
         failpoint("local.put")
-        with suppress(NotFound):  # who waited for it has taken it, and has deleted the folder: nothing is left to be durable
+        with suppress(NotFound):  # a reader that waited for the object has already deleted it and its folder
             sync_folder(os.path.dirname(path))
 
     @interruptible
@@ -95,8 +99,11 @@ class LocalStore(Store):
 
     @interruptible
     def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
-        """As in `Store`. The temporary file exists before `confirm`, so that a successor, whose sweep removes it, can't be
-        overtaken: link(2) and rename(2) then find nothing to publish."""
+        """See `Store.publish`. The temporary file exists before `confirm` is called.
+
+        So this write can't overtake a successor. The sweep of the successor deletes the temporary file, and then link(2) and
+        rename(2) fail.
+        """
         path, temporary = self._write_temporary(name, data)
         try:
             confirm()
@@ -107,7 +114,7 @@ class LocalStore(Store):
                 try:
                     (self._publish_new_temporary if replaces is None else self._publish_temporary)(temporary, path)
                 except FileNotFoundError as error:
-                    raise Changed(f"publishing {path}: another writer has removed what was prepared for it") from error
+                    raise Changed(f"publishing {path}: another writer has deleted the prepared file") from error
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -143,9 +150,9 @@ class LocalStore(Store):
         return path, temporary
 
     def _make_folder(self, path: str) -> None:
-        """Make a folder and its parents, each durable in its parent, as fsync(2) asks.
+        """Create a folder and its parents, and make each durable in its parent, as fsync(2) requires.
 
-        Also those that exist: another process may have made them just now, and may end before its own fsync.
+        Existing folders are made durable, too: another process may have just created them, and may end before its own fsync.
         """
         unknown = []
         while not (path in self._durable_folders and os.path.isdir(path)):
@@ -186,12 +193,12 @@ class LocalStore(Store):
     def open_once(self, name: str) -> Reader:
         path = self._path(name)
         fd = _open_to_read(path)
-        # By its descriptor: another may have the name by now.
+        # Open the same file by its descriptor, because another file may have the name now.
         return DescriptorReader(fd, path, try_open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
 
     @interruptible
     def descriptor(self, name: str) -> int:
-        """An object, open for reading. The caller closes it."""
+        """Return a file descriptor of an object that is open for reading. The caller closes it."""
         return _open_to_read(self._path(name))
 
     @interruptible
@@ -200,10 +207,10 @@ class LocalStore(Store):
             with suppress(OSError):
                 fd = os.open(self._path(name), os.O_RDONLY)
                 try:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing but what is named below
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead beyond the ranges below
                     end = start + nbytes
                     for position in range(start, end, _MAX_ADVICE_BYTES):
-                        if not in_page_cache(fd, position):  # else the kernel would look for each page of it
+                        if not in_page_cache(fd, position):  # for cached bytes the kernel would look up every page
                             os.posix_fadvise(fd, position, min(_MAX_ADVICE_BYTES, end - position), os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(fd)
@@ -216,7 +223,7 @@ class LocalStore(Store):
         return self._run_listing(self._walk(self._folder(prefix), f"{prefix}/" if prefix else ""))
 
     def _run_listing(self, found: Iterator[T]) -> Iterator[T]:
-        """A listing: piece by piece, or as a whole in another thread."""
+        """Return the items of a listing, one by one. If the file system may hang, list in another thread, with a timeout."""
         if can_block_on(self.root):
             return found
         return iter(call_in_thread(partial(builtins.list, found), f"listing {self.root}"))
@@ -224,7 +231,7 @@ class LocalStore(Store):
     def _walk(self, path: str, prefix: str) -> Iterator[Entry]:
         with convert_os_errors("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             for entry in entries:
-                if not is_name(entry.name):  # temporary, or not ours
+                if not is_name(entry.name):  # a temporary file, or one that ckpt did not write
                     continue
                 with suppress(FileNotFoundError):  # deleted since the folder was read
                     if entry.is_dir(follow_symlinks=False):
@@ -245,11 +252,11 @@ class LocalStore(Store):
 
     @interruptible
     def delete(self, names: Iterable[str]) -> None:
-        """Also removes the folders that become empty, and makes each batch durable."""
+        """Delete objects and the folders that become empty, and make the deletions durable."""
         folders = set()
         for name in names:
             path = self._path(name)
-            # A folder, or a name below an object, is no object either.
+            # A folder is not an object, and there is none below an object: the name counts as missing.
             with convert_os_errors("deleting", path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 failpoint("local.delete")
                 self._remove_file(path)
@@ -263,7 +270,7 @@ class LocalStore(Store):
 
     @interruptible
     def sweep_temporaries(self, prefix: str) -> None:
-        """Remove the temporary files that a killed writer left below `prefix`. Only for who holds the repository."""
+        """Delete the temporary files of killed writers below `prefix`. Only the holder of the writer lease may call it."""
         for base, _, files in os.walk(self._folder(prefix), topdown=False):
             for name in files:
                 if is_temporary(name):
@@ -272,7 +279,7 @@ class LocalStore(Store):
             self._remove_empty_folders(base)
 
     def _remove_empty_folders(self, folder: str) -> bool:
-        """Remove `folder` and then its parents below the root as long as they are empty; whether any was."""
+        """Remove `folder` and its parents below the root, as long as they are empty; return whether any was removed."""
         removed = False
         while folder != self.root and folder.startswith(self.root):
             try:
@@ -297,13 +304,13 @@ class LocalStore(Store):
 
 
 def _link_new(temporary: str, path: str) -> None:
-    """Publish under `path` unless it exists. link(2) fails on an existing name; rename(2) would replace it."""
+    """Give a temporary file the name `path` if that is free. link(2) fails if it exists; rename(2) would replace it."""
     try:
         os.link(temporary, path)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
-        # No hard links here (FAT, some FUSE mounts): take the name by an exclusive create, then fill it by rename.
+        # Without hard links (FAT, some FUSE mounts), create the name exclusively, and then replace that file by rename.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         try:
             os.replace(temporary, path)
@@ -313,7 +320,7 @@ def _link_new(temporary: str, path: str) -> None:
 
 
 def _open_to_read(path: str) -> int:
-    """Open an object; a folder, and a name below an object, are none: NotFound, as in an object store."""
+    """Open an object; raise NotFound for a folder and for a name below an object, as an object store does."""
     with convert_os_errors("opening", path):
         try:
             fd = os.open(path, os.O_RDONLY)

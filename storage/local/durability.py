@@ -1,7 +1,7 @@
-"""Making files, names and folders durable, from the root of a store up to its mount point.
+"""Functions that make files, names and folders durable, from the root of a store up to its mount point.
 
-After a failed fsync the kernel may have dropped the dirty pages (see "fsyncgate"), so it is never retried: the object
-fails.
+A failed fsync is never retried, because the kernel may have dropped the dirty pages (see "fsyncgate"). The write of the object
+fails instead.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def sync_folder(path: str) -> None:
 
 
 _durable_roots: set[str] = set()
-"""Folders from the roots of stores upwards that this process has seen to be durable in their parents."""
+"""Roots of stores and folders above them that this process has made durable in their parents."""
 
 _NO_FSYNC_ERRNOS = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
-"""A folder that this user can't open, or a file system that can't make a folder durable by itself."""
+"""Errors of a folder that this user can't open, and of a file system without fsync for folders."""
 
 
 def _fsync_if_possible(folder: str) -> None:
@@ -51,7 +51,7 @@ def _fsync_if_possible(folder: str) -> None:
 
 
 def make_durable_root(root: str) -> None:
-    """Make the root of a store and the folders above it, each durable in its parent, as far as the next mount point."""
+    """Create the root of a store and the folders above it, and make each durable in its parent, up to the mount point."""
     folder, chain = root, list[str]()
     while not (folder in _durable_roots and os.path.isdir(folder)) and folder != os.path.dirname(folder):
         chain.append(folder)
@@ -69,16 +69,16 @@ def make_durable_root(root: str) -> None:
 
 
 def _is_same_file_system(folder: str, parent: str) -> bool:
-    """Whether a folder is part of its parent, and not the root of another file system."""
+    """Return whether a folder is on the file system of its parent, and not a mount point."""
     with convert_os_errors("looking up", folder):
         return os.stat(folder).st_dev == os.stat(parent).st_dev
 
 
 def make_directory(folder: str) -> None:
-    """As os.mkdir; PermissionError where the file system takes no directories."""
+    """Create a folder as os.mkdir does; raise PermissionError if the file system has no directories."""
     try:
         os.mkdir(folder)
     except FileNotFoundError as error:
         if os.path.isdir(os.path.dirname(folder)):
-            raise PermissionError(errno.EPERM, "that file system takes no directories", folder) from error
+            raise PermissionError(errno.EPERM, "this file system has no directories", folder) from error
         raise

@@ -1,8 +1,8 @@
-"""A directory in shared memory as a store.
+"""The class MemoryStore, a directory in shared memory as a store, which reuses the memory of deleted packs.
 
-A page of tmpfs that is used for the first time costs several times what the copy into it costs: the kernel finds and zeroes
-it. So the packs of deleted steps are kept, nameless, and the next packs are written into them: two and a half times as fast,
-says benchmarks/tiers.py.
+The first write to a page of tmpfs takes several times as long as a later one, because the kernel allocates and zeroes the page.
+So the files of deleted packs are kept under spare names, and the next packs are written into them. That is two and a half times
+as fast (benchmarks/tiers.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.writer import LocalWriter, temporary_name
 
 REUSED_SUFFIX = ".pack"
+"""The files whose memory is reused have this suffix."""
 
 
 class MemoryStore(LocalStore):
-    """Like a LocalStore. A reader that still reads a deleted pack may see other bytes: it must verify them."""
+    """A LocalStore in shared memory. A reader of a pack that is then deleted may see other bytes, so it must verify them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, direct=False)
@@ -30,7 +31,7 @@ class MemoryStore(LocalStore):
         return LocalWriter(path, size_hint, direct=False, reuse=self.reuse_spare if name.endswith(REUSED_SUFFIX) else None)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Packs are kept for their pages, in the place of those kept before: never more than were deleted at once."""
+        """Delete objects. Packs become spare files, which replace earlier spare files: so no more than one call's are kept."""
         names = list(names)
         before = self._list_spares() if any(name.endswith(REUSED_SUFFIX) for name in names) else []
         super().delete(names)
@@ -46,7 +47,10 @@ class MemoryStore(LocalStore):
             super()._remove_file(path)
 
     def reuse_spare(self, path: str, nbytes: int) -> bool:
-        """Move the kept file that is nearest in size to `path`. Safe among processes: a rename has one winner."""
+        """Move the spare file whose size is nearest to `nbytes` to `path`; return False if there is none.
+
+        Several processes may call it: only one of them can rename a file.
+        """
         for spare in sorted(self._list_spares(), key=lambda spare: abs(_file_bytes(spare) - nbytes)):
             with suppress(FileNotFoundError):
                 os.rename(spare, path)

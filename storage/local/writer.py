@@ -1,4 +1,4 @@
-"""A file that is being written under a temporary name, beside the name that it gets once it is whole and durable."""
+"""The class LocalWriter, which writes a file under a temporary name, and gives it its name when it is durable."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ _TEMPORARY_SUFFIX = ".ckpt-tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name is half-written."""
+    """Return whether this is the name of a temporary file."""
     return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
 
 
 def temporary_name(path: str) -> str:
-    """A name beside `path` for a file that is not whole."""
+    """Return a new name for a temporary file in the folder of `path`."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}")
 
 
 class LocalWriter(Writer):
-    """reuse: puts a file whose pages may be written over at a path, if it has one. publish: gives a whole file its name."""
+    """Writes one file. Several threads may call `append` at once.
+
+    size_hint: the expected number of bytes, which are reserved at once; NoSpace is raised if they do not fit.
+    direct: whether to use O_DIRECT where the file system has it.
+    reuse: moves a spare file of about the given size to the given path, and returns whether it had one.
+    publish: gives the temporary file its name.
+    """
 
     def __init__(
         self, path: str, size_hint: int, direct: bool, reuse: Callable[[str, int], bool] | None = None,
@@ -55,17 +61,19 @@ class LocalWriter(Writer):
             raise
 
     def reserve(self, nbytes: int) -> None:
-        """Take so many bytes of the disk, for all of the object. Raises NoSpace."""
-        # A full disk is found before the first byte, and parallel O_DIRECT writes into unwritten extents need no
-        # exclusive inode lock, as writes that extend the file do on ext4.
+        """Reserve disk space for an object of `nbytes` bytes in total; raise NoSpace if there is not enough."""
+        # So a full disk is found before the first byte. On ext4, parallel O_DIRECT writes into reserved extents also need no
+        # exclusive inode lock; writes that extend the file do.
         if nbytes > self._reserved_bytes:
             with convert_os_errors("reserving space for", self._path):
                 _allocate(self._file.fd, self._reserved_bytes, nbytes - self._reserved_bytes)
             self._reserved_bytes = nbytes
 
     def descriptors(self) -> list[int]:
-        """For another process to write the object through, which then says to `commit` how long it is: one for buffered
-        writes and, where there is that, one for O_DIRECT."""
+        """Return the descriptors through which another process may write the object, for buffered writes and for O_DIRECT.
+
+        The second is missing without O_DIRECT. Afterwards `commit` needs the length of the object.
+        """
         return [fd for fd in (self._file.fd, self._file.direct_fd) if fd is not None]
 
     def append(self, data: memoryview) -> int:
@@ -74,11 +82,14 @@ class LocalWriter(Writer):
         return position
 
     def commit(self, length: int | None = None) -> int:
-        """length: of what was written through the descriptors."""
+        """Make the object durable and visible, and return its length.
+
+        length: the length in bytes if another process wrote through the descriptors; None otherwise.
+        """
         if length is None:
             length = self._file.length
-        elif (written_bytes := os.fstat(self._file.fd).st_size) <= length - ALIGNMENT:  # less is what an empty append adds
-            raise StoreError(f"{self._path} has {written_bytes} bytes, {length} were to be written; write it anew")
+        elif (written_bytes := os.fstat(self._file.fd).st_size) <= length - ALIGNMENT:  # an empty append may add less than that
+            raise StoreError(f"{self._path} has {written_bytes} bytes instead of {length}; write it again")
         with convert_os_errors("cutting to length", self._path):
             os.ftruncate(self._file.fd, length)
         sync_file(self._file.fd, self._path)
@@ -92,7 +103,7 @@ class LocalWriter(Writer):
 
     def abort(self) -> None:
         if not self._is_published:
-            with suppress(OSError):  # another process may keep it open for long: its bytes go now
+            with suppress(OSError):  # another process may keep the file open for long, so free its space now
                 os.ftruncate(self._file.fd, 0)
             with suppress(OSError):
                 os.unlink(self._temporary)
@@ -100,7 +111,7 @@ class LocalWriter(Writer):
 
 
 def try_open_direct(path: str, flags: int) -> int | None:
-    """A descriptor for O_DIRECT; None where the file system has none."""
+    """Return a descriptor with O_DIRECT, or None if the file system does not support it."""
     try:
         return os.open(path, flags | O_DIRECT)
     except OSError:  # tmpfs before Linux 6.6, some network and FUSE file systems
@@ -117,7 +128,7 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
 
 @functools.cache
 def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
-    """fallocate(2). Where a file system has none, posix_fallocate(3) writes a byte into every block instead."""
+    """Return fallocate(2), or None. posix_fallocate(3) is no choice: it may write a byte into every block of the file."""
     try:
         found = ctypes.CDLL(None, use_errno=True).fallocate
     except (OSError, AttributeError):  # not Linux

@@ -1,4 +1,4 @@
-"""The caller of a node: a store and registers like any other, behind a wire. Every call has a deadline."""
+"""The class NodeStore, the client of a node: its objects as a store, and its registers, over Arrow Flight."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ from ckpt.storage.node.credentials import NodeCredentials, require_encryption
 from ckpt.storage.node.fd_passing_client import FdPassingClient
 
 _BATCH_BYTES = 2 << 20
-"""An append goes in batches of this size, so that sending and receiving overlap."""
+"""An append is sent in batches of this size, so that sending and receiving overlap."""
 
 _READ_BYTES = 32 << 20
-"""What one call reads at most: so long an answer comes within the deadline on a slow wire too."""
+"""The most bytes of one read: an answer of this size arrives before the deadline even on a slow network."""
 
 _INFO_FIELDS = ("identity", "used_bytes", "free_bytes", "state", "labels", "uploads")
-"""What an answer to info holds behind the version; a newer node may add some."""
+"""The fields of an answer to `info` after the version. A newer node may add fields."""
 
 _CONNECTIONS = 4
-"""TCP connections to one node; threads take them in turns. One carries about 2 GB/s."""
+"""The number of TCP connections to one node, which calls use in turn. One carries about 2 GB/s."""
 
 
 class NodeStore(Store):
-    """The objects of the node at `address` (host:port)."""
+    """The objects of a node. It may be used from many threads. Every call has a deadline.
+
+    address: host:port of the node.
+
+    Raises InvalidArgument if the token would be sent to another host without encryption.
+    """
 
     def __init__(self, address: str, credentials: NodeCredentials | None = None) -> None:
         self.address = address
@@ -50,20 +55,25 @@ class NodeStore(Store):
         self._fd_client = FdPassingClient(self, self._credentials.deadline_seconds)
 
     def info(self, seconds: float | None = None) -> MemberInfo:
-        """Ask the node who it is and how it is."""
+        """Return the identity, usage and state that the node reports.
+
+        seconds: the deadline; None for that of the credentials.
+
+        Raises Unavailable if it does not answer, or with another version of the protocol.
+        """
         answer = self.call("info", deadline=seconds)
         if not isinstance(answer, list) or not answer:
-            raise Unavailable(f"{self.url} answers info with something else than this protocol; see whether it is a node")
-        version, *facts = answer
+            raise Unavailable(f"{self.url} does not answer info by this protocol; check that it is a node")
+        version, *fields = answer
         if version != wire.PROTOCOL_VERSION:
             raise Unavailable(
-                f"{self.url} speaks version {version} of the protocol, this is {wire.PROTOCOL_VERSION}; install the same on "
-                "both"
+                f"{self.url} has version {version} of the protocol, and this client {wire.PROTOCOL_VERSION}; install the same "
+                "version of ckpt on both"
             )
         try:
-            return decode(MemberInfo, dict(zip(_INFO_FIELDS, facts, strict=False)))
+            return decode(MemberInfo, dict(zip(_INFO_FIELDS, fields, strict=False)))
         except Malformed as error:
-            raise Unavailable(f"{self.url} answers info with something else than this protocol: {error}") from error
+            raise Unavailable(f"{self.url} does not answer info by this protocol: {error}") from error
 
     # --- objects -----------------------------------------------------------------------------------------------
 
@@ -115,7 +125,10 @@ class NodeStore(Store):
         return self._fd_client.create(key, size_hint, f"{self.url}/{name}") or _NodeWriter(self, key)
 
     def descriptor(self, name: str) -> int | None:
-        """An object of a node on this host, open for reading, which the caller closes; None where it goes over the wire."""
+        """Return a descriptor of an object, open for reading, if the node is on this host; otherwise None.
+
+        The caller closes it.
+        """
         found = self._fd_client.descriptors("open", check_name(name))
         return None if found is None else found[0]
 
@@ -141,28 +154,31 @@ class NodeStore(Store):
         return found
 
     def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
-        """Which of the ranges (position, length, checksums of cells) of an object are damaged; read by the node."""
+        """Return the indices of the ranges of an object that are damaged. The node reads and checks them.
+
+        ranges: (position, length, checksums of cells).
+        """
         found: Sequence[int] = self.call(
             "verify", name, [list(r) for r in ranges], deadline=10 * self._credentials.deadline_seconds
         )
         return found
 
     def inventory(self) -> dict[str, tuple[int, float]]:
-        """Length of every object, and the seconds since it was made durable."""
+        """Return the length of every object in bytes and the seconds since it was made durable, by name."""
         return {name: (nbytes, age) for part in self.call_parts("inventory") for name, nbytes, age in part}
 
     def link(self, name: str, to: str) -> None:
-        """Give an object a second name, durably. Raises NotFound."""
+        """Give an object a second name, and make that durable. Raises NotFound."""
         self.call("link", check_name(name), check_name(to))
 
     def quarantine(self, name: str) -> None:
-        """Put a damaged object where no reader finds it."""
+        """Move a damaged object to the quarantine of the node, where no reader finds it."""
         self.call("quarantine", name)
 
     def close(self) -> None:
-        """Let the connections go, each when the last call that uses it has ended.
+        """Drop the connections. Each is closed when the last call that uses it has ended.
 
-        To close one beneath a call of another thread frees what that call is using: the process crashes (pyarrow 26).
+        Closing one explicitly, while another thread uses it, frees memory of that call: the process crashes (pyarrow 26).
         """
         with self._lock:
             self._clients = [None] * _CONNECTIONS
@@ -170,26 +186,26 @@ class NodeStore(Store):
     # --- the wire ----------------------------------------------------------------------------------------------
 
     def call(self, verb: str, *arguments: Any, deadline: float | None = None) -> Any:
-        """An action and its only answer."""
+        """Call a verb of the node and return its only answer. deadline: seconds; None for that of the credentials."""
         return next(iter(self.call_parts(verb, *arguments, deadline=deadline)))
 
     def call_parts(self, verb: str, *arguments: Any, deadline: float | None = None) -> Sequence[Any]:
-        """An action and its answers."""
+        """Call a verb of the node and return its answers."""
         with self.convert_flight_errors(verb):
             action = flight.Action(verb, wire.pack(list(arguments)))
             client = self.next_connection()
             return [wire.unpack(r.body) for r in client.do_action(action, self.call_options(deadline))]
 
     def read(self, name: str, position: int, nbytes: int) -> Iterator[memoryview]:
-        """The bytes of an object in pieces, fewer than asked only at its end."""
+        """Yield a range of the bytes of an object in parts; fewer bytes than requested only at its end."""
         with self.convert_flight_errors(f"reading {name}"):
             ticket = flight.Ticket(wire.pack([name, position, nbytes]))
-            client = self.next_connection()  # which must outlive its streams
+            client = self.next_connection()  # keep a reference: the connection must outlive its streams
             for chunk in client.do_get(ticket, self.call_options()):
                 yield wire.from_record_batch(chunk.data)
 
     def append(self, key: str, data: memoryview) -> int:
-        """One append of an upload."""
+        """Append to an upload, and return the position of the data in the object."""
         with self.convert_flight_errors("an append"):
             descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), transfer_digest(data)]))
             client = self.next_connection()
@@ -200,14 +216,14 @@ class NodeStore(Store):
                 writer.done_writing()
                 answer = reader.read()
             finally:
-                writer.close()  # raises what the node said
+                writer.close()  # raises the error of the node
             if answer is None:
-                raise Unavailable(f"{self.url} closed an append without a word")
+                raise Unavailable(f"{self.url} closed an append without an answer")
             position: int = wire.unpack(answer)
             return position
 
     def next_connection(self) -> flight.FlightClient:
-        """One of the connections, in turns."""
+        """Return the next of the connections, in turn. Opens it if necessary."""
         with self._lock:
             self._last_connection = number = (self._last_connection + 1) % _CONNECTIONS
             client = self._clients[number]
@@ -222,7 +238,7 @@ class NodeStore(Store):
             tls["tls_root_certs"] = access.ca
             if access.certificate is not None:
                 tls["cert_chain"], tls["private_key"] = access.certificate
-        # gRPC joins channels of equal options into one connection; another number keeps them apart.
+        # gRPC merges channels with equal options into one connection, so each gets a different number.
         options = [
             ("ckpt.connection", number),
             ("grpc.use_local_subchannel_pool", 1),
@@ -230,18 +246,19 @@ class NodeStore(Store):
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         options.append(("grpc.max_receive_message_length", wire.MESSAGE_BYTES + wire.FRAME_BYTES))
-        if access.ca is None:  # gRPC obeys http_proxy, also for loopback: a proxy would get token and data in clear text
+        if access.ca is None:  # gRPC uses http_proxy even for loopback, and a proxy would see token and data unencrypted
             options.append(("grpc.enable_http_proxy", 0))
         scheme = "grpc+tls" if access.ca is not None else "grpc+tcp"
         return flight.FlightClient(f"{scheme}://{self.address}", generic_options=options, **tls)
 
     def call_options(self, seconds: float | None = None) -> flight.FlightCallOptions:
+        """Return the Flight options of one call: its deadline and the token."""
         headers = [(b"authorization", f"Bearer {self._credentials.token}".encode())] if self._credentials.token else []
         return flight.FlightCallOptions(timeout=seconds or self._credentials.deadline_seconds, headers=headers)
 
     @contextmanager
     def convert_flight_errors(self, action: str) -> Iterator[None]:
-        """Turn an error of Flight into ours, with the node's name."""
+        """A context that converts errors of Flight into StoreError and its subclasses. action: names the call in messages."""
         try:
             yield
         except flight.FlightError as error:
@@ -249,24 +266,26 @@ class NodeStore(Store):
             if node_error is not None:
                 raise type(node_error)(f"{self.url}: {node_error}") from error
             text = next(iter(str(error).splitlines()), "")[:300]
-            if "Connection refused" in text:  # gRPC would repeat that for up to a second, though the node serves again
+            if "Connection refused" in text:  # gRPC repeats this for up to a second, even if the node serves again
                 self.close()
             if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
                 raise Refused(f"{self.url} refused {action}: {text}") from error
             if isinstance(error, flight.FlightTimedOutError):
                 raise Unavailable(
-                    f"{self.url} did not answer {action} within {self._credentials.deadline_seconds:g} s; see whether it runs"
+                    f"{self.url} did not answer {action} within {self._credentials.deadline_seconds:g} s; check that it runs"
                 ) from error
-            raise Unavailable(f"{self.url} failed in {action}: {text}; see whether it runs") from error
+            raise Unavailable(f"{self.url} failed in {action}: {text}; check that it runs") from error
         except pa.ArrowException as error:
             raise StoreError(f"{self.url}: {action} failed: {next(iter(str(error).splitlines()), '')[:300]}") from error
         except ValueError as error:
             if isinstance(error, CkptError):
                 raise
-            raise Unavailable(f"{self.url} answers {action} with something else than this protocol: {error}") from error
+            raise Unavailable(f"{self.url} does not answer {action} by this protocol: {error}") from error
 
 
 class _NodeReader(Reader):
+    """Reads an object through its descriptor if the node is on this host, otherwise over the wire."""
+
     def __init__(self, store: NodeStore, name: str) -> None:
         self._store = store
         self._name = name
@@ -284,7 +303,7 @@ class _NodeReader(Reader):
             got = 0
             for piece in self._store.read(self._name, position + done, requested_bytes):
                 if got + len(piece) > requested_bytes:
-                    raise IntegrityError(f"{self._store.url} sent more of {self._name} than it was asked for")
+                    raise IntegrityError(f"{self._store.url} sent more bytes of {self._name} than requested")
                 buffer[done + got : done + got + len(piece)] = piece
                 got += len(piece)
             done += got
@@ -293,7 +312,7 @@ class _NodeReader(Reader):
         return done
 
     def _open_descriptor_reader(self) -> DescriptorReader | None:
-        """The file itself, where the node is on this host."""
+        """Return a reader of the file itself if the node is on this host; otherwise None."""
         fd = self._store.descriptor(self._name)
         if fd is None:
             return None
@@ -313,6 +332,8 @@ class _NodeReader(Reader):
 
 
 class _NodeWriter(Writer):
+    """Writes an object over the wire, as an upload of the node."""
+
     def __init__(self, store: NodeStore, key: str) -> None:
         self._store = store
         self._key = key
@@ -332,5 +353,5 @@ class _NodeWriter(Writer):
     def abort(self) -> None:
         if self._open:
             self._open = False
-            with suppress(StoreError):  # it expires by itself
+            with suppress(StoreError):  # the node discards the upload when its lease expires
                 self._store.call("abort", self._key)

@@ -1,4 +1,4 @@
-"""The caller of a node's registers."""
+"""The class NodeRegisters, the registers of a node as its client uses them, over Arrow Flight."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from ckpt.storage.node import wire
 from ckpt.storage.registers.base import Ballot, DirectChange, RegisterAnswer, Registers, RegisterValue
 
 _CHANGE_BATCH_BYTES = 16 << 20
-"""Values of registers in one call."""
+"""The bytes of register values in one call."""
 
 T = TypeVar("T")
 
 
 class NodeRegisters(Registers):
-    """The registers of a node. call: calls a verb of the node, with its arguments."""
+    """The registers of a node.
+
+    call: calls a verb of the node with arguments, and returns its answer.
+    url: the URL of the node, for messages.
+    """
 
     def __init__(self, call: Callable[..., Any], url: str) -> None:
         self._call = call
@@ -82,19 +86,19 @@ class NodeRegisters(Registers):
         try:
             answers = wire.decode_answers(data)
         except (TypeError, IndexError) as error:
-            raise Unavailable(f"{self._url} answers with something else than records: {error}") from error
+            raise Unavailable(f"{self._url} did not answer with records of registers: {error}") from error
         if len(answers) != expected:
-            raise Unavailable(f"{self._url} answers for {len(answers)} of {expected} registers")
+            raise Unavailable(f"{self._url} answered for {len(answers)} of {expected} registers")
         return answers
 
     def _check_flags(self, data: Any, expected: int) -> list[bool]:
         if not isinstance(data, list) or len(data) != expected:
-            raise Unavailable(f"{self._url} answers for something else than {expected} registers")
+            raise Unavailable(f"{self._url} did not answer for {expected} registers")
         return data
 
 
 def _batch_by_bytes(items: Sequence[T], value: Callable[[T], RegisterValue]) -> Iterator[Sequence[T]]:
-    """In parts that a message holds."""
+    """Yield the items in batches that fit in a message."""
     batch: list[T] = []
     total = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""What a client needs to be let in by a node."""
+"""The credentials of a client of nodes, and the file of tokens that a node accepts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ _MIN_TOKEN_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class NodeCredentials:
-    """How to reach nodes."""
+    """The token, certificates and deadline with which a client calls nodes."""
 
     token: str | None = field(default=None, repr=False)
     ca: bytes | None = None
-    """Authority of the nodes' certificates, PEM. With it the wire is TLS."""
+    """The certificate authority of the nodes, PEM. With it, connections use TLS."""
     certificate: tuple[bytes, bytes] | None = field(default=None, repr=False)
-    """This client's own chain and key, PEM, where nodes ask for one."""
+    """The certificate chain and key of this client, PEM, for nodes that require one."""
     deadline_seconds: float = 30.0
+    """The deadline of one call."""
     insecure: bool = False
-    """The user has allowed the token to be sent without TLS to other hosts."""
+    """Whether the user allows the token to be sent without TLS to other hosts."""
 
 
 def is_insecure_allowed() -> bool:
-    """Whether the environment allows secrets to be sent without TLS to other hosts."""
+    """Return whether the environment (CKPT_INSECURE) allows secrets to be sent without TLS to other hosts."""
     return os.environ.get("CKPT_INSECURE", "") not in ("", "0")
 
 
 def require_encryption(credentials: NodeCredentials, address: str) -> None:
-    """Raise InvalidArgument where the token would be sent in clear text to another host. address: host:port."""
+    """Raise InvalidArgument if the token would be sent unencrypted to another host. address: host:port."""
     if (
         credentials.token
         and credentials.ca is None
@@ -51,19 +52,21 @@ def require_encryption(credentials: NodeCredentials, address: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches it: what listens elsewhere wants token and TLS."""
+    """Return whether only this host can reach the address `host`. Other addresses require a token and TLS."""
     name = host.strip("[]")
     try:
         return ipaddress.ip_address(name).is_loopback
-    except ValueError:  # a name: 127.example.org is one, too
+    except ValueError:  # a host name, such as localhost or 127.example.org
         return name == "localhost"
 
 
 class TokenFile:
-    """The tokens in a file, one a line, as they are now: who changes the file needs to restart nothing. With two lines the old
-    one is right, too, until its line goes.
+    """The tokens in a file, one on each line. A call returns the present ones, so a change of the file needs no restart.
 
-    Raises InvalidArgument where the file is of no use at first; later what was right before stays right, and it is logged.
+    With two lines, the node accepts both the old and the new token. If the file can't be used later, the last tokens stay
+    valid, and a warning is logged.
+
+    Raises InvalidArgument if the file can't be used at first.
     """
 
     def __init__(self, file: Path) -> None:
@@ -79,9 +82,9 @@ class TokenFile:
                 self._last_stamp = stamp
                 try:
                     self._tokens = self._read_tokens()
-                    log.info("%s has changed: its tokens are asked for from now on", self._file)
+                    log.info("%s has changed: its new tokens are valid from now on", self._file)
                 except InvalidArgument as error:
-                    log.warning("%s; the tokens that it had stay", error)
+                    log.warning("%s; the previous tokens stay valid", error)
             return self._tokens
 
     def _read_stamp(self) -> tuple[int, ...]:
@@ -99,7 +102,6 @@ class TokenFile:
         if min(map(len, tokens), default=0) < _MIN_TOKEN_CHARACTERS:
             raise InvalidArgument(
                 f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_MIN_TOKEN_CHARACTERS} or "
-                "more, "
-                "such as of `openssl rand -hex 16`"
+                "more, such as of `openssl rand -hex 16`"
             )
         return tokens

@@ -1,4 +1,4 @@
-"""A node on the same host as its client: which writes and reads the node's files by itself."""
+"""The client side of descriptor passing: on the host of a node, a client reads and writes the files directly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ckpt.storage.node.client import NodeStore
 
 _RESERVE_AHEAD_BYTES = 64 << 20
-"""Space is asked for at most so far ahead of what is written, and for no more than twice of it."""
+"""The most bytes that are reserved ahead of the written ones; at most as many as are written already."""
 
 
 class FdPassingClient:
-    """The way to the descriptors of a node, as long as there is one."""
+    """Gets descriptors from a node, if it is on this host. It may be used from many threads."""
 
     def __init__(self, store: NodeStore, deadline_seconds: float) -> None:
         self._store = store
@@ -32,19 +32,26 @@ class FdPassingClient:
         self._was_reached = False
 
     def descriptors(self, verb: str, argument: str) -> list[int] | None:
-        """What the caller closes; None where the bytes must go over the wire.
+        """Return descriptors, which the caller closes; None if the bytes must go over the wire.
 
-        Raises Unavailable where the node does not answer, and what it says.
+        verb, argument: what to open, see `fd_passing_server`.
+
+        Raises Unavailable if the node does not answer, and the error that it reports.
         """
         found = self._request(verb, argument)
         return None if found is None else found[1]
 
     def create(self, key: str, size_hint: int, where: str) -> Writer | None:
-        """The upload `key` of `size_hint` bytes; None where it must go over the wire."""
-        asked = self._request("append", key)
-        if asked is None:
+        """Return a writer of an upload; None if its bytes must go over the wire.
+
+        key: the key of the upload, which the node has created.
+        size_hint: the bytes that the node has reserved.
+        where: the URL of the object, for messages.
+        """
+        answer = self._request("append", key)
+        if answer is None:
             return None
-        address, found = asked
+        address, found = answer
         file = AppendFile(found[0], found[1] if len(found) > 1 else None, where)
         return _FdUploadWriter(self._store, key, file, size_hint, address.lease_seconds / 4, self._deadline_seconds)
 
@@ -57,7 +64,7 @@ class FdPassingClient:
                 found = fd_passing_server.request_descriptors(address, verb, argument, self._deadline_seconds)
             except TimeoutError as error:
                 raise Unavailable(
-                    f"{self._store.url} did not open {argument} within {self._deadline_seconds:g} s; see whether it runs"
+                    f"{self._store.url} did not open {argument} within {self._deadline_seconds:g} s; check that it runs"
                 ) from error
             except ConnectionError:
                 self._forget_address(address)
@@ -81,14 +88,21 @@ class FdPassingClient:
         return self._address
 
     def _forget_address(self, address: fd_passing_server.FdServerAddress) -> None:
-        """Nobody is behind a door. If somebody was, the node has ended, and may have begun anew; else it is on another host."""
+        """Forget an address at which no node listens.
+
+        If the node was reached before, it may have restarted, so the address is fetched again. Otherwise it is on another host.
+        """
         with self._lock:
             if self._address is address:
                 self._is_address_known, self._address = not self._was_reached, None
 
 
 class _FdUploadWriter(Writer):
-    """An upload whose files are open here. Its node hears of it when space is needed, every `quiet_seconds`, and at the end."""
+    """Writes an upload directly to its file. It calls the node to reserve space, to renew the lease, and at the end.
+
+    reserved: the bytes that the node has reserved.
+    renew_seconds: the time between two renewals of the lease.
+    """
 
     def __init__(
         self, store: NodeStore, key: str, file: AppendFile, reserved: int, renew_seconds: float, deadline_seconds: float
@@ -111,7 +125,7 @@ class _FdUploadWriter(Writer):
         return position
 
     def _reserve_and_renew(self, end: int) -> None:
-        """Have the space up to `end`, and the upload alive."""
+        """Reserve the space up to `end`, and renew the lease of the upload, if necessary."""
         if end > self._reserved_bytes or time.monotonic() > self._renewed_at + self._renew_seconds:
             found: int = self._store.call("reserve", self._key, end, end + min(end, _RESERVE_AHEAD_BYTES))
             self._reserved_bytes = max(self._reserved_bytes, found)
@@ -119,9 +133,7 @@ class _FdUploadWriter(Writer):
 
     def commit(self) -> int:
         if not self._file.close(self._deadline_seconds):
-            raise Unavailable(
-                f"{self._store.url}: an append has not ended in {self._deadline_seconds:g} s; see whether the disk works"
-            )
+            raise Unavailable(f"{self._store.url}: an append has not ended in {self._deadline_seconds:g} s; check the disk")
         length: int = self._store.call("commit", self._key, self._file.length)
         self._is_open = False
         return length
@@ -130,5 +142,5 @@ class _FdUploadWriter(Writer):
         self._file.close()
         if self._is_open:
             self._is_open = False
-            with suppress(StoreError):  # it expires by itself
+            with suppress(StoreError):  # the node discards the upload when its lease expires
                 self._store.call("abort", self._key)

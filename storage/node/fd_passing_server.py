@@ -1,13 +1,14 @@
-"""Descriptors of a node's files for clients on the same host, so that bytes need no wire between them.
+"""The server side of descriptor passing: a node sends open file descriptors to clients on its host.
 
-A node listens on an AF_UNIX socket of an abstract name, which nothing on another host or in another network namespace
-reaches. A client learns name and secret over the wire, behind token and TLS. It connects for one packet each way:
+So the bytes of these clients do not go over the network. A node listens on an AF_UNIX socket with an abstract name, which
+another host or another network namespace can't reach. A client gets the name and a secret over the wire, protected by token and
+TLS. It connects, and each side sends one packet:
 
-    request  code, 16 random bytes, [verb, argument]     verb "open": an object's name; "append": an upload's key
-    answer   code, [number, error]                       with so many descriptors beside it (SCM_RIGHTS, see unix(7))
+    request  code, 16 random bytes, [verb, argument]     verb "open": the name of an object; "append": the key of an upload
+    answer   code, [number, error]                       with this number of descriptors (SCM_RIGHTS, see unix(7))
 
-A code is the HMAC-SHA256 of what follows it, in an answer of the request's random bytes, too. So each side knows the other,
-and whoever takes the name of a node that has ended learns nothing.
+A code is the HMAC-SHA256 of the bytes after it; the code of an answer also covers the random bytes of the request. So each side
+verifies the other, and a process that takes the socket name of an ended node learns nothing.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ log = logging.getLogger("ckpt.node")
 _CODE_BYTES = 32
 _NONCE_BYTES = 16
 _PACKET_BYTES = 16 << 10
-_MAX_DESCRIPTORS = 4  # more than any answer has
+_MAX_DESCRIPTORS = 4
+"""No answer has more."""
 _THREADS = 4
 _MAX_SILENT_PEERS = 256
+"""The most connections without a request; beyond that, they are closed."""
 _BACKLOG = 256
 _REQUEST_SECONDS = 1.0
-"""How long a client may take to say what it wants."""
+"""How long a client may take to send its request."""
 
 
 @dataclass(frozen=True, slots=True)
 class FdServerAddress:
-    """Where a node hands out descriptors."""
+    """Where and how a client gets descriptors from a node."""
 
     socket_name: str
     secret: bytes
     lease_seconds: float
-    """How long an upload lives without a word from its client."""
+    """How long the node keeps an upload without a call of its client."""
 
 
 def _authentication_code(secret: bytes, side: bytes, what: bytes) -> bytes:
@@ -59,10 +62,10 @@ def _authentication_code(secret: bytes, side: bytes, what: bytes) -> bytes:
 
 
 def request_descriptors(address: FdServerAddress, verb: str, argument: str, seconds: float) -> list[int]:
-    """Descriptors of the node behind a door; the caller closes them.
+    """Return descriptors of the node at an address; the caller closes them.
 
-    Raises what the node says; ConnectionError where nobody who knows the secret is there, TimeoutError where no answer comes
-    within `seconds`, another OSError where descriptors don't pass.
+    Raises the error that the node reports, ConnectionError if no process with the secret listens, TimeoutError if no answer
+    arrives within `seconds`, and another OSError if descriptors can't be passed.
     """
     request = secrets.token_bytes(_NONCE_BYTES) + wire.pack([verb, argument])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
@@ -78,12 +81,12 @@ def request_descriptors(address: FdServerAddress, verb: str, argument: str, seco
     code, answer = packet[:_CODE_BYTES], packet[_CODE_BYTES:]
     try:
         if not hmac.compare_digest(code, _authentication_code(address.secret, b"node", request[:_NONCE_BYTES] + answer)):
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "who answers does not know the secret")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "the process that answers does not have the secret")
         count, node_error = wire.unpack(answer)
         if node_error:
             raise wire.decode_error(node_error) or StoreError(f"it can't {verb} {argument}")
-        if len(found) != count:  # this process has too many open, or they may not pass
-            raise OSError(errno.EMFILE, f"{len(found)} of {count} descriptors came")
+        if len(found) != count:  # this process has too many open files, or may not receive descriptors
+            raise OSError(errno.EMFILE, f"received {len(found)} of {count} descriptors")
     except BaseException:
         for fd in found:
             os.close(fd)
@@ -92,10 +95,12 @@ def request_descriptors(address: FdServerAddress, verb: str, argument: str, seco
 
 
 class FdPassingServer:
-    """Hands out descriptors until `close`.
+    """Sends descriptors to clients until `close`.
 
-    give: what a verb and its argument name, open for as long as the context lasts. tokens: that clients of the wire must know;
-    when they change, so does the secret. Raises OSError where there are no such sockets.
+    open_descriptors: opens what a verb and its argument name; the descriptors are open while the context lasts.
+    tokens: returns the tokens that clients of the wire must have; when they change, the secret changes, too.
+
+    Raises OSError if the system has no such sockets.
     """
 
     def __init__(
@@ -117,15 +122,16 @@ class FdPassingServer:
 
     @property
     def address(self) -> FdServerAddress:
+        """The address that the node gives to its clients over the wire."""
         secret = hmac.digest(self._key, "\n".join(self._tokens()).encode(), "sha256")
         return FdServerAddress(self._socket_name, secret, self._lease_seconds)
 
     def _accept_peers(self) -> None:
-        """Let those in who say something: who is silent keeps no thread from others."""
+        """Accept connections, and pass each to the serving threads when its request arrives; so a silent one blocks none."""
         silent: dict[socket.socket, float] = {}
         with self._listener, selectors.DefaultSelector() as selector:
 
-            def leave(peer: socket.socket) -> socket.socket:
+            def remove(peer: socket.socket) -> socket.socket:
                 del silent[peer]
                 selector.unregister(peer)
                 return peer
@@ -134,14 +140,14 @@ class FdPassingServer:
             while not self._is_closed:
                 ready = {key.fileobj for key, _ in selector.select(_REQUEST_SECONDS)}
                 for peer in [p for p in silent if p in ready]:
-                    self._ready_peers.put(leave(peer))
+                    self._ready_peers.put(remove(peer))
                 oldest_allowed = time.monotonic() - _REQUEST_SECONDS
-                for peer in [p for p, came in silent.items() if came < oldest_allowed or len(silent) > _MAX_SILENT_PEERS]:
-                    leave(peer).close()
+                for peer in [p for p, since in silent.items() if since < oldest_allowed or len(silent) > _MAX_SILENT_PEERS]:
+                    remove(peer).close()
                 if self._listener in ready:
                     try:
                         peer, _ = self._listener.accept()
-                    except OSError:  # closed; or this process has too many files open
+                    except OSError:  # the listener is closed, or this process has too many open files
                         time.sleep(0.1)
                         continue
                     silent[peer] = time.monotonic()
@@ -153,7 +159,7 @@ class FdPassingServer:
 
     def _serve_peers(self) -> None:
         while (peer := self._ready_peers.get()) is not None:
-            with peer, suppress(OSError):  # who does not wait for the answer goes without
+            with peer, suppress(OSError):  # the client may have closed the connection
                 self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
@@ -178,20 +184,21 @@ class FdPassingServer:
             socket.send_fds(peer, [_authentication_code(secret, b"node", request[:_NONCE_BYTES] + answer) + answer], found)
 
     def close(self) -> None:
+        """Stop listening, and end the threads."""
         self._is_closed = True
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
 
 
 def start_fd_passing(
     open_descriptors: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float,
     tokens: Callable[[], tuple[str, ...]] = tuple,
 ) -> FdPassingServer | None:  # fmt: skip
-    """Hand out descriptors; None where this system has no such sockets."""
+    """Return a server of descriptors; None if this system has no such sockets."""
     if sys.platform != "linux":
         return None
     try:
         return FdPassingServer(open_descriptors, lease_seconds, tokens)
     except OSError as error:
-        log.info("clients of this host go over the wire: %s", error)
+        log.info("clients of this host read and write over the wire, not through descriptors: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""A node's health and metrics over HTTP, on a port of their own: /healthz, and /metrics for Prometheus."""
+"""The class MetricsServer, the health and the Prometheus metrics of a node over HTTP: /healthz and /metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt.storage.node.server import NodeServer
 
 
 class MetricsServer:
-    """Answers until `close`."""
+    """Serves both pages on a port of their own until `close`. `port` is the one on which it listens."""
 
     def __init__(self, server: NodeServer, host: str, port: int) -> None:
         from prometheus_client import CollectorRegistry
@@ -44,17 +44,17 @@ class _NodeMetricsCollector:
 
         server = self._server
         used, free = server.usage()
-        yield GaugeMetricFamily("ckpt_node_used_bytes", "Bytes that the objects of this node take.", used)
-        yield GaugeMetricFamily("ckpt_node_free_bytes", "Bytes that are free for more.", free)
+        yield GaugeMetricFamily("ckpt_node_used_bytes", "Bytes of the objects of this node.", used)
+        yield GaugeMetricFamily("ckpt_node_free_bytes", "Bytes that are free for more objects.", free)
         yield GaugeMetricFamily("ckpt_node_uploads", "Objects that clients are writing now.", len(server.uploads))
-        yield GaugeMetricFamily("ckpt_node_draining", "1 once the node takes nothing new.", int(server.is_draining))
+        yield GaugeMetricFamily("ckpt_node_draining", "1 if the node accepts no new objects.", int(server.is_draining))
         help_of = {
             "calls": "Calls that were answered.",
             "errors": "Calls that were refused or failed.",
             "seconds": "Seconds spent in calls.",
             "bytes_received": "Bytes of objects received.",
             "bytes_sent": "Bytes of objects sent.",
-            "bytes_near": "Bytes of objects that clients of this host wrote by themselves.",
+            "bytes_near": "Bytes of objects that clients on this host wrote through descriptors.",
         }
         counters = dict(server.counters)
         for what, text in help_of.items():

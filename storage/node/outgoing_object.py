@@ -1,4 +1,4 @@
-"""An object on its way to a client, whose file is closed when the client takes nothing for too long."""
+"""The class OutgoingObject, an object that a node sends, closed if the client reads nothing for too long."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from ckpt.storage.base.store import Reader
 
 
 class OutgoingObject:
-    """An object that a client reads. Flight has no way to end the call of one that takes nothing, but the file need not stay
-    open for it: who deletes it wants its space."""
+    """An object that a client reads.
+
+    Flight can't end the call of a client that reads nothing. But the file must be closed, because otherwise the space of a
+    deleted object is not freed.
+    """
 
     def __init__(self, name: str, reader: Reader) -> None:
         self.name = name
@@ -20,15 +23,16 @@ class OutgoingObject:
         self._last_read_at = time.monotonic()
 
     def read_into(self, position: int, buffer: memoryview) -> int:
+        """See `Reader.read_into`. Raises Unavailable after `expire` has closed the file."""
         with self._lock:
             if self._reader is None:
-                raise Unavailable(f"{self.name} was closed, for nothing of it was taken for too long; read it again")
+                raise Unavailable(f"{self.name} was closed, because its client read nothing for too long; read it again")
             got = self._reader.read_into(position, buffer)
             self._last_read_at = time.monotonic()
             return got
 
     def expire(self, seconds: float) -> bool:
-        """Close the file where nothing was asked of it for so long."""
+        """Close the file if nothing was read for this long; return whether it was closed."""
         with self._lock:
             if self._reader is None or time.monotonic() - self._last_read_at < seconds:
                 return False
@@ -36,6 +40,7 @@ class OutgoingObject:
         return True
 
     def close(self) -> None:
+        """Close the file if it is open."""
         with self._lock:
             if self._reader is not None:
                 self._reader.close()

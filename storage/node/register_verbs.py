@@ -1,4 +1,4 @@
-"""The calls to a node's registers: from what came over the wire to the registers of the device, and back."""
+"""The class RegisterVerbs, which answers the calls of clients to the registers of a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt.storage.registers.base import Ballot, Registers, RegisterValue
 
 
 class RegisterVerbs:
-    """Answers the verbs `registers.*`. A read-only node refuses all that change one."""
+    """Answers the verbs `registers.*`, each by the method `_verb_registers_*`. If read-only, it refuses all changes."""
 
     def __init__(self, registers: Registers, read_only: bool) -> None:
         self._registers = registers

@@ -1,7 +1,7 @@
-"""A node: one device behind Arrow Flight.
+"""The class NodeServer, a node: it serves one device over Arrow Flight.
 
-It looks at nothing before the token is right, checks lengths and digests before it acknowledges, and promises no space
-that it does not have. Every handler ends: what waits has a limit, and what a client leaves half-done expires.
+It reads nothing of a call before it has checked the token, checks lengths and digests before it acknowledges, and reserves no
+space that it does not have. Every handler ends: each wait has a limit, and unfinished uploads and reads expire.
 """
 
 from __future__ import annotations
@@ -41,38 +41,42 @@ class NodeOptions:
     """How a node serves. See `ckpt-node --help`."""
 
     tokens: Callable[[], tuple[str, ...]] | None = None
-    """Those that clients must know one of, asked at every call; see access.TokenFile."""
+    """Returns the valid tokens at each call; see credentials.TokenFile. None requires no token."""
     certificate: tuple[bytes, bytes] | None = None
-    """Chain and key, PEM."""
+    """Certificate chain and key of the node, PEM. None serves without TLS."""
     client_ca: bytes | None = None
-    """Ask clients for a certificate of this authority, PEM."""
+    """The authority, PEM, of which each client must have a certificate; None requires none."""
     read_only: bool = False
     labels: tuple[tuple[str, str], ...] = ()
-    """Its failure domain, outermost first: rack, host …"""
+    """The failure domains of the node, outermost first: rack, host …"""
     buffer_bytes: int = 256 << 20
+    """The memory for appends that are being received."""
     buffer_wait_seconds: float = 20.0
     """How long an append waits for a buffer."""
     lease_seconds: float = 60.0
-    """How long an upload lives without a word from its client."""
+    """How long the node keeps an upload without a call of its client."""
     pass_descriptors: bool = True
-    """Let clients on this host read and write the files by themselves; see near.py."""
+    """Whether clients on this host may read and write the files directly; see fd_passing_server.py."""
 
 
 class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses every call without a right token, before anything of it is read."""
+    """Refuses every call without a valid token, before anything of it is read."""
 
     def __init__(self, tokens: Callable[[], tuple[str, ...]]) -> None:
         self._tokens = tokens
 
     def start_call(self, info: flight.CallInfo, headers: dict[str, list[Any]]) -> None:
         given = [h if isinstance(h, bytes) else h.encode() for h in headers.get("authorization", [])]
-        right = [f"Bearer {token}".encode() for token in self._tokens()]
-        if not any(hmac.compare_digest(g, r) for g in given for r in right):
+        valid = [f"Bearer {token}".encode() for token in self._tokens()]
+        if not any(hmac.compare_digest(g, v) for g in given for v in valid):
             raise flight.FlightUnauthenticatedError("a wrong or missing token; give the one of this node (--token-file)")
 
 
 class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves a device until `shutdown`. Context manager; `port` is the one it listens on."""
+    """Serves a device until `shutdown`. It is a context manager, and `port` is the one on which it listens.
+
+    port: 0 chooses a free one.
+    """
 
     def __init__(self, device: Device, host: str = "127.0.0.1", port: int = 0, options: NodeOptions | None = None) -> None:
         options = options or NodeOptions()
@@ -107,20 +111,20 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     # --- state -------------------------------------------------------------------------------------------------
 
     def usage(self) -> tuple[int, int]:
-        """Bytes that the objects take, and bytes that are free for more."""
+        """Return the bytes of the objects, and the bytes that are free for more."""
         return self._device.usage()
 
     def _unpromised_bytes(self, promised_bytes: int) -> int:
-        """Bytes that are free beside those promised to uploads, which are on the disk already, but in no listing."""
+        """Return the free bytes that are not reserved for uploads. An upload takes disk space, but is in no listing yet."""
         return self.usage()[1] - (promised_bytes if self._device.is_limited else 0)
 
     def add_to_metric(self, metric: str, verb: str, by: float = 1) -> None:
-        """Add to a metric."""
+        """Add to the counter of a verb."""
         with self._count_lock:
             self.counters[metric, verb] = self.counters.get((metric, verb), 0) + by
 
     def drain(self, seconds: float) -> int:
-        """Take no new objects, wait for those on their way; how many were thrown away at the end."""
+        """Refuse new objects and wait for running uploads; return how many were discarded after `seconds`."""
         self.is_draining = True
         aborted_uploads = self.uploads.drain(seconds)
         self._stop.set()
@@ -131,12 +135,14 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     def _expire_leases(self) -> None:
         while not self._stop.wait(min(5.0, self._options.lease_seconds / 2)):
             for name in self.uploads.expire():
-                log.warning("upload of %s was thrown away: nothing came for %g s", name, self._options.lease_seconds)
+                log.warning(
+                    "the upload of %s was discarded: its client sent nothing for %g s", name, self._options.lease_seconds
+                )
             with self._count_lock:
                 sending = list(self._outgoing)
             for each in sending:
                 if each.expire(self._options.lease_seconds):
-                    log.warning("%s is closed: its reader took nothing for %g s", each.name, self._options.lease_seconds)
+                    log.warning("%s was closed: its client read nothing for %g s", each.name, self._options.lease_seconds)
 
     # --- Flight ------------------------------------------------------------------------------------------------
 
@@ -147,10 +153,10 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         verb = self._handlers.get(action.type)
         if verb is None:
             raise InvalidArgument(
-                f"this node knows no {action.type!r}: it speaks version {wire.PROTOCOL_VERSION} of the protocol"
+                f"this node has no call {action.type!r}: it has version {wire.PROTOCOL_VERSION} of the protocol"
             )
         if action.body.size > wire.MESSAGE_BYTES:
-            raise InvalidArgument(f"a message of {action.body.size} bytes is too long; {wire.MESSAGE_BYTES} is the most")
+            raise InvalidArgument(f"a message of {action.body.size} bytes is too long; the limit is {wire.MESSAGE_BYTES}")
         answer = verb(*wire.unpack(action.body))
         for part in answer if isinstance(answer, _PartedAnswer) else [answer]:
             yield flight.Result(wire.pack(part))
@@ -162,20 +168,20 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         def receive() -> Iterator[int]:
             key, nbytes, expected = wire.unpack(descriptor.command)
             if not 0 <= nbytes <= wire.MESSAGE_BYTES:
-                raise InvalidArgument(f"an append of {nbytes} bytes is refused; {wire.MESSAGE_BYTES} is the most")
+                raise InvalidArgument(f"an append of {nbytes} bytes is refused; the limit is {wire.MESSAGE_BYTES}")
             with self._buffers.borrow(nbytes, self._options.buffer_wait_seconds) as loan:
                 for chunk in reader:
                     data = wire.from_record_batch(chunk.data)
                     if loan.filled_bytes + len(data) > nbytes:
-                        raise InvalidArgument(f"more came than the {nbytes} bytes that were announced")
+                        raise InvalidArgument(f"received more than the {nbytes} bytes that the append announced")
                     loan.append(data)
                 if loan.filled_bytes < nbytes:
-                    raise IntegrityError(f"{loan.filled_bytes} of {nbytes} bytes came; send the append again")
-                with loan.full_view() as came:
-                    if transfer_digest(came) != expected:
-                        raise IntegrityError("the bytes that came are not those that were sent; send the append again")
+                    raise IntegrityError(f"received {loan.filled_bytes} of {nbytes} bytes; send the append again")
+                with loan.full_view() as received:
+                    if transfer_digest(received) != expected:
+                        raise IntegrityError("the received bytes differ from the sent ones; send the append again")
                     failpoint("node.append")
-                    position = self.uploads.append(key, came)
+                    position = self.uploads.append(key, received)
             self.add_to_metric("bytes_received", "put", nbytes)
             writer.write(pa.py_buffer(wire.pack(position)))
             yield position
@@ -212,7 +218,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     @contextmanager
     def _track_outgoing(self, outgoing: OutgoingObject) -> Iterator[None]:
-        """An object is on its way to a client."""
+        """A context in which an object is sent, and may expire. At its end, the object is closed."""
         with self._count_lock:
             self._outgoing.add(outgoing)
         try:
@@ -223,7 +229,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             outgoing.close()
 
     def _run_handler(self, verb: str, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Run a handler; its errors go to the client with their kind."""
+        """Yield the results of a handler, count the call, and send an error to the client with its kind."""
         began = time.perf_counter()
         try:
             yield from work()
@@ -243,7 +249,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         if self._options.read_only:
             raise Unavailable("this node is read-only")
         if self.is_draining:
-            raise Unavailable("this node is shutting down and takes nothing new")
+            raise Unavailable("this node is shutting down and accepts nothing new")
 
     def _verb_put(self, name: str, data: bytes, new: bool) -> None:
         self._require_writable()
@@ -257,11 +263,11 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             raise InvalidArgument(f"{name} can't have {size_hint} bytes")
         return self.uploads.create(check_name(name), size_hint)
 
-    def _verb_reserve(self, key: str, needed_bytes: int, wanted_bytes: int) -> int:
-        return self.uploads.reserve(key, needed_bytes, wanted_bytes)
+    def _verb_reserve(self, key: str, needed_bytes: int, requested_bytes: int) -> int:
+        return self.uploads.reserve(key, needed_bytes, requested_bytes)
 
     def _verb_commit(self, key: str, length: int | None = None) -> int:
-        """length: of what a client of this host wrote by itself."""
+        """length: the length in bytes if the client wrote through descriptors; None otherwise."""
         failpoint("node.commit")
         committed = self.uploads.commit(key, length)
         if length is not None:
@@ -299,10 +305,10 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._device.store.delete(names)
 
     def _verb_sweep(self, prefix: str) -> None:
-        """Temporary files belong to the uploads of this node, which expire by themselves."""
+        """Do nothing: temporary files belong to uploads of this node, which deletes them when they expire."""
 
     def _verb_verify(self, name: str, ranges: list[Any]) -> list[int]:
-        """Read ranges here, where the disk is, and answer the numbers of those that are not as their cells say."""
+        """Read ranges on the node, and return the indices of the damaged ones."""
         return self._device.verify(name, [(position, nbytes, cells) for position, nbytes, cells in ranges])
 
     def _verb_link(self, name: str, to: str) -> None:
@@ -311,12 +317,12 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._device.link(check_name(name), check_name(to))
 
     def _verb_quarantine(self, name: str) -> None:
-        """Keep a rotten object for whoever wants to know why, where no reader finds it."""
+        """Move a damaged object to the quarantine: no reader finds it, and an operator can examine it."""
         self._require_writable()
         self._device.quarantine(name)
 
     def _verb_near(self) -> list[Any] | None:
-        """Where clients of this host get descriptors; nothing where there are none."""
+        """Return the address at which clients on this host get descriptors, or None."""
         if self._fd_server is None:
             return None
         address = self._fd_server.address
@@ -330,7 +336,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     @contextmanager
     def _open_descriptors(self, verb: str, argument: str) -> Iterator[list[int]]:
-        """What a client of this host reads an object by, or writes an upload by."""
+        """A context with the descriptors by which a client on this host reads an object or writes an upload."""
         self.add_to_metric("calls", f"near.{verb}")
         if verb == "open":
             failpoint("node.get")
@@ -344,21 +350,21 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             with self.uploads.descriptors(argument) as found:
                 yield found
         else:
-            raise InvalidArgument(f"this node gives no descriptors to {verb!r}")
+            raise InvalidArgument(f"this node has no descriptors for {verb!r}; use 'open' or 'append'")
 
 
 def _handlers_of(source: object) -> dict[str, Callable[..., Any]]:
-    """The methods that answer calls, by verb: `_verb_a_b` answers a.b."""
+    """Return the methods that answer calls, by verb: `_verb_a_b` answers a.b."""
     names = [name for name in dir(source) if name.startswith("_verb_")]
     return {name.removeprefix("_verb_").replace("_", "."): getattr(source, name) for name in names}
 
 
 def _log_and_convert_error(verb: str, error: Exception) -> CkptError:
-    """What the client of a call that failed is told. It is logged: in one event."""
+    """Log the error of a call, except NotFound, and return the error that the client gets."""
     if isinstance(error, NotFound):
         return error
-    if isinstance(error, CkptError | ValueError | TypeError):  # the last two: what came is not of this protocol
-        client_error = error if isinstance(error, CkptError) else InvalidArgument(f"{verb} was called wrongly: {error}")
+    if isinstance(error, CkptError | ValueError | TypeError):  # the last two mean arguments that the protocol does not have
+        client_error = error if isinstance(error, CkptError) else InvalidArgument(f"{verb} has invalid arguments: {error}")
         log.info("%s refused: %s", verb, client_error)
         return client_error
     log.error("%s failed: %s", verb, error, exc_info=error)
@@ -366,7 +372,7 @@ def _log_and_convert_error(verb: str, error: Exception) -> CkptError:
 
 
 class _PartedAnswer:
-    """An answer in several messages."""
+    """An answer that is sent in several messages."""
 
     def __init__(self, parts: Iterator[Any]) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""Objects that clients of a node are writing: each has a lease, so that a client that vanished pins nothing."""
+"""The uploads of a node: each has a lease, so that an upload whose client has vanished is discarded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.storage.local.writer import LocalWriter
 
 
 class LeasedUpload:
-    """One object on its way."""
+    """One object that a client is writing."""
 
     def __init__(self, name: str, writer: LocalWriter, reserved_bytes: int) -> None:
         self.name = name
@@ -22,13 +22,14 @@ class LeasedUpload:
         self.reserved_bytes = reserved_bytes
         self.reserve_lock = threading.Lock()
         self.touched_at = time.monotonic()
-        self.active_calls = 0  # calls that use the writer now
+        self.active_calls = 0  # the number of calls that use the writer now
 
 
 class UploadLeases:
-    """All objects on their way into one store, and the space that is promised to them.
+    """All uploads to one store, and the space that is reserved for them. It may be used from many threads.
 
-    free: bytes that may still be promised where so many are.
+    unpromised_bytes: returns how many bytes may still be reserved, given how many are reserved.
+    lease_seconds: how long an upload is kept without a call of its client.
     """
 
     def __init__(self, store: LocalStore, unpromised_bytes: Callable[[int], int], lease_seconds: float) -> None:
@@ -40,10 +41,10 @@ class UploadLeases:
         self._is_closed = False
 
     def create(self, name: str, size_hint: int) -> str:
-        """Begin an object; NoSpace where its length would not fit beside what is promised to others."""
+        """Begin an upload and return its key; raise NoSpace if it does not fit beside what is reserved for other uploads."""
         with self._changed:
             if self._is_closed:
-                raise Unavailable("this node is shutting down and takes nothing new")
+                raise Unavailable("this node is shutting down and accepts nothing new")
             free = self._free_bytes()
             if size_hint > free:
                 raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node")
@@ -52,12 +53,12 @@ class UploadLeases:
         with self._changed:
             if self._is_closed:
                 upload.writer.abort()
-                raise Unavailable("this node is shutting down and takes nothing new")
+                raise Unavailable("this node is shutting down and accepts nothing new")
             self._uploads[key] = upload
         return key
 
     def append(self, key: str, data: memoryview) -> int:
-        """Append to an object; the position of the data in it."""
+        """Append to an upload, and return the position of the data in the object."""
         upload = self._acquire(key)
         try:
             return upload.writer.append(data)
@@ -66,17 +67,17 @@ class UploadLeases:
 
     @contextmanager
     def descriptors(self, key: str) -> Iterator[list[int]]:
-        """The open files of an object, for its client to write through, and for nobody else then."""
+        """A context with the descriptors of an upload, through which its client writes from then on."""
         upload = self._acquire(key)
         try:
             yield upload.writer.descriptors()
         finally:
             self._release(upload)
 
-    def reserve(self, key: str, needed_bytes: int, wanted_bytes: int) -> int:
-        """Promise space for `wanted` bytes of an object in all, or for fewer, but for no less than `needed`; for how many.
+    def reserve(self, key: str, needed_bytes: int, requested_bytes: int) -> int:
+        """Reserve space for an upload and return its total reserved bytes, between `needed_bytes` and `requested_bytes`.
 
-        Raises NoSpace.
+        Raises NoSpace if `needed_bytes` in total do not fit.
         """
         upload = self._acquire(key)
         try:
@@ -86,7 +87,7 @@ class UploadLeases:
                     return before
                 with self._changed:
                     free = self._free_bytes()
-                    upload.reserved_bytes = max(needed_bytes, min(wanted_bytes, before + free))
+                    upload.reserved_bytes = max(needed_bytes, min(requested_bytes, before + free))
                 try:
                     if needed_bytes > before + free:
                         raise NoSpace(
@@ -108,11 +109,14 @@ class UploadLeases:
         return upload.reserved_bytes
 
     def _free_bytes(self) -> int:
-        """Bytes that may still be promised. Under the lock."""
+        """Return the bytes that may still be reserved. The caller has the lock."""
         return max(0, self._unpromised_bytes(sum(u.reserved_bytes for u in self._uploads.values())))
 
     def commit(self, key: str, length: int | None = None) -> int:
-        """Make the object durable and visible; its length, which its client says where it has written by itself."""
+        """Make the object durable and visible, and return its length.
+
+        length: the length in bytes if the client wrote through descriptors; None otherwise.
+        """
         upload = self._remove_when_idle(key)
         try:
             return upload.writer.commit(length)
@@ -120,7 +124,7 @@ class UploadLeases:
             upload.writer.abort()
 
     def abort(self, key: str) -> None:
-        """Throw an object away. Harmless where it is gone."""
+        """Discard an upload. Does nothing if it does not exist any more."""
         try:
             upload = self._remove_when_idle(key)
         except NotFound:
@@ -128,7 +132,7 @@ class UploadLeases:
         upload.writer.abort()
 
     def expire(self) -> list[str]:
-        """Throw away the objects whose clients have been silent for too long; their names."""
+        """Discard the uploads whose leases have expired, and return the names of their objects."""
         with self._changed:
             oldest_allowed = time.monotonic() - self._lease_seconds
             expired = {k: u for k, u in self._uploads.items() if u.touched_at < oldest_allowed and not u.active_calls}
@@ -139,7 +143,7 @@ class UploadLeases:
         return [upload.name for upload in expired.values()]
 
     def drain(self, seconds: float) -> int:
-        """Take nothing new and wait until all is done; the number of objects that did not make it, which are thrown away."""
+        """Refuse new uploads and wait up to `seconds` for the running ones; discard the rest, and return how many."""
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._uploads, seconds)
@@ -156,8 +160,8 @@ class UploadLeases:
             upload = self._uploads.get(key)
             if upload is None:
                 raise NotFound(
-                    f"there is no upload {key[:8]}: it was committed, or thrown away because nothing came for "
-                    f"{self._lease_seconds:g} s; write the object anew"
+                    f"there is no upload {key[:8]}: it was committed, or discarded because its client sent nothing for "
+                    f"{self._lease_seconds:g} s; write the object again"
                 )
             upload.active_calls += 1
             upload.touched_at = time.monotonic()
@@ -170,7 +174,7 @@ class UploadLeases:
             self._changed.notify_all()
 
     def _remove_when_idle(self, key: str) -> LeasedUpload:
-        """An upload whose last call this is, once no other uses it."""
+        """Remove an upload for its last call, wait until no other call uses it, and return it."""
         upload = self._acquire(key)
         with self._changed:
             self._uploads.pop(key, None)

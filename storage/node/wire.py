@@ -1,11 +1,11 @@
-"""What goes over the wire between a node and its callers: MessagePack in Arrow Flight's actions, tickets and descriptors.
+"""The messages between a node and its clients: MessagePack in actions, tickets and descriptors of Arrow Flight.
 
-    action  <verb>  [arguments …]                  one answer; long lists come in several
-    get     [name, position, nbytes]               the bytes of an object, in batches of one column of uint8
+    action  <verb>  [arguments …]                  one answer; a long list is sent in several answers
+    get     [name, position, nbytes]               the bytes of an object, in batches with one column of uint8
     put     [upload, nbytes, digest]               one append of an upload; the answer is its position
 
-Where both are on one host, bytes go another way: near.py. An error travels as its kind and its message, and is raised again
-on the other side.
+A client on the same host reads and writes the bytes directly: fd_passing_server.py. An error is sent as its kind and message,
+and the client raises it again.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from ckpt.storage.registers.base import Ballot, DamagedRecord, DirectChange, Rec
 PROTOCOL_VERSION = 1
 
 PUT_BYTES = 1 << 20
-"""Objects up to this size are put in one action, longer ones as an upload."""
+"""Objects up to this size are put in one action, larger ones as an upload."""
 
 MESSAGE_BYTES = 64 << 20
-"""The longest append, and the longest arguments of an action. Anything longer is refused unread."""
+"""The longest append, and the longest arguments of an action. Anything longer is refused before it is read."""
 
 FRAME_BYTES = 1 << 20
-"""What Flight adds to a message, at most."""
+"""The most bytes that Flight adds to a message."""
 
 NAMES_PER_CALL = 10_000
-"""Names of objects or registers in one action, at most; more go in several."""
+"""The most names of objects or registers in one action; more are sent in several."""
 
-_MAX_LIST_ITEMS = 200_000  # the longest list in a message: more than any call has use for
+_MAX_LIST_ITEMS = 200_000
+"""The longest list in a message; no call needs a longer one."""
 
 _LONG_MESSAGE_BYTES = 1 << 20
 _MAX_VALUES = 4_000_000
-"""Values in the lists of one message of more than `_LONG` bytes, at most: some 256 MB of objects."""
+"""The most values in all lists of one message of more than `_LONG_MESSAGE_BYTES`: about 256 MB of Python objects."""
 
 SCHEMA = pa.schema([pa.field("data", pa.uint8(), nullable=False)])
 
 
 def pack(value: Any) -> bytes:
-    """Numbers, strings, bytes, None and lists of them, as bytes."""
+    """Return a value as bytes: numbers, strings, bytes, None, and lists of them."""
     data: bytes = msgpack.packb(value)
     return data
 
 
 def unpack(data: Any) -> Any:
-    """The counterpart of `pack`. Raises ValueError."""
+    """Return the value that `pack` encoded. Raises ValueError for bytes that are no message of this protocol."""
     size = len(memoryview(data).cast("B"))
-    # An empty list is one byte of a message and 64 in memory: long messages may hold a limited number of values.
+    # An empty list takes one byte of a message and 64 bytes of memory, so the values of long messages are limited.
     count = _limit_values(_MAX_VALUES) if size > _LONG_MESSAGE_BYTES else None
     try:
         return msgpack.unpackb(
@@ -68,7 +69,7 @@ def unpack(data: Any) -> Any:
 
 
 def _limit_values(limit: int) -> Callable[[list[Any]], list[Any]]:
-    """Returns a hook that passes lists on, and raises ValueError when they hold more than `limit` values together."""
+    """Return a hook for each decoded list, which raises ValueError if all lists together have more than `limit` values."""
     remaining = limit
 
     def count(values: list[Any]) -> list[Any]:
@@ -82,15 +83,15 @@ def _limit_values(limit: int) -> Callable[[list[Any]], list[Any]]:
 
 
 def to_record_batch(data: memoryview) -> pa.RecordBatch:
-    """Bytes as a batch of one column, not copied."""
+    """Return bytes as a record batch with one column, without a copy."""
     column = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
     return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
 
 
 def from_record_batch(received: pa.RecordBatch) -> memoryview:
-    """The counterpart of `batch`. Raises ValueError."""
+    """Return the bytes of a batch of `to_record_batch`, without a copy. Raises ValueError for another batch."""
     if received.num_columns != 1 or received.column(0).type != pa.uint8():
-        raise ValueError("not a batch of this protocol: one column of uint8 is")
+        raise ValueError("not a record batch of this protocol, which has one column of uint8")
     array = received.column(0)
     data = array.buffers()[1]
     if data is None:
@@ -99,11 +100,12 @@ def from_record_batch(received: pa.RecordBatch) -> memoryview:
 
 
 def encode_error(error: CkptError) -> bytes:
+    """Return an error as bytes: its class name and its message."""
     return pack([type(error).__name__, str(error)])
 
 
 def decode_error(data: bytes) -> CkptError | None:
-    """The error that the other side raised; None where it says none."""
+    """Return the error that the other side raised, or None if the bytes are no error."""
     try:
         kind, message, *_ = map(str, unpack(data))
     except (ValueError, TypeError):
@@ -116,6 +118,7 @@ def decode_error(data: bytes) -> CkptError | None:
 
 
 def encode_answers(answers: Sequence[RegisterAnswer]) -> list[Any]:
+    """Return the answers of registers as lists: [reason] for a damaged record, else [promised, accepted, value]."""
     return [
         [a.reason] if isinstance(a, DamagedRecord) else [list(a.promised), list(a.accepted), encode_value(a.value)]
         for a in answers
@@ -123,6 +126,7 @@ def encode_answers(answers: Sequence[RegisterAnswer]) -> list[Any]:
 
 
 def decode_answers(data: Sequence[Any]) -> list[RegisterAnswer]:
+    """Return the answers that `encode_answers` encoded. Raises TypeError or IndexError for other lists."""
     return [
         DamagedRecord(a[0])
         if len(a) == 1
@@ -132,12 +136,15 @@ def decode_answers(data: Sequence[Any]) -> list[RegisterAnswer]:
 
 
 def encode_value(value: RegisterValue | None) -> list[bytes] | None:
+    """Return the value of a register as a list."""
     return None if value is None else [value.head, value.body]
 
 
 def encode_changes(changes: Sequence[DirectChange]) -> list[Any]:
+    """Return changes of registers as lists."""
     return [[c.name, list(c.expected), encode_value(c.value)] for c in changes]
 
 
 def decode_changes(data: Sequence[Any]) -> list[DirectChange]:
+    """Return the changes that `encode_changes` encoded."""
     return [DirectChange(name, Ballot(*expected), RegisterValue(*value)) for name, expected, value in data]
