@@ -1,5 +1,5 @@
-"""The agent of one host: starts the ranks that the log assigns to it, watches them, reports, and leaves when the run is over.
+"""The agent of one host: starts and watches the ranks that the run log assigns to it, and publishes reports.
 
-It imports all of recovery but `goodput`'s simulator. Start with `agent_loop`, which calls the parts in order; `agent` makes and
-closes them.
+This package imports all of recovery except the simulator. Start with `agent_loop`, which calls the parts in order. `agent`
+creates and closes the parts.
 """

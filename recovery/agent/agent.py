@@ -1,5 +1,8 @@
-"""One host's part of a run: it starts the ranks that the log gives it, watches them, ends them when the log says so, and
-reports what they do. It leads the run where it comes to that (coordinator.py)."""
+"""`Agent`, the part of `ckpt-run` on one host: it creates the parts of the agent, runs its loop and closes them.
+
+The agent starts the ranks that the run log assigns to this host, watches them, ends them when the log requires it, and
+publishes reports. One agent also leads the run (coordinator.py).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from ckpt.storage.base.http_pages import HttpPages
 
 
 class Agent:
-    """Of this host, from the main thread. It makes the parts of an agent in order, and closes them."""
+    """The agent of this host. It is used from the main thread only."""
 
     def __init__(self, spec: RunSpec, options: HostOptions, state: RunLog, print_line: Callable[[str], None]) -> None:
         self._spec, self._options = spec, options
@@ -57,7 +60,10 @@ class Agent:
         self._loop: AgentLoop | None = None
 
     def run(self) -> int:
-        """The exit status: 0 the job has ended well, 1 it was given up, 128 + n it was asked to end by signal n."""
+        """Run until the end of the job and return the exit status.
+
+        0: the job has ended with success. 1: it was given up. 128 + n: it was requested to end by signal n.
+        """
         processes.adopt_orphans()
         with contextlib.closing(selectors.DefaultSelector()) as select, self._signals.installed(select):
             pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory_folder()))
@@ -71,7 +77,7 @@ class Agent:
         identity = AgentIdentity(
             options.name, self._incarnation, self._joined_at, pages, options.folder / "logs", options.address, self._port
         )
-        with contextlib.ExitStack() as closing:  # the last is closed first
+        with contextlib.ExitStack() as closing:  # closes in reverse order
             closing.callback(self._close_accounting)
             orphan_guard = OrphanGuard(identity.mark, pages, LOST_SECONDS if self._spec.hosts > 1 else 0.0)
             closing.callback(orphan_guard.close)
@@ -79,16 +85,16 @@ class Agent:
             closing.callback(console.close)
             if self._fork_servers is not None:
                 closing.callback(self._fork_servers.close)
-            around = RankSurroundings(pages, select, orphan_guard, console, self._fork_servers)
-            ranks = HostRanks(self._spec, options, identity, around)
-            if (web := self._serve_metrics(ranks)) is not None:
-                closing.callback(web.close)
+            surroundings = RankSurroundings(pages, select, orphan_guard, console, self._fork_servers)
+            ranks = HostRanks(self._spec, options, identity, surroundings)
+            if (metrics_server := self._serve_metrics(ranks)) is not None:
+                closing.callback(metrics_server.close)
             closing.callback(self._close_memory)
             self._memory.start_nodes()
             self._joined = self._join(identity, ranks)
             if self._joined.status is not None:
                 return self._joined.status
-            return self._run_joined(identity, around, ranks, self._joined.run_id)
+            return self._run_joined(identity, surroundings, ranks, self._joined.run_id)
 
     def _join(self, identity: AgentIdentity, ranks: HostRanks) -> Joined:
         request = JoinRequest(
@@ -98,20 +104,20 @@ class Agent:
         joined = Joining(self._log, request, self._signals, self._messages.print).join()
         if unlisted := self._memory.find_unlisted(self._log.entries):
             self._messages.print(
-                f"{', '.join(sorted(unlisted))}: the log of the run does not name these nodes, and they hold steps; they are "
+                f"{', '.join(sorted(unlisted))}: the log of the run does not name these nodes, but they have steps and are "
                 f"kept. If nobody needs them, remove their folders in {self._memory.nodes_folder} once this run has ended"
             )
         return joined
 
-    def _run_joined(self, identity: AgentIdentity, around: RankSurroundings, ranks: HostRanks, run_id: str) -> int:
-        state, single_host = self._log.state, self._spec.hosts == 1
-        coordinator = Coordinator(state, single_host)
+    def _run_joined(self, identity: AgentIdentity, surroundings: RankSurroundings, ranks: HostRanks, run_id: str) -> int:
+        run_log, single_host = self._log.state, self._spec.hosts == 1
+        coordinator = Coordinator(run_log, single_host)
         self._accounting = TimeAccounting(self._options.folder, identity.name, single_host, self._log, coordinator)
-        with contextlib.closing(HostLease(state, around.orphan_guard, identity.name, self._spec.least)) as lease:
-            heartbeat = AgentHeartbeat(state, make_report(identity, self._signals, ranks, self._memory), lease)
+        with contextlib.closing(HostLease(run_log, surroundings.orphan_guard, identity.name, self._spec.least)) as lease:
+            heartbeat = AgentHeartbeat(run_log, make_report(identity, self._signals, ranks, self._memory), lease)
             parts = AgentParts(
-                identity, self._spec, run_id, self._signals, around.select, self._messages, self._log, ranks, self._memory,
-                coordinator, self._accounting, lease, heartbeat,
+                identity, self._spec, run_id, self._signals, surroundings.select, self._messages, self._log, ranks,
+                self._memory, coordinator, self._accounting, lease, heartbeat,
             )  # fmt: skip
             self._loop = AgentLoop(parts)
             try:
@@ -133,21 +139,21 @@ class Agent:
             return None
 
     def _render_metrics(self, ranks: HostRanks) -> str:
-        """From a thread of the server."""
+        """Return the metrics page. It is called from threads of the HTTP server."""
         seconds = total_seconds_by_category(self._options.folder)
         return metrics.render_metrics(
             self._log.entries, seconds, True, ranks.heartbeats, time.monotonic(), self._memory.used_bytes
         )
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- close ---------------------------------------------------------------------------------------------------
 
     def _close_memory(self) -> None:
-        """End the nodes in the memory of this host, and free that where nothing it holds is needed any more."""
+        """End the nodes in the memory of this host, and free the memory if none of its steps is needed any more."""
         if self._memory.nodes_folder is None:
             return
         run_state, has_ended = self._log.run_state, self._has_run_ended()
-        goes_on_without = self._loop is not None and self._loop.can_free_memory()
-        free = self._memory.is_unused(run_state) if has_ended else goes_on_without
+        can_leave_now = self._loop is not None and self._loop.can_free_memory()
+        free = self._memory.is_unused(run_state) if has_ended else can_leave_now
         self._memory.close_nodes(free)
         if not has_ended and not free and memory_placement.node_addresses(run_state.memory):
             self._messages.print("the run has not ended, and the memory is kept: start ckpt-run again")

@@ -1,4 +1,4 @@
-"""Which agent this is: what stays the same of its reports as long as it lives."""
+"""`AgentIdentity`, the part of an agent's reports that does not change while the agent lives."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from ckpt.recovery.run_log.agent_reports import AgentReport
 
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
-    """Of one start of an agent."""
+    """The identity of an agent, from its start to its end."""
 
     name: str
-    """Of its host."""
+    """The name of its host."""
     incarnation: str
-    """Another after it was started again."""
+    """A random name of this process of the agent. It differs after the agent has been started again."""
     joined_at: float
-    """Seconds since 1970."""
+    """When the agent was started, in seconds since 1970."""
     pages: Path
-    """Folder of the heartbeat pages of its ranks."""
+    """The folder of the heartbeat pages of its ranks."""
     logs: Path
+    """The folder of the logs of its ranks."""
     address: str
-    """Where the ranks of other hosts reach its own."""
+    """The address at which ranks of other hosts reach its ranks."""
     first_port: int
-    """One that was free there when it began."""
+    """A port that was free at that address when the agent started."""
 
     @property
     def mark(self) -> str:
-        """What its ranks, and all they start, have in their environment."""
+        """The environment variable that its ranks, and all processes that they start, have."""
         return f"{launch.AGENT_VARIABLE}={self.incarnation}"
 
     def report(self, signals: Signals) -> AgentReport:
-        """Of this agent, as long as it has no ranks."""
+        """Return the report of this agent while it has no ranks."""
         return AgentReport(
             self.name,
             self.incarnation,

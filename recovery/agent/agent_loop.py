@@ -1,4 +1,4 @@
-"""The loop of an agent: see how the ranks are, do what the log says, take part in deciding, wait."""
+"""`AgentLoop`, the loop of an agent: poll the ranks, follow the run log, coordinate, wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TIDY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class AgentParts:
-    """What an agent consists of from the beginning to the end of a run. Each part owns its own state."""
+    """The parts of an agent, from the beginning to the end of a run. Each part owns its own data."""
 
     identity: AgentIdentity
     spec: RunSpec
@@ -50,22 +50,25 @@ class AgentParts:
 
 
 def make_report(identity: AgentIdentity, signals: Signals, ranks: HostRanks, memory: HostMemory) -> AgentReport:
-    """What an agent says of itself now."""
+    """Return the current report of an agent."""
     return memory.add_to_report(ranks.add_to_report(identity.report(signals)))
 
 
 class AgentLoop:
-    """Of one agent in one run. Owned by the main thread."""
+    """The loop of one agent in one run. The main thread owns it."""
 
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
         self.status: int | None = None
-        """With which the run has ended, by its log."""
+        """The exit status of the run, once its log has an end."""
         self._is_leaving = False
         self._tidy_at = 0.0
 
     def run(self) -> int:
-        """Until the run has ended, or can do without this agent, which was asked to end. The exit status of the agent."""
+        """Run until the run has ended, or until a signal has asked this agent to end and the run can continue without it.
+
+        Returns the exit status of the agent.
+        """
         parts = self._parts
         while True:
             self._poll()
@@ -83,7 +86,7 @@ class AgentLoop:
             self._wait()
 
     def finish(self) -> None:
-        """End the ranks, and drain the memory where the run is over."""
+        """End the ranks, and drain the memory if the run is over."""
         parts = self._parts
         self._stop_ranks()
         if self.status is None:
@@ -94,7 +97,7 @@ class AgentLoop:
             drain_host_memory(parts.memory, parts.log, parts.messages)
 
     def can_free_memory(self) -> bool:
-        """Where this agent leaves and the run goes on: whether that can do without the memory of this host."""
+        """Return whether this agent leaves a run that continues, and that does not need the memory of this host."""
         return self._is_leaving and not self._is_memory_needed()
 
     # --- this host -----------------------------------------------------------------------------------------------
@@ -109,7 +112,7 @@ class AgentLoop:
             parts.ranks.tidy()
 
     def _handle_contact_loss(self) -> None:
-        """Where contact with the others was lost the ranks have been ended: what is left of them is ended, and reported."""
+        """If the host lease has killed the ranks after a loss of contact, clean up after them and report it."""
         parts = self._parts
         parts.lease.set_reports(parts.coordinator.reports())
         loss = parts.lease.take_loss()
@@ -126,7 +129,7 @@ class AgentLoop:
             self._account("stop")
 
     def _wait(self) -> None:
-        """Until something happens, and not for long."""
+        """Wait for the end of a rank or for a signal, at most one tick."""
         for key, _ in self._parts.select.select(_TICK_SECONDS):
             if key.data is self._parts.signals:
                 self._parts.signals.clear_wakeup()
@@ -138,17 +141,17 @@ class AgentLoop:
     def _account(self, category: TimeCategory) -> None:
         self._parts.accounting.account(self._parts.log.run_state, category)
 
-    # --- what the log says ---------------------------------------------------------------------------------------
+    # --- follow the log ------------------------------------------------------------------------------------------
 
     def _follow_log(self) -> bool:
-        """Make the ranks be as the log says; whether there was something to be done."""
+        """Read new entries, start or stop ranks as they require, and return whether anything was done."""
         parts = self._parts
         is_alone_or_leads = parts.spec.hosts == 1 or parts.log.run_state.leader == parts.identity.name
         if not is_alone_or_leads and parts.log.was_read_just_now():
             return False
         for entry in parts.log.read():
             if entry.kind == "run" and facts_of(entry, RunFacts).run != parts.run_id:
-                raise CkptError("another run was begun there, and this one is over; give each its own --run-dir or --state")
+                raise CkptError("another run has begun in the same log; give each run its own --run-dir or --state")
             parts.messages.print_entry(entry)
             if entry.kind == "end":
                 self.status = facts_of(entry, EndFacts).status
@@ -157,10 +160,10 @@ class AgentLoop:
         return self._follow_entry(parts.log.run_state.last)
 
     def _follow_entry(self, last: LogEntry) -> bool:
-        """As the last entry that moves the run on has it."""
+        """Start or stop ranks as the last entry that changes the phase of the run requires."""
         parts, run_state = self._parts, self._parts.log.run_state
-        attempt_goes_on = last.kind in ("start", "stop") and run_state.attempt == parts.ranks.attempt
-        if parts.ranks.are_started and not attempt_goes_on:
+        attempt_continues = last.kind in ("start", "stop") and run_state.attempt == parts.ranks.attempt
+        if parts.ranks.are_started and not attempt_continues:
             self._account("decide")
             if last.kind == "failure" or (run_state.failures and run_state.failures[-1].cause in ("hang", "stopped")):
                 parts.ranks.save_stacks()
@@ -182,21 +185,21 @@ class AgentLoop:
         parts, run_state = self._parts, self._parts.log.run_state
         try:
             parts.ranks.start(entry, run_state, number, parts.memory.rank_environment(run_state), parts.lease)
-        except CkptError as error:  # reported, and decided on, as a failure of the ranks
+        except CkptError as error:  # the ranks report it as their failure, and the coordinator decides
             if parts.spec.hosts == 1 and not isinstance(error, Unavailable):
                 parts.log.append([draft_end(entry.attempt, str(error), 1)])
                 raise
 
-    # --- deciding ------------------------------------------------------------------------------------------------
+    # --- coordinate ----------------------------------------------------------------------------------------------
 
     def _coordinate(self) -> bool:
-        """Take part in deciding; whether something was written."""
+        """Append the entries that are due if this agent leads, and return whether any were appended."""
         parts, own_report = self._parts, self._make_report()
         parts.heartbeat.set_report(own_report)
         before = parts.log.run_state
         try:
             return parts.coordinator.coordinate(before, own_report)
-        finally:  # also where it can't be known whether something was written: each report counts once
+        finally:  # each report is consumed once, so count it even if the append may have failed
             parts.accounting.account_by_reports(before, own_report)
 
     def _handle_state_error(self, error: StoreError) -> None:
@@ -204,10 +207,10 @@ class AgentLoop:
         pending = describe_pending(parts.signals.first, parts.ranks.failure, parts.ranks.have_ended, parts.spec)
         parts.messages.print_state_error(error, pending)
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- end -----------------------------------------------------------------------------------------------------
 
     def _can_leave(self) -> bool:
-        """Whether the run can do without this agent, which was asked to end."""
+        """Return whether this agent, which a signal has asked to end, is no longer needed by the run."""
         parts, run_state = self._parts, self._parts.log.run_state
         last = run_state.last
         assert last is not None
@@ -218,19 +221,20 @@ class AgentLoop:
             self._is_leaving = True
         if self.can_free_memory():
             return True
-        return time.monotonic() - parts.signals.first_at > leave_seconds(parts.spec)  # nobody decides any more
+        # After this time no leader is left that would decide.
+        return time.monotonic() - parts.signals.first_at > leave_seconds(parts.spec)
 
     def _is_memory_needed(self) -> bool:
         parts = self._parts
         return parts.memory.is_needed(parts.log.run_state, parts.coordinator.reports())
 
     def _drain_shared_memory(self) -> None:
-        """Until it is done, or one is asked once more to end."""
+        """Wait until the leader has drained the memory of all hosts, or until one more signal asks this agent to end."""
         parts = self._parts
         drain = SharedMemoryDrain(parts.log, parts.coordinator, parts.messages, parts.run_id, parts.identity.name)
         signals, until = parts.signals.count, time.monotonic() + parts.spec.give_up_seconds
         while drain.is_pending() and parts.signals.count == signals and time.monotonic() < until:
-            own_report = replace(self._make_report(), leaving=0)  # who leads now leads to the end
+            own_report = replace(self._make_report(), leaving=0)  # the leader keeps the lead until the drain has ended
             parts.heartbeat.set_report(own_report)
             try:
                 drain.advance(own_report)
@@ -240,4 +244,6 @@ class AgentLoop:
             self._poll()
             self._wait()
         if drain.is_pending():
-            parts.messages.print("what may be only in memory was not brought home; the memory is kept: start ckpt-run again")
+            parts.messages.print(
+                "steps that may be only in memory were not copied to the repository; the memory is kept: start ckpt-run again"
+            )

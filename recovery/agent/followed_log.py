@@ -1,4 +1,4 @@
-"""The log of the run as this agent has read it so far."""
+"""`FollowedLog`, the run log as this agent has read it so far."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog
 from ckpt.recovery.run_log.run_state import RunState
 
 _READ_SECONDS = 0.1
-"""How often the log is read, where others write it."""
+"""How often the log is read if other agents write it."""
 
 
 class FollowedLog:
-    """Reads on where it stopped, and appends there. The main thread owns it; other threads may read `entries`."""
+    """Reads new entries and appends after them. The main thread owns it; other threads may read `entries`."""
 
     def __init__(self, state: RunLog) -> None:
         self.state = state
         self.run_state = RunState()
-        """After the last entry that was read."""
+        """The state of the run after the last entry that was read."""
         self.entries: tuple[LogEntry, ...] = ()
-        """All that were read. Replaced, never changed, so that other threads can read it."""
+        """All entries that were read. The tuple is replaced, never changed, so that other threads can read it."""
         self._read_at = 0.0
 
     def read(self) -> list[LogEntry]:
-        """The entries that were written since."""
+        """Read the new entries, apply them and return them."""
         entries = self.state.entries(self.run_state.number)
         self._read_at = time.monotonic()
         self.run_state = self.run_state.apply_entries(entries)
@@ -32,9 +32,9 @@ class FollowedLog:
         return entries
 
     def was_read_just_now(self) -> bool:
-        """Whether it need not be read again, where others write it."""
+        """Return whether the log was read so recently that it need not be read again if others write it."""
         return time.monotonic() - self._read_at < _READ_SECONDS
 
     def append(self, drafts: Sequence[Draft]) -> bool:
-        """Add entries behind the last one that was read; False where somebody else has added some."""
+        """Append entries after the last one that was read. Return False if another agent has appended some."""
         return self.state.append(self.run_state.number, drafts)

@@ -1,6 +1,7 @@
-"""Ends the ranks of a host that has lost contact with the others, from a thread that waits for nothing but the network.
+"""`HostLease`, a thread that ends the ranks of this host when it has lost contact with the other hosts.
 
-The lease of a host runs from its last report that the state has acknowledged. contact.py decides what its end means.
+The lease of a host begins with its last report that the run log has acknowledged. coordinator/lost_contact.py decides what an
+expired lease means. The thread waits only for the network.
 """
 
 from __future__ import annotations
@@ -19,32 +20,31 @@ from ckpt.recovery.run_log.base import RunLog
 
 _TICK_SECONDS = 0.25
 _UNACKNOWLEDGED_SECONDS = 0.85
-"""After so long without an acknowledged report it looks who is in reach: they are sent every SAY_SECONDS."""
+"""Without an acknowledged report for this long, the thread probes the other machines. Reports are sent every REPORT_SECONDS."""
 _RETRY_SECONDS = 5.0
-"""How often a host is tried that has never answered."""
+"""How often a host that has never answered is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContactLoss:
-    """Contact was lost, and the ranks of this host were ended."""
+    """A loss of contact after which the ranks of this host were ended."""
 
     seconds: float
-    """For how long there was none by then."""
+    """How long there had been no contact."""
     hosts: int
-    """How many other hosts were out of reach."""
+    """The number of other hosts that were unreachable."""
 
     @property
     def detail(self) -> str:
-        """What happened to this host: "host X …"."""
+        """The text about this host that follows "host X"."""
         return f"had no contact with the state or {self._other_hosts} for {self.seconds:.1f} s, and ended its ranks"
 
     @property
     def user_message(self) -> str:
-        """What the user of this host should know."""
+        """The message for the user of this host."""
         return (
             f"no contact for {self.seconds:.1f} s: the state and {self._other_hosts} can't be reached. The ranks here are "
-            "ended, as "
-            "the others may go on without them. Check the network; this host takes part again when it is back"
+            "ended, as the others may go on without them. Check the network; this host takes part again when it is back"
         )
 
     @property
@@ -53,37 +53,43 @@ class ContactLoss:
 
 
 class HostLease:
-    """Of one agent. It also tells the guardian of this host that the agent lives.
+    """The lease of one host. Its thread also sends the heartbeats of the agent to the orphan guard.
 
-    name: of this host. least: how many hosts can go on. All methods but `learn` and `close` return at once.
+    All methods except `resolve_addresses` and `close` return at once.
+
+    name: the name of this host.
+    min_hosts: how many hosts are enough to continue.
     """
 
-    def __init__(self, state: RunLog, guardian: OrphanGuard, name: str, min_hosts: int) -> None:
-        self._state, self._guardian, self._name = state, guardian, name
+    def __init__(self, run_log: RunLog, orphan_guard: OrphanGuard, name: str, min_hosts: int) -> None:
+        self._run_log, self._orphan_guard, self._name = run_log, orphan_guard, name
         self._address_cache = AddressCache()
-        self._lock = threading.Lock()  # over the contact, the sessions and the loss
+        self._lock = threading.Lock()  # guards the contact, the sessions and the loss
         self._contact = Contact(time.monotonic(), min_hosts)
         self._sessions: frozenset[int] = frozenset()
         self._loss: ContactLoss | None = None
         self._reports: Mapping[str, AgentReport] = {}
         self._endpoints: tuple[Address, ...] = ()
         self._hosts: Mapping[str, Address] = {}
-        self._reachable_machines: set[str] = set()  # numeric addresses that have answered: behind a firewall none ever does
+        self._reachable_machines: set[str] = set()  # numeric addresses that have answered; machines behind a firewall never do
         self._tried_at: dict[str, float] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckpt-lease", daemon=True)
         self._thread.start()
 
-    # --- from the threads of the agent ---------------------------------------------------------------------------
+    # --- called from the threads of the agent --------------------------------------------------------------------
 
     def renew(self, at: float) -> None:
-        """The state has acknowledged a report that was sent at this time (CLOCK_MONOTONIC)."""
+        """Renew the lease: the run log has acknowledged a report that was sent at this time (CLOCK_MONOTONIC)."""
         with self._lock:
             self._contact = self._contact.after_acknowledgement(at)
 
     def resolve_addresses(self) -> None:
-        """Where the state and the other hosts are. Looks up names, which may take long; call it after a report."""
-        found = [self._address_cache.look_up(name, port) for name, port in self._state.endpoints()]
+        """Look up the addresses of the run log's servers and of the other hosts.
+
+        This may take long, so it is called after a report is published.
+        """
+        found = [self._address_cache.look_up(name, port) for name, port in self._run_log.endpoints()]
         self._endpoints = tuple(address for addresses in found for address in addresses)
         others = {
             name: self._address_cache.look_up(r.address, r.port) for name, r in self._reports.items() if name != self._name
@@ -91,36 +97,39 @@ class HostLease:
         self._hosts = {name: addresses[0] for name, addresses in others.items() if addresses}
 
     def set_reports(self, reports: Mapping[str, AgentReport]) -> None:
-        """What the agents that live have reported, this one's among them."""
+        """Set the reports of all living agents, including this one."""
         self._reports = reports
 
     def begin_attempt(self) -> None:
-        """An attempt begins: the log names this host, so its reports have arrived. A loss before it is no longer of concern."""
+        """Renew the lease at the start of an attempt, and forget an earlier loss.
+
+        The log names this host as a member, so its reports have arrived.
+        """
         with self._lock:
             self._contact, self._loss = self._contact.after_acknowledgement(time.monotonic()), None
 
     def set_sessions(self, sessions: Collection[int]) -> None:
-        """These ranks are ended where contact is lost; none: there are no ranks any more."""
+        """Set the sessions of the ranks to kill when contact is lost; none if there are no ranks any more."""
         with self._lock:
             self._sessions = frozenset(sessions)
 
     def take_loss(self) -> ContactLoss | None:
-        """What has happened, once."""
+        """Return a loss of contact once; None if there was none since the last call."""
         with self._lock:
             loss, self._loss = self._loss, None
         return loss
 
     def close(self) -> None:
-        """The ranks are no longer looked after."""
+        """End the thread. Ranks are no longer ended after a loss of contact."""
         self._closed.set()
         self._thread.join()
 
-    # --- its own thread ------------------------------------------------------------------------------------------
+    # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         pause = _TICK_SECONDS
         while not self._closed.wait(pause):
-            self._guardian.send_heartbeat()
+            self._orphan_guard.send_heartbeat()
             with self._lock:
                 contact = self._contact
             pause = _TICK_SECONDS
@@ -131,7 +140,7 @@ class HostLease:
                 self._kill_ranks_if_lost()
 
     def _find_reachable(self) -> None:
-        """Find out who of the others can be reached, while there is contact."""
+        """Find out which other hosts answer at all, while there is contact."""
         now = time.monotonic()
         due = {a for a in self._hosts.values() if now - self._tried_at.get(a.machine, -_RETRY_SECONDS) >= _RETRY_SECONDS}
         if new := {address for address in due if address.machine not in self._reachable_machines}:
@@ -139,7 +148,7 @@ class HostLease:
             self._reachable_machines |= {address.machine for address in new - find_unreachable(new, PROBE_SECONDS)}
 
     def _probe(self, contact: Contact) -> float:
-        """How long it took. The other hosts are tried only where the state was out of reach a moment ago."""
+        """Probe the run log's servers, and the other hosts if the last probe did not reach a server. Return the seconds."""
         began, endpoints, hosts = time.monotonic(), self._endpoints, dict[str, Address]()
         if contact.is_state_unreachable(began):
             hosts = {name: address for name, address in self._hosts.items() if address.machine in self._reachable_machines}

@@ -1,4 +1,4 @@
-"""The memory tier of this host, as its agent looks after it: on one host a folder, on several a process that serves nodes."""
+"""`HostMemory`, the memory tier of this host: a folder if the run has one host, else a process with nodes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ckpt.tiers import tier_spec
 
 
 class HostMemory:
-    """The main thread owns it; other threads may read `used_bytes`."""
+    """The memory tier of this host. The main thread owns it; other threads may read `used_bytes`."""
 
     def __init__(self, options: HostOptions, single_host: bool) -> None:
         self._options, self._single_host = options, single_host
         self.folder = local.memory_folder(options.folder) if single_host else None
-        """Of a run on one host; None where there is none."""
+        """The folder of the memory tier in a run on one host; else None."""
         self.used_bytes = 0
-        """What steps take of the memory of this host, as measured last."""
+        """The bytes of memory that saved steps take on this host, as measured last."""
         self._nodes: MemoryNodes | None = None
         self._unlisted: frozenset[str] = frozenset()
 
     def start_nodes(self) -> None:
-        """Where there are several hosts: start what serves the memory of this one to all."""
+        """In a run on several hosts, start the process that serves memory nodes of this host to all hosts."""
         options = self._options
         if self._single_host or options.security is None:
             return
@@ -39,11 +39,14 @@ class HostMemory:
 
     @property
     def nodes_folder(self) -> Path | None:
-        """With all that the nodes hold; None: no nodes are served."""
+        """The folder with the data of all nodes; None: no nodes are served."""
         return None if self._nodes is None else self._nodes.folder
 
     def find_unlisted(self, entries: Sequence[LogEntry]) -> frozenset[str]:
-        """Nodes that hold objects, and that no entry of the log names. They are kept: nothing proves that nobody needs them."""
+        """Return the nodes that have objects although no entry of the log names them.
+
+        They are kept, because nothing proves that nobody needs them.
+        """
         if self._nodes is None:
             return frozenset()
         listed = {at for entry in entries for at in memory_placement.node_addresses(memories_of(entry))}
@@ -52,45 +55,45 @@ class HostMemory:
         return self._unlisted
 
     def update(self, run_state: RunState) -> None:
-        """See to it that the nodes are served that are needed, and no others. To be called often."""
+        """Serve the nodes that are needed, and no others. The agent calls this several times a second."""
         if self._nodes is not None:
             self._nodes.update(memory_placement.node_addresses(run_state.memory) | self._unlisted)
 
     def measure(self) -> None:
-        """Look how much memory the steps take."""
+        """Measure how much memory the saved steps take."""
         if (folder := self.folder if self._nodes is None else self._nodes.folder) is not None:
             self.used_bytes = local.used_bytes(folder)
 
     def add_to_report(self, report: AgentReport) -> AgentReport:
-        """With what the other hosts must know of this memory."""
+        """Return the report with the fields that are about the memory of this host."""
         report = replace(report, held_bytes=self.used_bytes)
         if (nodes := self._nodes) is None:
             return report
         return replace(report, memory=nodes.state, nodes=nodes.nodes, fresh=nodes.fresh)
 
     def rank_environment(self, run_state: RunState) -> dict[str, str]:
-        """The variables that tell ranks of this host which memories to use."""
+        """Return the environment variables that name the memory namespaces for the ranks of this host."""
         variables, name = {}, self._options.name
-        now, *before = [each.url(name) for each in run_state.memory] or [""]
-        if memory_url := now if self.folder is None else str(self.folder):
+        current, *previous = [namespace.url(name) for namespace in run_state.memory] or [""]
+        if memory_url := current if self.folder is None else str(self.folder):
             variables[tier_spec.MEMORY_VARIABLE] = memory_url
-        if before:
-            variables[tier_spec.PREVIOUS_MEMORY_VARIABLE] = " ".join(before)
+        if previous:
+            variables[tier_spec.PREVIOUS_MEMORY_VARIABLE] = " ".join(previous)
         if run_state.newest.memory in run_state.memory[1:] and run_state.memory_wait_seconds:
             variables[tier_spec.MEMORY_WAIT_VARIABLE] = f"{run_state.memory_wait_seconds:g} {run_state.newest.memory.url(name)}"
         return variables
 
     def is_needed(self, run_state: RunState, reports: Mapping[str, AgentReport]) -> bool:
-        """Whether steps can't be read any more without the memory of this host."""
+        """Return whether some steps are unreadable without the memory of this host."""
         name = self._options.name
         staying = {other: report for other, report in reports.items() if other != name and not report.leaving}
         return memory_placement.is_needed(run_state.memory, name, staying)
 
     def is_unused(self, run_state: RunState) -> bool:
-        """After the end of the run, whether nothing that the nodes hold is needed any more."""
+        """Return whether, after the end of the run, no step in the nodes is needed any more."""
         return not memory_placement.node_addresses(run_state.memory) and not self._unlisted
 
     def close_nodes(self, remove: bool) -> None:
-        """End what serves them. remove: with all that they hold."""
+        """End the process that serves the nodes. remove: also delete their data."""
         if self._nodes is not None:
             self._nodes.close(remove)

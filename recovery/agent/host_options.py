@@ -1,4 +1,4 @@
-"""What is one host's own in a run: its name, its folder, and how its ranks are started and watched."""
+"""`HostOptions`, the options of one host: its name, its folder, and how its ranks are started and watched."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ckpt.recovery.policy.hang_limits import HangLimits
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What is this host's own."""
+    """The options of one host. Those that are the same on all hosts are in `RunSpec`."""
 
     name: str
     folder: Path
-    """Its lock, its ledger, the logs."""
+    """The folder for the lock of this host, its ledger and the logs."""
     address: str = "127.0.0.1"
-    """Where the ranks of other hosts reach its own."""
+    """The address at which ranks of other hosts reach the ranks of this host."""
     limits: HangLimits = field(default_factory=HangLimits)
     shown_output: str = "0"
-    """Whose output goes to the console: "0", "all" or "none"."""
+    """The ranks whose output is copied to the console: "0", "all" or "none"."""
     use_fork_server: bool = True
-    """Ranks are forked from a process that has imported what they import, where that can be."""
+    """Whether ranks are forked from a process that has already imported their modules, if that is possible."""
     metrics: tuple[str, int] | None = None
-    """Where /metrics is served."""
+    """Host and port at which /metrics is served; None: nowhere."""
     through_mpi: bool = False
-    """mpiexec starts the ranks, for programs that use MPI's own world."""
+    """Whether mpiexec starts the ranks, for programs that use MPI's own world."""
     begin_anew: bool = False
-    """Begin anew where a run of several hosts has come to its end."""
+    """Whether to begin another run if the run of several hosts has ended."""
     security: NodeSecurity | None = None
-    """Of the nodes in the memory of this host, where there are several hosts; None: there are none."""
+    """Token and TLS of the memory nodes of this host, in a run of several hosts; None: no nodes are served."""

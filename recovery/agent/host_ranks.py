@@ -1,4 +1,4 @@
-"""The ranks of this host in one attempt after the other: started, watched and ended."""
+"""`HostRanks`, the ranks of this host: it starts, watches and ends them in each attempt."""
 
 from __future__ import annotations
 
@@ -32,55 +32,59 @@ from ckpt.training.heartbeat_page import RankHeartbeat
 
 @dataclass(frozen=True, slots=True)
 class RankSurroundings:
-    """What ranks are started into. All of it outlives them."""
+    """The parts of the agent that the ranks use. All of them outlive the ranks."""
 
     pages: Path
-    """Folder of their heartbeat pages."""
+    """The folder of the heartbeat pages."""
     select: selectors.BaseSelector
-    """Returns when one of them ends."""
+    """The selector that returns when a rank ends."""
     orphan_guard: OrphanGuard
     console: LogConsole
     fork_servers: ForkServers | None
 
 
 class HostRanks:
-    """The main thread owns it; other threads may read `heartbeats`."""
+    """The ranks of this host. The main thread owns it; other threads may read `heartbeats`."""
 
-    def __init__(self, spec: RunSpec, options: HostOptions, identity: AgentIdentity, around: RankSurroundings) -> None:
-        self._spec, self._options, self._identity, self._around = spec, options, identity, around
+    def __init__(self, spec: RunSpec, options: HostOptions, identity: AgentIdentity, surroundings: RankSurroundings) -> None:
+        self._spec, self._options, self._identity, self._surroundings = spec, options, identity, surroundings
         self.attempt = -1
-        """That they were started for last."""
+        """The attempt that the ranks were last started for."""
         self._port = identity.first_port
         self._monitor: RankMonitor | None = None
         self._launch_spec: LaunchSpec | None = None
         self._best_step = -1
-        self._failure: HostFailure | None = None  # where there is no monitor: they did not start, or were ended
+        self._failure: HostFailure | None = None  # if there is no monitor: why the ranks did not start, or were ended
 
     @property
     def are_started(self) -> bool:
-        """Whether they were started and not stopped since; all may have ended."""
+        """Whether the ranks were started and not stopped since. All of them may have ended."""
         return self._monitor is not None
 
     @property
     def have_ended(self) -> bool:
-        """Whether they were not stopped, and all have ended."""
+        """Whether all ranks have ended without having been stopped."""
         return self._monitor is not None and self._monitor.has_ended
 
     @property
     def failure(self) -> HostFailure | None:
-        """What went wrong first with those that are started."""
+        """The first failure of the ranks that are started."""
         return None if self._monitor is None else self._monitor.failure
 
     @property
     def heartbeats(self) -> Mapping[int, RankHeartbeat]:
-        """What each has said last, by number."""
+        """The last heartbeat of each rank, by its number."""
         monitor = self._monitor
         return {} if monitor is None else monitor.heartbeats
 
     def start(self, entry: LogEntry, run_state: RunState, number: int, memory: Mapping[str, str], lease: HostLease) -> None:
-        """Start those that an entry gives to this host, which is its member of this number. Raises CkptError.
+        """Start the ranks that an entry assigns to this host. Raises CkptError.
 
-        memory: the variables that say which memories they use.
+        entry: the start of the attempt.
+        run_state: the state of the run after this entry.
+        number: the index of this host in the members of the attempt.
+        memory: the environment variables that name the memory namespaces.
+        lease: the lease that ends the ranks after a loss of contact.
         """
         member, facts = run_state.members[number], facts_of(entry, StartFacts)
         self.attempt, self._failure = entry.attempt, None
@@ -98,46 +102,47 @@ class HostRanks:
             self._failure = HostFailure("exit", numbers, f"did not start: {error}")
             raise
         for rank in ranks:
-            self._around.orphan_guard.add(rank.process.pid)
-            self._around.select.register(rank.pidfd, selectors.EVENT_READ, rank)
+            self._surroundings.orphan_guard.add(rank.process.pid)
+            self._surroundings.select.register(rank.pidfd, selectors.EVENT_READ, rank)
         lease.set_sessions([rank.process.pid for rank in ranks])
-        best = max(self._best_step, *(failure.step for failure in run_state.failures), -1)  # a spare has seen none of it
+        # A spare has not seen the steps of earlier attempts, so they are taken from the log, too.
+        best = max(self._best_step, *(failure.step for failure in run_state.failures), -1)
         self._monitor = RankMonitor(ranks, self._options.limits, best, self._spec.straggler_seconds)
-        self._around.console.follow(ranks)
+        self._surroundings.console.follow(ranks)
         failpoint("agent.started")
 
     def _launch(self, spec: LaunchSpec) -> list[RankProcess]:
         logs = self._options.folder / "logs" / str(spec.attempt)
-        around = self._around
-        return launch.start(self._spec.command, spec, around.pages, logs, around.fork_servers, self._options.through_mpi)
+        pages, fork_servers = self._surroundings.pages, self._surroundings.fork_servers
+        return launch.start(self._spec.command, spec, pages, logs, fork_servers, self._options.through_mpi)
 
     def poll(self, is_leaving: bool) -> None:
-        """See how they are. is_leaving: this agent was asked to end."""
+        """Update the state of the ranks. is_leaving: whether this agent was requested to end."""
         if self._monitor is None:
             return
         self._monitor.is_leaving = is_leaving
         for rank in self._monitor.poll(time.monotonic()):
-            self._around.select.unregister(rank.pidfd)
+            self._surroundings.select.unregister(rank.pidfd)
 
     def tidy(self) -> None:
-        """What is done from time to time while they run."""
+        """Do the periodic work while ranks run: reap orphans, keep the orphan guard running, prepare the fork server."""
         processes.reap_orphans()
-        self._around.orphan_guard.ensure_running()
-        if self._around.fork_servers is not None and self._launch_spec is not None:
-            launch.prepare_fork_server(self._around.fork_servers, self._launch_spec, self._around.pages)
+        self._surroundings.orphan_guard.ensure_running()
+        if self._surroundings.fork_servers is not None and self._launch_spec is not None:
+            launch.prepare_fork_server(self._surroundings.fork_servers, self._launch_spec, self._surroundings.pages)
 
     def request_stop(self, request: StopRequest) -> None:
-        """Ask them to save after a step, and to end."""
+        """Request that the ranks save after a step and end."""
         if self._monitor is not None:
             self._monitor.request_stop(request.step, request.agreed)
 
     def save_stacks(self) -> None:
-        """Write down where they are, into their logs."""
+        """Make the ranks write the stacks of all their threads into their logs."""
         if self._monitor is not None:
             self._monitor.save_stacks()
 
     def stop(self, lease: HostLease) -> bool:
-        """End them, and all that they have started; whether there were any."""
+        """End the ranks and all processes that they have started. Return whether there were ranks."""
         monitor, self._monitor = self._monitor, None
         if monitor is None:
             return False
@@ -146,20 +151,20 @@ class HostRanks:
         failpoint("agent.stop")
         for rank in monitor.ranks:
             with contextlib.suppress(KeyError):
-                self._around.select.unregister(rank.pidfd)
+                self._surroundings.select.unregister(rank.pidfd)
         launch.stop(monitor.ranks, self._identity.mark)
         for rank in monitor.ranks:
-            self._around.orphan_guard.remove(rank.process.pid)
+            self._surroundings.orphan_guard.remove(rank.process.pid)
         self._port = launch.free_port(self._options.address)
         return True
 
     def set_failure(self, failure: HostFailure) -> None:
-        """They were stopped for this."""
+        """Set the reason why the ranks were stopped."""
         self._failure = failure
 
     def add_to_report(self, report: AgentReport) -> AgentReport:
-        """With what they do."""
-        monitor, fork_servers = self._monitor, self._around.fork_servers
+        """Return the report with the fields that are about the ranks."""
+        monitor, fork_servers = self._monitor, self._surroundings.fork_servers
         warm = "" if fork_servers is None else fork_servers.status_text
         report = replace(report, port=self._port, attempt=self.attempt, wrong=self._failure, warm=warm)
         if monitor is None:

@@ -1,4 +1,4 @@
-"""How an agent comes into a run: it takes part in the one under way, or begins one."""
+"""`Joining`, the start of an agent in a run: it joins the run that is under way, or begins one."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.plural import format_count
 
 _JOIN_SECONDS = 10.0
-"""A state that does not answer for so long at the beginning is no pause: the URL is wrong, or it is not there."""
+"""A run log that does not answer for this long at the start is not only slow: its URL is wrong, or it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What came of it."""
+    """The result of joining."""
 
     run_id: str
-    """Of the run that this agent is part of; "" none."""
+    """The random name of the run that this agent takes part in; "" none."""
     status: int | None = None
-    """With which the run has ended already, so that there is nothing to do."""
+    """The exit status of the run if it has already ended, so that there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """What joins."""
+    """What an agent needs to join a run."""
 
     name: str
-    """Of this host."""
+    """The name of this host."""
     spec: RunSpec
     begin_anew: bool
-    """Begin anew where a run of several hosts has come to its end."""
+    """Whether to begin another run if the run of several hosts has ended."""
     nodes_folder: Path | None
-    """Of the nodes that this host serves from its memory."""
+    """The folder of the memory nodes that this host serves; None: it serves none."""
     make_report: Callable[[], AgentReport]
-    """Makes the report of this agent, as it is now."""
+    """Returns the current report of this agent."""
 
 
 class Joining:
-    """Of one agent, once. log: is read on. print_line: for what the user should know."""
+    """Joins one agent to a run, once. print_line: prints a message for the user."""
 
     def __init__(self, log: FollowedLog, request: JoinRequest, signals: Signals, print_line: Callable[[str], None]) -> None:
         self._log, self._request, self._signals, self._print = log, request, signals, print_line
 
     def join(self) -> Joined:
-        """Become part of the run under way, or begin one. Where the state does not answer, it is asked again for a while."""
+        """Join the run that is under way, or begin one. If the run log does not answer, try again for a while."""
         until = time.monotonic() + _JOIN_SECONDS
         while True:
             try:
@@ -70,7 +70,7 @@ class Joining:
                 time.sleep(REPORT_SECONDS)
 
     def _try_join(self) -> Joined | None:
-        """None: somebody else has begun a run meanwhile."""
+        """Try once. Return None if another agent has begun a run at the same time."""
         self._log.read()
         run_state, spec, single_host = self._log.run_state, self._request.spec, self._request.spec.hosts == 1
         reports = self._log.state.reports()
@@ -80,7 +80,7 @@ class Joining:
         self._refuse_conflict(living, run_state, is_under_way)
         if can_join:
             return Joined(run_state.run)
-        # Where steps are only in memory, the next run brings them home.
+        # If steps are only in memory, another run is begun, which copies them to the repository.
         has_undrained_memory = not living and bool(memory_placement.node_addresses(run_state.memory))
         is_over = run_state.is_final and not single_host and run_state.spec == spec
         if is_over and not self._request.begin_anew and not has_undrained_memory:
@@ -91,33 +91,34 @@ class Joining:
         return self._begin(reports, living)
 
     def _find_living(self, reports: Mapping[str, Any], can_join: bool) -> dict[str, AgentReport]:
-        """Who of those that have reported lives, where that matters: it takes a while."""
-        locked = self._request.spec.hosts == 1 and not self._log.state.is_remote
-        must_listen = reports and not locked and (self._request.name in reports or not can_join)
-        return find_living_agents(self._log.state) if must_listen else {}
+        """Return the reports of living agents if the decision depends on them, as it takes a while to find them."""
+        is_locked = self._request.spec.hosts == 1 and not self._log.state.is_remote
+        must_observe = reports and not is_locked and (self._request.name in reports or not can_join)
+        return find_living_agents(self._log.state) if must_observe else {}
 
     def _refuse_conflict(self, living: Mapping[str, AgentReport], run_state: RunState, is_under_way: bool) -> None:
         name, single_host = self._request.name, self._request.spec.hosts == 1
         if name in living:
             raise CkptError(f"another host of this run is called {name}; give this one another --name")
         if is_under_way and living and (single_host or run_state.spec != self._request.spec):
-            same = "the same command and options as on the other hosts"
-            then = "for one job on several hosts give --nnodes on each" if single_host else f"give {same}"
+            advice = (
+                "for one job on several hosts give --nnodes on each" if single_host
+                else "give the same command and options as on the other hosts"
+            )  # fmt: skip
             raise CkptError(
-                f"another run is under way there ({_describe_spec(run_state.spec)}); {then}, or another --run-dir or --state"
+                f"another run is under way there ({_describe_spec(run_state.spec)}); {advice}, or another --run-dir or --state"
             )
 
     def _refuse_lost_log(self, run_state: RunState) -> None:
         folder = self._request.nodes_folder
         if run_state.last is None and folder is not None and (nodes := nodes_with_objects(folder)):
             raise CkptError(
-                f"the log of the run is empty, and {nodes[0]} holds steps of a run: the log was lost, or this is another "
-                "--state. Give the --state of that run, or another --run-dir; if nobody needs these steps, remove "
-                f"{folder}"
+                f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or this is another "
+                f"--state. Give the --state of that run, or another --run-dir; if nobody needs these steps, remove {folder}"
             )
 
     def _begin(self, reports: Mapping[str, Mapping[str, Any]], living: Mapping[str, AgentReport]) -> Joined | None:
-        """Begin a run, which this agent leads."""
+        """Begin a run, which this agent leads. Return None if another agent has begun one at the same time."""
         run_state, name, spec = self._log.run_state, self._request.name, self._request.spec
         run_id = secrets.token_hex(6)
         drafts = [
@@ -125,14 +126,16 @@ class Joining:
             draft_lead(run_state.attempt + 1, f"{name} coordinates", name),
         ]
         own_report = self._request.make_report()
-        # Before it leads: the others take who says nothing for lost.
+        # Publish a report before leading: the other agents take an agent without reports for lost.
         self._log.state.publish_report(name, own_report.to_facts())
         if not self._log.append(drafts):
             self._log.state.remove_report(name)
             return None
         if run_state.spec is not None and run_state.spec.command != spec.command:
             before = " ".join(run_state.spec.command)
-            self._print(f"another job was run there ({before}): the record and the ledger go on; give each its own --run-dir")
+            self._print(
+                f"another job was run there ({before}), and its log and ledger are continued; give each job its own --run-dir"
+            )
         failpoint("agent.begun")
         for other in reports.keys() - living.keys() - {name}:
             self._log.state.remove_report(other)
@@ -141,10 +144,10 @@ class Joining:
 
 
 def _unfinished_reports(run_state: RunState, facts_by_name: Mapping[str, Mapping[str, Any]]) -> list[AgentReport]:
-    """The reports of the newest attempt, where the agents ended before one of them wrote what became of it."""
+    """Return the reports of the newest attempt if the agents ended before one of them wrote its end."""
     if run_state.last is None or run_state.last.kind not in ("start", "stop"):
         return []
-    return [each for each in decode_reports(facts_by_name).values() if each.attempt == run_state.attempt]
+    return [report for report in decode_reports(facts_by_name).values() if report.attempt == run_state.attempt]
 
 
 def _describe_spec(spec: RunSpec | None) -> str:

@@ -1,4 +1,7 @@
-"""Shows what ranks write, from a thread of its own: a terminal that was stopped, or a disk that is full, holds up nothing."""
+"""`LogConsole`, a thread that copies the logs of ranks to the console.
+
+A stopped terminal or a full disk blocks only this thread, not the agent and not the ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from ckpt.recovery.ranks.launch import RankProcess
 
 _COPY_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0
-"""For what was written last. Who does not read it by then does not get it."""
+"""How long `close` waits for the last output to be written. After that it is lost to a reader that is too slow."""
 
 
 class LogConsole:
-    """Copies logs to the standard output: of "all" ranks, of rank "0", or of "none"."""
+    """Copies the logs of "all" ranks, of rank "0", or of "none" to the standard output."""
 
     def __init__(self, which: str) -> None:
         self._shown = which
-        self._files: deque[list[Path]] = deque(maxlen=2)  # of this attempt, and what is left of the one before
+        self._files: deque[list[Path]] = deque(maxlen=2)  # those of this attempt, and those of the attempt before
         self._copied_bytes: dict[Path, int] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckpt-console", daemon=True)
@@ -28,7 +31,7 @@ class LogConsole:
             self._thread.start()
 
     def follow(self, ranks: Sequence[RankProcess]) -> None:
-        """From now on these, too."""
+        """Copy the logs of these ranks, too."""
         self._files.append([rank.log for rank in ranks if self._shown == "all" or rank.number == 0])
 
     def _run(self) -> None:
@@ -37,7 +40,7 @@ class LogConsole:
                 self._copy()
             self._copy()
         except OSError:
-            pass  # nobody is there any more
+            pass  # the reader of the standard output has gone
 
     def _copy(self) -> None:
         for file in [file for files in list(self._files) for file in files]:
@@ -51,7 +54,7 @@ class LogConsole:
                     data = data[os.write(1, data) :]
 
     def close(self) -> None:
-        """With what was written last."""
+        """Copy what the ranks have written last, and end the thread."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(_FLUSH_SECONDS)

@@ -1,4 +1,4 @@
-"""After the end of a run: steps that are only in memory are copied to where they belong, and the memory is given up."""
+"""Drains the memory tier after the end of a run: copies steps that are only in memory to the repository."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.storage.base.failpoints import failpoint
 
 
 def drain_host_memory(memory: HostMemory, log: FollowedLog, messages: UserMessages) -> None:
-    """Of a run on one host: drain the folder in its memory."""
+    """Drain the memory folder of a run on one host, and write the result into the log."""
     if memory.folder is None or not (text := local.drain_folder(memory.folder)):
         return
     if "has step" not in text:
@@ -28,14 +28,14 @@ def drain_host_memory(memory: HostMemory, log: FollowedLog, messages: UserMessag
 
 
 class SharedMemoryDrain:
-    """Of a run on several hosts: who leads drains the memory of all, and the others wait for it."""
+    """The drain of a run on several hosts: the leader drains the memory of all hosts, and the other agents wait for it."""
 
     def __init__(self, log: FollowedLog, coordinator: Coordinator, messages: UserMessages, run_id: str, name: str) -> None:
         self._log, self._coordinator, self._messages = log, coordinator, messages
         self._run_id, self._name = run_id, name
 
     def is_pending(self) -> bool:
-        """Whether the run has ended, and what is only in memory was not looked after yet."""
+        """Return whether the run has ended and its memory is not yet drained."""
         run_state = self._log.run_state
         return (
             run_state.run == self._run_id
@@ -45,7 +45,7 @@ class SharedMemoryDrain:
         )
 
     def advance(self, own_report: AgentReport) -> None:
-        """Drain it, or see whether another has. Raises StoreError where the state does not answer."""
+        """Drain the memory if this agent leads, or check whether the leader has. Raises StoreError."""
         if self._log.run_state.leader == self._name:
             self._drain()
         else:
@@ -56,7 +56,7 @@ class SharedMemoryDrain:
 
     def _drain(self) -> None:
         run_state = self._log.run_state
-        done, text = local.drain_urls([each.url() for each in run_state.memory if each.nodes])
+        done, text = local.drain_urls([namespace.url() for namespace in run_state.memory if namespace.nodes])
         failpoint("agent.home")
         kept = () if done else run_state.memory
         self._log.append([draft_memory(run_state, kept, text or "no step was only in memory")])

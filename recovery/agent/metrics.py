@@ -1,4 +1,4 @@
-"""The record, the ledger and the beats of a run in Prometheus' text format, and a place to scrape it from."""
+"""Renders the metrics of a run in Prometheus' text format, and serves them over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Labels = Mapping[str, str]
 class _Family:
     name: str
     kind: str
-    """counter, gauge."""
+    """counter or gauge."""
     help: str
     samples: Sequence[tuple[_Labels, float]]
 
@@ -37,12 +37,16 @@ def render_metrics(
     now: float = 0.0,
     used_bytes: int = 0,
 ) -> str:
-    """All metrics of a run. Pure.
+    """Return all metrics of a run. Pure.
 
-    entries: its record, in order. seconds: by name, of its ledger. up: it runs. beats: of the ranks that run, by their number,
-    with `now` by the clock of their `since` (CLOCK_MONOTONIC). held_bytes: what steps take of the memory of this host.
+    entries: the entries of the run log, in order.
+    seconds: the seconds of each category, from the goodput ledger.
+    is_up: whether the run is under way.
+    heartbeats: the heartbeats of the running ranks, by rank.
+    now: the time by the clock of their `since` (CLOCK_MONOTONIC).
+    used_bytes: the bytes of memory that saved steps take on this host.
     """
-    help_text = "What steps take of the memory of this host."
+    help_text = "Bytes of memory that saved steps take on this host."
     memory = _Family("ckpt_run_memory_bytes", "gauge", help_text, [({}, used_bytes)] if used_bytes else [])
     families = [*_entry_families(entries, is_up), *_ledger_families(seconds), *_rank_families(heartbeats, now), memory]
     lines = []
@@ -54,9 +58,10 @@ def render_metrics(
 
 
 def serve(host: str, port: int, render: Callable[[], str]) -> HttpPages:
-    """Answer /metrics with what `text` gives, and /healthz, until the result is closed; its `port` is the port in use.
+    """Serve the result of `render` at /metrics, and /healthz, until the returned server is closed.
 
-    `text` is called from other threads. Raises OSError where the port is taken.
+    Its `port` is the port in use.
+    `render` is called from other threads. Raises OSError if the port is in use.
     """
     pages = {"/metrics": lambda: HttpPage(render().encode(), CONTENT_TYPE), "/healthz": lambda: HttpPage(b"running\n")}
     return HttpPages(host, port, pages, "ckpt-run-metrics")
@@ -66,23 +71,26 @@ def _entry_families(entries: Sequence[LogEntry], is_up: bool) -> list[_Family]:
     failures = Counter(facts_of(e, FailureSummary).cause for e in entries if is_failure(e))
     decisions = Counter(str(facts_of(e, DecisionFacts).action) for e in entries if e.kind == "decision")
     return [
-        _Family("ckpt_run_up", "gauge", "Whether it runs.", [({}, int(is_up))]),
-        _Family("ckpt_run_attempt", "gauge", "The attempt under way, or the last one.", _attempt_samples(entries)),
+        _Family("ckpt_run_up", "gauge", "Whether the run is under way.", [({}, int(is_up))]),
+        _Family("ckpt_run_attempt", "gauge", "The current or last attempt.", _attempt_samples(entries)),
         _Family("ckpt_run_failures_total", "counter", "Failures of ranks, by cause.", _labelled_samples("cause", failures)),
         _Family(
             "ckpt_run_decisions_total",
             "counter",
-            "What was decided at the end of an attempt.",
+            "Decisions at the end of an attempt, by action.",
             _labelled_samples("action", decisions),
         ),
         _Family(
-            "ckpt_run_straggler_ratio", "gauge", "Of slow ranks: times as long as the median.", _straggler_samples(entries)
+            "ckpt_run_straggler_ratio",
+            "gauge",
+            "Step time of a slow rank, relative to the median.",
+            _straggler_samples(entries),
         ),
     ]
 
 
 def _straggler_samples(entries: Sequence[LogEntry]) -> list[tuple[_Labels, float]]:
-    """Those of the attempt under way."""
+    """Return the stragglers of the current attempt."""
     last = _last_attempt(entries)
     notes = [facts_of(e, NoteFacts) for e in entries if e.kind == "note" and e.attempt == last]
     return [
@@ -97,15 +105,15 @@ def _attempt_samples(entries: Sequence[LogEntry]) -> list[tuple[_Labels, float]]
 
 
 def _last_attempt(entries: Sequence[LogEntry]) -> int:
-    """The attempt under way, or the last one. What was passed over in the log says none."""
+    """Return the number of the current or last attempt. Notes that replace unreadable entries have attempt 0."""
     return max((entry.attempt for entry in entries), default=0)
 
 
 def _ledger_families(seconds: Mapping[str, float]) -> list[_Family]:
     spent: dict[str, float] = {name: seconds.get(name, 0.0) for name in TIME_CATEGORIES}
     return [
-        _Family("ckpt_run_seconds_total", "counter", "Wall time, by what it was spent on.", _labelled_samples("name", spent)),
-        _Family("ckpt_run_goodput_ratio", "gauge", "The share of the time that was useful.", [({}, goodput(seconds))]),
+        _Family("ckpt_run_seconds_total", "counter", "Wall time, by category.", _labelled_samples("name", spent)),
+        _Family("ckpt_run_goodput_ratio", "gauge", "The useful share of the wall time.", [({}, goodput(seconds))]),
     ]
 
 
@@ -130,25 +138,25 @@ def _rank_families(heartbeats: Mapping[int, RankHeartbeat], now: float) -> list[
         _Family(
             "ckpt_run_loss",
             "gauge",
-            "As the first rank gave it to step().",
+            "The loss that the first rank passed to step().",
             [] if math.isnan(first.loss) else [({}, first.loss)],
         ),
         _Family(
             "ckpt_run_rank_step",
             "gauge",
-            "Done last; -1 none.",
+            "The last step that the rank has done; -1 none.",
             _labelled_samples("rank", {k: b.step for k, b in beating.items()}),
         ),
         _Family(
             "ckpt_run_rank_silent_seconds",
             "gauge",
-            "Since the rank said something.",
+            "Seconds since the last heartbeat of the rank.",
             _labelled_samples("rank", {k: max(0.0, now - b.since) for k, b in beating.items()}),
         ),
         _Family(
             "ckpt_run_rank_compute_seconds_total",
             "counter",
-            "In what was marked by ckpt.pulse.compute.",
+            "Seconds that the rank marked by ckpt.pulse.compute.",
             _labelled_samples("rank", {k: b.compute_seconds for k, b in beating.items() if b.compute_seconds}),
         ),
     ]

@@ -1,7 +1,7 @@
-"""Which machines can be reached over the network: a TCP connection to them is accepted or refused.
+"""Finds out which machines are reachable: those that accept or refuse a TCP connection.
 
-The kernel of a machine does both, however busy or stopped its processes are. So a server that stands still is in reach, and a
-port on which nothing listens proves as much as one that is open.
+The kernel of a machine does both, even if its processes are busy or stopped. So the machine of a stopped server is reachable,
+and a refused connection proves as much as an accepted one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNREACHABLE_ERRORS = {
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN,
     errno.EINVAL, errno.EACCES,  # routes of the kinds "blackhole" and "prohibit"
 }  # fmt: skip
-"""Errors that say that nothing gets there. Others are of this process, as a lack of descriptors, and prove nothing."""
+"""Errors that mean that no packet reaches the machine. Other errors, as a lack of descriptors, prove nothing."""
 
 _CACHE_SECONDS = 60.0
 
@@ -32,37 +32,41 @@ class Address:
 
     family: int
     sockaddr: tuple[Any, ...]
-    """As `socket` takes it."""
+    """The address in the form that `socket` uses."""
 
     @property
     def machine(self) -> str:
-        """Without the port."""
+        """The numeric address without the port."""
         return str(self.sockaddr[0])
 
 
 class AddressCache:
-    """The addresses behind names. They are remembered, as a host that is cut off can look up no names."""
+    """The addresses of host names. They are cached, because a host that is cut off can't look up names."""
 
     def __init__(self) -> None:
         self._cache: dict[tuple[str, int], tuple[float, tuple[Address, ...]]] = {}
 
     def look_up(self, name: str, port: int) -> tuple[Address, ...]:
-        """Those that other machines have. A look-up may take long; where it fails, what was known before stays known."""
+        """Return the addresses of a name that belong to other machines.
+
+        A look-up may take long. If it fails, the cached addresses are returned.
+        """
         now = time.monotonic()
         at, found = self._cache.get((name, port), (-_CACHE_SECONDS, ()))
         if now - at < (float("inf") if found and _is_numeric(name) else _CACHE_SECONDS):
             return found
         try:
-            named = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            found = tuple(address for family, _, _, _, place in named if _is_other_machine(address := Address(family, place)))
-        except (OSError, UnicodeError):  # no server of names answers, or it is no name
+            infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            addresses = [Address(family, sockaddr) for family, _, _, _, sockaddr in infos]
+            found = tuple(address for address in addresses if _is_other_machine(address))
+        except (OSError, UnicodeError):  # no name server answers, or the name is malformed
             pass
         self._cache[name, port] = now, found
         return found
 
 
 def find_unreachable(addresses: Iterable[Address], seconds: float) -> frozenset[Address]:
-    """Those that neither accept nor refuse a connection within some seconds. All are tried at once."""
+    """Return the addresses that neither accept nor refuse a connection within some seconds. All are tried at once."""
     poll, pending, unreachable = select.poll(), dict[int, tuple[socket.socket, Address]](), set[Address]()
     try:
         for address in set(addresses):
@@ -86,7 +90,7 @@ def find_unreachable(addresses: Iterable[Address], seconds: float) -> frozenset[
                 if tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _UNREACHABLE_ERRORS:
                     unreachable.add(address)
                 tried.close()
-            if remaining <= 0:  # what the kernel has heard of late counts, too, where this process did not get to run
+            if remaining <= 0:  # after a last poll without a wait: answers count that arrived while this process did not run
                 break
         return frozenset(unreachable | {address for _, address in pending.values()})
     finally:
@@ -103,7 +107,7 @@ def _is_numeric(name: str) -> bool:
 
 
 def _is_other_machine(address: Address) -> bool:
-    """Whether it is one of another machine: what this machine sends there does not begin where it ends."""
+    """Return whether an address belongs to another machine: packets to it have another source address."""
     with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
         probe.connect(address.sockaddr)  # sends nothing
         return str(probe.getsockname()[0]) != address.machine and not is_loopback(address.machine)

@@ -1,4 +1,4 @@
-"""What the time of a run is spent on, as the agent that leads it sees it. Each begins where the one before it has ended."""
+"""`TimeAccounting`, which writes the goodput ledger of a run while this agent leads it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from ckpt.recovery.run_log.run_state import RunState
 
 
 class TimeAccounting:
-    """Of one agent: it accounts from when it leads until it learns that another does.
+    """The time accounting of one agent. It accounts from when the agent leads until it reads that another agent leads.
 
-    name: of its host. alone: there is no other. log: of the run; it grows. coordinator: has heard of the other agents.
+    Each period of time begins where the one before it ended.
+
+    folder: the folder of the ledger files.
+    name: the name of this host.
+    single_host: whether the run has no other host.
+    log: the run log, for the time at which an earlier leader ended.
+    coordinator: knows the reports of the other agents.
     """
 
     def __init__(self, folder: Path, name: str, single_host: bool, log: FollowedLog, coordinator: Coordinator) -> None:
@@ -25,7 +31,7 @@ class TimeAccounting:
         self._ledger: GoodputLedger | None = None
 
     def account_by_reports(self, run_state: RunState, own_report: AgentReport) -> None:
-        """The time since the last call, by what the agents have said."""
+        """Account the time since the last call, by the reports of the agents."""
         if not self._is_leading(run_state):
             return
         last, spec = run_state.last, run_state.spec
@@ -38,29 +44,27 @@ class TimeAccounting:
         living = self._coordinator.reports()
         attempt_reports = [report for report in living.values() if report.attempt == run_state.attempt]
         first = living.get(run_state.members[0].name, own_report)
-        step, committed = (
-            min((r.step for r in attempt_reports), default=-1),
-            max((r.committed for r in attempt_reports), default=-1),
-        )
-        waits = last.kind == "start" and any(
-            report.wrong is not None for report in attempt_reports
-        )  # until all have been heard
-        self.account(run_state, "detect" if waits else first.spent if first in attempt_reports else "spawn", step, committed)
-        late = [report.wrong.silent_seconds for report in attempt_reports if report.wrong is not None]
+        step = min((r.step for r in attempt_reports), default=-1)
+        committed = max((r.committed for r in attempt_reports), default=-1)
+        # After a failure the coordinator may wait for newer reports of other hosts, before it names the cause.
+        is_detecting = last.kind == "start" and any(report.wrong is not None for report in attempt_reports)
+        category: TimeCategory = "detect" if is_detecting else first.spent if first in attempt_reports else "spawn"
+        self.account(run_state, category, step, committed)
+        delays = [report.wrong.silent_seconds for report in attempt_reports if report.wrong is not None]
         silent = [self._coordinator.silent_seconds(member.name) for member in run_state.members]
-        late += [seconds for seconds in silent if seconds > LOST_SECONDS]
-        if late and self._ledger is not None:
-            self._ledger.relabel("detect", max(late))
+        delays += [seconds for seconds in silent if seconds > LOST_SECONDS]
+        if delays and self._ledger is not None:
+            self._ledger.relabel("detect", max(delays))
 
-    def account(self, run_state: RunState, name: TimeCategory, step: int = -1, committed: int = -1) -> None:
-        """The time since the last call was spent on this."""
+    def account(self, run_state: RunState, category: TimeCategory, step: int = -1, committed: int = -1) -> None:
+        """Account the time since the last call to a category."""
         if not self._is_leading(run_state):
             return
         if self._ledger is None:
             self._ledger = GoodputLedger(
                 self._folder / (LEDGER_FILE if self._single_host else ledger_file_name(self._name)), self._start_time()
             )
-        self._ledger.account(name, max(0, run_state.attempt), step, committed)
+        self._ledger.account(category, max(0, run_state.attempt), step, committed)
 
     def close(self, run_state: RunState) -> None:
         if self._is_leading(run_state):
@@ -78,7 +82,7 @@ class TimeAccounting:
             ledger.close(ended)
 
     def _start_time(self) -> float | None:
-        """By CLOCK_MONOTONIC; None: with this process, which has begun the run."""
+        """Return when this ledger begins, by CLOCK_MONOTONIC; None: with this process, which has begun the run."""
         if self._single_host:
             return None
         leads = [
@@ -86,9 +90,10 @@ class TimeAccounting:
         ]
         leaders = [facts_of(entry, LeadFacts).name for entry in leads]
         ledgers = {name: read_ledger_file(self._folder / ledger_file_name(name)) for name in set(leaders)}
-        until = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}
+        ends = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}
         now = time.monotonic()
-        shared = bool(until.keys() - {self._name})  # by the hosts: their ledgers are here, too
-        if shared or until.get(self._name, 0.0) >= leads[0].at:  # this agent, started again
-            return min(now, now - (time.time() - max(until.values())))
+        is_folder_shared = bool(ends.keys() - {self._name})  # the folder also has ledgers of other hosts
+        has_led_before = ends.get(self._name, 0.0) >= leads[0].at  # this agent was started again
+        if is_folder_shared or has_led_before:
+            return min(now, now - (time.time() - max(ends.values())))
         return now - self._coordinator.silent_seconds(leaders[1]) if len(leads) > 1 else None

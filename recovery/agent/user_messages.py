@@ -1,4 +1,4 @@
-"""What the user of this host is told: entries of the log that matter at once, and what has to wait for the state."""
+"""`UserMessages`, the messages that an agent prints: important entries of the log, and errors of the run log."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckpt.storage.base.errors import StoreError
 
 
 def leave_seconds(spec: RunSpec) -> float:
-    """Seconds that an agent waits for who decides, once it was asked to end."""
+    """Return how long an agent waits for a decision of the leader after a signal has asked it to end."""
     return spec.grace_seconds + 2 * LOST_SECONDS
 
 
 class UserMessages:
-    """Prints each thing once. Owned by the main thread."""
+    """Prints each message once. The main thread owns it."""
 
     def __init__(self, print_line: Callable[[str], None], spec: RunSpec) -> None:
         self._print_line, self._spec = print_line, spec
@@ -29,24 +29,27 @@ class UserMessages:
         self._state_error = self._pending_text = ""
 
     def print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone, a full disk: the log has it
+        with contextlib.suppress(OSError):  # the terminal is gone or the disk is full; the log has the message
             self._print_line(text)
 
     def print_entry(self, entry: LogEntry) -> None:
-        """What the user should know at once."""
-        given_up = entry.kind == "end" and facts_of(entry, EndFacts).status == 1 and entry.text != self._last_text
-        remark = entry.kind == "note" and entry.facts
+        """Print an entry of the log if the user should know it at once."""
+        was_given_up = entry.kind == "end" and facts_of(entry, EndFacts).status == 1 and entry.text != self._last_text
+        is_remark = entry.kind == "note" and entry.facts
         if entry.kind == "stop" and self._printed_stop_attempt != entry.attempt:
             self._printed_stop_attempt = entry.attempt
             self.print(f"{entry.text}: the ranks save and end, within {self._spec.grace_seconds:g} s")
-        elif entry.kind == "decision" or given_up or remark or (self._spec.hosts > 1 and entry.kind in ("lead", "start")):
+        elif (
+            entry.kind == "decision" or was_given_up or is_remark
+            or (self._spec.hosts > 1 and entry.kind in ("lead", "start"))
+        ):  # fmt: skip
             self.print(entry.text)
         self._last_text = entry.text
 
     def print_state_error(self, error: StoreError, pending: str) -> None:
-        """The state does not answer: the ranks go on, and only what goes wrong meanwhile has to wait.
+        """Print that the run log does not answer. The ranks continue, and only decisions are delayed.
 
-        pending: what that is, in words; "" nothing.
+        pending: a text about what has to wait for it; "" nothing.
         """
         if not self._state_error:
             self.print(f"{error}. The ranks go on; what happens to them is dealt with when it answers again")
@@ -56,14 +59,16 @@ class UserMessages:
             self.print(pending)
 
     def end_state_error(self) -> None:
-        """The state has answered."""
+        """Forget the last error, because the run log has answered."""
         self._state_error = self._pending_text = ""
 
 
 def describe_pending(end_signal: int, failure: HostFailure | None, have_ended: bool, spec: RunSpec) -> str:
-    """What has come to pass, and has to wait for the state; "" nothing. Pure.
+    """Return a text about the event on this host that has to wait for the run log; "" if there is none. Pure.
 
-    end_signal: by which this agent was asked to end; 0 none. failure, have_ended: of the ranks of this host.
+    end_signal: the signal by which this agent was requested to end; 0 none.
+    failure: the failure of the ranks of this host.
+    have_ended: whether the ranks of this host have ended.
     """
     if end_signal:
         name = signal.Signals(end_signal).name
