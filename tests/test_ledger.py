@@ -151,7 +151,7 @@ def test_the_report_as_a_picture(done: tuple[Run, float], tmp_path: Path) -> Non
     file = tmp_path / "run.of-today"  # whatever its name is
     assert "3 failures" in report(run, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(CkptError, match=f"there is no folder {tmp_path}/none; make it, or name another file"):
+    with pytest.raises(CkptError, match=f"the folder {tmp_path}/none does not exist; create it, or name another file"):
         commands.report.main(["--run-dir", str(run.files), "--png", str(tmp_path / "none" / "run.png")], standalone_mode=False)
     json.loads(report(run, "--json"))
 

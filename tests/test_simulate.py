@@ -161,5 +161,5 @@ def test_a_picture_in_no_folder(tmp_path: Path) -> None:
     """It is told before the work, and not after."""
     pytest.importorskip("matplotlib")
     done = command("--days", "1e9", "--png", str(tmp_path / "none" / "s.png"))
-    said = f"--png {tmp_path}/none/s.png: there is no folder {tmp_path}/none; make it, or name another file"
+    said = f"--png {tmp_path}/none/s.png: the folder {tmp_path}/none does not exist; create it, or name another file"
     assert (done.returncode, done.stderr) == (1, f"ckpt-run simulate: {said}\n")

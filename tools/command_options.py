@@ -1,4 +1,4 @@
-"""Options of a command line that reach the command as one frozen dataclass."""
+"""Passes options of a command line to the command function as one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CommandFunction = Callable[..., int]
 
 
 def gather_options(argument: str, options_type: type[Any]) -> Callable[[CommandFunction], CommandFunction]:
-    """A decorator: the command takes the options that are fields of `options_type` as one `argument` of that type.
+    """Return a decorator that passes the options which are fields of `options_type` as one `argument` of that type.
 
-    It stands below the decorators of the options, so that click reads those from the decorated function.
+    Put it below the decorators of the options, because click reads those from the decorated function.
     """
     names = [field.name for field in fields(options_type)]
 

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, messages, sizes, tables and the progress bar."""
+"""Shared parts of the commands: exit codes, messages, option types, tables and the progress bar."""
 
 from __future__ import annotations
 
@@ -24,28 +24,30 @@ from ckpt.storage.base.errors import CkptError
 from ckpt.support import interrupts
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes just done, from any thread."""
+"""Called with the number of bytes that are newly done. Any thread may call it."""
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE
+"""The exit status of a process that SIGPIPE kills."""
 _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 class Number(click.FloatRange):
-    """A number for an option: nothing compares with `nan`, so it is refused; `inf` is taken where it means "never"."""
+    """The type of an option with a number. It refuses `nan`, which is neither above nor below a limit."""
 
     def __init__(self, least: float, *, min_open: bool = False, never: bool = False) -> None:
+        """never: whether `inf` is allowed, which means "never"."""
         super().__init__(least, min_open=min_open)
         self._never = never
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if math.isnan(number) or (math.isinf(number) and not self._never):
-            self.fail(f"{value} is no number that can be used here.", param, ctx)
+            self.fail(f"{value} can't be used here; give a finite number.", param, ctx)
         return number
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
-    """Bytes for an option: a number, or one with a unit, such as 500GB or 2TB."""
+    """The type of an option with a number of bytes, which may have a unit, such as 500GB or 2TB."""
 
     name = "size"
 
@@ -55,29 +57,29 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         try:
             number = float(text.removesuffix(unit)) * _SIZE_UNITS[unit]
         except ValueError:
-            self.fail(f"{value!r} is no size: write 500GB or 2TB", param, ctx)
+            self.fail(f"{value!r} is not a size: write a number such as 500GB or 2TB", param, ctx)
         if not 1 <= number < 1 << 63:
-            self.fail(f"{value!r} is no size: write 500GB or 2TB", param, ctx)
+            self.fail(f"{value!r} is not a size: write a number such as 500GB or 2TB", param, ctx)
         return int(number)
 
 
 def key_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option of commands that read steps."""
+    """Add the option --key-file to a command that reads steps."""
     return click.option(
         "--key-file", metavar="FILE",
-        help="Require that steps are signed with a key of this file. Default: that of the environment (CKPT_KEY_FILE), else "
-        "no signature is checked.",
+        help="Require that steps are signed with a key in this file. Default: the file in CKPT_KEY_FILE; without it, no "
+        "signature is checked.",
     )(command)  # fmt: skip
 
 
 def run(command: click.Command) -> NoReturn:
-    """Run a command and end the process: 0 fine, 1 an error of ours, 2 wrong usage, 130 and 143 interrupted."""
+    """Run a command and end the process: status 0 for success, 1 for an error, 2 for wrong usage, 130 or 143 if interrupted."""
     name = command.name or "ckpt"
     try:
         interrupts.as_exceptions()
-        # By default SIGTERM ends the process on the spot and would leave temporary files.
+        # By default SIGTERM ends the process at once, and temporary files would stay.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        if not sys.warnoptions:  # of the libraries below: nothing that a user of a command could act on
+        if not sys.warnoptions:  # users of a command can't act on warnings of the libraries
             warnings.simplefilter("ignore")
         status = command.main(prog_name=name, standalone_mode=False)
         interrupts.check()
@@ -92,21 +94,21 @@ def run(command: click.Command) -> NoReturn:
         print_error(name, str(error))
         sys.exit(1)
     except MemoryError:
-        print_error(name, "not enough memory; name fewer leaves with --only, or choose a format that is written in pieces")
+        print_error(name, "not enough memory; choose fewer leaves with --only, or a format that is written in pieces")
         sys.exit(1)
 
 
 def print_error(name: str, message: str) -> None:
-    """One line on stderr."""
+    """Print a message in one line to stderr."""
     click.echo(f"{name}: {printable(' '.join(message.split()))}", err=True)
 
 
 def emit(text: str) -> None:
-    """Print to stdout; where the reader has gone (`| head`), end quietly as a process killed by SIGPIPE would."""
+    """Print to stdout. If the reader has ended (`| head`), end without a message, as a process that SIGPIPE kills."""
     try:
         click.echo(text)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit prints an error
         sys.exit(_PIPE_CLOSED)
 
 
@@ -116,9 +118,9 @@ def emit_json(value: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; columns that are named with a leading `>` are set to the right. Only last cells may have colours.
+    """Print a table. Columns whose names begin with `>` are aligned right. Only the last cell of a row may have colours.
 
-    Set here rather than by rich, which takes 8 s for a step of 20,000 leaves and cuts numbers to fit a narrow terminal.
+    Not by rich, which takes 8 s for a step with 20,000 leaves, and shortens numbers in a narrow terminal.
     """
     header = [column.lstrip(">") for column in columns]
     lines = [header, *rows]
@@ -136,14 +138,17 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(total: int | None, label: str) -> Iterator[Advance]:
-    """A bar on stderr that counts bytes, where that is a terminal (or FORCE_COLOR says so). total: None where nobody knows."""
+    """A context that shows a progress bar of bytes on stderr, if that is a terminal. Yields what advances it.
+
+    total: the bytes in all; None if unknown.
+    """
     with growing_progress(label, total) as (_, advance):
         yield advance
 
 
 @contextmanager
 def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[Advance, Advance]]:
-    """Such a bar, whose total grows: what adds to that, and what advances it."""
+    """A context that shows a progress bar whose total grows. Yields what adds to the total, and what advances the bar."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _check_interrupts, _check_interrupts
@@ -173,24 +178,27 @@ def _check_interrupts(_: int) -> None:
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes for people: 1.2 GB."""
+    """Return bytes in a readable unit: 1.2 GB."""
     return decimal(round(nbytes)).replace(" bytes", " B")
 
 
 def printable(name: str) -> str:
-    """A name from a file without control characters, which could drive the terminal."""
+    """Return a text from a file with its control characters escaped, because they could control the terminal."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 def require_plot(png: Path) -> None:
-    """Before the work: whether a picture can be drawn into this file."""
+    """Raise CkptError if no plot can be written to this file. Call it before the work."""
     import_optional("matplotlib", "--png", "report")
     if not png.parent.is_dir():
-        raise CkptError(f"--png {png}: there is no folder {png.parent}; make it, or name another file")
+        raise CkptError(f"--png {png}: the folder {png.parent} does not exist; create it, or name another file")
 
 
 def import_optional(module: str, what: str, extra: str) -> Any:
-    """Import a package that is not a core dependency; say how to get it where it is missing."""
+    """Return a module of an optional dependency; raise CkptError with the command that installs it if it is missing.
+
+    what: the feature that needs it. extra: the extra of ckpt-store that includes it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A step as an HDF5 file: one dataset an array, ties as hard links, plain values in an attribute."""
+"""Writes a step as an HDF5 file: one dataset for each array, ties as hard links, plain values in an attribute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ckpt.tools.step_contents import Array, Contents, as_raw, check_paths
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
-    """Write the file; return the names of arrays that are in it as plain integers."""
+    """Write the file; return the names of the arrays that it has as plain integers."""
     h5py = import_optional("h5py", "HDF5", "restore")
     check_paths([*(a.name for a in contents.arrays), *contents.tied], "HDF5")
     raw = {a.name: a.dtype for a in contents.arrays if not _is_supported(h5py, a)}
-    # From HDF5 1.8 (2008) on, attributes may be larger than 64 KiB: the plain values need that.
+    # The plain values may need attributes above 64 KiB, which HDF5 has since version 1.8 (2008).
     with h5py.File(path, "w", libver=("v108", "latest"), track_order=True) as file:
         file.attrs["step"] = contents.checkpoint.step
         if contents.values:
@@ -34,10 +34,10 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
 
 
 def _is_supported(h5py: Any, array: Array) -> bool:
-    """Whether HDF5 keeps the array's type so that it comes back the same."""
+    """Return whether HDF5 stores the type of the array unchanged."""
     if not array.is_numpy:
         return False
     try:
         return bool(h5py.h5t.py_create(array.numpy, logical=True).dtype == array.numpy)
-    except (TypeError, ValueError):  # no such type: text, dates, elements without bytes
+    except (TypeError, ValueError):  # HDF5 has no such type: text, dates, elements without bytes
         return False

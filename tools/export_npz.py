@@ -1,4 +1,4 @@
-"""A step as a .npz file: a zip archive of .npy files, streamed one after the other, uncompressed."""
+"""Writes a step as a .npz file: an uncompressed zip archive of .npy files, which are streamed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _COMPANIONS = ("__values__", "__tied__", "__dtypes__")
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
-    """Write the file; return the names of arrays that are in it as plain integers."""
+    """Write the file; return the names of the arrays that it has as plain integers."""
     for array in contents.arrays:
         if array.name in _COMPANIONS or "\0" in array.name:
-            raise CkptError(f"npz cannot hold a leaf of the name {array.name!r}; choose another format")
+            raise CkptError(f"npz can't have a leaf with the name {array.name!r}; choose another format")
     raw = {a.name: a.dtype for a in contents.arrays if not a.is_numpy}
     with zipfile.ZipFile(path, "w") as archive:
         for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):
@@ -28,7 +28,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
             with _open_entry(archive, array.name) as file:
                 _write_header(file, dtype, shape)
                 for _, _, data in pieces:
-                    file.write(np.ascontiguousarray(as_raw(data)).data)  # zipfile takes nothing but plain integers
+                    file.write(np.ascontiguousarray(as_raw(data)).data)  # zipfile accepts only plain integers
                     advance(data.nbytes)
         for name, value in zip(_COMPANIONS, (contents.values, contents.tied, raw), strict=True):
             if value:
@@ -42,8 +42,8 @@ def _open_entry(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
 
 
 def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     try:
-        np.lib.format.write_array_header_1_0(file, described)
-    except ValueError:  # records of very many fields
-        np.lib.format.write_array_header_2_0(file, described)
+        np.lib.format.write_array_header_1_0(file, header)
+    except ValueError:  # the header is too long for version 1.0: a record type with very many fields
+        np.lib.format.write_array_header_2_0(file, header)

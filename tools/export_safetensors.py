@@ -1,6 +1,6 @@
-"""A step as a safetensors file: 8 bytes with the length of a JSON header, the header, the arrays one after the other.
+"""Writes a step as a safetensors file: the length of a JSON header in 8 bytes, the header, and the arrays.
 
-The library would want all arrays in memory at once; the format is simple enough to be written piece by piece.
+The library needs all arrays in memory at once. The format is simple enough to write it here, piece by piece.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _TYPE_CODES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
-_HEADER_LIMIT = 100_000_000  # the library refuses longer ones
+_HEADER_LIMIT = 100_000_000
+"""The library refuses longer headers."""
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
-    """Write the file; return the names of arrays that are in it as plain integers."""
+    """Write the file; return the names of the arrays that it has as plain integers."""
     types = {a.name: _type_code(a) for a in contents.arrays}
-    metadata = {"format": "pt", "step": str(contents.checkpoint.step)}  # transformers asks for `format`
+    metadata = {"format": "pt", "step": str(contents.checkpoint.step)}  # transformers requires `format`
     raw = {a.name: a.dtype for a in contents.arrays if types[a.name] is None}
     for key, value in (("values", contents.values), ("tied", contents.tied), ("dtypes", raw)):
         if value:
@@ -36,10 +37,10 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     header: dict[str, Any] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
     end = 0
-    # As the library does it: large elements first, so that each array begins at a multiple of its element size.
+    # Like the library, write large elements first, so that each array begins at a multiple of its element size.
     for array in sorted(contents.arrays, key=lambda a: -a.numpy.itemsize if types[a.name] else 0):
         if array.name == "__metadata__":
-            raise CkptError("safetensors keeps the name __metadata__ for itself; restore this leaf in another format")
+            raise CkptError("safetensors reserves the name __metadata__; restore this leaf in another format")
         code, shape = types[array.name] or f"U{8 * array.raw[0].itemsize}", array.shape
         if types[array.name] is None:
             shape = array.raw[1]
@@ -49,7 +50,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     text += b" " * (-len(text) % 8)
     if len(text) > _HEADER_LIMIT:
         raise CkptError(
-            f"a safetensors header holds at most {_HEADER_LIMIT:,} bytes, the names and values of this step need "
+            f"a safetensors header has at most {_HEADER_LIMIT:,} bytes, and the names and values of this step need "
             f"{len(text):,}; choose another format, or fewer leaves with --only"
         )
     with open(path, "wb") as file:
@@ -67,5 +68,5 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
 
 
 def _type_code(array: Array) -> str | None:
-    """The code of the array's type, None where the format has none."""
+    """Return the code of the array's type, or None if the format does not have the type."""
     return _TYPE_CODES.get(array.native.name if array.native is not None else array.dtype)

@@ -1,4 +1,4 @@
-"""A step as a .pt file: the state with tensors for arrays, of nothing that torch.load(weights_only=True) refuses."""
+"""Writes a step as a .pt file: the state with tensors for arrays, which torch.load(weights_only=True) accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENSOR_TYPES = {
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
-    """Write the file; return the names of arrays that are in it as plain integers. The state is in memory whole."""
+    """Write the file; return the names of the arrays that it has as plain integers. The whole state is in memory meanwhile."""
     torch = import_optional("torch", "a .pt file", "torch")
     tensors = _TensorReader(contents, torch)
     tree = select(contents.tree, matcher(contents.only)) if contents.only else contents.tree
@@ -38,7 +38,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
 
 
 class _TensorReader:
-    """The arrays of a tree as tensors, each name once, so that ties stay ties."""
+    """Reads the arrays of a tree as tensors. Each name is read once, so that tied leaves stay tied."""
 
     def __init__(self, contents: Contents, torch: Any) -> None:
         self._contents = contents
@@ -49,7 +49,7 @@ class _TensorReader:
         self.raw_names: list[str] = []
 
     def plan_array(self, node: Node) -> Callable[[], Any]:
-        """Plan one array of the tree."""
+        """Plan to read one array of the tree; return a function that gives the tensor after `read_all`."""
         name = node["array"]
         if name not in self._leaves:
             self._leaves[name] = self._leaf(node, self._saved[name])
@@ -64,7 +64,7 @@ class _TensorReader:
         return NumpyLeaf(np.empty(saved.shape, Array("", "", *saved).numpy))
 
     def read_all(self, advance: Advance) -> None:
-        """Fill them all."""
+        """Read all planned arrays."""
         batch: list[Target] = []
         pending = 0
         for name, leaf in self._leaves.items():
@@ -87,7 +87,7 @@ class _TensorReader:
         return self._values[name]
 
     def _from_numpy(self, name: str, value: np.ndarray[Any, Any]) -> Any:
-        """A tensor of an array whose type torch lacks: in the machine's byte order, or as integers beside the type."""
+        """Return an array without a torch type as a tensor in the machine's byte order, or as integers with its type name."""
         array = Array(name, name, *self._saved[name])
         if array.native is not None and array.native.name in TENSOR_TYPES:
             return self._torch.from_numpy(value.astype(array.native))
@@ -96,7 +96,7 @@ class _TensorReader:
 
 
 def make_plain(node: Node) -> Node:
-    """The tree without the containers that weights_only refuses: see `ckpt-restore --help`."""
+    """Return the tree without the containers that weights_only refuses: see `ckpt-restore --help`."""
     if isinstance(node, list):
         return [make_plain(n) for n in node]
     if not isinstance(node, dict):
@@ -117,14 +117,14 @@ def make_plain(node: Node) -> Node:
         made: dict[str, Any] = {"dict": [[k, make_plain(n)] for k, n in node["dict"]]}
         if node.get("type") in ("OrderedDict", "Counter"):
             made["type"] = node["type"]
-        if "metadata" in node and node.get("type") == "OrderedDict":  # versions kept by torch modules
+        if "metadata" in node and node.get("type") == "OrderedDict":  # the versions of torch modules
             made["metadata"] = make_plain(node["metadata"])
         return made
     return node
 
 
 class _CountingFile(io.RawIOBase):
-    """A file that reports what is written to it."""
+    """A file that reports how many bytes are written to it."""
 
     def __init__(self, file: io.BufferedWriter, advance: Advance) -> None:
         self._file = file

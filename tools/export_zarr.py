@@ -1,4 +1,4 @@
-"""A step as a Zarr v3 group: one array a leaf in uncompressed chunks, plain values and ties as attributes."""
+"""Writes a step as a Zarr v3 group: an array for each leaf in uncompressed chunks, values and ties as attributes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _CORE_TYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "complex64", "complex128",
 }  # fmt: skip
-"""Those of the core specification, which every implementation reads."""
+"""The types of the core specification, which every implementation reads."""
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
-    """Write the group as a directory; return the names of arrays that are in it as plain integers."""
+    """Write the group as a directory; return the names of the arrays that it has as plain integers."""
     zarr = import_optional("zarr", "zarr", "restore")
     names = [a.name for a in contents.arrays]
     check_paths(names, "zarr")
     for name in names:
         if any(part == "zarr.json" or part.startswith("__") for part in name.split("/")):
-            raise CkptError(f"zarr keeps names such as {name!r} for itself; choose another format for this leaf")
+            raise CkptError(f"zarr reserves names such as {name!r}; choose another format for this leaf")
     raw = {a.name: a.dtype for a in contents.arrays if not _is_supported(a)}
     attributes = {"step": contents.checkpoint.step, "values": contents.values, "tied": contents.tied}
     group = zarr.open_group(path, mode="w-", zarr_format=3, attributes=attributes)
@@ -32,7 +32,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
         made = group.create_array(
             array.name, shape=shape, dtype=dtype, chunks=tuple(max(1, n) for n in chunk), compressors=None,
             attributes={"dtype": array.dtype} if array.name in raw else {},
-            # Otherwise a chunk that equals the fill value is left out, and -0.0 equals 0.0.
+            # Otherwise zarr leaves out a chunk that equals the fill value, and -0.0 equals 0.0.
             config={"write_empty_chunks": True},
         )  # fmt: skip
         for _, box, data in pieces:

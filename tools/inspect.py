@@ -1,4 +1,4 @@
-"""ckpt-inspect: what a repository or a step holds, and whether it is whole."""
+"""The command ckpt-inspect: lists the steps of a repository or the arrays of a step, and verifies them."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ Examples:
 
 \b
 State of a step:
-  ok          committed, and all its files are there with the right length
+  ok          committed, and all its files exist with the right length
   incomplete  committed, but files are missing or have another length
   damaged     a record or (found with --verify) data differs from what was written
   unreadable  its files can't be read now (permission, network), or a newer version wrote them
-  unfinished  no commit record: being saved just now, or left by a save that was cut off
+  unfinished  no commit record: a save is running, or was interrupted
 
 
-After a roll-back the steps are shown by when they were saved, the newest last, with their line of training:
+After a roll-back the steps are shown in the order in which they were saved, with their line of training:
   abandoned   saved after the step that the roll-back restored; `keep` deletes it first
-  set aside   of another run, beside which this one began without a restore; `keep` does not delete it
+  set aside   of an earlier run, which this one did not restore; `keep` does not delete it
 
-Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 2 wrong usage.""",
+Exit status: 0 all committed steps are good, 1 one is damaged or can't be read, 2 wrong usage.""",
 )
 @click.argument("url")
 @click.argument("step", type=int, required=False)
@@ -76,14 +76,14 @@ Exit status: 0 all is well, 1 something committed is damaged or cannot be read, 
     "--verify",
     "verifying",
     is_flag=True,
-    help="Read everything (of the STEP, or of all steps) and check it against its digests.",
+    help="Read all bytes of the STEP, or of all steps, and check them against their digests.",
 )
 @click.option(
     "--subset",
     "share",
     type=verify_subset.Percent(),
     metavar="N%",
-    help="With --verify: read about so much of the stored bytes, from where the last such run ended. That place is remembered "
+    help="With --verify: read about this share of the stored bytes, from where the last such run ended. The position is stored "
     "in $XDG_STATE_HOME/ckpt (~/.local/state/ckpt).",
 )
 @common.key_option
@@ -94,13 +94,13 @@ def command(
 ) -> int:
     """Show the steps of the checkpoint repository at URL, or the arrays of one STEP.
 
-    URL is a folder, or any URL that ckpt.save takes (s3://bucket/run …). Nothing is changed there. Without --verify
-    only the small records are read and the files listed, so the answer comes quickly whatever the size.
+    URL is a folder, or any URL that ckpt.save accepts (s3://bucket/run …). Nothing is changed. Without --verify, only the small
+    records are read and the files are listed, so this is fast even for large steps.
     """
     if step is None and only:
-        raise click.UsageError("--only picks leaves of one step: name the STEP as well")
+        raise click.UsageError("--only chooses leaves of one step: give the STEP, too")
     if share is not None and (only or not verifying):
-        raise click.UsageError("--subset goes with --verify, and not with --only")
+        raise click.UsageError("--subset needs --verify, and can't be used with --only")
     repo = ckpt.open(url, key=key_file)
     if share is not None:
         return _verify_subset(repo, step, share, as_json)
@@ -108,12 +108,12 @@ def command(
         return _inspect_all_steps(repo, verifying, as_json)
     (report,) = survey_steps(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
     if report.state == "unfinished" and step not in repo.step_numbers():
-        repo.commit(step)  # raises StepNotFound, which names the steps that there are
+        repo.commit(step)  # raises StepNotFound, which names the existing steps
     return _inspect_one_step(repo, report, only, verifying, as_json)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command as a console script."""
     common.run(command)
 
 
@@ -138,7 +138,7 @@ def _inspect_all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
 
 
 def _sort_by_age(reports: list[StepReport]) -> tuple[list[StepReport], StepOrder]:
-    """The steps by when they were saved, the newest last; those that were never committed come after it."""
+    """Return the steps in the order in which they were saved, the newest last and uncommitted ones after it."""
     order = order_steps(
         {r.step: r.commit.training_line for r in reports if r.commit is not None},
         [r.step for r in reports if r.commit is None and r.state != "unfinished"],
@@ -152,9 +152,9 @@ def _show_steps(reports: list[StepReport], order: StepOrder) -> None:
     rows = []
     for report in reports:
         commit = report.commit
-        facts = ["-"] * 6
+        cells = ["-"] * 6
         if commit is not None:
-            facts = [
+            cells = [
                 _format_time(commit.created),
                 f"{commit.leaves:,}",
                 format_size(commit.raw_bytes),
@@ -162,10 +162,10 @@ def _show_steps(reports: list[StepReport], order: StepOrder) -> None:
                 _format_ratio(commit.written_bytes, commit.raw_bytes),
                 str(commit.generation),
             ]
-        rows.append([str(report.step), *facts, _style_state(report.state)])
+        rows.append([str(report.step), *cells, _style_state(report.state)])
         if order.newest_line.number:
-            fate = "abandoned" if report.step in order.abandoned else "set aside" if report.step in order.set_aside else ""
-            rows[-1].append(f"{'-' if commit is None else commit.line} {fate}".strip())
+            status = "abandoned" if report.step in order.abandoned else "set aside" if report.step in order.set_aside else ""
+            rows[-1].append(f"{'-' if commit is None else commit.line} {status}".strip())
     columns = [">step", "created (UTC)", ">leaves", ">raw", ">written", ">ratio", ">generation", "state"]
     common.show_table(columns + ["line"] * (order.newest_line.number > 0), rows)
 
@@ -178,17 +178,17 @@ def _show_problems(report: StepReport, most: int = 10) -> None:
 
 
 def _step_json(repo: Repository, report: StepReport, order: StepOrder | None, verifying: bool) -> dict[str, Any]:
-    facts: dict[str, Any] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
+    result: dict[str, Any] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
     if verifying:
-        facts["verified"] = report.state == "ok"
+        result["verified"] = report.state == "ok"
     if report.commit is not None:
         names = ("created", "generation", "world_size", "leaves", "raw_bytes", "written_bytes", "version", "line")
-        facts |= {name: getattr(report.commit, name) for name in names}
+        result |= {name: getattr(report.commit, name) for name in names}
         if order is not None:
-            facts |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.set_aside}
+            result |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.set_aside}
         signature = report.commit.signature
-        facts["signature"] = None if signature is None else {"key": signature.key, "checked": bool(repo.keys)}
-    return facts
+        result["signature"] = None if signature is None else {"key": signature.key, "checked": bool(repo.keys)}
+    return result
 
 
 # --- one step --------------------------------------------------------------------------------------------------
@@ -208,11 +208,11 @@ def _inspect_one_step(repo: Repository, report: StepReport, only: tuple[str, ...
     if verifying and chosen is not None:
         report, _ = _verify_step(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
     if as_json:
-        facts = {"url": repo.url, **_step_json(repo, report, None, verifying)}
+        result = {"url": repo.url, **_step_json(repo, report, None, verifying)}
         if chosen is not None:
-            facts["leaves"] = [_leaf_json(leaf) for leaf in leaves]
-            facts |= {"plain_values": len(chosen.values), "tied": chosen.tied}
-        common.emit_json(facts)
+            result["leaves"] = [_leaf_json(leaf) for leaf in leaves]
+            result |= {"plain_values": len(chosen.values), "tied": chosen.tied}
+        common.emit_json(result)
     elif not (verifying and chosen is not None):
         _show_step(repo, report, chosen, leaves)
     return int(report.state != "ok")
@@ -252,12 +252,11 @@ def _show_leaves(leaves: list[LeafReport]) -> None:
 
 
 def _leaf_json(leaf: LeafReport) -> dict[str, Any]:
-    facts = dataclasses.asdict(leaf)
-    return {**facts, "codecs": [json.loads(codec) for codec in leaf.codecs]}
+    return {**dataclasses.asdict(leaf), "codecs": [json.loads(codec) for codec in leaf.codecs]}
 
 
 def _describe_codec(config: str) -> str:
-    """A codec configuration in short: `blosc lz4`."""
+    """Return a codec configuration in short: `blosc lz4`."""
     parameters = json.loads(config)
     return " ".join(str(parameters[key]) for key in ("id", "cname") if key in parameters)
 
@@ -276,7 +275,7 @@ def _verify_steps(repo: Repository, reports: list[StepReport], quiet: bool) -> I
 
 
 def _verify_step(repo: Repository, report: StepReport, leaves: list[str] | None, quiet: bool) -> tuple[StepReport, int]:
-    """Read and check a step; return its report with what was found, and the bytes read."""
+    """Read and check a step; return its report with the errors that were found, and the number of bytes read."""
     assert report.commit is not None
     checkpoint = repo.checkpoint(report.commit)
     began = time.monotonic()
@@ -299,19 +298,19 @@ def _verify_step(repo: Repository, report: StepReport, leaves: list[str] | None,
 
 
 def _verify_subset(repo: Repository, step: int | None, share: float, as_json: bool) -> int:
-    """Check the next part of all blocks, or of those of one step."""
+    """Check the next part of all blocks, or of the blocks of one step; return the exit status."""
     reports = {
         report.step: report for report in survey_steps(repo, repo.step_numbers() if step is None else [check_step(step)])
     }
     if step is not None and (not reports or reports[step].state == "unfinished"):
-        repo.commit(step)  # raises StepNotFound, which names the steps that there are
+        repo.commit(step)  # raises StepNotFound, which names the existing steps
     checkpoints = (repo.checkpoint(report.commit) for report in reports.values() if report.commit is not None)
     blocks, failed = verify_subset.collect_blocks(checkpoints)
     for number, error in failed.items():
         reports[number] = _with_error(reports[number], error)
     position = verify_subset.VerifyProgress(repo, step)
     chosen = verify_subset.choose_part(blocks, position.last() or verify_subset.random_position(blocks), share)
-    nbytes, total = (sum(blocks[pack_position].row.stored for pack_position in places) for places in (chosen, blocks))
+    nbytes, total = (sum(blocks[pack_position].row.stored for pack_position in part) for part in (chosen, blocks))
     with common.progress(nbytes, f"{100 * share:g}% of the blocks") as advance:
         for number, errors in verify_subset.verify_chosen(repo, blocks, chosen, advance).items():
             for bad in errors:
@@ -320,19 +319,21 @@ def _verify_subset(repo: Repository, step: int | None, share: float, as_json: bo
         try:
             position.remember(chosen[-1])
         except OSError as error:
-            common.print_error("ckpt-inspect", f"the next run begins anywhere, for {position.file} can't be written: {error}")
+            common.print_error(
+                "ckpt-inspect", f"can't write {position.file}, so the next run begins at a random block: {error}"
+            )
     bad_steps = [report for report in reports.values() if report.has_failed]
     if as_json:
-        facts = {"read_bytes": nbytes, "of_bytes": total, "blocks": len(chosen), "of_blocks": len(blocks)}
+        subset = {"read_bytes": nbytes, "of_bytes": total, "blocks": len(chosen), "of_blocks": len(blocks)}
         steps = [_step_json(repo, report, None, False) for report in reports.values()]
-        common.emit_json({"url": repo.url, "ok": not bad_steps, "subset": facts, "steps": steps})
+        common.emit_json({"url": repo.url, "ok": not bad_steps, "subset": subset, "steps": steps})
         return int(bool(bad_steps))
     for report in bad_steps:
         _show_problems(report)
     emit(
         f"{format_size(nbytes)} of {format_size(total)} read and checked, in {len(chosen):,} of "
-        f"{format_count(len(blocks), 'block')} of "
-        f"{format_count(len(reports), 'step')}" + (f", {len(bad_steps)} of them not whole" if bad_steps else "")
+        f"{format_count(len(blocks), 'block')} of {format_count(len(reports), 'step')}"
+        + (f", {len(bad_steps)} of them not whole" if bad_steps else "")
     )
     return int(bool(bad_steps))
 
@@ -342,11 +343,11 @@ def _with_error(report: StepReport, error: CkptError) -> StepReport:
 
 
 def _format_verdict(report: StepReport, details: str) -> str:
-    word = "OK" if report.state == "ok" else report.state.upper()
-    return f"step {report.step}  {_style_state(report.state, word)}  {printable(details)}"
+    verdict = "OK" if report.state == "ok" else report.state.upper()
+    return f"step {report.step}  {_style_state(report.state, verdict)}  {printable(details)}"
 
 
-# --- words -----------------------------------------------------------------------------------------------------
+# --- texts -----------------------------------------------------------------------------------------------------
 
 
 def _style_state(state: StepState, text: str = "") -> str:

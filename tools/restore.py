@@ -1,4 +1,4 @@
-"""ckpt-restore: a step, or a part of it, as a file that other programs read."""
+"""The command ckpt-restore: writes a step, or a part of it, as a file that other programs read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckpt.tools import common
 from ckpt.tools.common import Advance, emit, format_size, printable
 from ckpt.tools.step_contents import read_contents
 
-# One module a format, imported only when asked for: each needs another library.
+# The module of each format, which is imported only for that format, because each needs another library.
 _WRITER_MODULES = {
     "safetensors": "export_safetensors",
     "npz": "export_npz",
@@ -51,8 +51,8 @@ Examples:
   ckpt-restore runs/a /data/step --format zarr
 
 \b
-What each format holds:
-  safetensors  arrays by leaf name; bfloat16 and float8 as they are; the metadata has `values`
+What each format contains:
+  safetensors  arrays by leaf name; bfloat16 and float8 unchanged; the metadata has `values`
                (plain values), `tied` (second name: first name) and `dtypes`, each in JSON
   npz          arrays by leaf name; JSON texts in __values__, __tied__ and __dtypes__
   hdf5         a dataset for each leaf; ties are hard links; plain values in the root's
@@ -66,14 +66,14 @@ What each format holds:
 \b
 Types that a format lacks (bfloat16, float8, int4 in npz, hdf5 and zarr; dates, text and
 records in some) are stored as unsigned integers of the same size, or as bytes along one more
-axis, and the true type stands beside them: safetensors and npz in `dtypes`, hdf5 and zarr in
-the array's attribute `dtype`, pt as {"dtype": …, "raw": tensor}. In Python
+axis. The name of the true type is stored, too: safetensors and npz in `dtypes`, hdf5 and zarr
+in the array's attribute `dtype`, pt as {"dtype": …, "raw": tensor}. In Python
   array.view(ml_dtypes.bfloat16)
-gives the values back. Big-endian numbers get the machine's byte order where a format has only one.
+gives the values back. Big-endian numbers get the machine's byte order if a format has only one.
 
 \b
-Every byte is checked while it is read. DEST appears under its name only when it is complete;
-until then it is a hidden .DEST.*.ckpt-tmp beside it, which a killed run leaves behind.
+Every byte is checked while it is read. DEST gets its name only when it is complete. Until then
+it is a hidden .DEST.*.ckpt-tmp in the same folder, which stays if the command is killed.
 Exit status: 0 written, 1 not written (the message says why), 2 wrong usage.""",
 )
 @click.argument("url")
@@ -87,24 +87,30 @@ Exit status: 0 written, 1 not written (the message says why), 2 wrong usage.""",
 )
 @click.option(
     "--format",
-    "wish",
+    "requested_format",
     type=click.Choice(list(_WRITER_MODULES)),
-    help="Default: by DEST's ending (.safetensors .npz .pt .pth .h5 .hdf5 .zarr).",
+    help="The format. Default: by the suffix of DEST (.safetensors .npz .pt .pth .h5 .hdf5 .zarr).",
 )
 @common.key_option
-@click.option("--overwrite", is_flag=True, help="Replace DEST if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace DEST if it exists.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 def command(
-    url: str, dest: Path, step: int | None, only: tuple[str, ...], wish: str | None, key_file: str | None, overwrite: bool
+    url: str,
+    dest: Path,
+    step: int | None,
+    only: tuple[str, ...],
+    requested_format: str | None,
+    key_file: str | None,
+    overwrite: bool,
 ) -> int:
     """Write a step of the checkpoint repository at URL to the file DEST, in a format that other programs read.
 
-    URL is a folder, or any URL that ckpt.save takes (s3://bucket/run …). Nothing is changed there.
+    URL is a folder, or any URL that ckpt.save accepts (s3://bucket/run …). Nothing is changed there.
     """
-    chosen = wish or _FORMATS_BY_SUFFIX.get(dest.suffix.lower())
+    chosen = requested_format or _FORMATS_BY_SUFFIX.get(dest.suffix.lower())
     if chosen is None:
         raise click.UsageError(
-            f"no format is known by the ending of {dest.name!r}: name one with --format, or end DEST in one of "
+            f"the suffix of {dest.name!r} names no format: choose one with --format, or give DEST one of the suffixes "
             + " ".join(_FORMATS_BY_SUFFIX)
         )
     _check_destination(dest, chosen, overwrite)
@@ -112,7 +118,7 @@ def command(
     checkpoint = repo[step] if step is not None else _newest_checkpoint(repo)
     selected = read_contents(checkpoint, only)
     writer = importlib.import_module(f"ckpt.tools.{_WRITER_MODULES[chosen]}")
-    passes = 2 if chosen == "pt" else 1  # read into memory, then written
+    passes = 2 if chosen == "pt" else 1  # .pt is read into memory, and then written
     with _atomic_destination(dest, chosen, overwrite) as temporary:
         with common.progress(selected.nbytes * passes, f"step {checkpoint.step}") as advance:
             raw = writer.write(selected, str(temporary), _with_failpoint("restore.piece", advance))
@@ -120,26 +126,28 @@ def command(
         failpoint("restore.written")
     if raw:
         listed = ", ".join(printable(name) for name in raw[:5]) + (f" and {len(raw) - 5} more" if len(raw) > 5 else "")
-        click.echo(f"{chosen} lacks the types of {listed}: stored as plain integers, see --help", err=True)
+        click.echo(f"{chosen} lacks the types of {listed}: they are stored as plain integers, see --help", err=True)
     emit(
         f"wrote {dest}: {format_count(len(selected.arrays), 'leaf')} and "
-        f"{format_count(len(selected.values), 'plain value')} of step "
-        f"{checkpoint.step}, {format_size(nbytes)}"
+        f"{format_count(len(selected.values), 'plain value')} of step {checkpoint.step}, {format_size(nbytes)}"
     )
     return 0
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command as a console script."""
     common.run(command)
 
 
 def _newest_checkpoint(repo: Repository) -> Checkpoint:
-    """The newest committed step. A damaged record is an error: an older step in its place would go unnoticed."""
+    """Return the newest committed step; raise IntegrityError if its record is damaged.
+
+    It is not replaced by an older step, because the user would not notice.
+    """
     for number in repo.order().newest_first():
         try:
             return repo.checkpoint(repo.commit(number))
-        except StepNotFound:  # being saved, or cut off
+        except StepNotFound:  # a save is running, or was interrupted
             continue
         except IntegrityError as error:
             raise IntegrityError(f"{error}; name another step with --step") from error
@@ -149,30 +157,31 @@ def _newest_checkpoint(repo: Repository) -> Checkpoint:
 # --- the destination -------------------------------------------------------------------------------------------
 
 
-def _check_destination(dest: Path, form: str, overwrite: bool) -> None:
+def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
+    """Raise CkptError if `dest` can't be written, or exists and must not be replaced."""
     if not dest.parent.is_dir():
-        raise CkptError(f"{dest} cannot be written: the folder {dest.parent} does not exist; make it first")
+        raise CkptError(f"{dest} cannot be written: the folder {dest.parent} does not exist; create it first")
     if not os.path.lexists(dest):
         return
     if not overwrite:
         raise CkptError(f"{dest} exists; name another file, or replace it with --overwrite")
-    if form == "zarr":
+    if format_name == "zarr":
         if not (dest.is_dir() and any((dest / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))):
-            raise CkptError(f"{dest} exists and is no zarr group, so it is not replaced; remove it, or name another")
+            raise CkptError(f"{dest} exists and is not a zarr group, so it is not replaced; remove it, or name another")
     elif dest.is_dir():
         raise CkptError(f"{dest} is a folder, so it is not replaced by a file; name a file in it")
 
 
 @contextmanager
-def _atomic_destination(dest: Path, form: str, overwrite: bool) -> Iterator[Path]:
-    """A temporary name beside `dest`, renamed to it at the end, or removed if anything goes wrong."""
+def _atomic_destination(dest: Path, format_name: str, overwrite: bool) -> Iterator[Path]:
+    """A context with a temporary path in the folder of `dest`, which is renamed to it at the end, or removed after an error."""
     temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}")
     replaced = temporary.with_name(temporary.name + "-old")
     done = False
     try:
         yield temporary
-        _check_destination(dest, form, overwrite)  # it may have come into being meanwhile
-        if dest.is_dir():  # a folder with content cannot be replaced in one step
+        _check_destination(dest, format_name, overwrite)  # another program may have created it meanwhile
+        if dest.is_dir():  # a rename can't replace a folder that is not empty
             os.rename(dest, replaced)
         failpoint("restore.replace")
         os.rename(temporary, dest)
@@ -184,7 +193,7 @@ def _atomic_destination(dest: Path, form: str, overwrite: bool) -> Iterator[Path
         _remove(temporary)
         if done:
             _remove(replaced)
-        elif replaced.exists() and not dest.exists():  # the new one never took its place
+        elif replaced.exists() and not dest.exists():  # the rename of the new one failed: put the old one back
             os.rename(replaced, dest)
 
 
@@ -197,7 +206,7 @@ def _with_failpoint(name: str, advance: Advance) -> Advance:
 
 
 def _make_durable(path: Path) -> int:
-    """fsync a file, or all files of a folder; return their bytes."""
+    """Make a file, or all files of a folder, durable; return their bytes."""
     nbytes = sum(map(_make_durable, path.iterdir())) if path.is_dir() else path.stat().st_size
     _fsync(path)
     return nbytes
@@ -213,7 +222,7 @@ def _fsync(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        for _ in range(100):  # zarr's threads may still be writing into it when we are interrupted
+        for _ in range(100):  # after an interrupt, threads of zarr may still write into the folder
             shutil.rmtree(path, ignore_errors=True)
             if not path.exists():
                 break

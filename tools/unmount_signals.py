@@ -1,7 +1,7 @@
-"""Signals that ask `ckpt-mount` to end: it unmounts its folder, and ends once nothing there is open any more.
+"""Handles signals that end `ckpt-mount`: it unmounts its folder, and ends when no file of it is open any more.
 
-The handlers of libfuse set a flag and expect that its main thread is interrupted. The kernel may give the signal to any other
-thread, and then nothing happens until the next request. Python's handler writes to a pipe, in whatever thread it runs.
+The handlers of libfuse set a flag, and expect that the signal interrupts its main thread. But the kernel may deliver the signal
+to another thread, and then nothing happens until the next request. The handler of Python writes to a pipe in any thread.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def unmount_on_signals(folder: Path) -> None:
-    """Unmount at the first signal, end this process at the second. Signals that are ignored, as by nohup, stay ignored."""
+    """Unmount at the first signal, and end this process at the second. Ignored signals (nohup) stay ignored."""
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)  # libfuse leaves a handler that is there
+            signal.signal(number, lambda *_: None)  # libfuse does not replace an existing handler
     threading.Thread(target=_unmount_on_signal, args=(receiver, folder), name="ckpt-unmount", daemon=True).start()
 
 
 def _unmount_on_signal(receiver: int, folder: Path) -> None:
     first = _read_signal(receiver)
     if (error := _try_unmount(folder, "-u")) is not None:
-        if _try_unmount(folder, "-uz") is not None:  # it is not mounted yet
+        if _try_unmount(folder, "-uz") is not None:  # the folder is not mounted yet
             os._exit(128 + first)
         log.warning(
-            "%s is still in use (%s): it is detached, and this process ends when the last of its files is closed. Another "
-            "signal ends it at once; what was not synced is lost then", folder, error,
+            "%s is still in use (%s): it is detached, and this process ends when its last file is closed. Another signal ends "
+            "it at once, and loses writes that were not synced", folder, error,
         )  # fmt: skip
     os._exit(128 + _read_signal(receiver))
 
 
 def _read_signal(receiver: int) -> int:
-    """The number of the next of the signals that end this process."""
+    """Wait for the next signal that ends this process, and return its number."""
     while (number := os.read(receiver, 1)[0]) not in _SIGNALS:
         pass
     return number
 
 
 def _try_unmount(folder: Path, option: str) -> str | None:
-    """Unmount; the reason where that failed."""
+    """Unmount the folder; return the reason if that failed, otherwise None."""
     program = shutil.which("fusermount3") or shutil.which("fusermount") or "fusermount3"
     try:
         done = subprocess.run([program, option, str(folder)], capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
-"""A part of the stored blocks of several steps, another one each time: what `ckpt-inspect --verify --subset` reads.
+"""Chooses and checks a part of the stored blocks, the next one each time, for `ckpt-inspect --verify --subset`.
 
-Blocks are taken in the order in which they lie, each once, whatever the number of steps that refer to it. The last block
-that was read is remembered in a file of the user, for a repository that is inspected may be read-only. Where nothing is
-remembered the part begins at random: so a host that forgets its files reads all blocks in the end, too.
+Blocks are read in the order of their positions in the packs. A block is read once, even if many steps refer to it. The last
+block is stored in a file of the user, because the repository may be read-only. Without that file, the part begins at a random
+block. So a host that loses its files also reads all blocks in the long run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt.tools.common import Advance
 
 
 class Percent(click.ParamType):  # type: ignore[type-arg]
-    """A share of something, as in 5%."""
+    """The type of an option with a share in percent, such as 5%."""
 
     name = "percent"
 
@@ -40,12 +40,12 @@ class Percent(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             share = 0.0
         if not 0 < share <= 1:
-            self.fail(f"{value!r} is no share of the blocks: use a number from above 0% to 100%, as in 5%.", param, ctx)
+            self.fail(f"{value!r} is not a share of the blocks: use more than 0% and at most 100%, such as 5%.", param, ctx)
         return share
 
 
 class PackPosition(NamedTuple):
-    """Where a block lies."""
+    """Where a block is stored."""
 
     pack: str
     position: int
@@ -64,7 +64,7 @@ Blocks = dict[PackPosition, ReferencedBlock]
 
 
 def collect_blocks(checkpoints: Iterable[Checkpoint]) -> tuple[Blocks, dict[int, CkptError]]:
-    """All blocks of these steps, and what is wrong with the steps whose manifest or tree can't be used."""
+    """Return all blocks of these steps, and the errors of steps whose manifest or tree can't be used, by step."""
     found: Blocks = {}
     failed: dict[int, CkptError] = {}
     for checkpoint in checkpoints:
@@ -82,9 +82,12 @@ def collect_blocks(checkpoints: Iterable[Checkpoint]) -> tuple[Blocks, dict[int,
 
 
 def choose_part(blocks: Blocks, after: PackPosition | None, share: float) -> list[PackPosition]:
-    """The blocks that come after one, and then the first ones again, until they are so large a share of the stored bytes. Pure.
+    """Return the blocks after a position, and then from the first on, until they have a share of the stored bytes.
 
-    At least one block, and none twice. after: need not exist any more.
+    At least one block is chosen, and none twice. This is a pure function.
+
+    after: the last block of the previous part, which need not exist any more; None for a start at the first block.
+    share: from 0 to 1.
     """
     order = sorted(blocks)
     begin = 0 if after is None else bisect.bisect_right(order, after)
@@ -102,7 +105,7 @@ def choose_part(blocks: Blocks, after: PackPosition | None, share: float) -> lis
 def verify_chosen(
     repo: Repository, blocks: Blocks, chosen: Sequence[PackPosition], advance: Advance
 ) -> dict[int, list[IntegrityError]]:
-    """Read and check these blocks. By step, what is wrong with those that refer to a bad one."""
+    """Read and check the chosen blocks; return the errors of damaged blocks, by each step that refers to them."""
     by_algorithm: dict[str, list[Row]] = {}
     for pack_position in chosen:
         by_algorithm.setdefault(blocks[pack_position].algorithm, []).append(blocks[pack_position].row)
@@ -115,7 +118,7 @@ def verify_chosen(
 
 
 class VerifyProgress:
-    """The last block that was read of a repository, or of one step of it, in a file of this user."""
+    """A file of this user with the last block that was read of a repository, or of one step of it."""
 
     def __init__(self, repo: Repository, step: int | None) -> None:
         self._repository = repo.identity()
@@ -124,7 +127,7 @@ class VerifyProgress:
         self.file = Path(state) / "ckpt" / "verified" / f"{name}.json"
 
     def last(self) -> PackPosition | None:
-        """None where nothing is known of this repository."""
+        """Return the last block; None if it is unknown, or of an earlier repository at this URL."""
         try:
             record = json.loads(self.file.read_text())
             if record["repository"] != self._repository:
@@ -134,7 +137,7 @@ class VerifyProgress:
             return None
 
     def remember(self, pack_position: PackPosition) -> None:
-        """Raises OSError where the file can't be written."""
+        """Store the last block that was read. Raises OSError if the file can't be written."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({"repository": self._repository, **pack_position._asdict()}))
@@ -142,5 +145,5 @@ class VerifyProgress:
 
 
 def random_position(blocks: Blocks) -> PackPosition | None:
-    """One of the blocks; None where there are none."""
+    """Return a random block; None if there are none."""
     return random.choice(list(blocks)) if blocks else None
